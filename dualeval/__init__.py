@@ -1,0 +1,64 @@
+"""dualeval: evaluate any PyTorch model on any number of processes, with the same bits on each.
+
+The names below are the public ones. They are imported at their first use: importing dualeval is cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dualeval.backends import connect as connect
+    from dualeval.backends.base import Backend as Backend
+    from dualeval.engine.control import open_control_plane as open_control_plane
+    from dualeval.engine.evaluator import Evaluator as Evaluator
+    from dualeval.errors import BackendError as BackendError
+    from dualeval.errors import DualevalError as DualevalError
+    from dualeval.errors import ExactlyOnceError as ExactlyOnceError
+    from dualeval.errors import LaunchError as LaunchError
+    from dualeval.errors import PeerError as PeerError
+    from dualeval.errors import UsageError as UsageError
+    from dualeval.job import Job as Job
+    from dualeval.launch import detect as detect
+    from dualeval.metrics import Measured as Measured
+    from dualeval.metrics import Metric as Metric
+    from dualeval.result import Result as Result
+    from dualeval.tasks import Dataset as Dataset
+    from dualeval.tasks import Task as Task
+    from dualeval.world import World as World
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Backend": "dualeval.backends.base",
+    "BackendError": "dualeval.errors",
+    "Dataset": "dualeval.tasks",
+    "DualevalError": "dualeval.errors",
+    "Evaluator": "dualeval.engine.evaluator",
+    "ExactlyOnceError": "dualeval.errors",
+    "Job": "dualeval.job",
+    "LaunchError": "dualeval.errors",
+    "Measured": "dualeval.metrics",
+    "Metric": "dualeval.metrics",
+    "PeerError": "dualeval.errors",
+    "Result": "dualeval.result",
+    "Task": "dualeval.tasks",
+    "UsageError": "dualeval.errors",
+    "World": "dualeval.world",
+    "connect": "dualeval.backends",
+    "detect": "dualeval.launch",
+    "open_control_plane": "dualeval.engine.control",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

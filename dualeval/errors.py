@@ -1,0 +1,55 @@
+"""The errors that dualeval raises on purpose, and the exit code that each one becomes.
+
+    DualevalError            1   something failed; the message says what
+    ├── UsageError           2   the caller's input is wrong: an option, a file, a folder, a name
+    │   └── LaunchError      2   the launcher's variables and the wanted backend do not fit together
+    ├── BackendError         1   a collective was asked for something that no backend does, or it broke
+    ├── ExactlyOnceError     1   after the reduction a sample was counted never, or more than once
+    └── PeerError            *   another rank failed first; carries that rank's message and exit code
+
+A message says what was found, what was expected, and what to type. Anything else that reaches the top is
+a bug or a failure of the machine: it keeps its traceback and exits 1.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+class DualevalError(Exception):
+    """Base of every error that dualeval raises on purpose."""
+
+    exit_code = EXIT_FAILED
+
+
+class UsageError(DualevalError):
+    """The caller's input is wrong: an option, a file, a folder or a name."""
+
+    exit_code = EXIT_USAGE
+
+
+class LaunchError(UsageError):
+    """The launcher's environment is incomplete or contradicts what was asked for."""
+
+
+class BackendError(DualevalError):
+    """A collective was asked for something that no backend does, or it broke."""
+
+
+class ExactlyOnceError(DualevalError):
+    """The reduced ledger shows a chunk that was not counted exactly once."""
+
+
+class PeerError(DualevalError):
+    """Another rank failed first; ``str()`` is that rank's message, ``exit_code`` its exit code.
+
+    Attributes:
+        rank: the rank that failed first.
+    """
+
+    def __init__(self, message: str, *, rank: int, exit_code: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code

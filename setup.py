@@ -1,0 +1,56 @@
+"""Build of dualeval. Versions that were tested together are in constraints.txt."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (HERE / "dualeval/__init__.py").read_text("utf-8"), re.MULTILINE
+)
+assert VERSION is not None
+
+setup(
+    name="dualeval",
+    version=VERSION[1],
+    description="Evaluate any PyTorch model on any number of processes, with the same bits on each.",
+    long_description=(HERE / "README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.10",
+    # include: a bare find_packages() would also install top-level 'backends' and 'launch'.
+    packages=find_packages(include=["dualeval", "dualeval.*"]),
+    package_data={"dualeval": ["py.typed"], "dualeval.assets": ["*.gz", "*.safetensors", "*.txt"]},
+    install_requires=[
+        "click>=8.1",
+        "numpy>=1.26",
+        "pillow>=10",
+        "pyarrow>=15",
+        "rich>=13",
+        "safetensors>=0.4",
+        "tomli>=2; python_version < '3.11'",
+        "torch>=2.8",
+        "torchvision>=0.23",
+    ],
+    extras_require={
+        "horovod": ["horovod==0.28.1"],
+        "mpi": ["mpi4py>=4"],
+        "qa": ["transformers>=4.40"],
+        "report": ["matplotlib>=3.8"],
+        "dev": [
+            "build",
+            "hypothesis",
+            "mypy",
+            "psutil",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "scikit-learn",
+            "torchmetrics",
+        ],
+    },
+    entry_points={"console_scripts": ["dualeval = dualeval.cli:main"]},
+)

@@ -1,0 +1,173 @@
+"""Fixtures for all tests: nothing leaks out of a test, and processes are started so that they always end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Seconds that a process or thread gets to end on its own once nothing holds it any more.
+GRACE = 5.0
+# Names every process that a test started, however far it has wandered from its parent and its group.
+LAUNCH_MARK = "DUALEVAL_TEST_LAUNCH"
+# Set by pytest itself, and on import by scikit-learn.
+VOLATILE_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+# A started command finds no launcher, unless its test gives it one, and torch's own number of threads.
+LAUNCH_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What a command left behind; ``returncode`` is -N where signal N ended it."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Launch:
+    """Runs commands in sessions of their own, and ends all that they started, whatever happens."""
+
+    def __call__(
+        self,
+        command: Sequence[str | Path],
+        *,
+        timeout: float = 120.0,
+        variables: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Finished:
+        """Run a command to its end; fails the test on a time-out, and where it leaves processes behind."""
+        with self.started(command, variables=variables, cwd=cwd) as process:
+            try:
+                stdout, stderr = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired as error:
+                output = f"{_text(error.stdout)}\n{_text(error.stderr)}"
+                pytest.fail(f"{' '.join(map(str, command))} did not end in {timeout} s:\n{output}")
+        return Finished(returncode=process.returncode, stdout=stdout, stderr=stderr)
+
+    @contextmanager
+    def started(
+        self,
+        command: Sequence[str | Path],
+        *,
+        variables: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Iterator[subprocess.Popen[str]]:
+        """Start a command and give the test its process, with pipes for standard output and error."""
+        mark = uuid.uuid4().hex
+        environ = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+        environ |= {"PYTHONPATH": str(ROOT), LAUNCH_MARK: mark, **(variables or {})}
+        process = subprocess.Popen(
+            list(map(str, command)),
+            env=environ,
+            cwd=cwd,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        with process:
+            try:
+                yield process
+            except BaseException:
+                _end(_marked(mark))
+                raise
+            if process.poll() is None:
+                _end(_marked(mark))
+                pytest.fail(f"{' '.join(map(str, command))} was still running when its test was through")
+            _, left = psutil.wait_procs(_marked(mark), timeout=GRACE)
+            if left:
+                found = [" ".join(other.cmdline()) for other in left if other.is_running()]
+                _end(left)
+                pytest.fail(f"{' '.join(map(str, command))} left processes behind: {found}")
+
+
+@pytest.fixture(scope="session")
+def launch() -> Launch:
+    """Run commands that cannot outlive their test: ``launch([sys.executable, "worker.py"])``."""
+    return Launch()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves environment variables, child processes or non-daemon threads behind."""
+    variables = _variables()
+    children = set(_children())
+    threads = set(threading.enumerate())
+    yield
+    problems = []
+    changed = {name for name, _ in variables.items() ^ _variables().items()}
+    if changed:
+        problems.append(f"environment variables changed: {sorted(changed)}")
+        for name in changed:
+            os.environ.pop(name, None)
+            if name in variables:
+                os.environ[name] = variables[name]
+    _, left = psutil.wait_procs([child for child in _children() if child not in children], timeout=GRACE)
+    if left:
+        problems.append(f"child processes left: {left}")
+        _end(left)
+    new_threads = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+    for thread in new_threads:
+        thread.join(GRACE)
+    alive = [thread.name for thread in new_threads if thread.is_alive()]
+    if alive:
+        problems.append(f"threads left: {alive}")
+    if problems:
+        pytest.fail("; ".join(problems))
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in VOLATILE_VARIABLES}
+
+
+def _children() -> list[psutil.Process]:
+    """List this process's children, but for multiprocessing's own, which last as long as their parent."""
+    helpers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            helper = any(name in argument for name in helpers for argument in child.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+        if not helper:
+            found.append(child)
+    return found
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """List the living processes that carry the mark, orphans and other sessions included."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(LAUNCH_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def _end(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=GRACE)
+
+
+def _text(output: bytes | str | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""

@@ -1,0 +1,162 @@
+"""The house stands as designed: who may import whom, the public names, and what importing costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dualeval
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "dualeval"
+
+# Each room and the rooms it may import from, besides itself and the ground floor.
+GROUND = {"errors", "world", "vision_library"}
+ALLOWED = {
+    "cli": {"job", "launch", "backends", "engine", "tasks", "models", "report", "result"},
+    "engine": {"metrics", "result", "tasks", "backends.base"},
+    "tasks": {"models", "data", "metrics"},
+    "models": {"data"},
+    "data": set(),
+    "metrics": set(),
+    "report": {"result"},
+    "result": {"metrics"},
+    "job": set(),
+    "backends": set(),
+    "launch": set(),
+    "errors": set(),
+    "world": set(),
+    "vision_library": set(),
+    "assets": set(),
+}
+# Of tasks, the engine knows the protocol alone.
+ENGINE_TASK_NAMES = {"Task", "Dataset"}
+
+
+def sources() -> list[Path]:
+    """Every module of the package, those behind the two links included."""
+    linked = [path for name in ("backends", "launch") for path in sorted((PACKAGE / name).glob("*.py"))]
+    own = [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.parts[len(PACKAGE.parts)] not in ("backends", "launch")
+    ]
+    return own + linked
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[tuple[str, set[str]]]:
+    """(module, names) of every import statement, inside functions and type-checking blocks too."""
+    found: list[tuple[str, set[str]]] = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, set()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            found.append((node.module, {alias.name for alias in node.names}))
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    room = room_of(path)
+    if room in ("__init__", "__main__"):
+        return
+    for module, names in imports(path):
+        if not module.startswith("dualeval."):
+            assert module not in ("backends", "launch"), f"{path}: import dualeval.{module}"
+            continue
+        inner = module.removeprefix("dualeval.")
+        top = inner.split(".")[0]
+        allowed = {room} | GROUND | ALLOWED[room]
+        assert top in allowed or inner in allowed, f"{path} imports {module}"
+        if room == "engine" and top == "tasks":
+            assert inner == "tasks", f"{path} names an implementation of a task: {module}"
+            assert names <= ENGINE_TASK_NAMES, f"{path} imports {names} from tasks"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_backends_import_communication_libraries(path: Path) -> None:
+    if room_of(path) == "backends":
+        return
+    for module, names in imports(path):
+        assert module.split(".")[0] not in ("horovod", "mpi4py"), f"{path} imports {module}"
+        if module == "torch.distributed":
+            # The store is no collective: the control plane stands on it.
+            assert names and names <= {"TCPStore", "DistStoreError", "DistNetworkError"}, f"{path}: {names}"
+
+
+def test_nothing_writes_the_environment() -> None:
+    for path in sources():
+        if room_of(path) == "backends":
+            continue  # a library whose only way in are variables is fed and cleaned up after by its backend
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+            for target in targets:
+                assert "os.environ" not in ast.unparse(target), f"{path}:{target.lineno} writes os.environ"
+
+
+def test_links_are_relative_and_hold_the_folders() -> None:
+    for name in ("backends", "launch"):
+        link = PACKAGE / name
+        assert link.is_symlink()
+        assert str(link.readlink()) == f"../{name}"
+
+
+@pytest.mark.parametrize("name", ["backends", "launch"])
+def test_plain_import_is_refused(name: str) -> None:
+    code = f"import {name}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "ImportError" in done.stderr
+    assert f"dualeval.{name}" in done.stderr
+
+
+def test_public_names() -> None:
+    assert dualeval.__all__ == [
+        "__version__",
+        "Backend",
+        "BackendError",
+        "Dataset",
+        "DualevalError",
+        "Evaluator",
+        "ExactlyOnceError",
+        "Job",
+        "LaunchError",
+        "Measured",
+        "Metric",
+        "PeerError",
+        "Result",
+        "Task",
+        "UsageError",
+        "World",
+        "connect",
+        "detect",
+        "open_control_plane",
+    ]
+    for name in dualeval.__all__:
+        assert getattr(dualeval, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        dualeval.nothing  # noqa: B018 - the access is what is tested
+
+
+def test_importing_costs_little_and_changes_nothing() -> None:
+    code = (
+        "import sys, logging, dualeval, dualeval.cli\n"
+        "heavy = {'torchvision', 'pyarrow', 'rich', 'horovod', 'mpi4py', 'PIL', 'torch'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert not logging.getLogger().handlers\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_no_room_named_utils() -> None:
+    assert not [path for path in sources() if path.stem in ("utils", "util", "helpers", "common", "misc")]
