@@ -1,0 +1,1 @@
+"""Files of the embedded job: the Fashion-MNIST test set and the weights of a small network."""

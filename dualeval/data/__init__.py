@@ -1,0 +1,1 @@
+"""Data sets: images in folders and in idx files."""

@@ -1,0 +1,1 @@
+"""Building a model and reading checkpoints."""
