@@ -1,0 +1,415 @@
+"""Backend: the collectives that an evaluation needs, the same on every library.
+
+A backend implements five primitives on buffers that are already copied, contiguous and of a type that every
+library has; the rest is written once, here. Two rules make the rest possible:
+
+* Reductions travel as int32, int64, float32 or float64, and come back in the caller's type.
+* Broadcast and gather move content and never compute, so they travel as bytes (uint8) in any type.
+
+Every method is a collective: all ranks call it, in the same order, with tensors of the same shape and type
+(gather: of the same shape behind the first dimension). What is wrong with the call itself (the operation, the
+type, a rank out of range) is a ``BackendError`` before any communication. Reductions do not compare shapes
+over the ranks: that would cost a second collective for each. No method has a time-out: noticing a rank that
+died or stalls is the control plane's task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dualeval.errors import BackendError
+from dualeval.world import World
+
+Op = Literal["sum", "min", "max"]
+OPS: tuple[Op, ...] = ("sum", "min", "max")
+
+# The type in which a tensor is reduced. Horovod, for one, has no bool, bfloat16 or small integers there.
+WIRE_TYPES = {
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.int32: torch.int32,
+    torch.int64: torch.int64,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+BYTE_TYPES = (*WIRE_TYPES, torch.complex64, torch.complex128)
+
+# In place of a signature in gather's header: this rank has nothing to send and says why.
+_REFUSED = 0
+
+
+class Backend(ABC):
+    """Collectives between the ranks of a world.
+
+    Results are new tensors: they never alias the argument, which is left as it was, and have its dtype and
+    device. Tensors may have any strides, no dimension, or no element.
+
+    Attributes:
+        name: name under which ``connect`` finds the backend.
+        world: this process's place among the ranks.
+        device: where this rank's model and batches belong.
+        transport: where the buffers of a collective live: ``device``, or the CPU where the library takes
+            only host memory.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, world: World, device: torch.device, transport: torch.device | None = None) -> None:
+        self.world = world
+        self.device = device
+        self.transport = device if transport is None else transport
+        self._closed = False
+
+    def __enter__(self) -> Backend:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(failed=error is not None)
+
+    def close(self, failed: bool = False) -> None:
+        """Leave the group; a second call does nothing.
+
+        Args:
+            failed: this rank is going down with an error, so it does not wait for the others.
+
+        Raises:
+            BackendError: another rank broke off while this one waited for it (only if not ``failed``).
+        """
+        if not self._closed:
+            self._closed = True
+            self._close(failed)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._barrier()
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        """Reduce a tensor element by element over all ranks; every rank gets the result.
+
+        Integers are added modulo two to the power of their width, as torch does. For bool, "sum" and "max"
+        mean any, "min" means all. float16 and bfloat16 are added in float32. Integer results are equal to
+        the bit on every backend; the order of a floating sum, and so its last bits, is the library's. What
+        "min" and "max" make of NaN is the library's, too.
+
+        Args:
+            tensor: bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32 or float64; the same
+                shape and dtype on every rank.
+            op: "sum", "min" or "max".
+
+        Returns:
+            a new tensor of the same shape, dtype and device.
+
+        Raises:
+            BackendError: the op or the dtype is not one of these, or the collective broke.
+        """
+        if op not in OPS:
+            raise BackendError(f"all_reduce has no op {op!r}; it has {', '.join(OPS)}.")
+        wire_type = WIRE_TYPES.get(tensor.dtype)
+        if wire_type is None:
+            raise _unsupported("all_reduce", tensor.dtype, WIRE_TYPES)
+        owned = tensor.detach().to(
+            device=self.transport, dtype=wire_type, copy=True, memory_format=torch.contiguous_format
+        )
+        if owned.numel():
+            self._all_reduce(owned, op)
+        return owned.to(device=tensor.device, dtype=tensor.dtype)
+
+    def reduce_mean(self, tensor: Tensor, weight: Tensor | float | None = None) -> Tensor:
+        """Average a tensor over all ranks, each rank's value counted ``weight`` times.
+
+        mean = sum over ranks of (weight * tensor) / sum over ranks of weight, element by element. Both sums
+        are taken in float64, in one collective, and divided once, at the end. A mean of rank means is wrong
+        on shards of different lengths: give each rank's mean with the number of its samples as the weight. A
+        value of weight 0 is left out altogether, also where it is NaN (the mean of an empty shard). Where
+        all weights are 0 the mean is NaN, the mean of nothing.
+
+        Args:
+            tensor: any dtype that ``all_reduce`` takes; the same shape on every rank.
+            weight: a number, or a tensor that broadcasts to the shape of ``tensor``; None counts each rank
+                once. A tensor must have the same shape on every rank.
+
+        Returns:
+            a new tensor of the same shape and device; of the same dtype where that is floating, else float64.
+
+        Raises:
+            BackendError: a dtype that ``all_reduce`` does not take, a weight that does not broadcast to the
+                tensor's shape, or the collective broke.
+        """
+        for dtype in (tensor.dtype, weight.dtype if isinstance(weight, Tensor) else torch.float64):
+            if dtype not in WIRE_TYPES:
+                raise _unsupported("reduce_mean", dtype, WIRE_TYPES)
+        values = tensor.detach().to(device=self.transport, dtype=torch.float64)
+        weights = torch.as_tensor(1.0 if weight is None else weight).detach()
+        weights = weights.to(device=self.transport, dtype=torch.float64)
+        try:
+            weights.expand(values.shape)
+        except RuntimeError as error:
+            raise BackendError(
+                f"reduce_mean: a weight of shape {tuple(weights.shape)} does not broadcast to the tensor's "
+                f"shape {tuple(values.shape)}."
+            ) from error
+        # where, not the product alone: 0 * NaN is NaN.
+        weighted = torch.where(weights == 0, 0.0, values * weights)
+        sums = torch.cat([weighted.reshape(-1), weights.reshape(-1)])
+        if sums.numel():
+            self._all_reduce(sums, "sum")
+        mean = sums[: values.numel()].reshape(values.shape) / sums[values.numel() :].reshape(weights.shape)
+        dtype = tensor.dtype if tensor.dtype.is_floating_point else torch.float64
+        return mean.to(device=tensor.device, dtype=dtype)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Give every rank the content of one rank's tensor.
+
+        Args:
+            tensor: bool, a signed or unsigned 8-bit, or a signed 16-, 32- or 64-bit integer, float16,
+                bfloat16, float32, float64, complex64 or complex128; the same shape and dtype on every rank.
+            src: the rank whose content is taken.
+
+        Returns:
+            a new tensor of the same shape, dtype and device.
+
+        Raises:
+            BackendError: ``src`` is no rank, the dtype is not one of these, or the collective broke.
+        """
+        self._require_rank("broadcast", "src", src)
+        payload = _to_bytes("broadcast", tensor, self.transport)
+        if payload.numel():
+            self._broadcast(payload, src)
+        return payload.view(tensor.dtype).reshape(tensor.shape).to(device=tensor.device)
+
+    def gather(self, tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
+        """Bring every rank's tensor to one rank.
+
+        Args:
+            tensor: any dtype that ``broadcast`` takes, the same on every rank; shape (rows, ...), where the
+                number of rows may differ over the ranks and may be 0. No dimension counts as shape (1,).
+            dst: the rank that gets them.
+
+        Returns:
+            on ``dst`` one new tensor a rank, in rank order, each of its rank's shape, on the device of
+            ``tensor``; None on the other ranks.
+
+        Raises:
+            BackendError: ``dst`` is no rank; the dtype is not one of these; the ranks disagree on the dtype
+                or on the shape behind the first dimension (the same message on every rank); or the
+                collective broke.
+        """
+        self._require_rank("gather", "dst", dst)
+        return self._gather_tensors("gather", tensor, dst)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Bring every rank's tensor to every rank; else as ``gather``."""
+        pieces = self._gather_tensors("all_gather", tensor, None)
+        assert pieces is not None
+        return pieces
+
+    def broadcast_json(self, value: Any, src: int = 0) -> Any:
+        """Give every rank one rank's plain value, as JSON in UTF-8 (a tuple arrives as a list).
+
+        Args:
+            value: None, bool, int, float, str, or lists and dicts with str keys of them; only that of ``src``
+                counts.
+            src: the rank whose value is taken.
+
+        Raises:
+            BackendError: ``src`` is no rank, its value is no JSON (on every rank), or the collective broke.
+        """
+        self._require_rank("broadcast_json", "src", src)
+        text, refusal = _encode(value) if self.world.rank == src else (b"", None)
+        # The refusal is sent in the place of the value, so that no rank waits for one that will not come.
+        payload = text if refusal is None else refusal.encode("utf-8", "backslashreplace")
+        length, refused = self.broadcast(torch.tensor([len(payload), refusal is not None]), src).tolist()
+        buffer = _from_text(payload) if self.world.rank == src else torch.zeros(length, dtype=torch.uint8)
+        received = _to_text(self.broadcast(buffer, src))
+        if refused:
+            raise BackendError(f"This cannot be broadcast: rank {src}: {received.decode()}.")
+        return _decode(received)
+
+    def gather_json(self, value: Any, dst: int = 0) -> list[Any] | None:
+        """Bring every rank's plain value to one rank; values as for ``broadcast_json``.
+
+        Returns:
+            on ``dst`` the values in rank order; None on the other ranks.
+
+        Raises:
+            BackendError: ``dst`` is no rank, some rank's value is no JSON (on every rank, with the rank's
+                number), or the collective broke.
+        """
+        self._require_rank("gather_json", "dst", dst)
+        return self._gather_values("gather_json", value, dst)
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Bring every rank's plain value to every rank; else as ``gather_json``."""
+        values = self._gather_values("all_gather_json", value, None)
+        assert values is not None
+        return values
+
+    def _gather_tensors(self, call: str, tensor: Tensor, dst: int | None) -> list[Tensor] | None:
+        payload = _to_bytes(call, tensor, self.transport)
+        rows, trailing = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, torch.Size())
+        kind = f"{_type_name(tensor.dtype)} of shape ({', '.join(map(str, ('*', *trailing)))})"
+        pieces = self._gather_bytes(call, payload, rows=rows, kind=kind, dst=dst)
+        if pieces is None:
+            return None
+        return [
+            piece.view(tensor.dtype).reshape(rows, *trailing).to(device=tensor.device)
+            for piece, rows in pieces
+        ]
+
+    def _gather_values(self, call: str, value: Any, dst: int | None) -> list[Any] | None:
+        text, refusal = _encode(value)
+        payload = _from_text(text).to(self.transport)
+        pieces = self._gather_bytes(call, payload, rows=len(text), kind="JSON", refusal=refusal, dst=dst)
+        return None if pieces is None else [_decode(_to_text(piece)) for piece, _ in pieces]
+
+    def _gather_bytes(
+        self, call: str, payload: Tensor, *, rows: int, kind: str, dst: int | None, refusal: str | None = None
+    ) -> list[tuple[Tensor, int]] | None:
+        """Gather byte strings of different lengths, in two collectives of equal shape: a header, the content.
+
+        The header (content bytes, rows, hash of the kind; int64) tells every rank the longest length, and
+        whether all ranks send the same kind of thing. Where they do not, each tells the others what it has,
+        and all raise the same error; without the header they would wait for ever or take one for the other.
+
+        Args:
+            payload: uint8 of shape (bytes,) on ``transport``.
+            kind: what the content is; must be the same on every rank.
+            refusal: why this rank has nothing to send.
+
+        Returns:
+            the content and the rows of each rank, in rank order; None on the other ranks than ``dst``.
+        """
+        own = f"{call}{'' if dst is None else f' to rank {dst}'} of {refusal or kind}"
+        signature = _hash(own) if refusal is None else _REFUSED
+        own_header = torch.tensor([payload.numel(), rows, signature], device=self.transport)
+        gathered = self._gather(own_header.view(torch.uint8), None)
+        assert gathered is not None
+        headers = [header.view(torch.int64).tolist() for header in gathered]
+        if any(header[2] == _REFUSED or header[2] != headers[0][2] for header in headers):
+            self._raise_disagreement(own)
+        longest = max(length for length, _, _ in headers)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.transport)
+        padded[: payload.numel()] = payload
+        # Where no rank has content, every rank knows it, and the second collective is left out.
+        here = dst is None or dst == self.world.rank
+        contents = self._gather(padded, dst) if longest else [padded.clone() for _ in headers]
+        if not here or contents is None:
+            return None
+        return [
+            (content[:length].clone(), count)
+            for content, (length, count, _) in zip(contents, headers, strict=True)
+        ]
+
+    def _raise_disagreement(self, own: str) -> None:
+        """Tell all ranks what each one brought to a gather that cannot be done, and raise on all of them."""
+        text = _from_text(own.encode("utf-8", "backslashreplace")).to(self.transport)
+        pieces = self._gather_bytes("disagreement", text, rows=0, kind="text", dst=None)
+        assert pieces is not None
+        ranks_by_text: dict[str, list[str]] = {}
+        for rank, (piece, _) in enumerate(pieces):
+            ranks_by_text.setdefault(_to_text(piece).decode(), []).append(str(rank))
+        found = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+        raise BackendError(f"This cannot be gathered: {found}. Only what is marked * may differ.")
+
+    def _require_rank(self, call: str, argument: str, rank: int) -> None:
+        if not 0 <= rank < self.world.size:
+            raise BackendError(
+                f"{call}: {argument}={rank} is no rank of this world: they are 0 to {self.world.size - 1}."
+            )
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: Op) -> None:
+        """Reduce in place.
+
+        Args:
+            tensor: int32, int64, float32 or float64, contiguous, not empty, on ``transport``.
+        """
+
+    @abstractmethod
+    def _broadcast(self, payload: Tensor, src: int) -> None:
+        """Overwrite ``payload`` by that of ``src``.
+
+        Args:
+            payload: uint8 of shape (bytes,), not empty, of the same size on every rank, on ``transport``.
+        """
+
+    @abstractmethod
+    def _gather(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
+        """Gather ``payload`` (as in ``_broadcast``) to ``dst``, or to all ranks where that is None.
+
+        Returns:
+            one tensor of the payload's shape a rank, in rank order; None where this rank is not meant.
+        """
+
+    @abstractmethod
+    def _barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    @abstractmethod
+    def _close(self, failed: bool) -> None:
+        """Leave the group; called once."""
+
+
+def _to_bytes(call: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy the content of a tensor into a new uint8 tensor of shape (bytes,)."""
+    if tensor.dtype not in BYTE_TYPES:
+        raise _unsupported(call, tensor.dtype, BYTE_TYPES)
+    # The copy also carries out what a conjugate or negative view only notes in a flag beside the bytes.
+    owned = tensor.detach().to(device=device, copy=True, memory_format=torch.contiguous_format)
+    return owned.reshape(-1).view(torch.uint8)
+
+
+def _from_text(text: bytes) -> Tensor:
+    """Copy a byte string into a uint8 tensor of shape (bytes,)."""
+    # frombuffer takes no empty buffer, and warns about a read-only one.
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def _to_text(payload: Tensor) -> bytes:
+    """Copy a uint8 tensor of shape (bytes,) into a byte string."""
+    return payload.cpu().numpy().tobytes()
+
+
+def _encode(value: Any) -> tuple[bytes, str | None]:
+    """Encode a value as JSON; returns the bytes, and the reason where it has no JSON form."""
+    try:
+        # surrogatepass: a file name that is no UTF-8 comes from the system as lone surrogates.
+        return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass"), None
+    except (TypeError, ValueError, RecursionError) as error:
+        return b"", f"a value that has no JSON form ({error})"
+
+
+def _decode(text: bytes) -> Any:
+    return json.loads(text.decode("utf-8", "surrogatepass"))
+
+
+def _hash(text: str) -> int:
+    """Hash a text to a non-zero int64 that is the same in every process (``hash`` of a str is not)."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True) or 1
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _unsupported(call: str, dtype: torch.dtype, supported: Any) -> BackendError:
+    takes = ", ".join(map(_type_name, supported))
+    return BackendError(
+        f"{call} takes no {_type_name(dtype)} tensor, only {takes}. Convert the tensor first."
+    )

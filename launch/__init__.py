@@ -1,0 +1,14 @@
+"""Who started this process, and how ``dualeval run --nproc`` starts others.
+
+``dualeval.launch.local`` is imported where it is used: it needs torch, and finding the world does not.
+"""
+
+from __future__ import annotations
+
+if __name__ != "dualeval.launch":
+    # A second import under another name would make two classes of one: two World probes, two tables.
+    raise ImportError(f"This package is 'dualeval.launch', not {__name__!r}: write 'import dualeval.launch'.")
+
+from dualeval.launch.detect import detect
+
+__all__ = ["detect"]

@@ -1,0 +1,562 @@
+"""The contract that every backend keeps, as checks that all ranks of one group run in the same order.
+
+A check first makes its collectives and then judges: ``Bench.expect`` notes a problem and goes on, so that a
+rank that finds one does not leave the others waiting. Whatever a rank gets can be worked out by every rank:
+``sample`` makes any rank's input.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dualeval.backends import Backend, connect
+from dualeval.backends.base import BYTE_TYPES, OPS, WIRE_TYPES, Op
+from dualeval.errors import BackendError
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "0-d": (),
+    "empty": (0,),
+    "empty rows": (0, 3),
+    "no columns": (3, 0),
+    "1-d": (5,),
+    "2-d": (3, 4),
+    "transposed": (3, 4),
+    "strided": (5,),
+    "expanded": (3, 4),
+    "large": (-1,),  # 1 MiB
+}
+# Relative to the greatest sum of absolute values: a sum over three ranks rounds twice.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-6, torch.float64: 1e-14}
+PRIMITIVES = ("_all_reduce", "_broadcast", "_gather", "_barrier")
+TEXT = 'Zürich 東京 🎉 \udc80 \x00 " \\ \n'
+
+
+@dataclass
+class Bench:
+    """What a check works with: the backend under test, a folder that all ranks share, the problems found."""
+
+    backend: Backend
+    folder: Path
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.backend.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.backend.world.size
+
+    def expect(self, condition: bool, problem: str) -> None:
+        if not condition:
+            self.problems.append(problem)
+
+    def expect_tensor(
+        self, label: str, actual: Tensor, expected: Tensor, scale: Tensor | None = None
+    ) -> None:
+        """Expect the same dtype, device, shape and values: to the bit, or within TOLERANCE of ``scale``."""
+        kind, wanted = ((tensor.dtype, tensor.device, tuple(tensor.shape)) for tensor in (actual, expected))
+        self.expect(kind == wanted, f"{label}: got {kind}, expected {wanted}")
+        if kind != wanted:
+            return
+        if scale is None:
+            same = torch.equal(actual, expected)
+        else:
+            error = (actual.double() - expected.double()).abs()
+            same = bool((error <= TOLERANCE[actual.dtype] * scale.double().abs()).all())
+        if not same:
+            self.problems.append(f"{label}: got {actual}, expected {expected}")
+
+    def expect_new(self, label: str, result: Tensor, *others: Tensor) -> None:
+        """Expect that no memory of the result is that of another tensor."""
+        if result.numel():
+            places = [other.untyped_storage().data_ptr() for other in others if other.numel()]
+            self.expect(result.untyped_storage().data_ptr() not in places, f"{label}: the result is an alias")
+
+    def expect_error(self, label: str, call: Callable[[], Any], *parts: str, early: bool = True) -> None:
+        """Expect the same BackendError on every rank; early: before any communication."""
+        message = None
+        with count_collectives(self.backend) as counts:
+            try:
+                call()
+            except BackendError as error:
+                message = str(error)
+        messages = self.backend.all_gather_json(message)
+        self.expect(message is not None, f"{label}: no BackendError")
+        self.expect(len(set(messages)) == 1, f"{label}: the ranks' errors differ: {messages}")
+        for part in parts:
+            self.expect(part in (message or ""), f"{label}: {part!r} is not in {message!r}")
+        if early:
+            self.expect(not counts, f"{label}: communicated before it failed: {counts}")
+        self.backend.barrier()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One entry of the contract, and the groups that it is for."""
+
+    run: Callable[[Bench], None]
+    smallest_world: int = 1
+    backends: tuple[str, ...] | None = None
+
+    def applies(self, backend: str, size: int) -> bool:
+        return size >= self.smallest_world and (self.backends is None or backend in self.backends)
+
+
+@contextmanager
+def count_collectives(backend: Backend) -> Iterator[list[str]]:
+    """List the primitives that are called meanwhile."""
+    calls: list[str] = []
+
+    def counted(name: str, primitive: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return primitive(*arguments)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in PRIMITIVES:
+            stack.enter_context(mock.patch.object(backend, name, counted(name, getattr(backend, name))))
+        yield calls
+
+
+def sample(rank: int, layout: str, dtype: torch.dtype, rows: int | None = None) -> Tensor:
+    """Make the input of a rank: the same in every process, over the whole range of an integer dtype.
+
+    Args:
+        layout: a name in SHAPES.
+        rows: number of rows, in place of that in SHAPES.
+    """
+    shape = SHAPES[layout]
+    if layout == "large":
+        shape = (2**20 // dtype.itemsize,)
+    if rows is not None:
+        shape = (rows, *shape[1:])
+    if layout == "transposed":
+        return _random(rank, shape[::-1], dtype).t()
+    if layout == "strided":
+        return _random(rank, (2 * shape[0],), dtype)[::2]
+    if layout == "expanded":
+        return _random(rank, (shape[0], 1), dtype).expand(shape)
+    return _random(rank, shape, dtype)
+
+
+def _random(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{rank} {shape} {dtype}".encode()))
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).to(torch.bool)
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return (100 * torch.randn(shape, generator=generator, dtype=wide)).to(dtype)
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=dtype)
+
+
+def reduced(inputs: list[Tensor], op: Op) -> Tensor:
+    """Work out a reduction without any backend: exact for integers, in float64 for floats."""
+    dtype = inputs[0].dtype
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    stack = torch.stack([tensor.to(wide) for tensor in inputs])
+    if op == "sum":
+        # Wraps for integers; for bool a sum that is not 0 is True.
+        return stack.sum(0).to(dtype)
+    return (stack.amin(0) if op == "min" else stack.amax(0)).to(dtype)
+
+
+def check_all_reduce(op: Op, dtype: torch.dtype) -> Callable[[Bench], None]:
+    def run(bench: Bench) -> None:
+        for layout in SHAPES:
+            inputs = [sample(rank, layout, dtype).to(bench.backend.device) for rank in range(bench.size)]
+            argument = inputs[bench.rank]
+            before = argument.clone()
+            with count_collectives(bench.backend) as counts:
+                result = bench.backend.all_reduce(argument, op)
+            scale = None
+            if dtype.is_floating_point and op == "sum":
+                scale = torch.stack([tensor.double().abs() for tensor in inputs]).sum(0)
+            bench.expect_tensor(layout, result, reduced(inputs, op), scale)
+            bench.expect_tensor(f"{layout}, argument", argument, before)
+            bench.expect_new(layout, result, argument)
+            bench.expect(len(counts) <= 1, f"{layout}: {counts} for one reduction")
+
+    return run
+
+
+def check_broadcast(dtype: torch.dtype) -> Callable[[Bench], None]:
+    def run(bench: Bench) -> None:
+        for layout in SHAPES:
+            for src in range(bench.size):
+                inputs = [sample(rank, layout, dtype).to(bench.backend.device) for rank in range(bench.size)]
+                argument = inputs[bench.rank]
+                before = argument.clone()
+                result = bench.backend.broadcast(argument, src)
+                label = f"{layout} from {src}"
+                bench.expect_tensor(label, result, inputs[src])
+                bench.expect_tensor(f"{label}, argument", argument, before)
+                bench.expect_new(label, result, argument)
+
+    return run
+
+
+def check_gather(dtype: torch.dtype, *, to_all: bool) -> Callable[[Bench], None]:
+    """Equal shapes in every layout, and ragged ones: no rows on rank 0, on all but one rank, on all ranks."""
+
+    def run(bench: Bench) -> None:
+        cases: list[tuple[str, list[int] | None]] = [(layout, None) for layout in SHAPES]
+        for layout in ("1-d", "2-d", "transposed", "strided", "no columns"):
+            cases += [
+                (layout, [2 * rank for rank in range(bench.size)]),
+                (layout, [7 if rank == bench.size - 1 else 0 for rank in range(bench.size)]),
+                (layout, [0] * bench.size),
+            ]
+        for number, (layout, rows) in enumerate(cases):
+            inputs = [
+                sample(rank, layout, dtype, None if rows is None else rows[rank]).to(bench.backend.device)
+                for rank in range(bench.size)
+            ]
+            argument = inputs[bench.rank]
+            before = argument.clone()
+            dst = number % bench.size
+            pieces = bench.backend.all_gather(argument) if to_all else bench.backend.gather(argument, dst)
+            label = f"{layout} {rows or ''}"
+            bench.expect_tensor(f"{label}, argument", argument, before)
+            if not to_all and dst != bench.rank:
+                bench.expect(pieces is None, f"{label}: a rank that is not dst got {pieces}")
+                continue
+            assert pieces is not None
+            bench.expect(len(pieces) == bench.size, f"{label}: {len(pieces)} pieces")
+            for rank, (piece, sent) in enumerate(zip(pieces, inputs, strict=True)):
+                bench.expect_tensor(f"{label} of {rank}", piece, sent.reshape(1) if sent.dim() == 0 else sent)
+                bench.expect_new(label, piece, argument, *pieces[:rank])
+
+    return run
+
+
+def check_mean_of_shards(bench: Bench) -> None:
+    """The mean of uneven shards is the mean of all samples, also where a shard is empty and its mean NaN."""
+    lengths = [3 * rank if bench.size > 1 else 5 for rank in range(bench.size)]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        shards = [_random(rank, (length,), dtype).double() for rank, length in enumerate(lengths)]
+        everything = torch.cat(shards)
+        own = shards[bench.rank].mean().to(dtype).to(bench.backend.device)
+        before = own.clone()
+        weights = (
+            len(shards[bench.rank]),
+            float(len(shards[bench.rank])),
+            torch.tensor(len(shards[bench.rank])),
+        )
+        for weight in weights:
+            with count_collectives(bench.backend) as counts:
+                mean = bench.backend.reduce_mean(own, weight)
+            expected = everything.mean().to(dtype).to(bench.backend.device)
+            bench.expect_tensor(f"{dtype} weight {weight!r}", mean, expected, everything.abs().max())
+            bench.expect(counts == ["_all_reduce"], f"{dtype}: {counts}")
+        bench.expect(torch.equal(own.nan_to_num(), before.nan_to_num()), "the argument changed")
+
+
+def check_mean_unweighted(bench: Bench) -> None:
+    for layout in SHAPES:
+        for dtype in WIRE_TYPES:
+            inputs = [sample(rank, layout, dtype).to(bench.backend.device) for rank in range(bench.size)]
+            before = inputs[bench.rank].clone()
+            mean = bench.backend.reduce_mean(inputs[bench.rank])
+            stack = torch.stack([tensor.double() for tensor in inputs])
+            expected = stack.mean(0).to(dtype if dtype.is_floating_point else torch.float64)
+            bench.expect_tensor(f"{layout} {dtype}", mean, expected, stack.abs().sum(0))
+            bench.expect_tensor(f"{layout} {dtype}, argument", inputs[bench.rank], before)
+            bench.expect_new(layout, mean, inputs[bench.rank])
+
+
+def check_mean_elementwise(bench: Bench) -> None:
+    """A weight may be one number an element, or broadcast; an element without any weight is NaN."""
+    for shape in ((3, 4), (3, 1), (4,), (1, 1)):
+        values = [sample(rank, "2-d", torch.float64).to(bench.backend.device) for rank in range(bench.size)]
+        weights = [_random(rank, shape, torch.uint8).to(bench.backend.device) for rank in range(bench.size)]
+        for weight in weights:
+            weight.reshape(-1)[0] = 0
+        mean = bench.backend.reduce_mean(values[bench.rank], weights[bench.rank])
+        top = sum(value * weight for value, weight in zip(values, weights, strict=True))
+        bottom = torch.stack(weights).double().sum(0)
+        expected = top / bottom
+        lost = (bottom == 0).expand(3, 4)
+        bench.expect(torch.equal(mean.isnan(), lost), f"weights {shape}: NaN at {mean.isnan()}, not {lost}")
+        scale = torch.stack(values).abs().sum(0)
+        bench.expect_tensor(f"weights {shape}", mean.nan_to_num(), expected.nan_to_num(), scale)
+        bench.expect(bool((weights[bench.rank].reshape(-1)[0] == 0).all()), "the weight changed")
+
+
+def check_mean_of_nothing(bench: Bench) -> None:
+    mean = bench.backend.reduce_mean(torch.tensor([1.0, 2.0], device=bench.backend.device), 0)
+    bench.expect(bool(mean.isnan().all()), f"the mean of nothing is {mean}")
+
+
+def check_special_tensors(bench: Bench) -> None:
+    """Inference mode, tensors with a gradient, and lazily conjugated ones are tensors like any other."""
+    backend = bench.backend
+    device = backend.device
+    with torch.inference_mode():
+        inner = torch.full((3,), bench.rank, device=device)
+        results = [backend.all_reduce(inner, "max"), backend.broadcast(inner, bench.size - 1)]
+        results += [
+            backend.all_gather(inner)[-1],
+            backend.reduce_mean(inner * bench.size).long() + bench.size // 2,
+        ]
+    outside = [
+        backend.all_reduce(inner, "max"),
+        backend.broadcast(inner, bench.size - 1),
+        backend.all_gather(inner)[-1],
+    ]
+    for number, result in enumerate([*results[:3], *outside]):
+        bench.expect_tensor(
+            f"inference mode, result {number}", result, torch.full((3,), bench.size - 1, device=device)
+        )
+    learned = torch.ones(2, device=device, requires_grad=True)
+    for result in (backend.all_reduce(learned), backend.broadcast(learned), *backend.all_gather(learned)):
+        bench.expect(not result.requires_grad, "a result asks for a gradient")
+    conjugated = torch.tensor([1 + 2j, 3 - 1j], device=device).conj()
+    for result in (backend.broadcast(conjugated), *backend.all_gather(conjugated)):
+        bench.expect(
+            torch.equal(result, torch.tensor([1 - 2j, 3 + 1j], device=device)), f"conjugate: {result}"
+        )
+
+
+def check_nonfinite(bench: Bench) -> None:
+    """NaN, infinities and the sign of zero pass a broadcast and a gather to the bit."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        special = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0], dtype=dtype)
+        special = special.to(bench.backend.device)
+        for result in (bench.backend.broadcast(special), *bench.backend.all_gather(special)):
+            same = torch.equal(result.view(torch.uint8), special.view(torch.uint8))
+            bench.expect(same, f"{dtype}: {result}")
+
+
+def check_json(bench: Bench) -> None:
+    backend = bench.backend
+    values: list[Any] = [
+        {"rank": rank, "text": TEXT * rank, "list": [None, True, 0.1, -0.0, 2**70, "", {}]}
+        for rank in range(bench.size)
+    ]
+    own = values[bench.rank]
+    bench.expect(backend.all_gather_json(own) == values, "all_gather_json")
+    for rank in range(bench.size):
+        bench.expect(backend.broadcast_json(own, rank) == values[rank], f"broadcast_json from {rank}")
+        nothing = backend.broadcast_json(object() if rank != bench.rank else None, rank)
+        bench.expect(
+            nothing is None, f"broadcast_json of None from {rank}, where only the source's value counts"
+        )
+        gathered = backend.gather_json(own, rank)
+        bench.expect(
+            gathered == (values if rank == bench.rank else None), f"gather_json to {rank}: {gathered}"
+        )
+
+
+def check_json_refused(bench: Bench) -> None:
+    """A value without a JSON form on one rank is the same error on all of them."""
+    last = bench.size - 1
+    own = {1} if bench.rank == last else {"fine": TEXT}
+    for call in (lambda: bench.backend.gather_json(own), lambda: bench.backend.all_gather_json(own)):
+        bench.expect_error("gather", call, f"rank {last}:", "set is not JSON", early=False)
+    bench.expect_error(
+        "broadcast",
+        lambda: bench.backend.broadcast_json(own, last),
+        f"rank {last}:",
+        "set is not JSON",
+        early=False,
+    )
+    loop: list[Any] = []
+    loop.append(loop)
+    bench.expect_error("loop", lambda: bench.backend.all_gather_json(loop), "Circular", early=False)
+
+
+def check_wrong_calls(bench: Bench) -> None:
+    """What is wrong with the call itself is refused before any communication, and the group goes on."""
+    backend = bench.backend
+    number = torch.ones(2, device=backend.device)
+    imaginary = number.to(torch.complex64)
+    wide = number.to(torch.uint32)
+    wrong: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+        "op": (lambda: backend.all_reduce(number, "mean"), ("'mean'", "sum, min, max")),  # type: ignore[arg-type]
+        "reduce complex": (lambda: backend.all_reduce(imaginary), ("complex64", "bfloat16")),
+        "mean complex": (lambda: backend.reduce_mean(imaginary), ("complex64", "bfloat16")),
+        "mean complex weight": (lambda: backend.reduce_mean(number, imaginary), ("complex64",)),
+        "mean weight shape": (lambda: backend.reduce_mean(number, torch.ones(3)), ("(3,)", "(2,)")),
+        "mean weight dims": (lambda: backend.reduce_mean(number, torch.ones(1, 2)), ("(1, 2)", "(2,)")),
+        "reduce uint32": (lambda: backend.all_reduce(wide), ("uint32", "int64")),
+        "broadcast uint32": (lambda: backend.broadcast(wide), ("uint32", "complex128")),
+        "gather uint32": (lambda: backend.gather(wide), ("uint32", "complex128")),
+        "all_gather uint32": (lambda: backend.all_gather(wide), ("uint32", "complex128")),
+    }
+    for rank in (bench.size, -1):
+        part = f"{rank} is no rank"
+        wrong |= {
+            f"broadcast {rank}": (partial(backend.broadcast, number, rank), (part,)),
+            f"gather {rank}": (partial(backend.gather, number, rank), (part,)),
+            f"broadcast_json {rank}": (partial(backend.broadcast_json, 1, rank), (part,)),
+            f"gather_json {rank}": (partial(backend.gather_json, 1, rank), (part,)),
+        }
+    for label, (call, parts) in wrong.items():
+        bench.expect_error(label, call, *parts)
+    bench.expect_tensor("a sum afterwards", backend.all_reduce(number), number * bench.size)
+
+
+def check_disagreement(bench: Bench) -> None:
+    """Ranks that do not send the same kind of thing all get the error that says who sends what."""
+    backend = bench.backend
+    odd = bench.rank == bench.size - 1
+    device = backend.device
+
+    def float_or(other: Tensor) -> Tensor:
+        return other.to(device) if odd else torch.ones(2, 3, device=device)
+
+    usual = "float32 of shape (*, 3)"
+    for tensor, part in (
+        (torch.ones(2, 4), "float32 of shape (*, 4)"),
+        (torch.ones(2, 3, dtype=torch.int32), "int32 of shape (*, 3)"),
+        (torch.ones(3), "float32 of shape (*)"),
+        (torch.ones(2, 3, 1), "float32 of shape (*, 3, 1)"),
+        (torch.ones(0, 4), "float32 of shape (*, 4)"),
+    ):
+        own = float_or(tensor)
+        parts = (usual, part, f"rank {bench.size - 1}:")
+        bench.expect_error(f"gather {part}", partial(backend.gather, own), *parts, early=False)
+        bench.expect_error(f"all_gather {part}", partial(backend.all_gather, own), *parts, early=False)
+    mixed = (
+        (lambda: backend.gather_json([]))
+        if odd
+        else (lambda: backend.gather(torch.ones(2, 3, device=device)))
+    )
+    bench.expect_error("two calls", mixed, usual, "gather_json", early=False)
+    bench.expect_error(
+        "two destinations", lambda: backend.gather_json([], int(odd)), "to rank 0", "to rank 1", early=False
+    )
+
+
+def check_barrier(bench: Bench) -> None:
+    """Nobody leaves a barrier before the last rank has reached it, whichever rank is the last."""
+    for late in range(bench.size):
+        arrived = bench.folder / f"arrived-{late}"
+        if bench.rank == late:
+            for rank in range(bench.size):
+                if rank != late:
+                    _await_file(bench.folder / f"waiting-{late}-{rank}")
+            # Not waited for: time in which a barrier that does not wait would let the others through.
+            time.sleep(0.05)
+            arrived.touch()
+        else:
+            (bench.folder / f"waiting-{late}-{bench.rank}").touch()
+        with count_collectives(bench.backend) as counts:
+            bench.backend.barrier()
+        bench.expect(arrived.exists(), f"left the barrier before rank {late} had come")
+        bench.expect(counts == ["_barrier"], f"{counts} for one barrier")
+
+
+def check_context(bench: Bench) -> None:
+    """Leaving a ``with`` block closes: failed after an error, and not failed otherwise."""
+    calls = []
+    with mock.patch.object(bench.backend, "close", lambda failed=False: calls.append(failed)):
+        with bench.backend as entered:
+            bench.expect(entered is bench.backend, "entering gives another object")
+        try:
+            with bench.backend:
+                raise KeyError
+        except KeyError:
+            calls.append("passed on")
+    bench.expect(calls == [False, True, "passed on"], f"close was called with {calls}")
+
+
+def check_attributes(bench: Bench) -> None:
+    bench.expect(bench.backend.name in ("single", "torch"), f"the name is {bench.backend.name}")
+    bench.expect(0 <= bench.rank < bench.size, f"rank {bench.rank} of {bench.size}")
+    ranks = bench.backend.all_gather_json(bench.rank)
+    bench.expect(ranks == list(range(bench.size)), f"the ranks are {ranks}")
+
+
+def check_close(bench: Bench) -> None:
+    """A second close does nothing; the group that the backend joined is gone."""
+    bench.backend.close()
+    with count_collectives(bench.backend) as counts:
+        bench.backend.close()
+        bench.backend.close(failed=True)
+    bench.expect(not counts, f"a closed backend communicates: {counts}")
+    bench.expect(not dist.is_initialized(), "the process group is still there")
+
+
+def check_callers_group(bench: Bench) -> None:
+    """A group that the caller has initialised is used, and is the caller's to end."""
+    store = dist.FileStore(str(bench.folder / "store"), bench.size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=bench.rank, world_size=bench.size)
+    with connect("torch", bench.backend.world, "cpu") as backend:
+        total = backend.all_reduce(torch.tensor(bench.rank + 1))
+        bench.expect(int(total) == bench.size * (bench.size + 1) // 2, f"the sum is {total}")
+    bench.expect(dist.is_initialized(), "close has destroyed the caller's group")
+
+
+def check_lost_rank(bench: Bench) -> None:
+    """A rank that ends without a word is a BackendError for the others (in the group of the last check)."""
+    backend = connect("torch", bench.backend.world, "cpu")
+    if bench.rank == bench.size - 1:
+        # For the others this is a killed rank: its connections close. It goes on to its own report.
+        dist.destroy_process_group()
+        return
+    message = ""
+    try:
+        for _ in range(2):
+            backend.all_reduce(torch.ones(4))
+    except BackendError as error:
+        message = str(error)
+    bench.expect(f"rank {bench.rank} of {bench.size}" in message, f"the error is {message!r}")
+    dist.destroy_process_group()
+
+
+def _await_file(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} was never written")
+        time.sleep(0.001)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# The order counts: the last three take the group down.
+CHECKS: dict[str, Check] = {
+    "attributes": Check(run=check_attributes),
+    **{
+        f"all_reduce-{op}-{_name(dtype)}": Check(run=check_all_reduce(op, dtype))
+        for op in OPS
+        for dtype in WIRE_TYPES
+    },
+    **{f"broadcast-{_name(dtype)}": Check(run=check_broadcast(dtype)) for dtype in BYTE_TYPES},
+    **{f"gather-{_name(dtype)}": Check(run=check_gather(dtype, to_all=False)) for dtype in BYTE_TYPES},
+    **{f"all_gather-{_name(dtype)}": Check(run=check_gather(dtype, to_all=True)) for dtype in BYTE_TYPES},
+    "mean-of-shards": Check(run=check_mean_of_shards),
+    "mean-unweighted": Check(run=check_mean_unweighted),
+    "mean-elementwise": Check(run=check_mean_elementwise),
+    "mean-of-nothing": Check(run=check_mean_of_nothing),
+    "special-tensors": Check(run=check_special_tensors),
+    "nonfinite": Check(run=check_nonfinite),
+    "json": Check(run=check_json),
+    "json-refused": Check(run=check_json_refused),
+    "wrong-calls": Check(run=check_wrong_calls),
+    "disagreement": Check(run=check_disagreement, smallest_world=2),
+    "barrier": Check(run=check_barrier),
+    "context": Check(run=check_context),
+    "close": Check(run=check_close),
+    "callers-group": Check(run=check_callers_group, backends=("torch",)),
+    "lost-rank": Check(run=check_lost_rank, backends=("torch",), smallest_world=2),
+}

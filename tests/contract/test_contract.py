@@ -1,0 +1,106 @@
+"""Every backend keeps the contract of ``checks.py``, in groups under the real launcher, of each size.
+
+All checks of a group run in one start of its processes; each is then a test of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import Finished, Launch
+from tests.contract.checks import CHECKS
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A backend in a world of some size."""
+
+    backend: str
+    size: int
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.size}" + ("" if self.device == "cpu" else f"-{self.device}")
+
+    @property
+    def command(self) -> list[str]:
+        launcher = []
+        if self.backend == "torch":
+            launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.size)]
+        return [sys.executable, *launcher, str(WORKER), "--backend", self.backend, "--device", self.device]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a group ended, and the problems of each check on each rank."""
+
+    finished: Finished
+    problems: list[dict[str, list[str]]] = field(default_factory=list)
+
+
+GPUS = torch.cuda.device_count()
+GROUPS = [
+    Group(backend="single", size=1),
+    *(Group(backend="torch", size=size) for size in (1, 2, 3)),
+    # NCCL, one GPU a rank; and ranks that share one GPU, over gloo.
+    *(Group(backend="torch", size=size, device="cuda") for size in (1, 2, 3) if size <= GPUS),
+    *(Group(backend="torch", size=2, device="cuda:0") for _ in range(min(1, GPUS))),
+]
+
+
+@pytest.fixture(scope="session")
+def outcome(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Group], Outcome]:
+    """Run a group when it is first asked for, and remember how it went."""
+    outcomes: dict[Group, Outcome] = {}
+
+    def run(group: Group) -> Outcome:
+        if group not in outcomes:
+            folder = tmp_path_factory.mktemp(str(group).replace(":", "-"))
+            # One thread a rank: more only get in each other's way on tensors this small.
+            threads = {"OMP_NUM_THREADS": "1"}
+            finished = launch([*group.command, "--folder", str(folder)], timeout=240, variables=threads)
+            problems = []
+            for rank in range(group.size):
+                report = folder / f"rank-{rank}.jsonl"
+                lines = report.read_text("utf-8").splitlines() if report.exists() else []
+                problems.append({entry["check"]: entry["problems"] for entry in map(json.loads, lines)})
+            outcomes[group] = Outcome(finished=finished, problems=problems)
+        return outcomes[group]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("group", "check"),
+    [
+        pytest.param(group, name, id=f"{group}-{name}")
+        for group in GROUPS
+        for name, check in CHECKS.items()
+        if check.applies(group.backend, group.size)
+    ],
+)
+def test_contract(group: Group, check: str, outcome: Callable[[Group], Outcome]) -> None:
+    result = outcome(group)
+    for rank, problems in enumerate(result.problems):
+        if check not in problems:
+            last = list(problems)[-1:]
+            pytest.fail(f"rank {rank} did not get here, only to {last}:\n{result.finished.stderr[-4000:]}")
+    found = [
+        f"rank {rank}: {text}" for rank, problems in enumerate(result.problems) for text in problems[check]
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_group_exits_0(group: Group, outcome: Callable[[Group], Outcome]) -> None:
+    finished = outcome(group).finished
+    assert finished.returncode == 0, finished.stderr

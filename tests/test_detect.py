@@ -1,0 +1,159 @@
+"""Finding the World in the environment: what is whole, half set, contradictory, or left over."""
+
+from __future__ import annotations
+
+import os
+import sys
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualeval.errors import LaunchError, UsageError
+from dualeval.launch import detect
+from dualeval.world import World
+from tests.conftest import ROOT, Launch
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+MASTER = {"MASTER_ADDR", "MASTER_PORT"}
+MARK = "TORCHELASTIC_RUN_ID"
+
+
+def test_torchrun() -> None:
+    assert detect(TORCHRUN) == World(
+        rank=5, size=8, local_rank=1, local_size=4, node_rank=1, launcher="torchrun", master=("node0", 29500)
+    )
+
+
+def test_nothing_set() -> None:
+    assert detect({}) == World.alone()
+    assert detect({"HOME": "/root", "OMP_NUM_THREADS": "1"}) == World.alone()
+
+
+def test_every_part_of_torchruns_variables() -> None:
+    """All of them make a rank, with or without the mark; an address makes none; else it is an error."""
+    needed = set(TORCHRUN) - {MARK}
+    for count in range(len(TORCHRUN) + 1):
+        for names in combinations(TORCHRUN, count):
+            environ = {name: TORCHRUN[name] for name in names}
+            if set(names) >= needed:
+                assert detect(environ).launcher == "torchrun"
+            elif set(names) <= MASTER:
+                assert detect(environ) == World.alone()
+            else:
+                with pytest.raises(LaunchError) as caught:
+                    detect(environ)
+                found, missing = set(names), needed - set(names)
+                assert all(f"{name}={TORCHRUN[name]}" in str(caught.value) for name in found)
+                assert all(name in str(caught.value).partition("(found")[0] for name in missing)
+                assert "torchrun --nproc-per-node" in str(caught.value)
+                assert "--launcher none" in str(caught.value)
+            assert detect(environ, "none") == World.alone()
+
+
+def test_left_over_or_cut_short() -> None:
+    """Without torchrun's mark the shell is to blame, and the message has the line that cleans it."""
+    with pytest.raises(LaunchError, match=r"left over or another tool's.*'unset RANK WORLD_SIZE'"):
+        detect({"WORLD_SIZE": "8", "RANK": "3"})
+    with pytest.raises(LaunchError, match="torchrun started this process") as caught:
+        detect({"RANK": "3", MARK: "none"})
+    assert "unset" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("RANK", "8", "RANK=8 is not below WORLD_SIZE=8"),
+        ("RANK", "-1", "RANK='-1' is not a whole number"),
+        ("RANK", "", "RANK='' is not a whole number"),
+        ("WORLD_SIZE", "2.0", "WORLD_SIZE='2.0' is not a whole number"),
+        ("WORLD_SIZE", "0", "RANK=5 is not below WORLD_SIZE=0"),
+        ("LOCAL_RANK", "4", "LOCAL_RANK=4 is not below LOCAL_WORLD_SIZE=4"),
+        ("LOCAL_RANK", "٣", "is not a whole number"),
+        ("LOCAL_WORLD_SIZE", "9", "LOCAL_WORLD_SIZE=9 is above WORLD_SIZE=8"),
+        ("GROUP_RANK", "one", "GROUP_RANK='one' is not a whole number"),
+        ("MASTER_ADDR", "", "MASTER_ADDR is empty"),
+        ("MASTER_PORT", "0", "MASTER_PORT=0 is no port"),
+        ("MASTER_PORT", "65536", "MASTER_PORT=65536 is no port"),
+    ],
+)
+def test_contradictions(name: str, value: str, problem: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        detect({**TORCHRUN, name: value})
+    assert problem in str(caught.value)
+    assert f"{name}={value}" in str(caught.value), "the message shows what was found"
+    assert "--launcher none" in str(caught.value)
+
+
+def test_launcher_option() -> None:
+    assert detect(TORCHRUN, "none") == World.alone()
+    assert detect(TORCHRUN, "torchrun") == detect(TORCHRUN)
+    with pytest.raises(
+        LaunchError, match="--launcher torchrun was given, but no variable of torchrun is set"
+    ):
+        detect({}, "torchrun")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("torchrn", "torchrun"), ("None", "none"), ("xyz", "torchrun or none")]
+)
+def test_unknown_launcher(name: str, near: str) -> None:
+    with pytest.raises(UsageError, match=f"Did you mean {near}\\?") as caught:
+        detect({}, name)
+    assert not isinstance(caught.value, LaunchError)
+
+
+@given(st.dictionaries(st.sampled_from([*TORCHRUN]), st.text(max_size=3) | st.sampled_from("0123")))
+def test_any_environment_is_a_world_or_a_launch_error(environ: dict[str, str]) -> None:
+    try:
+        world = detect(environ)
+    except LaunchError:
+        return
+    assert 0 <= world.local_rank < world.local_size <= world.size
+    assert 0 <= world.rank < world.size
+
+
+def test_reads_only_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    assert detect({}) == World.alone()
+    assert dict(os.environ) == before
+
+
+def test_under_torchrun(launch: Launch) -> None:
+    """The real launcher's variables give every rank its own place."""
+    code = "import os; from dualeval.launch import detect; print(detect(os.environ))"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    finished = launch([*torchrun, sys.executable, "-c", code])
+    assert finished.returncode == 0, finished.stderr
+    worlds = sorted(finished.stdout.splitlines())
+    assert len(worlds) == 2
+    for rank, world in enumerate(worlds):
+        assert (
+            f"World(rank={rank}, size=2, local_rank={rank}, local_size=2, node_rank=0, launcher='torchrun'"
+            in world
+        )
+
+
+def test_importing_detect_loads_no_torch(launch: Launch) -> None:
+    code = "import sys, dualeval.launch; sys.exit('torch' in sys.modules)"
+    finished = launch([sys.executable, "-c", code])
+    assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("name", ["launch", "backends"])
+def test_plain_import_names_the_right_one(name: str, launch: Launch) -> None:
+    finished = launch([sys.executable, "-c", f"import {name}"], cwd=ROOT)
+    assert finished.returncode == 1
+    assert f"ImportError: This package is 'dualeval.{name}', not '{name}'" in finished.stderr

@@ -1,0 +1,165 @@
+"""``run_local``: ranks on this machine, their exit code, and a parent that is neither heard nor outlived."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from dualeval.errors import UsageError
+from dualeval.launch.local import exit_code_of, process_limit, run_local
+from tests.conftest import Launch
+
+PARENT = """
+import os, sys
+from dualeval.launch.local import run_local
+sys.exit(run_local([sys.executable, "-c", sys.argv[2]], int(sys.argv[1]), os.environ))
+"""
+RANK = "import os, signal, sys, time; rank = int(os.environ['RANK']); "
+# A rank that says that it is there and then waits to be ended.
+WAIT = "print('here', os.getpid(), flush=True); signal.pause()"
+
+
+def parent(processes: int, rank_code: str) -> Sequence[str]:
+    """The command of a parent whose ranks run ``rank_code``."""
+    return [sys.executable, "-c", PARENT, str(processes), RANK + rank_code]
+
+
+def wait_for_ranks(process: subprocess.Popen[str], count: int) -> list[int]:
+    """Wait until so many ranks have said that they are there; returns their process ids."""
+    assert process.stdout is not None
+    pids = []
+    for _ in range(count):
+        word, pid = process.stdout.readline().split()
+        assert word == "here"
+        pids.append(int(pid))
+    return pids
+
+
+def test_ranks_get_torchruns_variables_and_our_streams(launch: Launch) -> None:
+    code = (
+        "names = ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'MASTER_ADDR']; "
+        "names += ['OMP_NUM_THREADS', 'MINE']; "
+        "print(*(os.environ[name] for name in names)); print('error', rank, file=sys.stderr); "
+        "from dualeval.launch import detect; assert detect(os.environ).launcher == 'torchrun'"
+    )
+    finished = launch(parent(3, code), variables={"MINE": "kept", "RANK": "stale"})
+    assert finished.returncode == 0
+    assert sorted(finished.stdout.splitlines()) == [
+        f"{rank} 3 {rank} 3 0 127.0.0.1 1 kept" for rank in range(3)
+    ]
+    assert sorted(finished.stderr.splitlines()) == ["error 0", "error 1", "error 2"]
+
+
+def test_threads_are_torchruns_choice(launch: Launch) -> None:
+    """One thread a rank where there are several ranks and the user has not chosen."""
+    code = "print(os.environ.get('OMP_NUM_THREADS'))"
+    assert launch(parent(2, code)).stdout == "1\n1\n"
+    assert launch(parent(1, code)).stdout == "None\n"
+    assert launch(parent(2, code), variables={"OMP_NUM_THREADS": "3"}).stdout == "3\n3\n"
+
+
+@pytest.mark.parametrize(
+    ("rank_code", "expected"),
+    [
+        ("sys.exit(0)", 0),
+        ("sys.exit(1 if rank == 0 else 0)", 1),
+        ("sys.exit(2)", 2),
+        ("sys.exit(75 if rank == 1 else 0)", 75),
+        # The other rank is ended by the agent's SIGTERM: a consequence, which must not hide the cause.
+        ("sys.exit(3) if rank == 1 else signal.pause()", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else signal.pause()", 1),
+        ("os.kill(os.getpid(), signal.SIGTERM) if rank == 1 else signal.pause()", 143),
+    ],
+)
+def test_exit_code_and_silence(rank_code: str, expected: int, launch: Launch) -> None:
+    finished = launch(parent(2, rank_code))
+    assert finished.returncode == expected, finished.stderr
+    assert finished.stdout == ""
+    assert finished.stderr == "", "the parent has nothing of its own to say"
+
+
+def test_a_ranks_own_message_is_all_that_is_printed(launch: Launch) -> None:
+    finished = launch(
+        parent(2, "print('no such folder', file=sys.stderr) if rank == 0 else None; sys.exit(2)")
+    )
+    assert finished.returncode == 2
+    assert finished.stderr == "no such folder\n"
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([1, -signal.SIGTERM], 1),
+        ([-signal.SIGKILL, -signal.SIGTERM], 1),
+        ([-signal.SIGABRT, 2], 2),
+        ([-signal.SIGKILL, 75], 1),
+        ([75, 1], 75),
+        ([-signal.SIGINT], 130),
+        ([-signal.SIGTERM, 1], 143),
+    ],
+)
+def test_exit_code_of(codes: list[int], expected: int) -> None:
+    assert exit_code_of(codes) == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_parent_ends_the_ranks(number: signal.Signals, launch: Launch) -> None:
+    """The ranks get the same signal, and time to act on it; ``launch`` sees to it that none is left."""
+    code = f"signal.signal({number:d}, lambda *_: sys.exit(print('saved'))); {WAIT}"
+    with launch.started(parent(2, code)) as process:
+        pids = wait_for_ranks(process, 2)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+        assert stdout == "saved\nsaved\n"
+        assert stderr == ""
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_signal_while_the_ranks_are_started(launch: Launch, tmp_path: Path) -> None:
+    """A signal that comes when the first rank is there and the last is not yet ends all of them.
+
+    The first rank signals the parent, which is then still starting the others.
+    """
+    fast = tmp_path / "fast.sh"
+    fast.write_text("#!/bin/sh\n[ $RANK = 0 ] && kill -TERM $PPID\nexec sleep 600\n")
+    fast.chmod(0o755)
+    command = PARENT.replace('[sys.executable, "-c", sys.argv[2]]', "[sys.argv[2]]")
+    finished = launch([sys.executable, "-c", command, "16", fast], timeout=60)
+    assert finished.returncode == 143
+    assert finished.stderr == ""
+
+
+def test_an_ignored_signal_stays_ignored(launch: Launch) -> None:
+    """Under nohup a closed terminal does not end the run."""
+    with launch.started(["nohup", *parent(2, WAIT)]) as process:
+        wait_for_ranks(process, 2)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 143
+
+
+@pytest.mark.parametrize("processes", [0, -1, process_limit(os.cpu_count() or 1) + 1, 10**9])
+def test_number_of_processes_beyond_reason(processes: int) -> None:
+    with pytest.raises(UsageError, match=r"takes 1 to \d+ processes"):
+        run_local(["true"], processes, os.environ)
+
+
+def test_process_limit() -> None:
+    assert [process_limit(cores) for cores in (1, 2, 4, 5, 128)] == [64, 64, 64, 80, 2048]
+
+
+def test_twice_in_one_process_without_a_trace() -> None:
+    """Handlers, environment and loggers are as before; ``no_leaks`` watches the rest."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert run_local(["true"], 2, os.environ) == 0
+    assert run_local(["false"], 1, os.environ) == 1
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
