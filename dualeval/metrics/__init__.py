@@ -1,0 +1,64 @@
+"""Metrics whose whole state is integers in one ledger, so that merging them is addition and never rounds.
+
+A metric is ``size`` slots of the run's int64 ledger, ``update`` (samples into slots) and ``compute`` (slots
+to values). It knows no communicator: ranks, chunks and restarts are merged by adding ledgers, by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+__all__ = ["Measured", "Metric", "Value"]
+
+# Plain JSON, without NaN and infinities: these are not JSON, and are written as None plus counts.
+Value: TypeAlias = "float | int | str | list[Value] | dict[str, Value] | None"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a metric says about the samples in its ledger; equal ledgers give equal bits.
+
+    Attributes:
+        values: the metric's values by key; None where there is no finite value.
+        intervals: 95 % intervals (low, high) by key, for the keys that have one.
+        nonfinite: by key, how many samples were ``nan``, ``pos_inf`` and ``neg_inf``; only keys with any.
+        warnings: what a reader of the values should know, a sentence each.
+    """
+
+    values: dict[str, Value]
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    nonfinite: dict[str, dict[str, int]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+class Metric(Protocol):
+    """Samples to integers to values; merging two states is adding their ledgers."""
+
+    @property
+    def name(self) -> str:
+        """The name by which the metric is asked for."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many int64 slots of the ledger the metric owns."""
+        ...
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add samples to the ledger, in place.
+
+        Afterwards the slots are small enough that 2**30 such ledgers add up without overflow.
+
+        Args:
+            ledger: the metric's own slots, int64 of shape (size,), contiguous, on the CPU.
+            columns: CPU tensors by name, first dimension samples; failed samples are already left out.
+        """
+        ...
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Turn the slots of any sum of updated ledgers into values; the ledger is untouched."""
+        ...

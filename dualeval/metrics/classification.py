@@ -1,0 +1,353 @@
+"""Metrics of classification into num_classes classes, and the per-sample columns that they read.
+
+The columns, one value per sample, are made by ``observe_logits``:
+
+    loss        float32  cross entropy; NaN or +inf where the logits make it so
+    confidence  float32  softmax probability of the predicted class
+    prediction  int32    predicted class; -1 where a logit is NaN
+    target      int32    true class, 0 <= target < num_classes
+    rank        int32    number of classes ahead of the target; at least num_classes where a logit is NaN
+    nan_logits  bool     at least one logit is NaN
+    inf_logits  bool     at least one logit is infinite
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from dualeval.errors import UsageError
+from dualeval.metrics import Measured, Metric, Value
+from dualeval.metrics.exact import (
+    NONFINITE_KINDS,
+    NORMAL_95,
+    SUM_LIMBS,
+    SUM_UNIT_BITS,
+    ExactMean,
+    exact_sums,
+    from_limbs,
+    nonfinite_counts,
+    to_limbs,
+)
+
+NO_CLASS = -1  # the predicted class of a sample with a NaN logit
+LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows with the square
+
+_NO_RANK = 2**31 - 1
+_ECE_BINS = 15
+_TOP = re.compile(r"top([1-9][0-9]*)")
+
+
+def observe_logits(logits: Tensor, target: Tensor, top: int) -> dict[str, Tensor]:
+    """Make the per-sample columns of one batch, on the device of the logits, without waiting for it.
+
+    Classes are in the order of descending logit (as float32), equal logits in the order of their index; -0.0
+    equals 0.0. Prediction, rank and ``top`` all follow this one order. A row's results depend on it alone.
+
+    Args:
+        logits: any float dtype, shape (batch, classes).
+        target: any integer dtype, shape (batch,), 0 <= target < classes.
+        top: how many of the first classes to return, at least 1.
+
+    Returns:
+        The columns of the module's table, and ``top``, int32 of shape (batch, min(top, classes)): the first
+        classes in order; all -1 where a logit is NaN.
+    """
+    target_index = target.to(torch.int64).unsqueeze(1)
+    values = logits.to(torch.float32) + 0.0  # -0.0 + 0.0 is 0.0: their bits must not differ in the keys
+    loss, confidence = _loss_and_confidence(values, target_index)
+    nan_logits = values.amax(dim=1).isnan()
+    # Without the NaN, a float64 sum of float32 values is not finite only where one of them is infinite.
+    inf_logits = torch.nansum(values, dim=1, dtype=torch.float64).mul_(0.0).isnan()
+    keys = _order_keys_in_place(values)
+    rank = (keys > keys.gather(1, target_index)).sum(dim=1, dtype=torch.int32)
+    first = torch.topk(keys, min(top, logits.shape[1]), dim=1).indices.to(torch.int32)
+    first.masked_fill_(nan_logits.unsqueeze(1), NO_CLASS)
+    return {
+        "loss": loss,
+        "confidence": confidence,
+        "prediction": first[:, 0],
+        "target": target.to(torch.int32),
+        "rank": rank.masked_fill_(nan_logits, _NO_RANK),
+        "nan_logits": nan_logits,
+        "inf_logits": inf_logits,
+        "top": first,
+    }
+
+
+# Apart from observe_logits so that their (batch, classes) buffers are free again before the next is made:
+# with all of them alive at once, 256 x 1000 logits on a CPU took twice as long, in page faults.
+def _loss_and_confidence(values: Tensor, target_index: Tensor) -> tuple[Tensor, Tensor]:
+    log_probabilities = torch.log_softmax(values, dim=1)
+    loss = log_probabilities.gather(1, target_index).squeeze(1).neg_()
+    return loss, log_probabilities.amax(dim=1).exp_()  # the predicted class has the largest probability
+
+
+def _order_keys_in_place(values: Tensor) -> Tensor:
+    """One int64 key for each float32 value, larger for the class that comes first; overwrites the values.
+
+    Float bits, with the magnitude of the negative ones inverted, order like the floats as int32. With the
+    index below them no two keys of a row are equal, so topk, whose choice among equals is open, has none.
+    """
+    bits = values.view(torch.int32)
+    bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
+    first_wins = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
+    return torch.add(first_wins, bits, alpha=1 << 32)
+
+
+def classification_metric(name: str, num_classes: int) -> Metric:
+    """The metric of that name; see ``docs/metrics.md`` for what each one is.
+
+    Raises:
+        UsageError: no metric has that name, or it does not go with that many classes.
+    """
+    if match := _TOP.fullmatch(name):
+        k = int(match.group(1))
+        if k > num_classes:
+            raise UsageError(
+                f"metric {name!r} needs at least {k} classes, found {num_classes}: ask for a smaller k"
+            )
+        return TopK(k)
+    if name == "confusion" and num_classes > LARGEST_CONFUSION:
+        raise UsageError(
+            f"metric 'confusion' is kept for at most {LARGEST_CONFUSION} classes, found {num_classes}: "
+            "ask for 'precision_recall', which keeps the counts of each class"
+        )
+    if make := _BY_NAME.get(name):
+        return make(num_classes)
+    known = ["top1", "top5", *_BY_NAME]
+    nearest = difflib.get_close_matches(name, known)
+    hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
+    raise UsageError(
+        f"there is no metric {name!r}.{hint} Metrics: {', '.join(_BY_NAME)}, "
+        f"and top<k> for k from 1 to {num_classes}"
+    )
+
+
+def default_metrics(num_classes: int) -> tuple[str, ...]:
+    """The names of the metrics that a run computes when it is asked for none."""
+    return (
+        "loss",
+        "top1",
+        *(["top5"] if num_classes > 5 else []),
+        "precision_recall",
+        *(["confusion"] if num_classes <= LARGEST_CONFUSION else []),
+        "ece",
+        "nonfinite_logits",
+    )
+
+
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """The 95 % score interval of a proportion, for trials >= 1.
+
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927), with
+    numerator and denominator multiplied by the number of trials.
+    """
+    z_squared = NORMAL_95 * NORMAL_95
+    centre = successes + z_squared / 2
+    half_width = NORMAL_95 * math.sqrt(successes * (trials - successes) / trials + z_squared / 4)
+    # The ends are exactly 0 and 1 there; the subtraction would leave a rounding error.
+    low = 0.0 if successes == 0 else (centre - half_width) / (trials + z_squared)
+    high = 1.0 if successes == trials else (centre + half_width) / (trials + z_squared)
+    return low, high
+
+
+class TopK:
+    """The fraction of samples with fewer than k classes ahead of the target, with its Wilson interval.
+
+    Ledger: the number of samples, the number of them that are right.
+    """
+
+    size = 2
+
+    def __init__(self, k: int) -> None:
+        self.name = f"top{k}"
+        self.k = k
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the samples of column ``rank``."""
+        rank = columns["rank"]
+        ledger[0] += len(rank)
+        ledger[1] += torch.count_nonzero(rank < self.k)
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """The fraction under the metric's name; None without samples."""
+        samples, correct = ledger.tolist()
+        if samples == 0:
+            return Measured(values={self.name: None})
+        return Measured(
+            values={self.name: correct / samples},
+            intervals={self.name: wilson_interval(correct, samples)},
+        )
+
+
+class PrecisionRecall:
+    """Precision, recall and F1: of each class, over all samples (micro), and averaged over classes (macro).
+
+    With t the samples of a class that are predicted as it: precision is t / predicted, recall t / support,
+    F1 2 t / (predicted + support), and 0 where the divisor is 0. Micro uses the sums of the counts over all
+    classes; macro is the plain mean over the classes that occur as target or prediction.
+
+    Ledger: t, support and predicted, num_classes slots each. A prediction of -1 is predicted as no class.
+    """
+
+    name = "precision_recall"
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        self.size = 3 * num_classes
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the samples of columns ``target`` and ``prediction``."""
+        target, prediction = columns["target"], columns["prediction"]
+        counts = ledger.view(3, self.num_classes)
+        counts[0] += torch.bincount(target[target == prediction], minlength=self.num_classes)
+        counts[1] += torch.bincount(target, minlength=self.num_classes)
+        counts[2] += torch.bincount(prediction - NO_CLASS, minlength=self.num_classes + 1)[1:]
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Keys micro_*, macro_* (None without samples) and per_class, for precision, recall and f1."""
+        right, support, predicted = ledger.view(3, self.num_classes).tolist()
+        occurs = [bool(s or p) for s, p in zip(support, predicted, strict=True)]
+        micro = _precision_recall_f1(sum(right), sum(support), sum(predicted))
+        each = [_precision_recall_f1(*counts) for counts in zip(right, support, predicted, strict=True)]
+        values: dict[str, Value] = {}
+        per_class: dict[str, Value] = {}
+        for place, key in enumerate(("precision", "recall", "f1")):
+            of_class = [scores[place] for scores in each]
+            present = [score for score, seen in zip(of_class, occurs, strict=True) if seen]
+            values[f"micro_{key}"] = micro[place] if present else None
+            values[f"macro_{key}"] = math.fsum(present) / len(present) if present else None
+            per_class[key] = list(of_class)
+        per_class["support"] = support
+        per_class["predicted"] = predicted
+        values["per_class"] = per_class
+        return Measured(values=values)
+
+
+def _precision_recall_f1(right: int, support: int, predicted: int) -> tuple[float, float, float]:
+    return (
+        right / predicted if predicted else 0.0,
+        right / support if support else 0.0,
+        2 * right / (predicted + support) if predicted + support else 0.0,
+    )
+
+
+class Confusion:
+    """How often each target was predicted as each class, as the non-zero entries of the matrix.
+
+    Ledger: a row per target; in it a column for prediction -1, then one per class.
+    """
+
+    name = "confusion"
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        self.size = num_classes * (num_classes + 1)
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the samples of columns ``target`` and ``prediction``."""
+        index = columns["target"] * (self.num_classes + 1) + (columns["prediction"] - NO_CLASS)
+        ledger.index_add_(0, index, torch.ones(len(index), dtype=torch.int64))
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Key confusion_matrix: classes, and entries [target, prediction, count] in ascending order."""
+        places = ledger.nonzero().squeeze(1)
+        entries: list[Value] = []
+        for place, count in zip(places.tolist(), ledger[places].tolist(), strict=True):
+            target, column = divmod(place, self.num_classes + 1)
+            entries.append([target, column + NO_CLASS, count])
+        return Measured(values={"confusion_matrix": {"classes": self.num_classes, "entries": entries}})
+
+
+class CalibrationError:
+    """The expected calibration error over 15 equal bins of confidence, ((m - 1) / 15, m / 15].
+
+    The sum over bins of |samples that are right - sum of confidence|, over the number of samples (C. Guo et
+    al., "On calibration of modern neural networks", ICML 2017, equation 3), as an exact rational number that
+    is rounded once. A confidence of 0 is in the first bin. With a NaN confidence the value is None.
+
+    Ledger: the counts of NaN, +inf and -inf, then for each bin the samples, the right ones and 10 limbs.
+    """
+
+    name = "ece"
+    size = len(NONFINITE_KINDS) + _ECE_BINS * (2 + SUM_LIMBS)
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the samples of columns ``confidence``, ``prediction`` and ``target``.
+
+        Raises:
+            UsageError: confidence is not float32.
+        """
+        confidence = columns["confidence"]
+        right = columns["prediction"] == columns["target"]
+        finite = confidence.isfinite()
+        # Fifteen times a float32 needs 28 bits: exact in float64, so a border falls into the lower bin.
+        bins = (confidence.to(torch.float64) * _ECE_BINS).nan_to_num_(0.0, 0.0, 0.0).ceil_().to(torch.int64)
+        bins = bins.sub_(1).clamp_(0, _ECE_BINS - 1)
+        added = exact_sums(confidence, bins, _ECE_BINS)
+        samples = torch.bincount(bins[finite], minlength=_ECE_BINS).tolist()
+        correct = torch.bincount(bins[finite & right], minlength=_ECE_BINS).tolist()
+
+        nonfinite, per_bin = self._read(ledger)
+        slots = [before + new for before, new in zip(nonfinite, added.nonfinite, strict=True)]
+        new = zip(samples, correct, added.sums, strict=True)
+        for before, after in zip(per_bin, new, strict=True):
+            slots += [before[0] + after[0], before[1] + after[1], *to_limbs(before[2] + after[2], SUM_LIMBS)]
+        ledger.copy_(torch.tensor(slots, dtype=torch.int64))
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Key ece; None without samples."""
+        nonfinite, per_bin = self._read(ledger)
+        if any(nonfinite):
+            return Measured(values={self.name: None}, nonfinite={self.name: nonfinite_counts(nonfinite)})
+        samples = sum(count for count, _, _ in per_bin)
+        if samples == 0:
+            return Measured(values={self.name: None})
+        gaps = sum(abs((correct << SUM_UNIT_BITS) - total) for _, correct, total in per_bin)
+        return Measured(values={self.name: gaps / (samples << SUM_UNIT_BITS)})
+
+    @staticmethod
+    def _read(ledger: Tensor) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Non-finite counts, and for each bin (samples, right ones, sum in units of 2**-149)."""
+        slots: list[int] = ledger.tolist()
+        starts = range(len(NONFINITE_KINDS), len(slots), 2 + SUM_LIMBS)
+        return slots[: len(NONFINITE_KINDS)], [
+            (slots[start], slots[start + 1], from_limbs(slots[start + 2 : start + 2 + SUM_LIMBS]))
+            for start in starts
+        ]
+
+
+class NonfiniteLogits:
+    """How many samples have a NaN among their logits, and how many an infinity; a sample may have both.
+
+    Ledger: these two numbers.
+    """
+
+    name = "nonfinite_logits"
+    size = 2
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the samples of columns ``nan_logits`` and ``inf_logits``."""
+        ledger[0] += torch.count_nonzero(columns["nan_logits"])
+        ledger[1] += torch.count_nonzero(columns["inf_logits"])
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Key nonfinite_logits: the numbers of samples, nan and inf."""
+        nan, inf = ledger.tolist()
+        warnings = (f"logits: {nan} samples have a NaN, {inf} an infinity",) if nan or inf else ()
+        return Measured(values={"nonfinite_logits": {"nan": nan, "inf": inf}}, warnings=warnings)
+
+
+_BY_NAME: dict[str, Callable[[int], Metric]] = {
+    "loss": lambda num_classes: ExactMean("loss", "loss"),
+    "precision_recall": PrecisionRecall,
+    "confusion": Confusion,
+    "ece": lambda num_classes: CalibrationError(),
+    "nonfinite_logits": lambda num_classes: NonfiniteLogits(),
+}

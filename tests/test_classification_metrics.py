@@ -1,0 +1,497 @@
+"""Classification metrics and their columns, against scikit-learn, TorchMetrics and plain Python."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sklearn_metrics
+from torch import Tensor
+from torch.nn import functional
+
+from dualeval.errors import UsageError
+from dualeval.metrics import Measured, Value
+from dualeval.metrics.classification import (
+    classification_metric,
+    default_metrics,
+    observe_logits,
+    wilson_interval,
+)
+from dualeval.vision_library import torchvision
+
+ALL_TEN = ("loss", "top1", "top3", "top5", "precision_recall", "confusion", "ece", "nonfinite_logits")
+
+
+@pytest.fixture(scope="module")
+def torchmetrics() -> ModuleType:
+    """TorchMetrics' functions; it imports torchvision, which wants help beside a CPU build of torch."""
+    torchvision()
+    return importlib.import_module("torchmetrics.functional.classification")
+
+
+def sample_logits(samples: int, classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Logits that are right more often than by chance, and int64 targets."""
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(0, classes, (samples,), generator=generator)
+    logits = torch.randn(samples, classes, generator=generator)
+    return logits + 1.5 * functional.one_hot(target, classes), target
+
+
+def ledger_of(name: str, classes: int, *batches: dict[str, Tensor]) -> Tensor:
+    metric = classification_metric(name, classes)
+    ledger = torch.zeros(metric.size, dtype=torch.int64)
+    for columns in batches:
+        metric.update(ledger, columns)
+    return ledger
+
+
+def measure(name: str, classes: int, *batches: dict[str, Tensor]) -> Measured:
+    return classification_metric(name, classes).compute(ledger_of(name, classes, *batches))
+
+
+def columns_of(
+    target: Sequence[int], prediction: Sequence[int], confidence: Sequence[float] | None = None
+) -> dict[str, Tensor]:
+    return {
+        "target": torch.tensor(target, dtype=torch.int32),
+        "prediction": torch.tensor(prediction, dtype=torch.int32),
+        "confidence": torch.tensor(confidence or [0.5] * len(target), dtype=torch.float32),
+    }
+
+
+def number(value: Value) -> float:
+    assert isinstance(value, float)
+    return value
+
+
+def order_by_hand(row: Tensor) -> list[int]:
+    values = row.float().tolist()
+    return sorted(range(len(values)), key=lambda index: (-values[index], index))
+
+
+# The columns
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("samples", "classes"), [(64, 10), (16, 1000), (5, 1), (7, 2)])
+def test_columns_follow_a_stable_sort(dtype: torch.dtype, samples: int, classes: int) -> None:
+    logits, target = sample_logits(samples, classes)
+    logits = logits.to(dtype)
+    columns = observe_logits(logits, target, 5)
+    orders = [order_by_hand(row) for row in logits]
+    assert columns["top"].tolist() == [order[:5] for order in orders]
+    assert columns["prediction"].tolist() == [order[0] for order in orders]
+    assert columns["rank"].tolist() == [
+        order.index(wanted) for order, wanted in zip(orders, target.tolist(), strict=True)
+    ]
+    assert torch.equal(columns["loss"], functional.cross_entropy(logits.float(), target, reduction="none"))
+    softmax = torch.softmax(logits.double(), dim=1).amax(dim=1)
+    torch.testing.assert_close(columns["confidence"].double(), softmax, rtol=2e-6, atol=0)
+    assert torch.equal(columns["target"], target.int())
+    assert not columns["nan_logits"].any()
+    assert not columns["inf_logits"].any()
+    dtypes = {name: column.dtype for name, column in columns.items()}
+    assert dtypes == {
+        "loss": torch.float32,
+        "confidence": torch.float32,
+        "prediction": torch.int32,
+        "target": torch.int32,
+        "rank": torch.int32,
+        "nan_logits": torch.bool,
+        "inf_logits": torch.bool,
+        "top": torch.int32,
+    }
+    assert {len(column) for column in columns.values()} == {samples}
+
+
+def test_bfloat16_ties_over_a_thousand_classes() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(300, 1000, generator=generator).to(torch.bfloat16)
+    orders = [order_by_hand(row) for row in logits]
+    tied = [index for index, order in enumerate(orders) if logits[index, order[4]] == logits[index, order[5]]]
+    assert len(tied) > 10  # so that this test says something
+    for place in (4, 5):
+        target = torch.tensor([order[place] for order in orders])
+        columns = observe_logits(logits, target, 6)
+        assert columns["rank"].tolist() == [place] * 300
+        assert columns["top"].tolist() == [order[:6] for order in orders]
+        assert measure("top5", 1000, columns).values == {"top5": 1.0 if place == 4 else 0.0}
+
+
+def test_equal_logits_are_ordered_by_index() -> None:
+    columns = observe_logits(torch.zeros(3, 4), torch.tensor([0, 1, 3]), 4)
+    assert columns["top"].tolist() == [[0, 1, 2, 3]] * 3
+    assert columns["rank"].tolist() == [0, 1, 3]
+
+
+def test_minus_zero_equals_zero_and_subnormals_do_not() -> None:
+    tiny = 2.0**-149
+    logits = torch.tensor([[-0.0, 0.0, -0.0], [-tiny, -0.0, tiny]])
+    columns = observe_logits(logits, torch.tensor([1, 0]), 3)
+    assert columns["top"].tolist() == [[0, 1, 2], [2, 1, 0]]
+    assert columns["rank"].tolist() == [1, 2]
+
+
+def test_nan_rows_are_wrong_at_every_k_and_leave_the_others_alone() -> None:
+    logits, target = sample_logits(6, 10)
+    clean = observe_logits(logits, target, 5)
+    bits = torch.tensor([-(2**22)], dtype=torch.int32)
+    negative_nan = bits.view(torch.float32)
+    assert bool(negative_nan.isnan()) and int(bits) < 0
+    logits[1, target[1]] = math.nan
+    logits[3] = math.nan
+    logits[4, 0] = negative_nan.item()
+    logits[4, 1] = math.inf
+    columns = observe_logits(logits, target, 5)
+    rows = [1, 3, 4]
+    assert columns["nan_logits"].nonzero().flatten().tolist() == rows
+    assert columns["inf_logits"].nonzero().flatten().tolist() == [4]
+    assert columns["prediction"][rows].tolist() == [-1] * 3
+    assert columns["top"][rows].tolist() == [[-1] * 5] * 3
+    assert bool((columns["rank"][rows] >= 10).all())
+    assert bool(columns["loss"][rows].isnan().all() and columns["confidence"][rows].isnan().all())
+    for name, column in columns.items():
+        assert torch.equal(column[[0, 2, 5]], clean[name][[0, 2, 5]])
+    assert measure("top10", 10, columns).values == {"top10": 0.5}
+    assert measure("nonfinite_logits", 10, columns).values == {"nonfinite_logits": {"nan": 3, "inf": 1}}
+
+
+def test_infinite_logits() -> None:
+    inf = math.inf
+    logits = torch.tensor([[0.0, inf, 1.0], [-inf, 0.0, 1.0], [inf, -inf, 0.0], [3e38, 3e38, 3e38]])
+    columns = observe_logits(logits, torch.tensor([0, 0, 1, 2]), 3)
+    assert columns["inf_logits"].tolist() == [True, True, True, False]
+    assert not columns["nan_logits"].any()
+    assert columns["top"].tolist() == [[1, 2, 0], [2, 1, 0], [0, 2, 1], [0, 1, 2]]
+    assert columns["rank"].tolist() == [2, 2, 2, 2]
+    assert columns["loss"].isnan().tolist() == [True, False, True, False]
+    assert columns["loss"][1] == inf
+    assert measure("loss", 3, columns).nonfinite == {"loss": {"nan": 2, "pos_inf": 1, "neg_inf": 0}}
+
+
+@pytest.mark.parametrize("classes", [3, 10, 37, 1000])
+def test_a_row_depends_on_itself_alone(classes: int) -> None:
+    """Bit for bit: at any place in the batch, for any batch size, beside any neighbours."""
+    logits, target = sample_logits(67, classes)
+    together = observe_logits(logits, target, 5)
+    others = observe_logits(logits.flip(0), target.flip(0), 5)
+    for name, column in together.items():
+        assert torch.equal(column, others[name].flip(0)), name
+    for size in (1, 2, 13):
+        parts = [
+            observe_logits(*pair, 5)
+            for pair in zip(torch.split(logits, size), torch.split(target, size), strict=True)
+        ]
+        for name, column in together.items():
+            assert torch.equal(column, torch.cat([part[name] for part in parts])), (name, size)
+    beside_nan = logits.clone()
+    beside_nan[1:] = math.nan
+    for name, column in observe_logits(beside_nan, target, 5).items():
+        assert torch.equal(column[0], together[name][0]), name
+
+
+def test_arguments_are_untouched_and_layout_does_not_matter() -> None:
+    logits, target = sample_logits(32, 10)
+    transposed = logits.t().contiguous().t()
+    before = transposed.clone()
+    with torch.inference_mode():
+        columns = observe_logits(transposed, target.to(torch.uint8), 5)
+    assert torch.equal(transposed, before)
+    for name, column in observe_logits(logits, target, 5).items():
+        assert torch.equal(columns[name], column), name
+
+
+def test_deterministic_algorithms_and_an_empty_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # The switch imports TorchInductor, which puts this variable into os.environ where it is missing.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        logits, target = sample_logits(8, 10)
+        for samples in (8, 0):
+            columns = observe_logits(logits[:samples], target[:samples], 5)
+            for name in ALL_TEN:
+                measure(name, 10, columns)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert columns["top"].shape == (0, 5)
+
+
+# The metrics
+
+
+def test_top_k_against_torchmetrics(torchmetrics: ModuleType) -> None:
+    logits, target = sample_logits(997, 10)
+    columns = observe_logits(logits, target, 5)
+    for k in (1, 2, 5, 10):
+        expected = torchmetrics.multiclass_accuracy(logits, target, num_classes=10, top_k=k, average="micro")
+        found = number(measure(f"top{k}", 10, columns).values[f"top{k}"])
+        assert found == pytest.approx(expected.item(), abs=1e-7)
+        assert found == round(found * 997) / 997
+
+
+def test_loss_is_fsum_of_the_column() -> None:
+    logits, target = sample_logits(997, 10)
+    columns = observe_logits(logits, target, 5)
+    expected = math.fsum(columns["loss"].tolist()) / 997
+    assert measure("loss", 10, columns).values == {"loss": expected}
+
+
+@pytest.mark.parametrize("samples", [5, 40, 2_000])  # 5: most classes do not occur
+def test_precision_recall_against_scikit_learn(samples: int) -> None:
+    logits, target = sample_logits(samples, 12, seed=5)
+    columns = observe_logits(logits, target, 5)
+    values = measure("precision_recall", 12, columns).values
+    truth, guess = target.numpy(), columns["prediction"].numpy()
+    for average in ("micro", "macro"):
+        expected = sklearn_metrics.precision_recall_fscore_support(
+            truth, guess, average=average, zero_division=0
+        )
+        for key, score in zip(("precision", "recall", "f1"), expected, strict=False):
+            assert number(values[f"{average}_{key}"]) == pytest.approx(float(score), rel=1e-12)
+    expected = sklearn_metrics.precision_recall_fscore_support(
+        truth, guess, labels=range(12), average=None, zero_division=0
+    )
+    per_class = values["per_class"]
+    assert isinstance(per_class, dict)
+    assert list(per_class) == ["precision", "recall", "f1", "support", "predicted"]
+    for key, scores in zip(("precision", "recall", "f1", "support"), expected, strict=True):
+        np.testing.assert_allclose(np.array(per_class[key]), scores, rtol=1e-12)
+    assert per_class["predicted"] == np.bincount(guess, minlength=12).tolist()
+
+
+@pytest.mark.parametrize("samples", [5, 2_000])
+def test_precision_recall_against_torchmetrics(torchmetrics: ModuleType, samples: int) -> None:
+    logits, target = sample_logits(samples, 12, seed=6)
+    values = measure("precision_recall", 12, observe_logits(logits, target, 5)).values
+    for average in ("micro", "macro"):
+        for key, function in (
+            ("precision", torchmetrics.multiclass_precision),
+            ("recall", torchmetrics.multiclass_recall),
+            ("f1", torchmetrics.multiclass_f1_score),
+        ):
+            expected = function(logits, target, num_classes=12, average=average)
+            assert number(values[f"{average}_{key}"]) == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_precision_recall_with_samples_that_are_predicted_as_no_class() -> None:
+    values = measure("precision_recall", 3, columns_of([0, 0, 1, 1], [0, -1, 1, 0])).values
+    assert values["micro_precision"] == 2 / 3  # of three predictions
+    assert values["micro_recall"] == 2 / 4
+    assert values["micro_f1"] == 4 / 7
+    assert values["macro_precision"] == (1 / 2 + 1) / 2  # class 2 does not occur
+    assert values["per_class"] == {
+        "precision": [0.5, 1.0, 0.0],
+        "recall": [0.5, 0.5, 0.0],
+        "f1": [0.5, 2 / 3, 0.0],
+        "support": [2, 2, 0],
+        "predicted": [2, 1, 0],
+    }
+
+
+def test_confusion_against_scikit_learn_and_torchmetrics(torchmetrics: ModuleType) -> None:
+    logits, target = sample_logits(500, 8, seed=7)
+    columns = observe_logits(logits, target, 5)
+    value = measure("confusion", 8, columns).values["confusion_matrix"]
+    assert isinstance(value, dict) and value["classes"] == 8
+    matrix = np.zeros((8, 8), dtype=np.int64)
+    entries = value["entries"]
+    assert isinstance(entries, list)
+    triples = np.array(entries).tolist()
+    assert triples == sorted(triples)
+    for row, column, count in triples:
+        assert count > 0
+        matrix[row, column] = count
+    expected = sklearn_metrics.confusion_matrix(target.numpy(), columns["prediction"].numpy())
+    np.testing.assert_array_equal(matrix, expected)
+    theirs = torchmetrics.multiclass_confusion_matrix(logits, target, num_classes=8)
+    np.testing.assert_array_equal(matrix, theirs.numpy())
+
+
+def test_confusion_keeps_predictions_of_no_class_apart() -> None:
+    value = measure("confusion", 3, columns_of([2, 0, 2, 2, 1], [-1, 2, 2, -1, 0])).values
+    assert value == {
+        "confusion_matrix": {"classes": 3, "entries": [[0, 2, 1], [1, 0, 1], [2, -1, 2], [2, 2, 1]]}
+    }
+
+
+def ece_by_hand(confidence: Tensor, right: Tensor) -> float:
+    gaps = [Fraction()] * 15
+    for value, hit in zip(confidence.tolist(), right.tolist(), strict=True):
+        place = max(math.ceil(Fraction(value) * 15) - 1, 0)
+        gaps[place] += int(hit) - Fraction(value)
+    total = sum((abs(gap) for gap in gaps), Fraction()) / len(confidence)
+    return float(total)
+
+
+def test_ece_is_the_exact_rational() -> None:
+    generator = torch.Generator().manual_seed(8)
+    confidence = torch.rand(700, generator=generator)
+    borders = torch.arange(16, dtype=torch.float32) / 15
+    neighbours = [torch.nextafter(borders, torch.tensor(float(way))).clamp(0, 1) for way in (-1, 2)]
+    confidence = torch.cat([confidence, borders, *neighbours])
+    right = torch.rand(len(confidence), generator=generator) < confidence
+    columns = columns_of([1] * len(confidence), right.int().tolist(), confidence.tolist())
+    assert measure("ece", 2, columns).values == {"ece": ece_by_hand(confidence, right)}
+
+
+def test_ece_borders_belong_to_the_lower_bin() -> None:
+    # The float32 nearest to 9 / 15 is above it, and so in bin 9 (from 0); the one below it is in bin 8.
+    for border, place in ((1.0, 14), (0.0, 0), (0.6, 9), (0.6 - 4e-8, 8)):
+        ledger = ledger_of("ece", 2, columns_of([0], [0], [border]))
+        assert ledger[3::12].nonzero().flatten().tolist() == [place], border
+
+
+def test_ece_against_torchmetrics(torchmetrics: ModuleType) -> None:
+    logits, target = sample_logits(2_000, 10, seed=9)
+    columns = observe_logits(logits, target, 5)
+    scaled = columns["confidence"].double() * 15
+    assert bool(((scaled - scaled.round()).abs() > 1e-5).all())  # no value on a border: the rules agree
+    expected = torchmetrics.multiclass_calibration_error(logits, target, num_classes=10, n_bins=15)
+    assert number(measure("ece", 10, columns).values["ece"]) == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_ece_with_nan_confidence_is_none_and_counted() -> None:
+    columns = columns_of([0, 1, 1], [0, -1, 1], [0.75, math.nan, 0.5])
+    assert measure("ece", 2, columns) == Measured(
+        values={"ece": None}, nonfinite={"ece": {"nan": 1, "pos_inf": 0, "neg_inf": 0}}
+    )
+    assert int(ledger_of("ece", 2, columns)[3::12].sum()) == 2
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials"), [(0, 1), (1, 1), (18, 20), (0, 50), (50, 50), (9_214, 10_000)]
+)
+def test_wilson_interval_by_the_printed_formula(successes: int, trials: int) -> None:
+    z, p, n = 1.959963984540054, successes / trials, trials
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half_width = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    low, high = wilson_interval(successes, trials)
+    assert low == pytest.approx(centre - half_width, abs=1e-14)
+    assert high == pytest.approx(centre + half_width, abs=1e-14)
+    assert 0 <= low <= p <= high <= 1
+
+
+def test_wilson_interval_as_published() -> None:
+    # R. G. Newcombe, Statistics in Medicine 17 (1998), table I, method 3: 81 of 263 and 0 of 20.
+    assert [round(end, 4) for end in wilson_interval(81, 263)] == [0.2553, 0.3662]
+    assert [round(end, 4) for end in wilson_interval(0, 20)] == [0.0, 0.1611]
+
+
+def test_top_k_interval_is_wilson() -> None:
+    rank = torch.tensor([0] * 18 + [7, 2**31 - 1], dtype=torch.int32)
+    assert measure("top1", 10, {"rank": rank}).intervals == {"top1": wilson_interval(18, 20)}
+
+
+def test_no_samples_give_none() -> None:
+    logits, target = sample_logits(1, 10)
+    empty = {name: column[:0] for name, column in observe_logits(logits, target, 5).items()}
+    for batches in ([], [empty]):
+        for name in ("loss", "top1", "ece"):
+            assert measure(name, 10, *batches) == Measured(values={name: None})
+        values = measure("precision_recall", 10, *batches).values
+        assert [
+            values[f"{average}_{key}"] for average in ("micro", "macro") for key in ("precision", "f1")
+        ] == [None] * 4
+        confusion = measure("confusion", 10, *batches).values
+        assert confusion == {"confusion_matrix": {"classes": 10, "entries": []}}
+
+
+@pytest.mark.parametrize("name", ALL_TEN)
+def test_any_partition_and_order_give_the_same_result(name: str) -> None:
+    logits, target = sample_logits(211, 10, seed=11)
+    if name != "ece" and name != "loss":
+        logits[17, 3] = math.nan
+    columns = observe_logits(logits, target, 5)
+    metric = classification_metric(name, 10)
+    whole = metric.compute(ledger_of(name, 10, columns))
+    generator = torch.Generator().manual_seed(12)
+    for ranks in (2, 3, 7, 250):  # with 250, some ranks have no sample
+        owner = torch.randint(0, ranks, (211,), generator=generator)
+        order = torch.randperm(211, generator=generator)
+        merged = torch.zeros(metric.size, dtype=torch.int64)
+        for rank in torch.randperm(ranks, generator=generator).tolist():
+            mine = order[owner[order] == rank]
+            shard = {key: column[mine] for key, column in columns.items()}
+            half = len(mine) // 2
+            merged += ledger_of(
+                name,
+                10,
+                {key: column[:half] for key, column in shard.items()},
+                {key: column[half:] for key, column in shard.items()},
+            )
+        assert metric.compute(merged) == whole
+
+
+@pytest.mark.parametrize("name", ["loss", "top1", "ece"])
+def test_a_billion_ledgers_add_up_without_overflow(name: str) -> None:
+    columns = observe_logits(*sample_logits(211, 10), 5)
+    merged = ledger_of(name, 10, columns) * 2**30
+    assert classification_metric(name, 10).compute(merged).values == measure(name, 10, columns).values
+
+
+def test_a_changed_sample_changes_every_metric() -> None:
+    """The other tests compare ledgers with each other; here they must differ."""
+    logits, target = sample_logits(50, 10)
+    columns = observe_logits(logits, target, 5)
+    logits[7] = -logits[7]
+    changed = observe_logits(logits, target, 5)
+    for name in ("loss", "precision_recall", "confusion", "ece"):
+        assert measure(name, 10, columns) != measure(name, 10, changed)
+
+
+# The names
+
+
+def test_default_metrics() -> None:
+    assert default_metrics(10) == (
+        "loss",
+        "top1",
+        "top5",
+        "precision_recall",
+        "confusion",
+        "ece",
+        "nonfinite_logits",
+    )
+    assert "top5" not in default_metrics(5)
+    assert "top5" in default_metrics(6)
+    assert "confusion" in default_metrics(2048)
+    assert "confusion" not in default_metrics(2049)
+    for classes in (1, 5, 6, 2048, 2049):
+        for name in default_metrics(classes):
+            assert classification_metric(name, classes).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "message"),
+    [
+        ("los", 10, r"no metric 'los'\. Nearest: loss\. Metrics: loss, .*top<k> for k from 1 to 10"),
+        ("precision", 10, "Nearest: precision_recall"),
+        ("confusion_matrix", 10, "Nearest: confusion"),
+        ("top0", 10, "k from 1 to 10"),
+        ("top01", 10, "Nearest: top1"),
+        ("zzz", 10, r"no metric 'zzz'\. Metrics:"),
+        ("top11", 10, "'top11' needs at least 11 classes, found 10"),
+        ("confusion", 2049, "at most 2048 classes, found 2049"),
+    ],
+)
+def test_names_that_do_not_fit_are_explained(name: str, classes: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        classification_metric(name, classes)
+
+
+def test_nonfinite_logits_are_warned_of() -> None:
+    metric = classification_metric("nonfinite_logits", 3)
+    ledger = torch.zeros(metric.size, dtype=torch.int64)
+    assert metric.compute(ledger).warnings == ()
+    metric.update(
+        ledger, {"nan_logits": torch.tensor([True, False]), "inf_logits": torch.tensor([False, False])}
+    )
+    assert metric.compute(ledger).warnings == ("logits: 1 samples have a NaN, 0 an infinity",)
