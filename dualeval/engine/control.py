@@ -1,0 +1,246 @@
+"""The control plane: where ranks meet, tell how far they are, and learn that another one failed.
+
+A torch ``TCPStore`` served by rank 0, whatever the backend. It carries a few bytes per rank and second, so
+that collectives are left to the data: they run only among ranks that have met here.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+
+from dualeval.errors import EXIT_FAILED, DualevalError, PeerError
+
+if TYPE_CHECKING:
+    from dualeval.backends.base import Backend
+
+_REACH_S = 10
+_REPORT_EVERY_S = 0.5
+_SHORTEST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.05
+# Thousands of ranks waiting together look less often, so that rank 0 answers some 10,000 times a second.
+_PAUSE_PER_RANK_S = 1e-4
+_GO = "go"
+_FAILED = "failed"
+
+
+class ControlPlane:
+    """One rank's view of the control plane; ``open_control_plane`` makes it.
+
+    Every rank calls ``meet`` the same number of times, in the same order.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        store: a client of this rank's own; None where the rank is alone.
+        token: start of every key, so that a stray client of another run changes nothing here.
+        server: rank 0's serving end, kept alive until ``close``.
+    """
+
+    def __init__(
+        self, rank: int, size: int, store: TCPStore | None, token: str, server: TCPStore | None = None
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._store = store
+        self._token = token
+        self._server = server
+        self._meetings = 0
+        self._done = 0
+        self._peer_failed = threading.Event()
+        self._stop = threading.Event()
+        self._reporter: threading.Thread | None = None
+
+    def _key(self, name: str) -> str:
+        return f"{self._token}/{name}"
+
+    def meet(self) -> None:
+        """Wait, asleep, until every rank has come here.
+
+        Raises:
+            PeerError: another rank has failed instead of coming.
+        """
+        number = self._meetings
+        self._meetings += 1
+        if self._store is None:
+            return
+        if self._store.add(self._key(f"arrived/{number}"), 1) == self._size:
+            self._store.set(self._key(f"go/{number}"), _GO)
+        if self._await(f"go/{number}") == _FAILED:
+            raise self._first_failure()
+
+    def _await(self, name: str, limit_s: float = float("inf")) -> str | None:
+        """Wait until a key is set; None after ``limit_s`` seconds without it."""
+        assert self._store is not None
+        start = monotonic()
+        # Looking now and then, not a blocking wait: that one cannot be interrupted, and torch logs its end.
+        pause = _SHORTEST_PAUSE_S
+        longest = max(_LONGEST_PAUSE_S, self._size * _PAUSE_PER_RANK_S)
+        while not self._store.check([self._key(name)]):
+            if monotonic() - start > limit_s:
+                return None
+            sleep(pause)
+            pause = min(1.5 * pause, longest)
+        return bytes(self._store.get(self._key(name))).decode()
+
+    def fail(self, error: BaseException) -> PeerError:
+        """Tell the others that this rank failed and why.
+
+        Returns:
+            The failure that was told first, which may be another rank's: the one to report.
+        """
+        failure = _describe(error, self._rank)
+        if self._store is None:
+            return _to_error(failure)
+        if self._store.add(self._key("failures"), 1) == 1:
+            self._store.set(self._key("failure"), json.dumps(failure))
+        # A rank can wait at most at the next meeting that this one would have come to.
+        self._store.set(self._key(f"go/{self._meetings}"), _FAILED)
+        return self._first_failure()
+
+    def raise_if_peer_failed(self) -> None:
+        """Raise PeerError where the reporter has seen another rank's failure; costs nothing otherwise."""
+        if self._peer_failed.is_set():
+            raise self._first_failure()
+
+    def _first_failure(self) -> PeerError:
+        content = self._await("failure", limit_s=_REACH_S)
+        if content is None:
+            return PeerError("another rank failed and could not say why", rank=-1, exit_code=EXIT_FAILED)
+        return _to_error(json.loads(content))
+
+    def add_done(self, samples: int) -> None:
+        """Count samples that this rank has finished; the reporter passes the sum on."""
+        self._done += samples
+
+    def start_reporting(self, show: Callable[[int], None] | None) -> None:
+        """Start the thread that reports this rank's progress and looks for failures.
+
+        Args:
+            show: called with the samples done over all ranks, every half second, from that thread; None
+                where nobody looks.
+        """
+        if self._store is None and show is None:
+            return
+        client = None if self._store is None else self._store.clone()  # type: ignore[attr-defined]
+        self._reporter = threading.Thread(
+            target=self._report, args=(client, show), name="dualeval-reporter", daemon=True
+        )
+        self._reporter.start()
+
+    def _report(self, client: TCPStore | None, show: Callable[[int], None] | None) -> None:
+        told = 0
+        stopped = False
+        while not stopped:
+            stopped = self._stop.wait(_REPORT_EVERY_S)
+            done = self._done
+            total = done
+            if client is not None:
+                try:
+                    total = client.add(self._key("done"), done - told)
+                    failed = client.check([self._key("failure")])
+                except (DistNetworkError, DistStoreError):
+                    return  # rank 0 is gone: the main thread meets the same at its next step, and says so
+                told = done
+                if failed:
+                    self._peer_failed.set()
+            if show is not None:
+                show(total)
+
+    def stop_reporting(self) -> None:
+        """End the reporter after one last report."""
+        if self._reporter is not None:
+            self._stop.set()
+            self._reporter.join()
+            self._reporter = None
+            self._stop.clear()
+
+    def leave(self, limit_s: float = 10.0) -> None:
+        """Leave in order: rank 0, who serves the others, goes last."""
+        self.stop_reporting()
+        if self._store is None:
+            return
+        if self._store.add(self._key("left"), 1) == self._size:
+            self._store.set(self._key("all-left"), _GO)
+        if self._rank == 0:
+            self._await("all-left", limit_s)
+        self._store = self._server = None
+
+    def leave_after_message(self, say: Callable[[], None]) -> None:
+        """Leave after a failure: rank 0 says why, and the others wait for that, so that all end together.
+
+        A launcher ends all ranks when the first one fails; it must not end rank 0 before it has spoken.
+        """
+        if self._rank == 0:
+            say()
+            if self._store is not None:
+                self._store.set(self._key("said"), _GO)
+        else:
+            self._await("said", limit_s=_REACH_S)
+        self.leave(limit_s=2.0)
+
+
+def _describe(error: BaseException, rank: int) -> dict[str, Any]:
+    if isinstance(error, DualevalError):
+        return {"rank": rank, "exit_code": error.exit_code, "message": str(error)}
+    message = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+    return {"rank": rank, "exit_code": EXIT_FAILED, "message": message}
+
+
+def _to_error(failure: dict[str, Any]) -> PeerError:
+    return PeerError(failure["message"], rank=failure["rank"], exit_code=failure["exit_code"])
+
+
+def open_control_plane(backend: Backend) -> ControlPlane:
+    """Open the control plane of a run. A collective: every rank calls it.
+
+    Rank 0 serves on a port that the kernel picks and offers its addresses through the backend; each rank
+    takes the first that answers.
+
+    Raises:
+        DualevalError: no address answered; names those that were tried.
+    """
+    world = backend.world
+    if world.size == 1:
+        return ControlPlane(0, 1, None, "")
+    server = None
+    offer: dict[str, Any] | None = None
+    if world.is_main:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        master = world.master[0] if world.master else None
+        offer = {
+            "token": secrets.token_hex(8),
+            "port": server.port,
+            "addresses": _addresses(master, local=world.local_size == world.size),
+        }
+    offer = backend.broadcast_json(offer, src=0)
+    assert isinstance(offer, dict)
+    tried = []
+    for address in offer["addresses"]:
+        try:
+            # A plain connection first: a store that cannot connect logs pages of C++ frames.
+            socket.create_connection((address, offer["port"]), timeout=_REACH_S).close()
+        except OSError as error:
+            tried.append(f"{address}:{offer['port']} ({error})")
+            continue
+        reach = timedelta(seconds=_REACH_S)
+        store = TCPStore(address, offer["port"], is_master=False, timeout=reach)
+        return ControlPlane(world.rank, world.size, store, offer["token"], server)
+    raise DualevalError(f"rank {world.rank} cannot reach rank 0's control plane; tried {'; '.join(tried)}")
+
+
+def _addresses(master: str | None, *, local: bool) -> list[str]:
+    """Addresses under which this host may be reached, the likeliest first, each once."""
+    if local:
+        return ["127.0.0.1"]
+    own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    reachable = sorted(str(address) for address in own if not str(address).startswith("127."))
+    return list(dict.fromkeys([*([master] if master else []), *reachable]))

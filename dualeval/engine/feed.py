@@ -1,0 +1,181 @@
+"""Batches onto the device: reading, failed samples, worker processes, copies that overlap the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dualeval.tasks import Dataset, Task
+
+_Tree = TypeVar("_Tree")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedSample:
+    """A sample that could not be read, twice.
+
+    Attributes:
+        index: its place in the data set.
+        error: type and message of the last error.
+    """
+
+    index: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A batch as the evaluator gets it.
+
+    Attributes:
+        data: the task's batch on the device; None where no sample of it could be read.
+        failed: its unreadable samples, whose places in ``data`` hold zeros.
+    """
+
+    data: Any
+    failed: tuple[FailedSample, ...]
+
+
+class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
+    """Reads and collates whole batches; ``reader[range]`` is what a loader's worker calls."""
+
+    def __init__(self, dataset: Dataset, task: Task) -> None:
+        self._dataset = dataset
+        self._task = task
+
+    def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
+        """Read one batch: its data, None if no sample could be read, and the samples that failed."""
+        try:
+            samples = self._dataset.__getitems__(indices)
+        except Exception:  # noqa: BLE001 - any error of a data set is the sample's; the next lines find whose
+            samples, failed = self._read_one_by_one(indices)
+        else:
+            failed = ()
+        return (None if samples is None else self._task.collate(samples)), failed
+
+    def _read_one_by_one(self, indices: range) -> tuple[list[Any] | None, tuple[FailedSample, ...]]:
+        """The second attempt, each sample alone; a sample that fails again becomes zeros."""
+        samples: list[Any] = []
+        failed: list[FailedSample] = []
+        for index in indices:
+            try:
+                samples.extend(self._dataset.__getitems__([index]))
+            except Exception as error:  # noqa: BLE001 - reported with the sample's id; the run decides
+                samples.append(None)
+                failed.append(FailedSample(index=index, error=f"{type(error).__name__}: {error}"))
+        if len(failed) == len(samples):
+            return None, tuple(failed)
+        example = next(sample for sample in samples if sample is not None)
+        return [zeros_like(example) if sample is None else sample for sample in samples], tuple(failed)
+
+
+def zeros_like(sample: _Tree) -> _Tree:
+    """A sample of the same structure, shapes and dtypes that holds only zeros (empty text for text)."""
+    zeros: _Tree = _map(torch.zeros_like, sample, other=lambda value: type(value)())
+    return zeros
+
+
+def _map(function: Any, tree: Any, other: Any = lambda value: value) -> Any:
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: _map(function, value, other) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(_map(function, value, other) for value in tree)
+    if isinstance(tree, list):
+        return [_map(function, value, other) for value in tree]
+    return other(tree)
+
+
+class Feed:
+    """The batches of one rank, in the order given, on the device.
+
+    Args:
+        reader: reads a batch.
+        batches: the samples of each batch.
+        workers: reading processes; 0 reads in this one.
+        device: where the batches are wanted. On a GPU the next batch is copied, from pinned memory and on a
+            stream of its own, while the current one is computed.
+
+    Attributes:
+        wait_s: seconds spent waiting for data so far.
+        transfer_s: seconds the host spent on starting copies so far.
+    """
+
+    def __init__(
+        self, reader: Reader, batches: Sequence[range], *, workers: int, device: torch.device
+    ) -> None:
+        self._reader = reader
+        self._batches = batches
+        self._workers = workers
+        self._device = device
+        self.wait_s = 0.0
+        self.transfer_s = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        loaded = self._timed(self._load())
+        return self._copied_ahead(loaded) if self._device.type == "cuda" else self._as_they_are(loaded)
+
+    def _load(self) -> Iterable[tuple[Any, tuple[FailedSample, ...]]]:
+        if self._workers == 0 or not self._batches:
+            return map(self._reader.__getitem__, self._batches)
+        # Batches are the loader's samples: the plan has already made them.
+        return torch.utils.data.DataLoader(
+            self._reader,
+            batch_size=None,
+            sampler=self._batches,
+            collate_fn=_unchanged,
+            num_workers=min(self._workers, len(self._batches)),
+            pin_memory=self._device.type == "cuda",
+        )
+
+    def _timed(self, loaded: Iterable[_Tree]) -> Iterator[_Tree]:
+        iterator = iter(loaded)
+        while True:
+            start = perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.wait_s += perf_counter() - start
+            yield item
+
+    def _as_they_are(self, loaded: Iterator[tuple[Any, tuple[FailedSample, ...]]]) -> Iterator[Batch]:
+        for data, failed in loaded:
+            yield Batch(data=data, failed=failed)
+
+    def _copied_ahead(self, loaded: Iterator[tuple[Any, tuple[FailedSample, ...]]]) -> Iterator[Batch]:
+        copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        ahead: tuple[Batch, torch.cuda.Event] | None = None
+        for data, failed in loaded:
+            start = perf_counter()
+            with torch.cuda.stream(copies):
+                batch = Batch(data=_map(self._copy, data), failed=failed)
+                copied = copies.record_event()
+            self.transfer_s += perf_counter() - start
+            if ahead is not None:
+                yield self._arrived(*ahead)
+            ahead = (batch, copied)
+        if ahead is not None:
+            yield self._arrived(*ahead)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        # pin_memory gives back the same tensor where the loader pinned it already.
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _arrived(self, batch: Batch, copied: torch.cuda.Event) -> Batch:
+        compute = torch.cuda.current_stream(self._device)
+        compute.wait_event(copied)
+        # The allocator must not hand the memory on while the computing stream still reads it.
+        _map(lambda tensor: tensor.record_stream(compute), batch.data)
+        return batch
+
+
+def _unchanged(batch: _Tree) -> _Tree:
+    return batch

@@ -1,0 +1,76 @@
+"""The ledger: every count of a run in one int64 vector, so that merging is integer addition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dualeval.engine.plan import EvalPlan
+from dualeval.errors import ExactlyOnceError
+from dualeval.metrics import Metric
+
+_NAMED_AT_MOST = 10
+
+
+class Ledger:
+    """Layout and content of the vector: per chunk [folded, evaluated, failed], then each metric's slots.
+
+    Attributes:
+        values: the vector, 1-d int64 on the CPU.
+    """
+
+    def __init__(self, plan: EvalPlan, metrics: Sequence[Metric]) -> None:
+        self._plan = plan
+        self._metrics = tuple(metrics)
+        self._slices: list[slice] = []
+        start = 3 * plan.num_chunks
+        for metric in self._metrics:
+            self._slices.append(slice(start, start + metric.size))
+            start += metric.size
+        self.values = torch.zeros(start, dtype=torch.int64)
+
+    def fold(self, chunk: int, evaluated: int, failed: int) -> None:
+        """Note that a chunk was folded in once, with so many samples evaluated and failed."""
+        chunks = self._plan.num_chunks
+        self.values[chunk] += 1
+        self.values[chunks + chunk] += evaluated
+        self.values[2 * chunks + chunk] += failed
+
+    def update(self, columns: Mapping[str, Tensor]) -> None:
+        """Add evaluated samples to every metric; ``columns`` are on the CPU, first dimension the samples."""
+        for metric, part in zip(self._metrics, self._slices, strict=True):
+            metric.update(self.values[part], columns)
+
+    def parts(self) -> list[tuple[Metric, Tensor]]:
+        """Each metric with its slots."""
+        return [(metric, self.values[part]) for metric, part in zip(self._metrics, self._slices, strict=True)]
+
+    def totals(self) -> tuple[int, int]:
+        """Samples evaluated and samples failed, over all chunks."""
+        chunks = self._plan.num_chunks
+        evaluated, failed = self.values[chunks : 3 * chunks].view(2, chunks).sum(dim=1).tolist()
+        return evaluated, failed
+
+    def verify_exactly_once(self) -> None:
+        """Check on the reduced ledger that each chunk was folded once, with all its samples.
+
+        Raises:
+            ExactlyOnceError: names the chunks, and the samples in them.
+        """
+        folded, evaluated, failed = self.values[: 3 * self._plan.num_chunks].view(3, -1).tolist()
+        wrong = []
+        for chunk in range(self._plan.num_chunks):
+            samples = self._plan.chunk_samples(chunk)
+            if folded[chunk] != 1 or evaluated[chunk] + failed[chunk] != len(samples):
+                wrong.append(
+                    f"chunk {chunk} (samples {samples.start} to {samples.stop - 1}): folded {folded[chunk]} "
+                    f"times, {evaluated[chunk]} evaluated and {failed[chunk]} failed of {len(samples)}"
+                )
+        if wrong:
+            more = f"; and {len(wrong) - _NAMED_AT_MOST} more" if len(wrong) > _NAMED_AT_MOST else ""
+            raise ExactlyOnceError(
+                f"{len(wrong)} of {self._plan.num_chunks} chunks were not counted exactly once: "
+                f"{'; '.join(wrong[:_NAMED_AT_MOST])}{more}"
+            )

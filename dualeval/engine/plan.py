@@ -1,0 +1,57 @@
+"""EvalPlan: which samples make a batch, which batches make a chunk, which chunks a rank takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Bounds the ledger's chunk section, so that the one reduction does not grow with the data set.
+MAX_CHUNKS = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalPlan:
+    """The division of a data set, fixed by the number of samples and the batch size alone.
+
+    A floating-point kernel may give a row other last bits in a batch of another shape, so a batch has the
+    same samples at every world size: ranks take whole chunks.
+
+    Attributes:
+        num_samples: samples to evaluate.
+        batch_size: samples a batch; the last batch may be shorter.
+    """
+
+    num_samples: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        assert self.num_samples >= 1, "an empty data set is refused before a plan is made"
+        assert self.batch_size >= 1, "the job refuses such a batch size"
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches."""
+        return -(-self.num_samples // self.batch_size)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks: one batch each up to ``MAX_CHUNKS``, then evenly more."""
+        return min(self.num_batches, MAX_CHUNKS)
+
+    def batch_samples(self, batch: int) -> range:
+        """Indices of the samples of a batch."""
+        start = batch * self.batch_size
+        return range(start, min(start + self.batch_size, self.num_samples))
+
+    def chunk_batches(self, chunk: int) -> range:
+        """Numbers of the batches of a chunk."""
+        batches, chunks = self.num_batches, self.num_chunks
+        return range(chunk * batches // chunks, (chunk + 1) * batches // chunks)
+
+    def chunk_samples(self, chunk: int) -> range:
+        """Indices of the samples of a chunk."""
+        batches = self.chunk_batches(chunk)
+        return range(self.batch_samples(batches[0]).start, self.batch_samples(batches[-1]).stop)
+
+    def static_chunks(self, rank: int, size: int) -> range:
+        """Chunks of a rank in the static schedule: chunk c belongs to rank c mod size."""
+        return range(rank, self.num_chunks, size)

@@ -1,0 +1,126 @@
+"""predictions.parquet: the ranks' rows put into data-set order, a window of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.engine.journal import JournalFile
+from dualeval.engine.plan import EvalPlan
+from dualeval.errors import DualevalError
+
+# Rows held at once; also the row group size of the Parquet file.
+WINDOW_ROWS = 65_536
+
+# The journal's own column: 1 where the sample was evaluated, 0 where it could not be read.
+EVALUATED = "evaluated"
+
+
+def write_predictions(
+    path: Path,
+    files: Sequence[JournalFile],
+    plan: EvalPlan,
+    sample_id: Callable[[int], str],
+    columns: Sequence[str],
+) -> None:
+    """Merge the rows of all chunks into one Parquet file in data-set order.
+
+    Columns: id (string), index (int64), then ``columns``; null in every one of these where the sample could
+    not be read. Whole under its name, or not there.
+
+    Args:
+        path: the file to write.
+        files: journal files that hold every chunk of the plan once.
+        plan: the run's plan.
+        sample_id: gives a sample's stable id.
+        columns: the columns to write, in this order.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    partial = path.with_suffix(".partial")
+    writer = None
+    try:
+        for start, rows in _windows(files, plan, columns):
+            evaluated = rows[EVALUATED].astype(bool)
+            stop = start + len(evaluated)
+            missing = None if evaluated.all() else ~evaluated
+            arrays = {
+                "id": pyarrow.array([sample_id(i) for i in range(start, stop)], pyarrow.string()),
+                "index": pyarrow.array(np.arange(start, stop, dtype=np.int64)),
+                **{name: _arrow(pyarrow, rows[name], missing) for name in columns},
+            }
+            table = pyarrow.table(arrays)
+            if writer is None:
+                writer = pyarrow.parquet.ParquetWriter(partial, table.schema, compression="zstd")
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()
+    partial.rename(path)
+
+
+def _arrow(pyarrow: Any, values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | None) -> Any:
+    if values.ndim == 1:
+        return pyarrow.array(values, mask=missing)
+    flat = pyarrow.array(values.reshape(-1))
+    mask = None if missing is None else pyarrow.array(missing)
+    return pyarrow.FixedSizeListArray.from_arrays(flat, values.shape[1], mask=mask)
+
+
+def _windows(
+    files: Sequence[JournalFile], plan: EvalPlan, columns: Sequence[str]
+) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
+    """Yield (index of the first sample, columns) for consecutive chunks of about ``WINDOW_ROWS`` rows."""
+    where = _places(files, plan)
+    # A file whose samples all failed has no columns but EVALUATED.
+    known = {name: column for file in files for name, column in file.columns.items()}
+    chunk = 0
+    while chunk < plan.num_chunks:
+        first = plan.chunk_samples(chunk).start
+        last = chunk
+        while last + 1 < plan.num_chunks and plan.chunk_samples(last + 1).stop - first <= WINDOW_ROWS:
+            last += 1
+        stop = plan.chunk_samples(last).stop
+        rows = {
+            name: np.zeros((stop - first, *known[name].row_shape), known[name].dtype)
+            for name in (EVALUATED, *columns)
+        }
+        for file_number in np.unique(where[chunk : last + 1, 0]).tolist():
+            file = files[file_number]
+            # One read a column and file: a file's chunks of this window lie close together.
+            wanted = [c for c in range(chunk, last + 1) if where[c, 0] == file_number]
+            low = min(int(where[c, 1]) for c in wanted)
+            high = max(int(where[c, 1]) + len(plan.chunk_samples(c)) for c in wanted)
+            for name in set(rows) & set(file.columns):
+                block = file.read_rows(name, low, high)
+                for c in wanted:
+                    samples = plan.chunk_samples(c)
+                    source = int(where[c, 1]) - low
+                    rows[name][samples.start - first : samples.stop - first] = block[
+                        source : source + len(samples)
+                    ]
+        yield first, rows
+        chunk = last + 1
+
+
+def _places(files: Sequence[JournalFile], plan: EvalPlan) -> npt.NDArray[np.int64]:
+    """For each chunk the number of its file and of its first row there, shape (chunks, 2)."""
+    where = np.full((plan.num_chunks, 2), -1, np.int64)
+    for number, file in enumerate(files):
+        row = 0
+        for chunk, rows in zip(file.chunks, file.rows, strict=True):
+            if where[chunk, 0] >= 0:
+                raise DualevalError(
+                    f"chunk {chunk} is in {files[where[chunk, 0]].path} and again in {file.path}"
+                )
+            where[chunk] = number, row
+            row += rows
+    absent = np.flatnonzero(where[:, 0] < 0)
+    if len(absent):
+        raise DualevalError(f"no journal file holds the rows of chunks {absent[:10].tolist()}")
+    return where

@@ -1,0 +1,81 @@
+"""What the engine asks of a task: the data set, the model, and what to observe of each batch.
+
+The engine owns device, precision, inference mode and order; a task owns everything that has a meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.metrics import Metric
+
+
+class Dataset(Protocol):
+    """Samples in a fixed order, read a batch at a time (PyTorch's ``__getitems__`` protocol)."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def id(self, index: int) -> str:
+        """The name of a sample that stays the same between runs and machines."""
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Read the samples at ``indices``.
+
+        Returns either a list with one entry a sample, or, where the samples are in memory already, one
+        ready batch that ``Task.collate`` passes on. Only list entries can fail one by one.
+        """
+
+    def fingerprint(self, count: int) -> str:
+        """sha256, in hex, over id, size in bytes and label of the first ``count`` samples, in order."""
+
+
+class Task(Protocol):
+    """What is evaluated.
+
+    Attributes:
+        name: the task's name in results and messages.
+        rows: the columns of ``observe`` that are written to predictions.parquet, in this order.
+        decodes: whether reading a sample costs enough to be worth worker processes.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rows(self) -> tuple[str, ...]: ...
+
+    @property
+    def decodes(self) -> bool: ...
+
+    def dataset(self) -> Dataset:
+        """The data set; the same object at every call."""
+
+    def collate(self, samples: Any) -> Any:
+        """Make one batch (tensors in dicts, lists or tuples) of what ``__getitems__`` gave.
+
+        Runs in worker processes where there are any.
+        """
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        """The model in evaluation mode on ``device``, with its weights.
+
+        Raises:
+            UsageError: the weights, the model and the data do not fit together.
+        """
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """Run the model on a batch that is on the device. No host synchronisation."""
+
+    def observe(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+        """Per-sample columns on the device, first dimension the samples. No host synchronisation."""
+
+    def metrics(self) -> Sequence[Metric]:
+        """The metrics, which read the columns by name. Called after ``build_model``."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the task adds to the run's fingerprint: plain values, preprocessing among them."""

@@ -1,0 +1,160 @@
+"""One rank of an engine test: ``engine_worker.py SCENARIO FOLDER``; writes FOLDER/rank-N.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.backends import connect
+from dualeval.backends.base import Backend
+from dualeval.engine.control import ControlPlane, open_control_plane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.errors import DualevalError
+from dualeval.launch import detect
+from tests.tiny import TinyTask
+
+_PRIMITIVES = ("_all_reduce", "_broadcast", "_gather", "_barrier")
+
+
+def count_collectives(backend: Backend) -> Counter[str]:
+    """Count calls of the primitives that every collective goes through."""
+    calls: Counter[str] = Counter()
+    for name in _PRIMITIVES:
+        primitive = getattr(backend, name)
+
+        def counted(*args: Any, _name: str = name, _primitive: Any = primitive, **kwargs: Any) -> Any:
+            calls[_name] += 1
+            return _primitive(*args, **kwargs)
+
+        setattr(backend, name, counted)
+    return calls
+
+
+class WatchedTask(TinyTask):
+    """Calls back before every forward."""
+
+    def __init__(self, count: int, before: Callable[[], None], **options: Any) -> None:
+        super().__init__(count, **options)
+        self._before = before
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        self._before()
+        return super().forward(model, batch)
+
+
+def collectives(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """Collectives of whole runs, and how many of them fell between the first and the last forward."""
+    calls = count_collectives(backend)
+    found: dict[str, Any] = {}
+    for samples, metrics in ((10, ["loss"]), (10, []), (2000, ["loss"]), (2000, [])):
+        calls.clear()
+        seen: list[int] = []
+        task = WatchedTask(samples, lambda seen=seen: seen.append(calls.total()), metrics=metrics)  # type: ignore[misc]
+        out = folder / f"{samples}-{len(metrics)}"
+        Evaluator(task, backend, control, out=out, batch_size=4).run()
+        in_loop = seen[-1] - seen[0] if seen else 0
+        found[f"{samples} samples, {len(metrics) or 'all'} metrics"] = {"in_loop": in_loop, **calls}
+    return found
+
+
+def apart(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """Each rank writes to a folder of its own, as ranks on nodes without a shared disk do."""
+    out = folder / f"disk-of-{backend.world.rank}" / "out"
+    result = Evaluator(TinyTask(997), backend, control, out=out, batch_size=16).run()
+    return {"digest": result.metrics_digest, "left": sorted(path.name for path in out.glob("**/*"))}
+
+
+def together(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """The plain case."""
+    result = Evaluator(TinyTask(997), backend, control, out=folder / "out", batch_size=16).run()
+    return {"digest": result.metrics_digest, "homogeneous": result.homogeneous}
+
+
+def broken(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """Samples that fail on some ranks only."""
+    task = TinyTask(100, broken=[5, 50, 99])
+    result = Evaluator(task, backend, control, out=folder / "out", batch_size=4, on_error="skip").run()
+    return {"digest": result.metrics_digest, "failed": result.failed}
+
+
+def one_fails_in_the_loop(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """The last rank raises in its second batch; the others have work for long, and must hear of it."""
+    batches = 0
+
+    def before() -> None:
+        nonlocal batches
+        batches += 1
+        if backend.world.rank == backend.world.size - 1 and batches == 2:
+            raise DualevalError("the last rank broke")
+
+    task = WatchedTask(40_000, before)
+    return told(lambda: Evaluator(task, backend, control, out=folder / "out", batch_size=1).run(), control)
+
+
+def one_fails_before_the_loop(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """The last rank cannot build its model while the others wait for it at the first meeting."""
+
+    class Unbuildable(TinyTask):
+        def build_model(self, device: torch.device) -> nn.Module:
+            raise DualevalError("no model here")
+
+    last = backend.world.rank == backend.world.size - 1
+    task = Unbuildable(10) if last else TinyTask(10)
+    return told(lambda: Evaluator(task, backend, control, out=folder / "out").run(), control)
+
+
+def another_job(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """The last rank has other data."""
+    task = TinyTask(20 + (backend.world.rank == backend.world.size - 1))
+    return told(lambda: Evaluator(task, backend, control, out=folder / "out").run(), control)
+
+
+def told(run: Callable[[], Any], control: ControlPlane) -> dict[str, Any]:
+    """What this rank raised, and which failure it would report."""
+    try:
+        run()
+    except DualevalError as error:
+        first = control.fail(error)
+        return {
+            "raised": type(error).__name__,
+            "message": str(first),
+            "rank": first.rank,
+            "code": first.exit_code,
+        }
+    return {"raised": None}
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        collectives,
+        apart,
+        together,
+        broken,
+        one_fails_in_the_loop,
+        one_fails_before_the_loop,
+        another_job,
+    )
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    scenario, folder = sys.argv[1], Path(sys.argv[2])
+    with connect(None, detect(os.environ), "cpu") as backend:
+        control = open_control_plane(backend)
+        report = SCENARIOS[scenario](backend, control, folder)
+        (folder / f"rank-{backend.world.rank}.json").write_text(json.dumps(report))
+        control.leave()
+
+
+if __name__ == "__main__":
+    main()

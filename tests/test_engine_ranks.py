@@ -1,0 +1,87 @@
+"""The engine over several real processes: the same bits, the collectives, and failures that all hear of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from tests.conftest import ROOT, Launch
+
+WORKER = ROOT / "tests" / "engine_worker.py"
+
+
+def run_ranks(launch: Launch, scenario: str, size: int, folder: Path) -> list[dict[str, Any]]:
+    """Run a scenario of the worker on ``size`` ranks; returns their reports in rank order."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    done = launch([*torchrun, WORKER, scenario, folder])
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def wanted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
+    [report] = run_ranks(launch, "together", 1, tmp_path_factory.mktemp("one"))
+    digest: str = report["digest"]
+    return digest
+
+
+def test_every_rank_gets_the_same_result(launch: Launch, tmp_path: Path, wanted: str) -> None:
+    reports = run_ranks(launch, "together", 3, tmp_path)
+    assert reports == 3 * [{"digest": wanted, "homogeneous": True}]
+
+
+def test_no_collective_in_the_loop_and_one_for_all_metrics(launch: Launch, tmp_path: Path) -> None:
+    for report in run_ranks(launch, "collectives", 2, tmp_path):
+        assert len(report) == 4
+        counts = list(report.values())
+        assert counts[0]["_all_reduce"] == 1
+        assert [count["in_loop"] for count in counts] == [0, 0, 0, 0]
+        assert all(count == counts[0] for count in counts), "the number depends on samples or metrics"
+
+
+def test_rows_reach_rank_0_without_a_shared_folder(launch: Launch, tmp_path: Path, wanted: str) -> None:
+    first, second = run_ranks(launch, "apart", 2, tmp_path)
+    assert first["digest"] == second["digest"] == wanted
+    assert first["left"] == ["predictions.parquet", "result.json", "status.json"]
+    assert second["left"] == []
+    table = pyarrow.parquet.read_table(tmp_path / "disk-of-0/out/predictions.parquet")
+    assert table["index"].to_pylist() == list(range(997))
+    assert table["target"].to_pylist() == [index * 31 % 7 for index in range(997)]
+
+
+def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) -> None:
+    for name in ("one", "three"):
+        (tmp_path / name).mkdir()
+    [alone] = run_ranks(launch, "broken", 1, tmp_path / "one")
+    for report in run_ranks(launch, "broken", 3, tmp_path / "three"):
+        assert report == alone
+    assert [entry["id"] for entry in alone["failed"]] == ["tiny/5", "tiny/50", "tiny/99"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        ("one_fails_in_the_loop", "the last rank broke"),
+        ("one_fails_before_the_loop", "no model here"),
+    ],
+)
+def test_all_ranks_hear_of_the_first_failure(
+    launch: Launch, tmp_path: Path, scenario: str, message: str
+) -> None:
+    reports = run_ranks(launch, scenario, 3, tmp_path)
+    assert [report["raised"] for report in reports] == ["PeerError", "PeerError", "DualevalError"]
+    assert {(report["message"], report["rank"], report["code"]) for report in reports} == {(message, 2, 1)}
+
+
+def test_a_rank_with_another_job_is_named(launch: Launch, tmp_path: Path) -> None:
+    reports = run_ranks(launch, "another_job", 2, tmp_path)
+    for report in reports:
+        assert report["code"] == 2
+        assert "rank 1 on" in report["message"]
+        assert "samples: 20 on rank 0, 21 here" in report["message"]
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,202 @@
+"""The evaluator in one process: right numbers, rows in order, failed samples, the output folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from dualeval.backends import connect
+from dualeval.engine import journal, plan, predictions, recorder
+from dualeval.engine.control import open_control_plane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.errors import UsageError
+from dualeval.result import Result
+from dualeval.tasks import Task
+from dualeval.world import World
+from tests.tiny import TinyTask
+
+
+def evaluate(task: Task, out: Path, **options: Any) -> Result:
+    with connect(None, World.alone(), "cpu") as backend:
+        return Evaluator(task, backend, open_control_plane(backend), out=out, **options).run()
+
+
+def rows(out: Path) -> dict[str, list[Any]]:
+    table: dict[str, list[Any]] = pyarrow.parquet.read_table(out / "predictions.parquet").to_pydict()
+    return table
+
+
+def test_metrics_are_those_of_the_rows(tmp_path: Path) -> None:
+    result = evaluate(TinyTask(1000), tmp_path / "out", batch_size=32)
+    table = rows(tmp_path / "out")
+    assert table["id"] == [f"tiny/{index}" for index in range(1000)]
+    assert table["index"] == list(range(1000))
+    assert table["target"] == [index * 31 % 7 for index in range(1000)]
+    assert result.metrics["loss"] == math.fsum(table["loss"]) / 1000
+    right = [a == b for a, b in zip(table["target"], table["prediction"], strict=True)]
+    assert result.metrics["top1"] == sum(right) / 1000
+    assert result.samples == {"total": 1000, "evaluated": 1000, "failed": 0}
+    assert result.chunks == {"total": 32, "evaluated_now": 32, "resumed": 0}
+    written = json.loads((tmp_path / "out/result.json").read_text())
+    assert written["metrics"] == result.metrics
+    assert written["metrics_digest"] == result.metrics_digest
+    assert json.loads((tmp_path / "out/status.json").read_text())["state"] == "done"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "predictions.parquet",
+        "result.json",
+        "status.json",
+    ]
+
+
+def test_limit_is_the_first_samples(tmp_path: Path) -> None:
+    result = evaluate(TinyTask(50), tmp_path / "out", batch_size=8, limit=21)
+    assert result.samples["total"] == 21
+    assert rows(tmp_path / "out")["index"] == list(range(21))
+    assert evaluate(TinyTask(5), tmp_path / "more", limit=100).samples["total"] == 5
+
+
+def test_grouping_of_integer_work_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = evaluate(TinyTask(500, broken=[17, 18]), tmp_path / "a", batch_size=8, on_error="skip")
+    monkeypatch.setattr(recorder, "FOLD_SAMPLES", 1)
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 20)
+    monkeypatch.setattr(predictions, "WINDOW_ROWS", 50)
+    found = evaluate(TinyTask(500, broken=[17, 18]), tmp_path / "b", batch_size=8, on_error="skip")
+    assert found.metrics_digest == wanted.metrics_digest
+    assert repr(rows(tmp_path / "b")) == repr(rows(tmp_path / "a"))
+
+
+def test_more_batches_than_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = evaluate(TinyTask(200), tmp_path / "a", batch_size=4)
+    monkeypatch.setattr(plan, "MAX_CHUNKS", 7)
+    found = evaluate(TinyTask(200), tmp_path / "b", batch_size=4)
+    assert found.chunks["total"] == 7
+    assert found.metrics_digest == wanted.metrics_digest
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_failed_samples_are_left_out_and_listed(tmp_path: Path, workers: int) -> None:
+    broken = [3, 8, 9, 10, 11, 29]  # 8 to 11: a whole batch, met before any other was read by its rank
+    out = tmp_path / "out"
+    result = evaluate(TinyTask(30, broken), out, batch_size=4, on_error="skip", workers=workers)
+    assert result.samples == {"total": 30, "evaluated": 24, "failed": 6}
+    assert [entry["id"] for entry in result.failed] == [f"tiny/{index}" for index in broken]
+    assert result.failed[0]["error"] == "OSError: sample 3 is broken"
+    table = rows(out)
+    losses = [loss for index, loss in enumerate(table["loss"]) if index not in broken]
+    assert all(table[name][index] is None for name in ("loss", "target", "top") for index in broken)
+    assert result.metrics["loss"] == math.fsum(losses) / 24
+    assert "6 samples could not be read" in result.warnings[0]
+
+
+def test_no_other_samples_bits_depend_on_a_failed_one(tmp_path: Path) -> None:
+    evaluate(TinyTask(64), tmp_path / "whole", batch_size=16)
+    evaluate(TinyTask(64, broken=[5]), tmp_path / "broken", batch_size=16, on_error="skip")
+    whole, broken = rows(tmp_path / "whole")["loss"], rows(tmp_path / "broken")["loss"]
+    assert [loss for index, loss in enumerate(whole) if index != 5] == [
+        loss for loss in broken if loss is not None
+    ]
+
+
+def test_failed_first_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "FOLD_SAMPLES", 1)
+    result = evaluate(TinyTask(12, range(8)), tmp_path / "a", batch_size=4, on_error="skip")
+    assert result.samples["failed"] == 8
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 1)
+    again = evaluate(TinyTask(12, range(8)), tmp_path / "b", batch_size=4, on_error="skip")
+    assert again.metrics_digest == result.metrics_digest
+    assert repr(rows(tmp_path / "b")) == repr(rows(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(
+    ("broken", "on_error", "message"),
+    [
+        (
+            [4],
+            "stop",
+            r"sample tiny/4 \(index 4\) cannot be read: OSError: sample 4 is broken.*--on-error skip",
+        ),
+        (range(10), "skip", "none of the 10 samples could be read; the first, tiny/0: OSError"),
+    ],
+)
+def test_what_cannot_go_on_says_why(
+    tmp_path: Path, broken: Sequence[int], on_error: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        evaluate(TinyTask(10, broken), tmp_path, batch_size=4, on_error=on_error)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status == {"state": "failed", "exit_code": 2, "reason": str(caught.value)}
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the data set is empty"):
+        evaluate(TinyTask(0), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_earlier_run_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("kept")
+    first = evaluate(TinyTask(5), tmp_path)
+    with pytest.raises(UsageError, match=r"holds an earlier run \(result.json\).*--fresh"):
+        evaluate(TinyTask(5), tmp_path)
+    assert evaluate(TinyTask(5), tmp_path, fresh=True).metrics_digest == first.metrics_digest
+    assert (tmp_path / "mine.txt").read_text() == "kept"
+
+
+def test_a_new_folder_is_named_after_time_and_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with connect(None, World.alone(), "cpu") as backend:
+        result = Evaluator(TinyTask(5), backend, open_control_plane(backend)).run()
+    folder = Path(result.folder)
+    assert folder.parent == tmp_path / "runs"
+    assert folder.name.endswith(result.fingerprint[:8])
+    assert (folder / "result.json").is_file()
+
+
+def test_the_fingerprint_names_what_decides_the_metrics(tmp_path: Path) -> None:
+    def fingerprint(name: str, task: TinyTask, **options: Any) -> str:
+        return evaluate(task, tmp_path / name, **options).fingerprint
+
+    base = fingerprint("base", TinyTask(40))
+    assert fingerprint("same", TinyTask(40), workers=1) == base
+    others = {
+        fingerprint("batch", TinyTask(40), batch_size=8),
+        fingerprint("limit", TinyTask(40), limit=10),
+        fingerprint("metrics", TinyTask(40, metrics=["loss"])),
+        fingerprint("precision", TinyTask(40), precision="amp-bf16"),
+        fingerprint("on_error", TinyTask(40), on_error="skip"),
+    }
+    assert len(others | {base}) == 6
+
+
+def test_numeric_settings_are_put_back(tmp_path: Path) -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        evaluate(TinyTask(5), tmp_path)
+        assert torch.backends.cuda.matmul.allow_tf32 is True
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before[1]
+    assert torch.are_deterministic_algorithms_enabled() == before[0]
+
+
+def test_rows_of_a_chunk_twice_are_refused(tmp_path: Path) -> None:
+    the_plan = plan.EvalPlan(num_samples=2, batch_size=1)
+    writer = journal.JournalWriter(tmp_path, fingerprint="", prefix="x")
+    row = {"evaluated": torch.ones(1, dtype=torch.uint8)}
+    for chunk in (0, 0):
+        writer.write([chunk], [1], torch.zeros(1, dtype=torch.int64), row)
+    files = [journal.read_journal_file(path) for path in writer.written]
+    with pytest.raises(Exception, match=r"chunk 0 is in .* and again in"):
+        predictions.write_predictions(tmp_path / "p", files, the_plan, str, [])
+    with pytest.raises(Exception, match=r"no journal file holds the rows of chunks \[1\]"):
+        predictions.write_predictions(tmp_path / "p", files[:1], the_plan, str, [])
