@@ -1,0 +1,252 @@
+"""``dualeval run``: evaluate a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualeval.errors import DualevalError, LaunchError, PeerError
+from dualeval.job import ON_ERROR, PRECISIONS, TASKS, Job
+from dualeval.launch import detect
+from dualeval.world import World
+
+if TYPE_CHECKING:
+    from dualeval.backends.base import Backend
+    from dualeval.engine.control import ControlPlane
+    from dualeval.result import Result
+    from dualeval.tasks import Task
+
+_MOST_AUTOMATIC_WORKERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manner:
+    """How this invocation runs and shows a job: nothing that its result depends on."""
+
+    out: Path | None
+    fresh: bool
+    backend: str | None
+    progress: bool
+    as_json: bool
+    started: float
+
+
+def _numbers(
+    _context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(float(part) for part in value.split(","))
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{value!r}: expected numbers with commas between, such as 0.5,0.5,0.5", param=parameter
+        ) from error
+
+
+@click.command()
+@click.option("--config", type=click.Path(path_type=Path), help="Job file (TOML); flags win over it.")
+@click.option("--task", help=f"Kind of evaluation: {', '.join(TASKS)}.")
+@click.option("--model", help="torchvision classifier, fashion-cnn, or package.module:factory.")
+@click.option("--weights", help="State_dict file (.pt, .pth, .safetensors), DEFAULT, or random:SEED.")
+@click.option("--download", is_flag=True, help="Allow --weights DEFAULT to fetch the weights.")
+@click.option("--data", help="Folder with one sub-folder of images a class, or with idx files.")
+@click.option("--num-classes", type=int, help="Number of classes, where neither data nor weights tell.")
+@click.option(
+    "--resize", type=int, help="Bring the shorter side to this many pixels.  [default: the model's]"
+)
+@click.option("--crop", type=int, help="Cut a square of this side from the centre.  [default: the model's]")
+@click.option("--interpolation", help="nearest, bilinear, bicubic or lanczos.  [default: the model's]")
+@click.option("--mean", callback=_numbers, help="Mean a channel, with commas.  [default: the model's]")
+@click.option("--std", callback=_numbers, help="Standard deviation a channel.  [default: the model's]")
+@click.option("--metric", multiple=True, help="Metric to compute; give it again for more.  [default: all]")
+@click.option("--batch-size", type=int, help="Samples a batch.  [default: 64]")
+@click.option("--limit", type=int, help="Evaluate only the first N samples.")
+@click.option("--precision", help=f"{', '.join(PRECISIONS)}.  [default: fp32]")
+@click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU where there is one]")
+@click.option("--workers", type=int, help="Reading processes a rank.  [default: by task and cores]")
+@click.option(
+    "--on-error", help=f"What a sample that cannot be read does: {', '.join(ON_ERROR)}.  [default: stop]"
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Output folder.  [default: a new one in runs/]")
+@click.option("--fresh", is_flag=True, help="Remove an earlier run's files from --out first.")
+@click.option("--backend", help="How ranks talk: single, torch.  [default: by launcher]")
+@click.option("--launcher", help="Who started the ranks: torchrun, none.  [default: detected]")
+@click.option("--nproc", type=int, help="Start that many processes here, through torchrun's own launch.")
+@click.option("--progress/--no-progress", default=True, help="Show how far the run is.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print result.json, and nothing else, on standard output."
+)
+@click.option("--dry-run", is_flag=True, help="Print the job as resolved, and stop.")
+@click.pass_context
+def run(context: click.Context, /, **flags: Any) -> None:
+    """Evaluate a model; without options the embedded job: 10,000 real images.
+
+    \b
+    dualeval run
+    dualeval run --nproc 2
+    torchrun --nproc-per-node 8 -m dualeval run
+    dualeval run --model resnet18 --weights ckpt.pt --data /data/imagenet/val
+    """
+    started = perf_counter()
+    launcher, nproc, dry_run = flags.pop("launcher"), flags.pop("nproc"), flags.pop("dry_run")
+    config = flags.pop("config")
+    manner = _Manner(
+        started=started,
+        **{name: flags.pop(name) for name in ("out", "fresh", "backend", "progress", "as_json")},
+    )
+    job = Job.read(config, flags)
+    world = detect(os.environ, launcher)
+    if dry_run:
+        if world.is_main:
+            click.echo(json.dumps(job.to_json(), indent=2, ensure_ascii=False))
+        return
+    if nproc is not None:
+        context.exit(_hand_to_torchrun(nproc, world))
+    context.exit(_evaluate(job, manner, world))
+
+
+def _hand_to_torchrun(nproc: int, world: World) -> int:
+    """Start this same command, less --nproc, as ``nproc`` ranks."""
+    if world.launcher != "none":
+        raise LaunchError(
+            f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
+            "Leave out --nproc there, or start 'dualeval run --nproc N' by itself."
+        )
+    from dualeval.launch.local import run_local
+
+    package = Path(__file__).resolve().parent.parent
+    command = [sys.executable, str(package / "__main__.py"), *_without_nproc(sys.argv[1:])]
+    return run_local(command, nproc, os.environ)
+
+
+def _without_nproc(arguments: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if not skip and argument != "--nproc" and not argument.startswith("--nproc="):
+            kept.append(argument)
+        skip = not skip and argument == "--nproc"
+    return kept
+
+
+def _evaluate(job: Job, manner: _Manner, world: World) -> int:
+    """Evaluate as one rank; returns the exit code, the same on every rank."""
+    from dualeval.backends import connect
+    from dualeval.engine.control import open_control_plane
+
+    backend = connect(manner.backend, world, job.device)
+    control = open_control_plane(backend)
+    try:
+        result = _run_engine(job, manner, backend, control)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - told to every rank and to the caller
+        return _end_after(error, control, backend)
+    if world.is_main:
+        _show(result, manner)
+    control.leave()
+    backend.close()
+    return 0
+
+
+def _run_engine(job: Job, manner: _Manner, backend: Backend, control: ControlPlane) -> Result:
+    from dualeval.engine.evaluator import Evaluator
+    from dualeval.report.progress import Progress
+
+    world = backend.world
+    if job.download:
+        _download(job, world, control)
+    task = _make_task(job)
+    shown = (
+        Progress(sys.stderr if manner.as_json else sys.stdout) if manner.progress and world.is_main else None
+    )
+    try:
+        return Evaluator(
+            task,
+            backend,
+            control,
+            out=manner.out,
+            batch_size=job.batch_size,
+            limit=job.limit,
+            precision=job.precision,
+            workers=_workers(job, task, world),
+            on_error=job.on_error,
+            fresh=manner.fresh,
+            job=job.to_json(),
+            show=shown,
+            started=manner.started,
+        ).run()
+    finally:
+        if shown is not None:
+            shown.close()
+
+
+def _download(job: Job, world: World, control: ControlPlane) -> None:
+    if job.model and job.weights == "DEFAULT" and world.local_rank == 0:
+        from dualeval.models.classifiers import download_default
+
+        download_default(job.model)
+    control.meet()
+
+
+def _make_task(job: Job) -> Task:
+    from dualeval.tasks.image_classification import ImageClassification
+
+    own = {name: getattr(job, name) for name in ("resize", "crop", "interpolation", "mean", "std")}
+    return ImageClassification(
+        model=job.model,
+        weights=job.weights,
+        data=None if job.data is None else Path(job.data),
+        num_classes=job.num_classes,
+        metrics=job.metric,
+        preprocessing={name: value for name, value in own.items() if value is not None},
+    )
+
+
+def _workers(job: Job, task: Task, world: World) -> int:
+    if job.workers is not None:
+        return job.workers
+    if not task.decodes:
+        return 0
+    return min(_MOST_AUTOMATIC_WORKERS, max(1, len(os.sched_getaffinity(0)) // world.local_size))
+
+
+def _show(result: Result, manner: _Manner) -> None:
+    from dualeval.report.table import print_result
+
+    if manner.as_json:
+        click.echo(result.to_json(), nl=False)
+    else:
+        print_result(result)
+
+
+def _end_after(error: BaseException, control: ControlPlane, backend: Backend) -> int:
+    """Tell every rank of a failure, say it once, and leave together with one exit code."""
+    first = error if isinstance(error, PeerError) else control.fail(error)
+    if not isinstance(error, (DualevalError, KeyboardInterrupt)):
+        traceback.print_exception(error)
+
+    def say() -> None:
+        # What rank 0 met as well is no matter of one rank.
+        where = f" (on rank {first.rank})" if first.rank != 0 and str(first) != str(error) else ""
+        click.echo(f"dualeval: error: {first}{where}", err=True)
+
+    if backend.world.size == 1:
+        say()
+        return first.exit_code
+    # A launcher ends all ranks as soon as one has failed; each must still end with its own exit code.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    control.leave_after_message(say)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: the backend's threads may wait for ranks that are gone, and would hold this one up.
+    os._exit(first.exit_code)

@@ -1,0 +1,155 @@
+"""Job: everything that defines a run, from flags and a TOML file, checked before anything is started."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dualeval.errors import UsageError
+
+TASKS = ("image-classification",)
+PRECISIONS = ("fp32", "tf32", "amp-bf16", "amp-fp16")
+ON_ERROR = ("stop", "skip")
+_WEIGHTS_WORDS = ("DEFAULT", "random:")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to evaluate and how. Every field is also a flag of ``dualeval run`` and a key of a job file.
+
+    Attributes:
+        task: the kind of evaluation, one of ``TASKS``.
+        model: the model's name; None is the embedded job's.
+        weights: a path, "DEFAULT" or "random:SEED"; None is the embedded job's.
+        data: the data folder; None is the embedded job's.
+        num_classes: number of classes, where neither data nor weights tell.
+        resize: side in pixels that images are resized to; None is the model's own, as for the next four.
+        crop: side in pixels of the crop from the centre.
+        interpolation: how images are resized.
+        mean: per channel.
+        std: per channel.
+        metric: names of metrics; empty for the task's default ones.
+        batch_size: samples a batch.
+        limit: evaluate only the first samples.
+        precision: one of ``PRECISIONS``.
+        device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
+        workers: reading processes of each rank; None decides by task and cores.
+        on_error: what a sample that cannot be read does, one of ``ON_ERROR``.
+        download: whether default weights may be fetched.
+    """
+
+    task: str = TASKS[0]
+    model: str | None = None
+    weights: str | None = None
+    data: str | None = None
+    num_classes: int | None = None
+    resize: int | None = None
+    crop: int | None = None
+    interpolation: str | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    metric: tuple[str, ...] = ()
+    batch_size: int = 64
+    limit: int | None = None
+    precision: str = "fp32"
+    device: str | None = None
+    workers: int | None = None
+    on_error: str = "stop"
+    download: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("limit", 1), ("workers", 0), ("num_classes", 1)):
+            _at_least(name, getattr(self, name), least)
+        for name in ("resize", "crop"):
+            _at_least(name, getattr(self, name), 1)
+        _one_of("task", self.task, TASKS)
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("on_error", self.on_error, ON_ERROR)
+        if self.std is not None and min(self.std, default=0.0) <= 0:
+            raise UsageError(f"{_flag('std')} {self.std}: expected numbers above 0, one a channel")
+
+    @classmethod
+    def read(cls, path: Path | None, flags: Mapping[str, Any]) -> Job:
+        """Make a job of a TOML file and flags; a flag that is given (not None, not empty) wins.
+
+        Paths in the file count from the file's folder.
+
+        Raises:
+            UsageError: the file is missing or malformed, or has an unknown key or a value of a wrong type.
+        """
+        values = {} if path is None else _from_file(path)
+        # Identity, not equality: 0 is a value (and a wrong one for most), though it equals False.
+        absent = (None, (), False)
+        values.update({name: v for name, v in flags.items() if not any(v is nothing for nothing in absent)})
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The job as plain JSON values."""
+        return asdict(self)
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]
+
+    try:
+        content = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path} is not valid TOML: {error}") from error
+    hints = typing.get_type_hints(Job)
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=3)
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            raise UsageError(
+                f"--config {path}: unknown key {key!r}.{hint} Keys: {', '.join(f.name for f in fields(Job))}"
+            )
+        values[name] = _typed(value, hints[name], f"--config {path}: {key}")
+    if "data" in values:
+        values["data"] = str(path.parent / values["data"])
+    if "weights" in values and not values["weights"].startswith(_WEIGHTS_WORDS):
+        values["weights"] = str(path.parent / values["weights"])
+    return values
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """A TOML value as the field's type: int, float, str, bool, or a tuple of one of them."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kind = options[0]
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        if isinstance(value, list):
+            return tuple(_typed(entry, item, where) for entry in value)
+        kind = list
+    elif kind is float and type(value) is int:
+        return float(value)
+    elif type(value) is kind:
+        return value
+    raise UsageError(f"{where} = {value!r}: expected a {kind.__name__}, found a {type(value).__name__}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise UsageError(f"{_flag(name)} {value}: expected a whole number of at least {least}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        near = difflib.get_close_matches(value, known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UsageError(f"{_flag(name)} {value!r}: expected one of {', '.join(known)}.{hint}")

@@ -1,0 +1,1 @@
+"""How a run and its result are shown to people; reads a Result and knows no engine."""

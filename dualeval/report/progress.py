@@ -1,0 +1,82 @@
+"""How far a run is: a bar on a terminal, a plain line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+_LINE_EVERY_S = 3.0
+
+
+class Progress:
+    """Shows samples done over all ranks, samples per second and the time left; called from any thread.
+
+    Args:
+        stream: where to show it.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bar: Bar | None = None
+        self._start: float | None = None
+        self._said = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` samples are finished."""
+        now = monotonic()
+        if self._start is None:
+            self._start = self._said = now
+        if self._stream.isatty():
+            self._show_bar(done, total)
+        elif now - self._said >= _LINE_EVERY_S and done < total:
+            self._said = now
+            print(progress_line(done, total, now - self._start), file=self._stream, flush=True)
+
+    def _show_bar(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = _make_bar(self._stream)
+            self._bar.add_task("evaluating", total=total)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done, refresh=True)
+
+    def close(self) -> None:
+        """End the bar, if there is one."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _make_bar(stream: TextIO) -> Bar:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class Speed(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{task.speed or 0:,.0f} samples/s")
+
+    return Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        Speed(),
+        TimeRemainingColumn(),
+        console=Console(file=stream),
+        transient=True,
+        auto_refresh=False,
+    )
+
+
+def progress_line(done: int, total: int, seconds: float) -> str:
+    """One line: samples done, the mean rate since the start, and the time left at that rate."""
+    rate = done / seconds if seconds > 0 else 0.0
+    left = f"{(total - done) / rate:,.0f} s left" if rate > 0 else "time left unknown"
+    return f"{done:,}/{total:,} samples, {rate:,.0f} samples/s, {left}"

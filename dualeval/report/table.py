@@ -1,0 +1,49 @@
+"""The table that a run prints at its end."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from dualeval.result import Result
+
+# Metrics that are proportions of samples, or averages of such; shown in percent, stored as fractions.
+_FRACTIONS = ("top", "micro_", "macro_", "ece")
+
+
+def print_result(result: Result, console: Console | None = None) -> None:
+    """Print the scalar metrics with their intervals, the samples, the digest and where the files are."""
+    console = console or Console()
+    table = Table("metric", "value", "95 % interval")
+    for name, value in result.metrics.items():
+        if isinstance(value, (int, float)):
+            interval = result.intervals.get(name)
+            table.add_row(name, _shown(name, value), _interval(name, interval) if interval else "")
+        elif value is None:
+            counts = ", ".join(f"{n} {kind}" for kind, n in result.nonfinite.get(name, {}).items() if n)
+            table.add_row(name, f"not finite ({counts})" if counts else "none", "")
+    console.print(table)
+    samples, world, timing = result.samples, result.world, result.timing
+    lines = [
+        f"samples         {samples['evaluated']:,} of {samples['total']:,} evaluated, "
+        f"{samples['failed']} failed",
+        f"ranks           {world['size']} ({world['launcher']}, {world['backend']}, "
+        f"{result.device['device']})",
+        f"speed           {result.samples_per_s:,.0f} samples/s, {timing['evaluate_s']:.2f} s of "
+        f"{timing['total_s']:.2f} s",
+        f"metrics_digest  {result.metrics_digest}",
+        f"files           {result.folder}",
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    for warning in result.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+
+
+def _shown(name: str, value: float) -> str:
+    return f"{100 * value:.2f} %" if name.startswith(_FRACTIONS) else f"{value:.6f}"
+
+
+def _interval(name: str, interval: tuple[float, float]) -> str:
+    low, high = (_shown(name, end) for end in interval)
+    return f"{low} to {high}"

@@ -1,0 +1,185 @@
+"""The task image-classification: one class an image, from a folder of images or from idx files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.data.idx import IdxImages
+from dualeval.data.image_folder import ImageFolder
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.errors import UsageError
+from dualeval.metrics import Metric
+from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
+from dualeval.models import classifiers
+
+NAME = "image-classification"
+
+# Mean and standard deviation of Fashion-MNIST's training pixels, scaled to [0, 1].
+FASHION_MEAN = 0.2860
+FASHION_STD = 0.3530
+
+# What the embedded job evaluates: files that ship with this package.
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+EMBEDDED_WEIGHTS = ASSETS / "fashion_cnn.safetensors"
+
+_TOP = 5
+
+
+class ImageClassification:
+    """A classifier on images with one true class each.
+
+    Args:
+        model: as for ``models.classifiers.create``; None is the embedded job's network.
+        weights: as for ``models.classifiers.build``; None is the embedded job's, for its network alone.
+        data: a folder of class folders, or of idx files; None is the embedded job's test set.
+        num_classes: number of classes; needed only where neither data nor weights tell.
+        metrics: names of metrics; empty for the default ones.
+        preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``.
+
+    Raises:
+        UsageError: the data cannot be used, or a combination of arguments does not make a job.
+    """
+
+    name = NAME
+    rows = ("target", "prediction", "confidence", "loss", "top")
+
+    def __init__(
+        self,
+        *,
+        model: str | None = None,
+        weights: str | None = None,
+        data: Path | None = None,
+        num_classes: int | None = None,
+        metrics: Sequence[str] = (),
+        preprocessing: dict[str, Any] | None = None,
+    ) -> None:
+        if model is None and (weights is not None or data is not None):
+            given = "--weights" if data is None else "--data"
+            raise UsageError(f"{given} was given without --model. Name the model that is to be evaluated.")
+        self._model_name = model or classifiers.EMBEDDED
+        embedded = self._model_name == classifiers.EMBEDDED
+        if weights is None and not embedded:
+            raise UsageError(
+                f"--model {model} was given without --weights. Give --weights PATH, "
+                "--weights DEFAULT (the library's own) or --weights random:SEED."
+            )
+        self._weights = weights or str(EMBEDDED_WEIGHTS)
+        folder = ASSETS if data is None else data
+        self._in_memory = IdxImages.is_in(folder)
+        base = (
+            Preprocessing(mean=(FASHION_MEAN,), std=(FASHION_STD,))
+            if self._in_memory
+            else classifiers.preprocessing_of(self._model_name)
+        )
+        self._preprocessing = replace(base, **(preprocessing or {}))
+        self._dataset: IdxImages | ImageFolder = (
+            IdxImages(folder) if self._in_memory else ImageFolder(folder, self._preprocessing)
+        )
+        self._metric_names = tuple(metrics)
+        self._num_classes = self._agreed_classes(num_classes)
+        self._scale: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """True for image files; idx files are unpacked once, into memory."""
+        return not self._in_memory
+
+    def _agreed_classes(self, asked: int | None) -> int | None:
+        found = self._dataset.num_classes
+        if asked is not None and found is not None and asked != found:
+            raise UsageError(
+                f"--num-classes {asked}, but the data has {found} class folders. "
+                "Class numbers come from the folders in name order: give one folder a class, empty ones too."
+            )
+        return asked if found is None else found
+
+    def dataset(self) -> IdxImages | ImageFolder:
+        """The images."""
+        return self._dataset
+
+    def collate(self, samples: Any) -> dict[str, Tensor]:
+        """Stack samples to images uint8 (n, channels, height, width) and targets int64 (n,)."""
+        if isinstance(samples, dict):
+            return samples
+        images, targets = zip(*samples, strict=True)
+        return {"images": torch.stack(images), "targets": torch.tensor(targets)}
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        """Make the model, give it its weights, and try it on two blank images.
+
+        Raises:
+            UsageError: weights, model and data do not fit together.
+        """
+        model = classifiers.build(self._model_name, self._weights, self._num_classes).to(device)
+        shape = self._dataset.sample_shape
+        channels = len(self._preprocessing.mean), len(self._preprocessing.std)
+        if set(channels) - {1, shape[0]}:
+            raise UsageError(
+                f"--mean has {channels[0]} values and --std {channels[1]}, expected {shape[0]} of each, "
+                f"one a channel, or 1 for all channels."
+            )
+        self._scale = (
+            torch.tensor(self._preprocessing.mean, device=device).view(-1, 1, 1),
+            torch.tensor(self._preprocessing.std, device=device).view(-1, 1, 1),
+        )
+        self._num_classes = self._tried(model, torch.zeros(2, *shape, dtype=torch.uint8, device=device))
+        return model
+
+    def _tried(self, model: nn.Module, images: Tensor) -> int:
+        """Run the model once, and return the number of classes that it tells apart."""
+        try:
+            with torch.inference_mode():
+                outputs = self.forward(model, {"images": images})
+        except RuntimeError as error:
+            raise UsageError(
+                f"the model {self._model_name} cannot take images of shape {tuple(images.shape[1:])} "
+                f"(channels, height, width): {str(error).splitlines()[0]}. "
+                "Set the size with --resize and --crop, or give data of the model's size."
+            ) from error
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(images):
+            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise UsageError(
+                f"the model {self._model_name} returned {found} for {len(images)} images, "
+                "expected logits of shape (images, classes)."
+            )
+        classes = outputs.shape[1]
+        expected = self._num_classes
+        if expected is not None and classes != expected:
+            raise UsageError(
+                f"the model {self._model_name} tells {classes} classes apart, but {expected} were expected "
+                "(from the data's class folders, or --num-classes). Give data and model of the same classes."
+            )
+        largest = self._dataset.largest_target if isinstance(self._dataset, IdxImages) else classes - 1
+        if largest >= classes:
+            raise UsageError(
+                f"the data has a label {largest}, but the model {self._model_name} tells {classes} classes "
+                f"apart (labels 0 to {classes - 1}). Give data and model of the same classes."
+            )
+        return classes
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Normalise uint8 images on their device and return the logits (n, classes)."""
+        assert self._scale is not None, "build_model comes first"
+        mean, std = self._scale
+        logits: Tensor = model(batch["images"].float().div_(255).sub_(mean).div_(std))
+        return logits
+
+    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Loss, confidence, prediction, rank of the target and the five likeliest classes of each image."""
+        return observe_logits(outputs, batch["targets"], _TOP)
+
+    def metrics(self) -> list[Metric]:
+        """The metrics asked for, or the default ones for this number of classes."""
+        assert self._num_classes is not None, "build_model comes first"
+        names = self._metric_names or default_metrics(self._num_classes)
+        return [classification_metric(name, self._num_classes) for name in names]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Model name and preprocessing; data and weights have fingerprints of their own."""
+        return {"model": self._model_name, "preprocessing": asdict(self._preprocessing)}
