@@ -133,7 +133,7 @@ def test_reads_only_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_under_torchrun(launch: Launch) -> None:
     """The real launcher's variables give every rank its own place."""
-    code = "import os; from dualeval.launch import detect; print(detect(os.environ))"
+    code = "import os; from dualeval.launch import detect; os.write(1, f'{detect(os.environ)}\\n'.encode())"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
     finished = launch([*torchrun, sys.executable, "-c", code])
     assert finished.returncode == 0, finished.stderr

@@ -21,9 +21,13 @@ import os, sys
 from dualeval.launch.local import run_local
 sys.exit(run_local([sys.executable, "-c", sys.argv[2]], int(sys.argv[1]), os.environ))
 """
-RANK = "import os, signal, sys, time; rank = int(os.environ['RANK']); "
+# ``say`` makes one write of a line: the ranks share a pipe.
+RANK = (
+    "import os, signal, sys; rank = int(os.environ['RANK']); "
+    "say = lambda *words, to=1: os.write(to, (' '.join(map(str, words)) + chr(10)).encode()) and None; "
+)
 # A rank that says that it is there and then waits to be ended.
-WAIT = "print('here', os.getpid(), flush=True); signal.pause()"
+WAIT = "say('here', os.getpid()); signal.pause()"
 
 
 def parent(processes: int, rank_code: str) -> Sequence[str]:
@@ -46,7 +50,7 @@ def test_ranks_get_torchruns_variables_and_our_streams(launch: Launch) -> None:
     code = (
         "names = ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'MASTER_ADDR']; "
         "names += ['OMP_NUM_THREADS', 'MINE']; "
-        "print(*(os.environ[name] for name in names)); print('error', rank, file=sys.stderr); "
+        "say(*(os.environ[name] for name in names)); say('error', rank, to=2); "
         "from dualeval.launch import detect; assert detect(os.environ).launcher == 'torchrun'"
     )
     finished = launch(parent(3, code), variables={"MINE": "kept", "RANK": "stale"})
@@ -59,7 +63,7 @@ def test_ranks_get_torchruns_variables_and_our_streams(launch: Launch) -> None:
 
 def test_threads_are_torchruns_choice(launch: Launch) -> None:
     """One thread a rank where there are several ranks and the user has not chosen."""
-    code = "print(os.environ.get('OMP_NUM_THREADS'))"
+    code = "say(os.environ.get('OMP_NUM_THREADS'))"
     assert launch(parent(2, code)).stdout == "1\n1\n"
     assert launch(parent(1, code)).stdout == "None\n"
     assert launch(parent(2, code), variables={"OMP_NUM_THREADS": "3"}).stdout == "3\n3\n"
@@ -86,9 +90,7 @@ def test_exit_code_and_silence(rank_code: str, expected: int, launch: Launch) ->
 
 
 def test_a_ranks_own_message_is_all_that_is_printed(launch: Launch) -> None:
-    finished = launch(
-        parent(2, "print('no such folder', file=sys.stderr) if rank == 0 else None; sys.exit(2)")
-    )
+    finished = launch(parent(2, "say('no such folder', to=2) if rank == 0 else None; sys.exit(2)"))
     assert finished.returncode == 2
     assert finished.stderr == "no such folder\n"
 
@@ -112,7 +114,7 @@ def test_exit_code_of(codes: list[int], expected: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_parent_ends_the_ranks(number: signal.Signals, launch: Launch) -> None:
     """The ranks get the same signal, and time to act on it; ``launch`` sees to it that none is left."""
-    code = f"signal.signal({number:d}, lambda *_: sys.exit(print('saved'))); {WAIT}"
+    code = f"signal.signal({number:d}, lambda *_: sys.exit(say('saved'))); {WAIT}"
     with launch.started(parent(2, code)) as process:
         pids = wait_for_ranks(process, 2)
         process.send_signal(number)

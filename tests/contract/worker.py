@@ -14,7 +14,8 @@ from pathlib import Path
 
 from dualeval.backends import connect
 from dualeval.launch import detect
-from tests.contract.checks import CHECKS, Bench
+from tests.contract.bench import Bench
+from tests.contract.checks import CHECKS
 
 
 def main() -> None:

@@ -1,0 +1,155 @@
+"""What the checks of the contract work with: a bench that notes problems, inputs, and reductions by hand."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from dualeval.backends import Backend
+from dualeval.backends.base import Op
+from dualeval.errors import BackendError
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "0-d": (),
+    "empty": (0,),
+    "empty rows": (0, 3),
+    "no columns": (3, 0),
+    "1-d": (5,),
+    "2-d": (3, 4),
+    "transposed": (3, 4),
+    "strided": (5,),
+    "expanded": (3, 4),
+    "large": (-1,),  # 1 MiB
+}
+# Relative to the greatest sum of absolute values: a sum over three ranks rounds twice.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-6, torch.float64: 1e-14}
+PRIMITIVES = ("_all_reduce", "_broadcast", "_gather", "_barrier")
+
+
+@dataclass
+class Bench:
+    """What a check works with: the backend under test, a folder that all ranks share, the problems found."""
+
+    backend: Backend
+    folder: Path
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.backend.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.backend.world.size
+
+    def expect(self, condition: bool, problem: str) -> None:
+        if not condition:
+            self.problems.append(problem)
+
+    def expect_tensor(
+        self, label: str, actual: Tensor, expected: Tensor, scale: Tensor | None = None
+    ) -> None:
+        """Expect the same dtype, device, shape and values: to the bit, or within TOLERANCE of ``scale``."""
+        kind, wanted = ((tensor.dtype, tensor.device, tuple(tensor.shape)) for tensor in (actual, expected))
+        self.expect(kind == wanted, f"{label}: got {kind}, expected {wanted}")
+        if kind != wanted:
+            return
+        if scale is None:
+            same = torch.equal(actual, expected)
+        else:
+            error = (actual.double() - expected.double()).abs()
+            same = bool((error <= TOLERANCE[actual.dtype] * scale.double().abs()).all())
+        if not same:
+            self.problems.append(f"{label}: got {actual}, expected {expected}")
+
+    def expect_new(self, label: str, result: Tensor, *others: Tensor) -> None:
+        """Expect that no memory of the result is that of another tensor."""
+        if result.numel():
+            places = [other.untyped_storage().data_ptr() for other in others if other.numel()]
+            self.expect(result.untyped_storage().data_ptr() not in places, f"{label}: the result is an alias")
+
+    def expect_error(self, label: str, call: Callable[[], Any], *parts: str, early: bool = True) -> None:
+        """Expect the same BackendError on every rank; early: before any communication."""
+        message = None
+        with count_collectives(self.backend) as counts:
+            try:
+                call()
+            except BackendError as error:
+                message = str(error)
+        messages = self.backend.all_gather_json(message)
+        self.expect(message is not None, f"{label}: no BackendError")
+        self.expect(len(set(messages)) == 1, f"{label}: the ranks' errors differ: {messages}")
+        for part in parts:
+            self.expect(part in (message or ""), f"{label}: {part!r} is not in {message!r}")
+        if early:
+            self.expect(not counts, f"{label}: communicated before it failed: {counts}")
+        self.backend.barrier()
+
+
+@contextmanager
+def count_collectives(backend: Backend) -> Iterator[list[str]]:
+    """List the primitives that are called meanwhile."""
+    calls: list[str] = []
+
+    def counted(name: str, primitive: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return primitive(*arguments)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in PRIMITIVES:
+            stack.enter_context(mock.patch.object(backend, name, counted(name, getattr(backend, name))))
+        yield calls
+
+
+def sample(rank: int, layout: str, dtype: torch.dtype, rows: int | None = None) -> Tensor:
+    """Make the input of a rank: the same in every process, over the whole range of an integer dtype.
+
+    Args:
+        layout: a name in SHAPES.
+        rows: number of rows, in place of that in SHAPES.
+    """
+    shape = SHAPES[layout]
+    if layout == "large":
+        shape = (2**20 // dtype.itemsize,)
+    if rows is not None:
+        shape = (rows, *shape[1:])
+    if layout == "transposed":
+        return random_tensor(rank, shape[::-1], dtype).t()
+    if layout == "strided":
+        return random_tensor(rank, (2 * shape[0],), dtype)[::2]
+    if layout == "expanded":
+        return random_tensor(rank, (shape[0], 1), dtype).expand(shape)
+    return random_tensor(rank, shape, dtype)
+
+
+def random_tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{rank} {shape} {dtype}".encode()))
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).to(torch.bool)
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return (100 * torch.randn(shape, generator=generator, dtype=wide)).to(dtype)
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=dtype)
+
+
+def reduced(inputs: list[Tensor], op: Op) -> Tensor:
+    """Work out a reduction without any backend: exact for integers, in float64 for floats."""
+    dtype = inputs[0].dtype
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    stack = torch.stack([tensor.to(wide) for tensor in inputs])
+    if op == "sum":
+        # Wraps for integers; for bool a sum that is not 0 is True.
+        return stack.sum(0).to(dtype)
+    return (stack.amin(0) if op == "min" else stack.amax(0)).to(dtype)

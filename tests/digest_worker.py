@@ -1,0 +1,50 @@
+"""One rank of the digest matrix: evaluates the embedded job in many manners, each anew.
+
+``digest_worker.py FOLDER MANNERS``, where MANNERS is JSON: a list of [limit, workers, threads].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from dualeval.backends import connect
+from dualeval.engine.control import open_control_plane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.launch import detect
+from dualeval.tasks.image_classification import ImageClassification
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    found = []
+    with connect(None, detect(os.environ), "cpu") as backend:
+        control = open_control_plane(backend)
+        for number, (limit, workers, threads) in enumerate(json.loads(sys.argv[2])):
+            torch.set_num_threads(threads)
+            result = Evaluator(
+                ImageClassification(),
+                backend,
+                control,
+                out=folder / str(number),
+                limit=limit,
+                workers=workers,
+            ).run()
+            found.append(
+                {
+                    "digest": result.metrics_digest,
+                    "resumed": result.chunks["resumed"],
+                    "total": result.samples["total"],
+                }
+            )
+        if backend.world.is_main:
+            (folder / "found.json").write_text(json.dumps(found))
+        control.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""The command line: bad input ends in exit code 2 with one message, on one rank and on several."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import struct
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from dualeval.tasks.image_classification import ASSETS, EMBEDDED_WEIGHTS
+from tests.conftest import Finished, Launch
+
+RUN: list[str | Path] = [sys.executable, "-m", "dualeval", "run"]
+RESNET: list[str] = ["--model", "resnet18", "--weights", "random:0"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadInput:
+    """A wrong command and the words that its message must hold."""
+
+    arguments: list[str]
+    words: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+CASES = {
+    "missing data folder": BadInput(
+        arguments=[*RESNET, "--data", "{tmp}/nowhere"], words=["{tmp}/nowhere", "does not exist", "--data"]
+    ),
+    "empty data folder": BadInput(
+        arguments=[*RESNET, "--data", "{tmp}/empty"], words=["{tmp}/empty", "no sample", "CLASS/IMAGE"]
+    ),
+    "no image": BadInput(
+        arguments=[
+            *RESNET,
+            "--num-classes",
+            "2",
+            "--data",
+            "{tmp}/images",
+            "--batch-size",
+            "1",
+            "--crop",
+            "32",
+        ],
+        words=["a/broken.png", "cannot be read", "--on-error skip"],
+    ),
+    "weights that do not fit": BadInput(
+        arguments=["--model", "fashion-cnn", "--weights", "{tmp}/misfit.pt"],
+        words=["missing in the file: classifier.4.bias", "not in the model: stray", "(2, 2)", "(96, 3136)"],
+    ),
+    "missing weights": BadInput(
+        arguments=["--model", "fashion-cnn", "--weights", "{tmp}/none.pt"],
+        words=["{tmp}/none.pt", "--weights PATH"],
+    ),
+    "input size": BadInput(
+        arguments=["--model", "resnet18", "--weights", "random:0"],
+        words=["cannot take images of shape (1, 28, 28)", "--resize"],
+    ),
+    "numbers of classes": BadInput(
+        arguments=["--model", "fashion-cnn", "--weights", "{tmp}/twelve.pt", "--num-classes", "10"],
+        words=["12 classes", "10 were expected", "--num-classes"],
+    ),
+    "label out of range": BadInput(
+        arguments=["--model", "fashion-cnn", "--weights", str(EMBEDDED_WEIGHTS), "--data", "{tmp}/idx"],
+        words=["label 200", "labels 0 to 9"],
+    ),
+    "unknown metric": BadInput(
+        arguments=["--metric", "topp1"], words=["'topp1'", "top1", "precision_recall"]
+    ),
+    "unknown model": BadInput(
+        arguments=["--model", "resnet81", "--weights", "random:0"],
+        words=["'resnet81'", "resnet18", "package.module"],
+    ),
+    "batch size 0": BadInput(arguments=["--batch-size", "0"], words=["--batch-size 0", "at least 1"]),
+    "unknown option": BadInput(arguments=["--bacth-size", "3"], words=["--bacth-size", "--batch-size"]),
+    "not a number": BadInput(arguments=["--batch-size", "many"], words=["--batch-size", "many"]),
+    "unknown precision": BadInput(arguments=["--precision", "fp16"], words=["'fp16'", "amp-fp16"]),
+    "unwritable output": BadInput(
+        arguments=["--out", "/proc/out"], words=["/proc/out", "cannot be written", "--out"]
+    ),
+    "output is a file": BadInput(arguments=["--out", "{tmp}/misfit.pt"], words=["misfit.pt", "--out"]),
+    "earlier run": BadInput(arguments=["--out", "{tmp}/finished"], words=["{tmp}/finished", "--fresh"]),
+    "nproc beyond reason": BadInput(
+        arguments=["--nproc", "100000"], words=["--nproc 100000", "smaller --nproc"]
+    ),
+    "half-set torchrun": BadInput(
+        arguments=[], variables={"RANK": "1"}, words=["WORLD_SIZE", "RANK=1", "--launcher none"]
+    ),
+    "backend without launcher": BadInput(
+        arguments=["--backend", "torch"], words=["--backend torch", "--nproc"]
+    ),
+    "no such backend": BadInput(arguments=["--backend", "nccl"], words=["'nccl'", "torch"]),
+    "no such config": BadInput(
+        arguments=["--config", "{tmp}/none.toml"], words=["none.toml", "cannot be read"]
+    ),
+}
+# These say no before any process is started, or are about starting itself.
+PLAIN_ONLY = {"nproc beyond reason", "half-set torchrun", "backend without launcher"}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wrong files."""
+    tmp = tmp_path_factory.mktemp("inputs")
+    (tmp / "empty").mkdir()
+    for name in ("a", "b"):
+        (tmp / "images" / name).mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (40, 40), (number, 2, 3)).save(tmp / f"images/{name}/{number}.png")
+    (tmp / "images/a/broken.png").write_text("no image")
+    state = load_file(EMBEDDED_WEIGHTS)
+    misfit = {**state, "stray": torch.zeros(1), "classifier.1.weight": torch.zeros(2, 2)}
+    del misfit["classifier.4.bias"]
+    torch.save(misfit, tmp / "misfit.pt")
+    twelve = {**state, "classifier.4.bias": torch.zeros(12), "classifier.4.weight": torch.zeros(12, 96)}
+    torch.save(twelve, tmp / "twelve.pt")
+    torch.save({**state, "classifier.4.bias": torch.full((10,), float("nan"))}, tmp / "nan.pt")
+    (tmp / "idx").mkdir()
+    shutil.copy(ASSETS / "t10k-images-idx3-ubyte.gz", tmp / "idx")
+    labels = struct.pack(">4BI", 0, 0, 8, 1, 10_000) + bytes([200]) + bytes(9_999)
+    (tmp / "idx/t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels, 1))
+    (tmp / "finished").mkdir()
+    (tmp / "finished/result.json").write_text("{}")
+    return tmp
+
+
+def run_case(launch: Launch, case: BadInput, inputs: Path, tmp_path: Path, *, nproc: bool) -> Finished:
+    arguments = [argument.format(tmp=inputs) for argument in case.arguments]
+    if "--out" not in arguments:
+        arguments += ["--out", str(tmp_path / "out")]
+    start = ["--nproc", "2"] if nproc else []
+    return launch([*RUN, *start, *arguments], variables=case.variables, cwd=tmp_path, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("name", "nproc"),
+    [(name, nproc) for name in CASES for nproc in (False, True) if not (nproc and name in PLAIN_ONLY)],
+    ids=lambda value: {False: "plain", True: "nproc"}.get(value, value),
+)
+def test_bad_input(launch: Launch, inputs: Path, tmp_path: Path, name: str, nproc: bool) -> None:
+    case = CASES[name]
+    done = run_case(launch, case, inputs, tmp_path, nproc=nproc)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("dualeval: error: ") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in case.words:
+        assert word.format(tmp=inputs) in done.stderr
+    assert not (tmp_path / "out/result.json").exists()
+    if name == "no image":
+        assert json.loads((tmp_path / "out/status.json").read_text())["state"] == "failed"
+    else:
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_exit_2_under_a_users_own_launcher(launch: Launch, inputs: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    arguments: list[str | Path] = [*RESNET, "--data", inputs / "empty"]
+    done = launch([*torchrun, "-m", "dualeval", "run", *arguments], cwd=tmp_path, timeout=60)
+    assert done.returncode != 0
+    assert done.stderr.count("dualeval: error: ") == 1
+    # torchrun's own report names the exit code of every rank.
+    assert done.stderr.count("exitcode  : 2 ") == 2, done.stderr
+
+
+@pytest.mark.parametrize("start", [[], ["--nproc", "2"]], ids=["plain", "nproc"])
+def test_skip_counts_and_lists(launch: Launch, inputs: Path, tmp_path: Path, start: list[str]) -> None:
+    arguments = [
+        *RESNET,
+        "--data",
+        inputs / "images",
+        "--batch-size",
+        "2",
+        "--crop",
+        "32",
+        "--on-error",
+        "skip",
+    ]
+    done = launch([*RUN, *start, *arguments, "--out", tmp_path / "out"], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "6 of 7 evaluated, 1 failed" in done.stdout
+    result = json.loads((tmp_path / "out/result.json").read_text())
+    assert [entry["id"] for entry in result["failed"]] == ["a/broken.png"]
+
+
+def test_nan_logits_are_reported(launch: Launch, inputs: Path, tmp_path: Path) -> None:
+    arguments = [
+        "--model",
+        "fashion-cnn",
+        "--weights",
+        inputs / "nan.pt",
+        "--limit",
+        "70",
+        "--out",
+        tmp_path / "out",
+    ]
+    done = launch([*RUN, *arguments], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "warning: logits: 70 samples have a NaN" in done.stdout
+    result = json.loads((tmp_path / "out/result.json").read_text())
+    assert result["metrics"]["loss"] is None
+    assert result["nonfinite"]["loss"] == {"nan": 70, "pos_inf": 0, "neg_inf": 0}
+    assert result["metrics"]["top1"] == 0.0
+
+
+def test_json_is_all_that_is_printed(launch: Launch, tmp_path: Path) -> None:
+    done = launch([*RUN, "--nproc", "2", "--limit", "70", "--json", "--out", tmp_path / "out"], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((tmp_path / "out/result.json").read_text())
+
+
+def test_dry_run_prints_the_job(launch: Launch, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('batch-size = 32\nlimit = 5\nmetric = ["loss"]\n')
+    done = launch([*RUN, "--config", job, "--limit", "7", "--dry-run"], cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert (printed["batch_size"], printed["limit"], printed["metric"]) == (32, 7, ["loss"])
+    assert [path.name for path in tmp_path.iterdir()] == ["job.toml"]
+
+
+def test_nproc_under_a_launcher_is_refused(launch: Launch, tmp_path: Path) -> None:
+    variables = {
+        **{name: "0" for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")},
+        **{name: "1" for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")},
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+    done = launch([*RUN, "--nproc", "2"], cwd=tmp_path, variables=variables, timeout=60)
+    assert done.returncode == 2
+    assert "--nproc 2 was given to a process that torchrun had started" in done.stderr

@@ -1,0 +1,91 @@
+"""What a user installs: sdist and wheel hold the whole package and put nothing else at the top level."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Launch
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist of the tracked files, and the wheel that was built from that sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    clone = folder / "clone"
+    # A clone, so that nothing untracked gets in, with what is not committed yet on top.
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True, timeout=60,
+    ).stdout.split("\0")  # fmt: skip
+    for name in filter(None, files):
+        source, target = ROOT / name, clone / name
+        if source.is_symlink() or source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_symlink():
+                target.symlink_to(source.readlink())
+            else:
+                target.write_bytes(source.read_bytes())
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(clone)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_sdist_holds_the_linked_folders_as_files(built: Path) -> None:
+    [sdist] = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    assert {"dualeval/backends/base.py", "dualeval/launch/detect.py", "README.md", "setup.py"} <= names
+
+
+def test_wheel_holds_dualeval_alone(built: Path) -> None:
+    [wheel] = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"dualeval"}
+    assert {
+        "dualeval/py.typed",
+        "dualeval/backends/base.py",
+        "dualeval/launch/detect.py",
+        "dualeval/assets/fashion_cnn.safetensors",
+        "dualeval/assets/t10k-images-idx3-ubyte.gz",
+        "dualeval/assets/LICENSE-fashion-mnist.txt",
+    } <= set(names)
+
+
+def test_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path, launch: Launch) -> None:
+    [wheel] = built.glob("*.whl")
+    assert launch([sys.executable, "-m", "venv", tmp_path / "venv"], timeout=120).returncode == 0
+    python = tmp_path / "venv/bin/python"
+    done = launch([python, "-m", "pip", "install", "--no-deps", "--no-index", wheel], timeout=120)
+    assert done.returncode == 0, done.stderr
+    own = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True, capture_output=True, text=True, timeout=60,
+    ).stdout.strip()  # fmt: skip
+    # The dependencies, large as they are, are lent by this environment; its editable install is not.
+    (Path(own) / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    code = (
+        "import importlib.util, dualeval.backends, dualeval.launch\n"
+        "print(dualeval.backends.__file__)\n"
+        "assert not importlib.util.find_spec('backends') and not importlib.util.find_spec('launch')\n"
+    )
+    nothing = {"PYTHONPATH": ""}
+    done = launch([python, "-c", code], cwd=tmp_path, variables=nothing)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(own)
+    done = launch(
+        [tmp_path / "venv/bin/dualeval", "run", "--limit", "64", "--out", tmp_path / "out"],
+        cwd=tmp_path,
+        variables=nothing,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/result.json").is_file()
