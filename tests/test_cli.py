@@ -172,7 +172,7 @@ def test_ranks_exit_2_under_a_users_own_launcher(launch: Launch, inputs: Path, t
 
 @pytest.mark.parametrize("start", [[], ["--nproc", "2"]], ids=["plain", "nproc"])
 def test_skip_counts_and_lists(launch: Launch, inputs: Path, tmp_path: Path, start: list[str]) -> None:
-    arguments = [
+    arguments: list[str | Path] = [
         *RESNET,
         "--data",
         inputs / "images",
@@ -191,7 +191,7 @@ def test_skip_counts_and_lists(launch: Launch, inputs: Path, tmp_path: Path, sta
 
 
 def test_nan_logits_are_reported(launch: Launch, inputs: Path, tmp_path: Path) -> None:
-    arguments = [
+    arguments: list[str | Path] = [
         "--model",
         "fashion-cnn",
         "--weights",
@@ -228,8 +228,8 @@ def test_dry_run_prints_the_job(launch: Launch, tmp_path: Path) -> None:
 
 def test_nproc_under_a_launcher_is_refused(launch: Launch, tmp_path: Path) -> None:
     variables = {
-        **{name: "0" for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")},
-        **{name: "1" for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")},
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"), "1"),
         "MASTER_ADDR": "127.0.0.1",
         "TORCHELASTIC_RUN_ID": "none",
     }

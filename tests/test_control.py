@@ -1,0 +1,131 @@
+"""The control plane: ranks meet, count together and hear of the first failure. Ranks are threads here."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+
+from dualeval.backends.base import Backend
+from dualeval.engine.control import ControlPlane, open_control_plane
+from dualeval.errors import DualevalError, PeerError, UsageError
+from dualeval.world import World
+
+LIMIT_S = 30.0
+
+
+class _OfferOnly:
+    """The one thing that opening needs of a backend: rank 0's offer reaches the others."""
+
+    def __init__(self, rank: int, size: int, offers: queue.Queue[Any]) -> None:
+        self.world = World(
+            rank=rank, size=size, local_rank=rank, local_size=size, node_rank=0, launcher="torchrun"
+        )
+        self._offers = offers
+
+    def broadcast_json(self, value: Any, src: int = 0) -> Any:
+        if self.world.is_main:
+            for _ in range(self.world.size - 1):
+                self._offers.put(value)
+            return value
+        return self._offers.get(timeout=LIMIT_S)
+
+
+def on_ranks(size: int, work: Callable[[int, ControlPlane], Any]) -> list[Any]:
+    """Run ``work(rank, control plane)`` on every rank at once; results, or the exception, in rank order."""
+    offers: queue.Queue[Any] = queue.Queue()
+
+    def rank(number: int) -> Any:
+        control = open_control_plane(cast(Backend, _OfferOnly(number, size, offers)))
+        try:
+            return work(number, control)
+        except DualevalError as error:
+            return error
+        finally:
+            control.leave()
+
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result(LIMIT_S) for future in [pool.submit(rank, number) for number in range(size)]]
+
+
+def test_nobody_goes_on_before_the_last_has_come() -> None:
+    came = threading.Event()
+
+    def work(rank: int, control: ControlPlane) -> bool:
+        if rank == 2:
+            came.set()
+        control.meet()
+        return came.is_set()
+
+    assert on_ranks(3, work) == [True, True, True]
+
+
+def test_alone_nothing_is_waited_for() -> None:
+    def work(rank: int, control: ControlPlane) -> str:
+        control.meet()
+        control.raise_if_peer_failed()
+        return str(control.fail(UsageError("wrong")))
+
+    assert on_ranks(1, work) == ["wrong"]
+
+
+def test_the_first_failure_is_everybodys() -> None:
+    def work(rank: int, control: ControlPlane) -> Any:
+        control.meet()
+        if rank == 1:
+            return control.fail(UsageError("rank 1 found it wrong"))
+        control.meet()
+        return None
+
+    errors = on_ranks(3, work)
+    assert [type(error) for error in errors] == [PeerError, PeerError, PeerError]
+    assert {(str(error), error.rank, error.exit_code) for error in errors} == {
+        ("rank 1 found it wrong", 1, 2)
+    }
+
+
+def test_an_unexpected_error_is_told_with_its_type() -> None:
+    def work(rank: int, control: ControlPlane) -> Any:
+        if rank == 0:
+            return control.fail(ZeroDivisionError("division by zero"))
+        control.meet()
+        return None
+
+    for error in on_ranks(2, work):
+        assert (str(error), error.exit_code) == ("ZeroDivisionError: division by zero", 1)
+
+
+def test_the_reporter_sums_over_ranks_and_hears_of_failures() -> None:
+    counted, heard = threading.Event(), threading.Event()
+
+    def show(done: int) -> None:
+        if done == 30:
+            counted.set()
+
+    def work(rank: int, control: ControlPlane) -> Any:
+        control.start_reporting(show if rank == 0 else None)
+        control.add_done(10 * (rank + 1))
+        if rank == 0:
+            assert counted.wait(LIMIT_S)
+            control.fail(DualevalError("enough"))
+            heard.set()
+            return None
+        assert heard.wait(LIMIT_S)
+        while True:  # ends by the error that the reporter brings
+            control.raise_if_peer_failed()
+
+    assert str(on_ranks(2, work)[1]) == "enough"
+
+
+def test_unreachable_addresses_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(_OfferOnly):
+        def broadcast_json(self, value: Any, src: int = 0) -> Any:
+            return {"token": "t", "port": 1, "addresses": ["127.0.0.1", "127.0.0.2"]}
+
+    backend = cast(Backend, Elsewhere(1, 2, queue.Queue()))
+    with pytest.raises(DualevalError, match=r"rank 1 cannot reach .*127.0.0.1:1 \(.*127.0.0.2:1 \("):
+        open_control_plane(backend)

@@ -1,0 +1,56 @@
+"""The README's commands work, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Launch
+
+README = (ROOT / "README.md").read_text("utf-8")
+BIN = Path(sys.executable).parent
+
+
+def commands() -> list[str]:
+    """First column of the table of ways to start."""
+    section = README.partition("## Ways to start")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+
+
+def test_the_table_was_found() -> None:
+    assert len(commands()) == 5
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_way_to_start_runs(launch: Launch, tmp_path: Path, command: str) -> None:
+    # Two ranks for every eight: this is about the words, and each rank costs a second of a core.
+    words = ["2" if word == "8" else word for word in shlex.split(command)]
+    program = BIN / words[0]
+    done = launch([program, *words[1:], "--limit", "100", "--out", tmp_path / "out"], cwd=ROOT, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert "100 of 100 evaluated" in done.stdout
+
+
+def test_the_shown_digest_is_not_invented() -> None:
+    """It is that of the embedded job, which other tests compute; here: that all places agree."""
+    assert len(set(re.findall(r"metrics_digest  ([0-9a-f]{64})", README))) == 1
+
+
+@pytest.mark.parametrize("target", ["run", "test", "check", "bench"])
+def test_make_targets_exist(target: str) -> None:
+    assert f"make {target}" in README
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        if not link.startswith("http"):
+            assert ((ROOT / page).parent / link).exists(), f"{page}: {link}"
