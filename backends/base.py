@@ -306,14 +306,18 @@ class Backend(ABC):
         longest = max(length for length, _, _ in headers)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.transport)
         padded[: payload.numel()] = payload
-        # Where no rank has content, every rank knows it, and the second collective is left out.
-        here = dst is None or dst == self.world.rank
-        contents = self._gather(padded, dst) if longest else [padded.clone() for _ in headers]
-        if not here or contents is None:
+        contents: list[Tensor] | None
+        if longest:
+            contents = self._gather(padded, dst)
+        else:
+            # No rank has content, and every rank knows it: the second collective is left out.
+            contents = [padded for _ in headers] if dst in (None, self.world.rank) else None
+        if contents is None:
             return None
+        # A copy of a short piece lets go of the padding behind it.
         return [
-            (content[:length].clone(), count)
-            for content, (length, count, _) in zip(contents, headers, strict=True)
+            (content if length == longest else content[:length].clone(), rows_of_rank)
+            for content, (length, rows_of_rank, _) in zip(contents, headers, strict=True)
         ]
 
     def _raise_disagreement(self, own: str) -> None:

@@ -24,6 +24,18 @@ class DualevalError(Exception):
     exit_code = EXIT_FAILED
 
 
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that an error ends a rank with."""
+    return error.exit_code if isinstance(error, DualevalError) else EXIT_FAILED
+
+
+def message_of(error: BaseException) -> str:
+    """What an error is called in a message to people: its text, with its type where it is not one of ours."""
+    if isinstance(error, DualevalError):
+        return str(error)
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+
+
 class UsageError(DualevalError):
     """The caller's input is wrong: an option, a file, a folder or a name."""
 

@@ -30,14 +30,12 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
 
 LOOPBACK = "127.0.0.1"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Seconds between two looks at the ranks: half of it is what a run loses at its end on average.
 MONITOR_INTERVAL = 0.03
-# The variable in which torch's launch leaves the signals that it handles.
-SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def run_local(command: list[str], processes: int, environ: Mapping[str, str]) -> int:
@@ -55,11 +53,12 @@ def run_local(command: list[str], processes: int, environ: Mapping[str, str]) ->
 
     Returns:
         0 when every rank exited 0; 2 when any rank exited 2 (wrong input is a cause, never a consequence);
-        else the code of the rank that failed first, with 1 in place of a death by signal, but 130 for SIGINT
-        and 143 for SIGTERM. 128 + N when this process itself was sent signal N and ended the ranks.
+        else the code of the rank that failed first, 130 for a death by SIGINT and 143 by SIGTERM.
+        128 + N when this process itself was sent signal N and ended the ranks.
 
     Raises:
         UsageError: fewer than one rank, or more than this machine can sensibly run.
+        DualevalError: a rank died by a signal that nobody sent to all of them; names both.
     """
     cores = os.cpu_count() or 1
     limit = process_limit(cores)
@@ -94,7 +93,14 @@ def run_local(command: list[str], processes: int, environ: Mapping[str, str]) ->
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
             # A dict keeps the order in which the agent saw the failures; its time stamps are whole seconds.
-            return exit_code_of([failure.exitcode for failure in error.failures.values()])
+            code = exit_code_of([failure.exitcode for failure in error.failures.values()])
+            rank, first = next(iter(error.failures.items()))
+            if code == EXIT_FAILED and first.exitcode < 0:
+                # It could not speak for itself.
+                raise DualevalError(
+                    f"rank {rank} (pid {first.pid}) was ended by {signal.Signals(-first.exitcode).name}"
+                ) from error
+            return code
         except SignalException as stop:
             return 128 + stop.sigval
     return EXIT_DONE
@@ -217,7 +223,7 @@ class _PassThrough(LogsSpecs):
 
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """Keep the agent's log lines off standard error, and take back what it leaves behind.
+    """Keep the agent's log lines off standard error.
 
     On a failure the ranks have said what is wrong; "failed (exitcode: 1) local_rank: 0 ..." and
     "Sending process 4711 closing signal SIGTERM" would only bury it.
@@ -225,14 +231,9 @@ def _quiet_launcher() -> Iterator[None]:
     logger = logging.getLogger("torch.distributed.elastic")
     silent = logging.NullHandler()
     handlers, propagate = logger.handlers, logger.propagate
-    signals = os.environ.get(SIGNALS_VARIABLE)
     # The NullHandler keeps logging's handler of last resort out.
     logger.handlers, logger.propagate = [silent], False
     try:
         yield
     finally:
         logger.handlers, logger.propagate = handlers, propagate
-        if signals is None:
-            os.environ.pop(SIGNALS_VARIABLE, None)
-        else:
-            os.environ[SIGNALS_VARIABLE] = signals

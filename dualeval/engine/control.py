@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
-from dualeval.errors import EXIT_FAILED, DualevalError, PeerError
+from dualeval.errors import EXIT_FAILED, DualevalError, PeerError, exit_code_of, message_of
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
@@ -97,7 +97,7 @@ class ControlPlane:
         Returns:
             The failure that was told first, which may be another rank's: the one to report.
         """
-        failure = _describe(error, self._rank)
+        failure = {"rank": self._rank, "exit_code": exit_code_of(error), "message": message_of(error)}
         if self._store is None:
             return _to_error(failure)
         if self._store.add(self._key("failures"), 1) == 1:
@@ -186,13 +186,6 @@ class ControlPlane:
         else:
             self._await("said", limit_s=_REACH_S)
         self.leave(limit_s=2.0)
-
-
-def _describe(error: BaseException, rank: int) -> dict[str, Any]:
-    if isinstance(error, DualevalError):
-        return {"rank": rank, "exit_code": error.exit_code, "message": str(error)}
-    message = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-    return {"rank": rank, "exit_code": EXIT_FAILED, "message": message}
 
 
 def _to_error(failure: dict[str, Any]) -> PeerError:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dualeval.engine.journal import SUFFIX, file_bytes, read_journal_file, store_file
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import write_predictions
-from dualeval.errors import EXIT_FAILED, DualevalError, UsageError
+from dualeval.errors import UsageError, exit_code_of, message_of
 from dualeval.result import Result, write_status, write_text
 
 if TYPE_CHECKING:
@@ -71,13 +71,7 @@ class RunFolder:
     def note_failure(self, error: BaseException) -> None:
         """Write into status.json that the run failed, and why; rank 0 only."""
         if self._is_main:
-            known = isinstance(error, DualevalError)
-            write_status(
-                self.path,
-                "failed",
-                exit_code=error.exit_code if isinstance(error, DualevalError) else EXIT_FAILED,
-                reason=str(error) if known else f"{type(error).__name__}: {error}",
-            )
+            write_status(self.path, "failed", exit_code=exit_code_of(error), reason=message_of(error))
 
     def collect(self, backend: Backend, written: Sequence[Path], reports: Sequence[dict[str, Any]]) -> None:
         """Bring the journal files of ranks that do not share the folder to rank 0, a file a round.
