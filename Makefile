@@ -15,6 +15,7 @@ test: $(VENV)/.assets
 test-long: $(VENV)/.assets $(VENV)/.bench
 	$(BIN)/python -m pytest
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/memory.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
@@ -28,6 +29,7 @@ format: $(VENV)/.ready
 bench: $(VENV)/.assets $(VENV)/.bench
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/memory.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

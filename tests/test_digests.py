@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import platform
 import sys
+from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import torch
 
 from tests.conftest import ROOT, Finished, Launch
 
@@ -54,12 +58,42 @@ def test_world_sizes_workers_and_threads(launch: Launch, tmp_path: Path, wanted:
     assert found == [wanted[limit] for limit, _, _ in manners]
 
 
+@pytest.fixture(scope="module")
+def written_table() -> Iterator[list[tuple[int, int, int, int, str]]]:
+    """Rows (limit, processes, workers, threads, digest), written to benchmarks/results/ at the end."""
+    rows: list[tuple[int, int, int, int, str]] = []
+    yield rows
+    now = datetime.now(timezone.utc)
+    lines = [
+        "# Digests of the embedded job",
+        "",
+        f"{now:%Y-%m-%d %H:%M} UTC, `make test-long`; Python {platform.python_version()}, "
+        f"torch {torch.__version__}. Every run evaluated anew.",
+        "",
+        "| samples | processes | loader workers | threads a process | metrics_digest |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {a:,} | {b} | {c} | {d} | `{digest[:16]}` |"
+            for a, b, c, d, digest in sorted(rows, reverse=True)
+        ),
+    ]
+    path = ROOT / f"benchmarks/results/digests-{now:%Y-%m-%d}.md"
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_combination(launch: Launch, tmp_path: Path, wanted: Digests, size: int) -> None:
+def test_every_combination(
+    launch: Launch,
+    tmp_path: Path,
+    wanted: Digests,
+    size: int,
+    written_table: list[tuple[int, int, int, int, str]],
+) -> None:
     manners = list(itertools.product(LIMITS, (0, 2), (1, 2)))
     found = matrix(launch, tmp_path / "out", size, manners)
+    written_table += [(a, size, b, c, digest) for (a, b, c), digest in zip(manners, found, strict=True)]
     assert found == [wanted[limit] for limit, _, _ in manners]
 
 

@@ -14,7 +14,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 
 # Rows held at once; also the row group size of the Parquet file.
-WINDOW_ROWS = 65_536
+WINDOW_ROWS = 16_384
 
 # The journal's own column: 1 where the sample was evaluated, 0 where it could not be read.
 EVALUATED = "evaluated"
@@ -56,8 +56,13 @@ def write_predictions(
             }
             table = pyarrow.table(arrays)
             if writer is None:
-                writer = pyarrow.parquet.ParquetWriter(partial, table.schema, compression="zstd")
+                # No dictionaries: ids and losses hardly repeat, and a dictionary is kept for the whole file.
+                writer = pyarrow.parquet.ParquetWriter(
+                    partial, table.schema, compression="zstd", use_dictionary=False
+                )
             writer.write_table(table)
+            # Two windows at once would double the memory.
+            del rows, arrays, table
     finally:
         if writer is not None:
             writer.close()
@@ -90,7 +95,7 @@ def _windows(
             name: np.zeros((stop - first, *known[name].row_shape), known[name].dtype)
             for name in (EVALUATED, *columns)
         }
-        for file_number in np.unique(where[chunk : last + 1, 0]).tolist():
+        for file_number in sorted(set(where[chunk : last + 1, 0].tolist())):
             file = files[file_number]
             # One read a column and file: a file's chunks of this window lie close together.
             wanted = [c for c in range(chunk, last + 1) if where[c, 0] == file_number]
@@ -105,6 +110,7 @@ def _windows(
                         source : source + len(samples)
                     ]
         yield first, rows
+        del rows
         chunk = last + 1
 
 

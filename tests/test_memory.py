@@ -1,0 +1,20 @@
+"""A rank's memory does not grow with the number of samples: rows are on disk, not held."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tests.conftest import ROOT, Launch
+
+ALLOWED_GROWTH = 20_000_000  # bytes
+
+
+def test_peak_memory_is_that_of_a_tenth_of_the_samples(launch: Launch) -> None:
+    done = launch([sys.executable, ROOT / "benchmarks/memory.py", "--json"], timeout=240)
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout)
+    assert sorted(peaks) == ["1", "2"]
+    for processes, by_samples in peaks.items():
+        growth = by_samples["100000"] - by_samples["10000"]
+        assert growth < ALLOWED_GROWTH, f"{processes} processes: {growth:,} bytes more for 100,000 samples"
