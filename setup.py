@@ -19,7 +19,6 @@ setup(
     description="Evaluate any PyTorch model on any number of processes, with the same bits on each.",
     long_description=(HERE / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
-    license="MIT",
     python_requires=">=3.10",
     # include: a bare find_packages() would also install top-level 'backends' and 'launch'.
     packages=find_packages(include=["dualeval", "dualeval.*"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -15,7 +16,6 @@ from dualeval.errors import UsageError
 TASKS = ("image-classification",)
 PRECISIONS = ("fp32", "tf32", "amp-bf16", "amp-fp16")
 ON_ERROR = ("stop", "skip")
-_WEIGHTS_WORDS = ("DEFAULT", "random:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Job:
         _one_of("task", self.task, TASKS)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("on_error", self.on_error, ON_ERROR)
-        if self.std is not None and min(self.std, default=0.0) <= 0:
+        if self.std is not None and not (self.std and all(0 < value < math.inf for value in self.std)):
             raise UsageError(f"{_flag('std')} {self.std}: expected numbers above 0, one a channel")
 
     @classmethod
@@ -118,8 +118,9 @@ def _from_file(path: Path) -> dict[str, Any]:
         values[name] = _typed(value, hints[name], f"--config {path}: {key}")
     if "data" in values:
         values["data"] = str(path.parent / values["data"])
-    if "weights" in values and not values["weights"].startswith(_WEIGHTS_WORDS):
-        values["weights"] = str(path.parent / values["weights"])
+    weights = values.get("weights", "DEFAULT")
+    if weights != "DEFAULT" and not weights.startswith("random:"):
+        values["weights"] = str(path.parent / weights)
     return values
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,14 +35,16 @@ def read_idx(path: Path) -> np.ndarray:
     """
     try:
         content = gzip.decompress(path.read_bytes())
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UsageError(f"{path}: not a complete gzip file ({error})") from error
     if len(content) < 4 or content[:3] != bytes((0, 0, _UNSIGNED_BYTE)):
         raise UsageError(f"{path}: not an idx file of unsigned bytes (starts with {content[:4].hex()})")
     dimensions = content[3]
     header = 4 + 4 * dimensions
+    if len(content) < header:
+        raise UsageError(f"{path}: {len(content)} bytes after unpacking, expected a header of {header}")
     shape = struct.unpack(f">{dimensions}I", content[4:header])
-    expected = header + int(np.prod(shape))
+    expected = header + math.prod(shape)
     if len(content) != expected:
         raise UsageError(
             f"{path}: {len(content)} bytes after unpacking, expected {expected} for shape {shape}"
@@ -112,7 +116,7 @@ class IdxImages:
 
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over id, size in bytes and label of the first ``count`` samples."""
-        size = self._images[0].numel()
+        size = math.prod(self.sample_shape)
         digest = hashlib.sha256()
         for index, target in enumerate(self._targets[:count].tolist()):
             digest.update(f"{self.id(index)}\0{size}\0{target}\n".encode())

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from torch import Tensor
 
@@ -68,14 +69,15 @@ class ImageFolder:
         return 3, self._preprocessing.crop, self._preprocessing.crop
 
     def id(self, index: int) -> str:
-        """The image's path below the root."""
-        return self._samples[index][0]
+        """The image's path below the root, for text files: bytes that are no UTF-8 as ``\\xNN``."""
+        return os.fsencode(self._samples[index][0]).decode("utf-8", "backslashreplace")
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         """Decode, resize and crop images: (uint8 (3, crop, crop), target) for each index.
 
         Raises:
             OSError: a file cannot be read, or is no whole image. Pillow raises others on damaged files.
+            ValueError: pixels are 32-bit integers or floats.
         """
         return [(self._image(self._samples[i][0]), self._samples[i][1]) for i in indices]
 
@@ -84,7 +86,7 @@ class ImageFolder:
         wanted = self._preprocessing
         with Image.open(self._root / name) as image:
             image = transforms.functional.resize(
-                image.convert("RGB"),
+                _eight_bits(image).convert("RGB"),
                 wanted.resize,
                 interpolation=transforms.InterpolationMode(wanted.interpolation),
             )
@@ -96,12 +98,21 @@ class ImageFolder:
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over path, size in bytes and target of the first ``count`` images."""
         digest = hashlib.sha256()
-        for name, target in self._samples[:count]:
+        for index, (name, target) in enumerate(self._samples[:count]):
             path = self._root / name
             # A link to nowhere has no size; reading it fails later, and is handled there.
             size = path.stat().st_size if path.exists() else -1
-            digest.update(f"{name}\0{size}\0{target}\n".encode())
+            digest.update(f"{self.id(index)}\0{size}\0{target}\n".encode())
         return digest.hexdigest()
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """The image with 8 bits a channel: of 16 grey bits the higher ones, where Pillow would clip at 255."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # PNG: older Pillow
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of 32 bits (mode {image.mode}) have no known range, expected 8 or 16 bits")
+    return image
 
 
 def _images(root: Path, class_name: str) -> Iterable[str]:

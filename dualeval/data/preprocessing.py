@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dualeval.errors import UsageError
+
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 
 
@@ -17,6 +19,9 @@ class Preprocessing:
         interpolation: one of ``INTERPOLATIONS``; as Pillow computes them.
         mean: per channel, of pixels scaled to [0, 1].
         std: per channel, of pixels scaled to [0, 1].
+
+    Raises:
+        UsageError: there is no such interpolation.
     """
 
     resize: int = 256
@@ -24,3 +29,9 @@ class Preprocessing:
     interpolation: str = "bilinear"
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
+
+    def __post_init__(self) -> None:
+        if self.interpolation not in INTERPOLATIONS:
+            raise UsageError(
+                f"--interpolation {self.interpolation!r}: expected one of {', '.join(INTERPOLATIONS)}"
+            )

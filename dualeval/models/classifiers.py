@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,19 @@ from dualeval.vision_library import torchvision
 
 EMBEDDED = "fashion-cnn"
 _RANDOM = "random:"
+_LARGEST_SEED = 2**64 - 1
+# torchvision's DenseNet files still have the names of its first version, denselayer1.norm.1 for .norm1.
+_OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
 
 
-def create(name: str, num_classes: int | None) -> nn.Module:
+def create(name: str, num_classes: int | None, *, as_pretrained: bool = False) -> nn.Module:
     """Make a classifier, with whatever weights its constructor gives it.
 
     Args:
         name: a torchvision classifier, "fashion-cnn", or "package.module:factory", a callable that returns
             a module and may take ``num_classes``.
         num_classes: number of outputs; None leaves it to the constructor.
+        as_pretrained: build what torchvision's default weights need beyond the tensors in their file.
 
     Raises:
         UsageError: there is no such model; offers the nearest names.
@@ -55,9 +60,20 @@ def create(name: str, num_classes: int | None) -> nn.Module:
         )
     # Without this argument torchvision warns that these two take long to draw their first values.
     extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    if as_pretrained:
+        extra |= _pretrained_arguments(name)
     model = torchvision().models.get_model(name, weights=None, **arguments, **extra)
     assert isinstance(model, nn.Module)
     return model
+
+
+def _pretrained_arguments(name: str) -> dict[str, Any]:
+    """What torchvision's own constructors change when they are given weights."""
+    if name in ("googlenet", "inception_v3"):
+        return {"transform_input": True}
+    if name.startswith("vit_"):
+        return {"image_size": _default_weights(name).meta["min_size"][0]}
+    return {}
 
 
 def _torchvision_names() -> list[str]:
@@ -68,6 +84,8 @@ def _torchvision_names() -> list[str]:
 
 def _import_factory(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise UsageError(f"--model {name}: expected package.module:factory")
     # The folder a person stands in, as for `python -m`: a console script does not look there.
     here = str(Path.cwd())
     if here not in sys.path:
@@ -101,16 +119,22 @@ def build(name: str, weights: str, num_classes: int | None) -> nn.Module:
             torch.manual_seed(seed)
             return create(name, num_classes).eval()
     state = _default_state_dict(name) if weights == "DEFAULT" else read_state_dict(Path(weights))
+    if name.startswith("densenet"):
+        for old in [key for key in state if _OLD_DENSENET.search(key)]:
+            state[_OLD_DENSENET.sub(r"\1\2", old)] = state.pop(old)
     with torch.random.fork_rng(devices=[]):  # a constructor draws values that are overwritten here
-        model = create(name, num_classes)
+        model = create(name, num_classes, as_pretrained=weights == "DEFAULT")
     load_into(model, state, f"the weights {weights}")
     return model.eval()
 
 
 def _seed(weights: str) -> int:
     text = weights.removeprefix(_RANDOM)
-    if not text.isdecimal():
-        raise UsageError(f"--weights {weights}: expected random:SEED with a whole number, such as random:0")
+    if not text.isdecimal() or int(text) > _LARGEST_SEED:
+        raise UsageError(
+            f"--weights {weights}: expected random:SEED with a whole number up to {_LARGEST_SEED}, "
+            "such as random:0"
+        )
     return int(text)
 
 

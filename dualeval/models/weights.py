@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import warnings
+import zipfile
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from dualeval.errors import UsageError
 
@@ -37,17 +41,18 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     if (
         not isinstance(content, Mapping)
         or not content
-        or not all(isinstance(v, Tensor) for v in content.values())
+        or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items())
     ):
         keys = ", ".join(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
         raise UsageError(
             f"{path} holds no state_dict (found: {keys[:200]}); expected tensors by name, or such a mapping "
             f"under one of {', '.join(_NESTED_UNDER)}. Save one with torch.save(model.state_dict(), PATH)."
         )
-    for prefix in _WRAPPER_PREFIXES:
-        if all(name.startswith(prefix) for name in content):
-            content = {name.removeprefix(prefix): tensor for name, tensor in content.items()}
-    return dict(content)
+    # With its _metadata, the versions of modules by which some of them know and convert an older layout.
+    state = content if isinstance(content, OrderedDict) else OrderedDict(content)
+    while prefix := next((p for p in _WRAPPER_PREFIXES if all(name.startswith(p) for name in state)), None):
+        consume_prefix_in_state_dict_if_present(state, prefix)
+    return state
 
 
 def _read_safetensors(path: Path) -> object:
@@ -62,13 +67,11 @@ def _read_safetensors(path: Path) -> object:
 
 def _read_torch(path: Path) -> object:
     try:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch guesses of a file that it then refuses
             # Only the zip format of torch >= 1.6 can be mapped into memory.
-            if "mmap" not in str(error):
-                raise
-            return torch.load(path, map_location="cpu", weights_only=True)
+            mapped = zipfile.is_zipfile(path)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         lines = str(error).splitlines()
         refused = next((line.strip() for line in lines if "Unsupported" in line), lines[0].split(". ")[0])
@@ -78,12 +81,15 @@ def _read_torch(path: Path) -> object:
             "objects, which could run code. Save it again with torch.save(model.state_dict(), PATH) or as "
             "safetensors."
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise UsageError(f"{path} is not a readable torch file: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # a damaged stream raises whatever its bytes happen to ask for
+        said = str(error) or type(error).__name__
+        raise UsageError(f"{path} is not a readable torch file: {said.splitlines()[0]}") from error
 
 
 def load_into(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     """Copy tensors into a model; all of them, and no others.
+
+    The model's own loading goes first: some modules convert an older layout of their tensors.
 
     Args:
         model: takes the values; keeps its dtypes and device.
@@ -95,6 +101,23 @@ def load_into(model: nn.Module, state: Mapping[str, Tensor], source: str) -> Non
             number of classes, says so.
     """
     own = model.state_dict()
+    if not hasattr(state, "_metadata") and state.keys() == own.keys():
+        # A format without versions, in the present layout: MNASNet loads nothing of unknown version.
+        state = OrderedDict(state)
+        state._metadata = own._metadata  # type: ignore[attr-defined]
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        raise _misfit(model, own, state, source, error) from error
+
+
+def _misfit(
+    model: nn.Module,
+    own: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    source: str,
+    error: Exception,
+) -> UsageError:
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     shapes = {
@@ -102,34 +125,27 @@ def load_into(model: nn.Module, state: Mapping[str, Tensor], source: str) -> Non
         for name in own
         if name in state and state[name].shape != own[name].shape
     }
-    if not (missing or unexpected or shapes):
-        model.load_state_dict(dict(state))
-        return
-    if not missing and not unexpected:
-        _raise_on_class_counts(shapes, source)
+    if not missing and not unexpected and (counts := _class_counts(shapes)):
+        return UsageError(
+            f"{source} is for {counts[0]} classes, but {counts[1]} were expected (from the data's class "
+            "folders, or --num-classes). Give data and weights of the same classes."
+        )
     parts = [
         _listed("missing in the file", missing),
         _listed("not in the model", unexpected),
         _listed("of another shape", [f"{name} {a}, the model has {b}" for name, (a, b) in shapes.items()]),
     ]
-    raise UsageError(
-        f"{source} does not fit the model {type(model).__name__}: {'; '.join(filter(None, parts))}. "
-        "Give the weights of this --model."
+    found = "; ".join(filter(None, parts)) or str(error).splitlines()[-1].strip()
+    return UsageError(
+        f"{source} does not fit the model {type(model).__name__}: {found}. Give the weights of this --model."
     )
 
 
-def _raise_on_class_counts(
-    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], source: str
-) -> None:
-    """Raise where every wrong shape differs in its first dimension alone, by the same two numbers."""
+def _class_counts(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, int] | None:
+    """(found, wanted) where every wrong shape differs in its first dimension alone, by these two numbers."""
     pairs = {(found[0], wanted[0]) for found, wanted in shapes.values() if found and wanted}
     tails_equal = all(found[1:] == wanted[1:] for found, wanted in shapes.values())
-    if len(pairs) == 1 and tails_equal:
-        [(found, wanted)] = pairs
-        raise UsageError(
-            f"{source} is for {found} classes, but {wanted} were expected (from the data's class folders, or "
-            "--num-classes). Give data and weights of the same classes."
-        )
+    return next(iter(pairs)) if len(pairs) == 1 and tails_equal else None
 
 
 def _listed(what: str, names: list[str]) -> str:

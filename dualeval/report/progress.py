@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, TextIO
 
@@ -16,17 +17,19 @@ class Progress:
 
     Args:
         stream: where to show it.
+        clock: seconds that never run backwards.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
         self._stream = stream
+        self._clock = clock
         self._bar: Bar | None = None
         self._start: float | None = None
         self._said = 0.0
 
     def __call__(self, done: int, total: int) -> None:
         """Show that ``done`` of ``total`` samples are finished."""
-        now = monotonic()
+        now = self._clock()
         if self._start is None:
             self._start = self._said = now
         if self._stream.isatty():

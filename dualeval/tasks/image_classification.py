@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dualeval.data.idx import IdxImages
-from dualeval.data.image_folder import ImageFolder
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.models import classifiers
+
+if TYPE_CHECKING:
+    from dualeval.data.image_folder import ImageFolder
 
 NAME = "image-classification"
 
@@ -72,6 +74,12 @@ class ImageClassification:
         self._weights = weights or str(EMBEDDED_WEIGHTS)
         folder = ASSETS if data is None else data
         self._in_memory = IdxImages.is_in(folder)
+        unused = [f"--{key}" for key in ("resize", "crop", "interpolation") if key in (preprocessing or {})]
+        if self._in_memory and unused:
+            raise UsageError(
+                f"{' and '.join(unused)} has no meaning for the idx files in {folder}: their images are "
+                "evaluated as they are. Leave it out."
+            )
         base = (
             Preprocessing(mean=(FASHION_MEAN,), std=(FASHION_STD,))
             if self._in_memory
@@ -79,7 +87,7 @@ class ImageClassification:
         )
         self._preprocessing = replace(base, **(preprocessing or {}))
         self._dataset: IdxImages | ImageFolder = (
-            IdxImages(folder) if self._in_memory else ImageFolder(folder, self._preprocessing)
+            IdxImages(folder) if self._in_memory else _image_folder(folder, self._preprocessing)
         )
         self._metric_names = tuple(metrics)
         self._num_classes = self._agreed_classes(num_classes)
@@ -136,11 +144,17 @@ class ImageClassification:
         try:
             with torch.inference_mode():
                 outputs = self.forward(model, {"images": images})
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError, ValueError) as error:
+            said = str(error) or type(error).__name__
+            size = (
+                "Give images in class folders, which --resize and --crop change, or idx files"
+                if self._in_memory
+                else "Set the size with --resize and --crop, or give data"
+            )
             raise UsageError(
                 f"the model {self._model_name} cannot take images of shape {tuple(images.shape[1:])} "
-                f"(channels, height, width): {str(error).splitlines()[0]}. "
-                "Set the size with --resize and --crop, or give data of the model's size."
+                f"(channels, height, width): {said.splitlines()[0].rstrip('.')}. "
+                f"{size} of the model's size."
             ) from error
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(images):
             found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -183,3 +197,9 @@ class ImageClassification:
     def fingerprint(self) -> dict[str, Any]:
         """Model name and preprocessing; data and weights have fingerprints of their own."""
         return {"model": self._model_name, "preprocessing": asdict(self._preprocessing)}
+
+
+def _image_folder(root: Path, preprocessing: Preprocessing) -> ImageFolder:
+    from dualeval.data.image_folder import ImageFolder  # with Pillow, which idx files do without
+
+    return ImageFolder(root, preprocessing)

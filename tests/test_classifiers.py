@@ -1,0 +1,367 @@
+"""Classifiers by name, by factory, with random, default and read weights."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dualeval.data.image_folder import ImageFolder
+from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.models import classifiers
+from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.vision_library import torchvision
+
+# Imported here, not in the first test that needs it: the import sets an environment variable.
+TORCHVISION = torchvision()
+NAMES: list[str] = TORCHVISION.models.list_models(module=TORCHVISION.models)
+
+FACTORIES = """
+from torch import nn
+
+
+def with_classes(num_classes=5):
+    return nn.Linear(4, num_classes)
+
+
+def with_anything(**options):
+    return nn.Linear(4, options["num_classes"])
+
+
+def without_classes():
+    return nn.Linear(4, 7)
+
+
+def no_module():
+    return "linear"
+
+
+CONSTANT = 3
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working folder that holds package.models; nothing of it stays imported."""
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "zoo/__init__.py").touch()
+    (tmp_path / "zoo/models.py").write_text(FACTORIES)
+    (tmp_path / "zoo/needs_more.py").write_text("import not_installed_here\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "zoo"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache of downloaded weights, in place of the user's own."""
+    before = torch.hub.get_dir()
+    torch.hub.set_dir(str(tmp_path / "hub"))
+    folder = tmp_path / "hub/checkpoints"
+    folder.mkdir(parents=True)
+    yield folder
+    torch.hub.set_dir(before)
+
+
+def out_features(model: nn.Module) -> int:
+    assert isinstance(model, nn.Linear)
+    return model.out_features
+
+
+def is_equal(first: nn.Module, second: nn.Module) -> bool:
+    one, other = first.state_dict(), second.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def fails(name: str, weights: str = "random:0", num_classes: int | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        classifiers.build(name, weights, num_classes)
+    assert caught.value.exit_code == EXIT_USAGE
+    return str(caught.value)
+
+
+# -- names ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_torchvision_classifier_is_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known, and asked of torchvision without weights; the large ones take long to draw, so none is drawn."""
+    asked: list[dict[str, object]] = []
+
+    def get_model(name: str, **arguments: object) -> nn.Module:
+        asked.append({"name": name, **arguments})
+        return nn.Identity()
+
+    monkeypatch.setattr(TORCHVISION.models, "get_model", get_model)
+    classifiers.create(name, 12)
+    [arguments] = asked
+    assert arguments["name"] == name
+    assert arguments["weights"] is None
+    assert arguments["num_classes"] == 12
+
+
+def test_there_are_many_names() -> None:
+    assert len(NAMES) >= 80
+    assert {"resnet18", "vit_b_16", "convnext_tiny"} < set(NAMES)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "mobilenet_v3_small", "googlenet"])
+def test_a_number_of_classes_is_passed_on(name: str) -> None:
+    with torch.inference_mode():
+        logits = classifiers.build(name, "random:0", 3)(torch.zeros(1, 3, 64, 64))
+    assert logits.shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("resnet81", "resnet18"),
+        ("ResNet50", "resnet50"),
+        ("vit_b16", "vit_b_16"),
+        ("fashion_cnn", "fashion-cnn"),
+    ],
+)
+def test_nearest_names_are_offered(name: str, near: str) -> None:
+    message = fails(name)
+    assert f"there is no model {name!r}" in message
+    assert near in message.partition("Nearest: ")[2].partition(". Give")[0].split(", ")
+    assert "package.module:factory" in message
+
+
+def test_nothing_is_near() -> None:
+    message = fails("qqqqqqqqqqqq")
+    assert "Nearest" not in message
+    assert "torchvision classifier" in message
+
+
+def test_detection_models_are_no_classifiers() -> None:
+    assert "there is no model" in fails("fasterrcnn_resnet50_fpn")
+
+
+def test_the_embedded_model() -> None:
+    model = classifiers.build("fashion-cnn", "random:0", 4)
+    assert isinstance(model, FashionCNN)
+    assert not model.training
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 4)
+    assert model.state_dict()["classifier.4.bias"].shape == (4,)
+
+
+# -- factories -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("factories")
+@pytest.mark.parametrize(
+    ("factory", "asked", "got"),
+    [
+        ("with_classes", None, 5),
+        ("with_classes", 9, 9),
+        ("with_anything", 9, 9),
+        ("without_classes", None, 7),
+        ("without_classes", 9, 7),
+    ],
+)
+def test_a_factory_is_called(factory: str, asked: int | None, got: int) -> None:
+    model = classifiers.build(f"zoo.models:{factory}", "random:0", asked)
+    assert out_features(model) == got
+    assert not model.training
+
+
+@pytest.mark.usefixtures("factories")
+def test_a_class_is_a_factory() -> None:
+    assert isinstance(classifiers.create("torch.nn:Identity", None), nn.Identity)
+
+
+@pytest.mark.usefixtures("factories")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("zoo.models:no_module", ["returned a str", "torch.nn.Module"]),
+        ("zoo.models:with_clases", ["no callable 'with_clases'", "Nearest: with_classes"]),
+        ("zoo.models:CONSTANT", ["no callable 'CONSTANT'"]),
+        ("zoo.modules:with_classes", ["no module named 'zoo.modules'"]),
+        ("not_installed_here:make", ["no module named 'not_installed_here'"]),
+        ("zoo.needs_more:make", ["no module named 'not_installed_here'"]),
+        (":make", ["expected package.module:factory"]),
+        ("zoo.models:", ["expected package.module:factory"]),
+        (".models:make", ["expected package.module:factory"]),
+        ("zoo/models.py:make", ["expected package.module:factory"]),
+    ],
+)
+def test_a_factory_that_is_none(name: str, words: list[str]) -> None:
+    message = fails(name)
+    assert message.startswith(f"--model {name}")
+    for word in words:
+        assert word in message
+
+
+# -- random weights ------------------------------------------------------------------------------------
+
+
+def test_random_weights_are_those_of_their_seed() -> None:
+    first, again = (classifiers.build("squeezenet1_1", "random:7", 3) for _ in range(2))
+    other = classifiers.build("squeezenet1_1", "random:8", 3)
+    assert is_equal(first, again)
+    assert not is_equal(first, other)
+
+
+@pytest.mark.parametrize("weights", ["random:7", "file"])
+def test_the_global_generator_is_neither_used_nor_disturbed(tmp_path: Path, weights: str) -> None:
+    if weights == "file":
+        weights = str(tmp_path / "w.pt")
+        torch.save(FashionCNN().state_dict(), weights)
+    built = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected = torch.rand(3)
+        torch.manual_seed(seed)
+        built.append(classifiers.build("fashion-cnn", weights, None))
+        assert torch.equal(torch.rand(3), expected)
+    assert is_equal(*built)
+
+
+@pytest.mark.parametrize("weights", ["random:", "random:x", "random:-1", "random:1.5", f"random:{2**64}"])
+def test_a_seed_is_a_whole_number(weights: str) -> None:
+    message = fails("fashion-cnn", weights)
+    assert f"--weights {weights}: expected random:SEED" in message
+    assert "random:0" in message
+
+
+def test_the_largest_seed() -> None:
+    classifiers.build("fashion-cnn", f"random:{2**64 - 1}", None)
+
+
+# -- default weights -----------------------------------------------------------------------------------
+
+
+def cached_name(name: str) -> str:
+    return str(TORCHVISION.models.get_model_weights(name).DEFAULT.url.rpartition("/")[2])
+
+
+def test_default_weights_that_are_not_there(cache: Path) -> None:
+    message = fails("resnet18", "DEFAULT")
+    assert str(cache / cached_name("resnet18")) in message
+    assert "not in the local cache" in message
+    assert "--download" in message
+
+
+@pytest.mark.usefixtures("factories")
+@pytest.mark.parametrize("name", ["fashion-cnn", "zoo.models:with_classes", "resnet81"])
+def test_default_weights_of_a_model_that_has_none(cache: Path, name: str) -> None:
+    assert f"--weights DEFAULT: {name} has no weights of its own" in fails(name, "DEFAULT")
+    assert list(cache.iterdir()) == []
+
+
+def test_default_weights_come_from_the_cache(cache: Path) -> None:
+    trained = classifiers.build("squeezenet1_1", "random:3", None)
+    torch.save(trained.state_dict(), cache / cached_name("squeezenet1_1"))
+    assert is_equal(classifiers.build("squeezenet1_1", "DEFAULT", None), trained)
+    assert is_equal(classifiers.build("squeezenet1_1", "DEFAULT", 1000), trained)
+    assert "is for 1000 classes, but 10 were expected" in fails("squeezenet1_1", "DEFAULT", 10)
+
+
+def test_default_weights_transform_their_input(cache: Path) -> None:
+    """As in torchvision's own constructor; the network was ported and expects other means."""
+    torch.save(
+        classifiers.build("googlenet", "random:0", None).state_dict(), cache / cached_name("googlenet")
+    )
+    assert getattr(classifiers.build("googlenet", "DEFAULT", None), "transform_input", None) is True
+    assert getattr(classifiers.build("googlenet", "random:0", None), "transform_input", None) is False
+
+
+@pytest.mark.parametrize(
+    "name", ["googlenet", "inception_v3", "vit_b_16", "vit_h_14", "maxvit_t", "resnet18"]
+)
+def test_default_weights_are_of_the_network_that_is_built(name: str) -> None:
+    """In number of parameters; vit_h_14's are for larger images. On no device, so nothing is drawn."""
+    with torch.device("meta"):
+        model = classifiers.create(name, None, as_pretrained=True)
+    # torchvision drops these heads after loading, and counts without them.
+    heads = ("aux1.", "aux2.") if name == "googlenet" else ()
+    count = sum(p.numel() for n, p in model.named_parameters() if not n.startswith(heads))
+    assert count == TORCHVISION.models.get_model_weights(name).DEFAULT.meta["num_params"]
+
+
+def test_old_names_in_densenets_files(tmp_path: Path) -> None:
+    """The published files say denselayer1.norm.1.weight; torchvision renames them on the way."""
+    wanted = classifiers.build("densenet121", "random:1", 2)
+    old: OrderedDict[str, Tensor] = OrderedDict()
+    for name, tensor in wanted.state_dict().items():
+        for layer in ("norm", "conv"):
+            for number in "12":
+                if "denselayer" in name:
+                    name = name.replace(f".{layer}{number}.", f".{layer}.{number}.")
+        old[name] = tensor
+    assert "features.denseblock1.denselayer1.norm.1.weight" in old
+    torch.save(old, tmp_path / "w.pth")
+    assert is_equal(classifiers.build("densenet121", str(tmp_path / "w.pth"), 2), wanted)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_mnasnet_needs_to_know_its_version(tmp_path: Path, suffix: str) -> None:
+    wanted = classifiers.build("mnasnet0_5", "random:1", 2)
+    path = tmp_path / f"w{suffix}"
+    if suffix == ".pt":
+        torch.save(wanted.state_dict(), path)
+    else:
+        save_file(wanted.state_dict(), path)
+    assert is_equal(classifiers.build("mnasnet0_5", str(path), 2), wanted)
+
+
+def test_nothing_is_downloaded_where_it_is_cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: pytest.fail("downloaded"))
+    (cache / cached_name("resnet18")).touch()
+    classifiers.download_default("resnet18")
+    classifiers.download_default("fashion-cnn")
+    assert [path.name for path in cache.iterdir()] == [cached_name("resnet18")]
+
+
+# -- preprocessing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_preprocessing_is_that_of_the_default_weights(name: str) -> None:
+    found = classifiers.preprocessing_of(name)
+    preset = TORCHVISION.models.get_model_weights(name).DEFAULT.transforms()
+    assert [found.resize, found.crop] == [*preset.resize_size, *preset.crop_size]
+    assert found.interpolation == preset.interpolation.value
+    assert (list(found.mean), list(found.std)) == (preset.mean, preset.std)
+
+
+def test_preprocessing_gives_what_the_weights_own_transform_gives(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    rng = np.random.default_rng(0)
+    picture = Image.fromarray(rng.integers(0, 256, (300, 400, 3), dtype=np.uint8))
+    picture.save(tmp_path / "a/0.png")
+    for name in ("resnet50", "efficientnet_b1", "vit_b_16"):
+        wanted = classifiers.preprocessing_of(name)
+        [(pixels, _)] = ImageFolder(tmp_path, wanted).__getitems__([0])
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
+        own = TORCHVISION.models.get_model_weights(name).DEFAULT.transforms()(picture)
+        torch.testing.assert_close((pixels.float() / 255 - mean) / std, own)
+
+
+@pytest.mark.parametrize("name", ["fashion-cnn", "zoo.models:make", "resnet81"])
+def test_preprocessing_of_a_model_without_weights(name: str) -> None:
+    found = classifiers.preprocessing_of(name)
+    assert (found.resize, found.crop, found.interpolation) == (256, 224, "bilinear")
+    assert found.mean == (0.485, 0.456, 0.406)
+    assert found.std == (0.229, 0.224, 0.225)
+
+
+def test_random_of_other_libraries_is_left_alone() -> None:
+    random.seed(0)
+    before = random.getstate()
+    classifiers.build("fashion-cnn", "random:0", None)
+    assert random.getstate() == before

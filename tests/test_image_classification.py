@@ -1,0 +1,353 @@
+"""The task image-classification: what makes a job, what does not fit together, and what a batch becomes."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from dualeval.data.idx import IdxImages
+from dualeval.data.image_folder import ImageFolder
+from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.tasks.image_classification import (
+    ASSETS,
+    EMBEDDED_WEIGHTS,
+    FASHION_MEAN,
+    FASHION_STD,
+    ImageClassification,
+)
+from dualeval.vision_library import torchvision
+
+# Imported here, not in the first test that needs it: the import sets an environment variable.
+TORCHVISION = torchvision()
+CPU = torch.device("cpu")
+
+MODELS = """
+import torch
+from torch import nn
+
+
+class Fixed(nn.Module):
+    def __init__(self, output):
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(1))
+        self.output = output
+
+    def forward(self, images):
+        return self.output(images)
+
+
+def three(): return Fixed(lambda images: images.mean((2, 3)))
+def vector(): return Fixed(lambda images: images.mean((1, 2, 3)))
+def one_row(): return Fixed(lambda images: images.mean((2, 3))[:1])
+def pair(): return Fixed(lambda images: (images.mean((2, 3)), None))
+
+
+def picky(error):
+    def output(images):
+        assert error is not AssertionError
+        raise error("only 32x32.\\nMore of it.")
+    return Fixed(output)
+
+
+def asserts(): return picky(AssertionError)
+def raises_value(): return picky(ValueError)
+def raises_runtime(): return picky(RuntimeError)
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working folder with ``shapes``, a module of small models."""
+    (tmp_path / "shapes.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield
+    sys.modules.pop("shapes", None)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three classes with two images each."""
+    root = tmp_path_factory.mktemp("folder")
+    for target, name in enumerate("abc"):
+        (root / name).mkdir()
+        for number in range(2):
+            Image.new("RGB", (50, 40), (100 * target, 50, number)).save(root / name / f"{number}.png")
+    return root
+
+
+def small(folder: Path, model: str = "squeezenet1_1", **changes: Any) -> ImageClassification:
+    """A task on the folder with images of 40 pixels."""
+    preprocessing = {"resize": 40, "crop": 40, **changes.pop("preprocessing", {})}
+    arguments = {"weights": "random:0", "data": folder, **changes}
+    return ImageClassification(model=model, preprocessing=preprocessing, **arguments)
+
+
+def refused(task: ImageClassification) -> str:
+    with pytest.raises(UsageError) as caught:
+        task.build_model(CPU)
+    assert caught.value.exit_code == EXIT_USAGE
+    return str(caught.value)
+
+
+def idx_folder(folder: Path, labels: list[int], side: int = 28) -> Path:
+    count = len(labels)
+    images = struct.pack(">4B3I", 0, 0, 8, 3, count, side, side) + bytes(count * side * side)
+    (folder / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+    content = struct.pack(">4BI", 0, 0, 8, 1, count) + bytes(labels)
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(content))
+    return folder
+
+
+# -- what makes a job ----------------------------------------------------------------------------------
+
+
+def test_without_arguments_it_is_the_embedded_job() -> None:
+    task = ImageClassification()
+    data = task.dataset()
+    assert isinstance(data, IdxImages)
+    assert data is task.dataset()
+    assert (len(data), data.id(9_999), data.sample_shape) == (10_000, "t10k-09999", (1, 28, 28))
+    assert not task.decodes
+    model = task.build_model(CPU)
+    assert isinstance(model, FashionCNN)
+    assert not model.training
+    batch = task.collate(data.__getitems__(range(500)))
+    with torch.inference_mode():
+        columns = task.observe(task.forward(model, batch), batch)
+    assert (columns["prediction"] == batch["targets"]).float().mean() > 0.9
+    assert set(task.rows) <= set(columns)
+    assert [metric.name for metric in task.metrics()][:3] == ["loss", "top1", "top5"]
+    assert task.fingerprint()["model"] == "fashion-cnn"
+
+
+def test_data_without_a_model(folder: Path) -> None:
+    with pytest.raises(UsageError, match="--data was given without --model"):
+        ImageClassification(data=folder)
+
+
+def test_weights_without_a_model() -> None:
+    with pytest.raises(UsageError, match="--weights was given without --model"):
+        ImageClassification(weights="DEFAULT")
+
+
+def test_a_model_without_weights(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"--model resnet18 was given without --weights.*random:SEED"):
+        ImageClassification(model="resnet18", data=folder)
+
+
+def test_the_embedded_model_brings_its_weights(tmp_path: Path) -> None:
+    task = ImageClassification(model="fashion-cnn", data=idx_folder(tmp_path, [1, 2, 3]))
+    assert len(task.dataset()) == 3
+    task.build_model(CPU)
+
+
+def test_a_folder_of_images(folder: Path) -> None:
+    task = small(folder)
+    assert isinstance(task.dataset(), ImageFolder)
+    assert task.decodes
+    model = task.build_model(CPU)
+    batch = task.collate(task.dataset().__getitems__(range(6)))
+    with torch.inference_mode():
+        assert task.forward(model, batch).shape == (6, 3)
+    assert len(task.metrics()) >= 4
+
+
+def test_metrics_by_name(folder: Path) -> None:
+    task = small(folder, metrics=["top2", "loss"])
+    task.build_model(CPU)
+    assert [metric.name for metric in task.metrics()] == ["top2", "loss"]
+
+
+def test_preprocessing_is_the_models_where_it_is_not_changed(folder: Path) -> None:
+    task = ImageClassification(
+        model="efficientnet_b1", weights="random:0", data=folder, preprocessing={"crop": 99, "mean": (0.5,)}
+    )
+    preprocessing = task.fingerprint()["preprocessing"]
+    assert preprocessing == {
+        "resize": 255,
+        "crop": 99,
+        "interpolation": "bilinear",
+        "mean": (0.5,),
+        "std": (0.229, 0.224, 0.225),
+    }
+
+
+def test_an_unknown_interpolation_is_told_before_any_image_is_read(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"--interpolation 'cubic'.*bicubic"):
+        small(folder, preprocessing={"interpolation": "cubic"})
+
+
+@pytest.mark.parametrize("option", ["resize", "crop", "interpolation"])
+def test_idx_images_are_not_resized(option: str) -> None:
+    """Refused, not ignored."""
+    value = "bicubic" if option == "interpolation" else 32
+    with pytest.raises(UsageError, match=f"--{option} has no meaning for the idx files in"):
+        ImageClassification(preprocessing={option: value})
+
+
+# -- what does not fit together ------------------------------------------------------------------------
+
+
+def test_num_classes_against_the_folders(folder: Path) -> None:
+    with pytest.raises(UsageError, match="--num-classes 4, but the data has 3 class folders"):
+        small(folder, num_classes=4)
+    small(folder, num_classes=3)
+
+
+def test_weights_of_another_number_of_classes(tmp_path: Path, folder: Path) -> None:
+    model = TORCHVISION.models.squeezenet1_1(num_classes=5)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    assert "is for 5 classes, but 3 were expected" in refused(small(folder, weights=str(tmp_path / "w.pt")))
+
+
+@pytest.mark.usefixtures("models")
+def test_a_factory_of_another_number_of_classes(folder: Path, tmp_path: Path) -> None:
+    two = tmp_path / "two"
+    for name in "ab":
+        (two / name).mkdir(parents=True)
+        Image.new("RGB", (40, 40)).save(two / name / "0.png")
+    small(folder, "shapes:three").build_model(CPU)
+    message = refused(small(two, "shapes:three"))
+    assert "the model shapes:three tells 3 classes apart, but 2 were expected" in message
+    assert "--num-classes" in message
+
+
+def test_a_label_out_of_range(tmp_path: Path) -> None:
+    task = ImageClassification(
+        model="fashion-cnn", weights=str(EMBEDDED_WEIGHTS), data=idx_folder(tmp_path, [0, 10, 9])
+    )
+    message = refused(task)
+    assert "the data has a label 10" in message
+    assert "tells 10 classes apart (labels 0 to 9)" in message
+
+
+def test_the_largest_label_in_range(tmp_path: Path) -> None:
+    ImageClassification(model="fashion-cnn", data=idx_folder(tmp_path, [0, 9])).build_model(CPU)
+
+
+def test_an_input_size_that_the_model_cannot_take(tmp_path: Path, folder: Path) -> None:
+    message = refused(ImageClassification(model="fashion-cnn", data=idx_folder(tmp_path, [1], side=32)))
+    assert "the model fashion-cnn cannot take images of shape (1, 32, 32)" in message
+    message = refused(small(folder, "alexnet"))
+    assert "the model alexnet cannot take images of shape (3, 40, 40)" in message
+    assert "--resize and --crop" in message
+
+
+def test_a_number_of_channels_that_the_model_cannot_take() -> None:
+    message = refused(ImageClassification(model="squeezenet1_1", weights="random:0"))
+    assert "cannot take images of shape (1, 28, 28) (channels, height, width)" in message
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("asserts", "AssertionError"), ("raises_value", "only 32x32"), ("raises_runtime", "only 32x32")],
+)
+def test_however_a_model_refuses_its_input(folder: Path, name: str, said: str) -> None:
+    """torchvision's transformers, for one, assert."""
+    message = refused(small(folder, f"shapes:{name}"))
+    assert f"cannot take images of shape (3, 40, 40) (channels, height, width): {said}. Set" in message
+    assert "More of it" not in message
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    ("name", "found"), [("vector", "(2,)"), ("one_row", "(1, 3)"), ("pair", "tuple")], ids=str
+)
+def test_outputs_that_are_no_logits(folder: Path, name: str, found: str) -> None:
+    message = refused(small(folder, f"shapes:{name}"))
+    assert f"returned {found} for 2 images, expected logits of shape (images, classes)" in message
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [((0.5, 0.5), (0.5,)), ((0.5,), (0.5, 0.5)), ((0.5,) * 4, (0.5,) * 3), ((), (0.5,))]
+)
+def test_mean_and_std_go_with_the_channels(
+    folder: Path, mean: tuple[float, ...], std: tuple[float, ...]
+) -> None:
+    message = refused(small(folder, preprocessing={"mean": mean, "std": std}))
+    assert f"--mean has {len(mean)} values and --std {len(std)}, expected 3 of each" in message
+
+
+def test_three_means_for_one_channel() -> None:
+    message = refused(ImageClassification(preprocessing={"mean": (0.1, 0.2, 0.3)}))
+    assert "--mean has 3 values and --std 1, expected 1 of each" in message
+
+
+# -- what a batch becomes ------------------------------------------------------------------------------
+
+
+def test_collate_stacks_samples(folder: Path) -> None:
+    task = small(folder)
+    images = [torch.full((3, 40, 40), number, dtype=torch.uint8) for number in range(3)]
+    batch = task.collate([(image, target) for image, target in zip(images, (2, 0, 1), strict=True)])
+    assert set(batch) == {"images", "targets"}
+    assert torch.equal(batch["images"], torch.stack(images))
+    assert batch["images"].dtype == torch.uint8
+    assert batch["targets"].tolist() == [2, 0, 1]
+    assert batch["targets"].dtype == torch.int64
+
+
+def test_collate_passes_a_ready_batch_on() -> None:
+    task = ImageClassification()
+    ready = task.dataset().__getitems__(range(3))
+    assert task.collate(ready) is ready
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    ("mean", "std"), [((0.1, 0.2, 0.3), (0.5, 0.25, 1.0)), ((0.5,), (0.5,)), ((0.5,), (0.5, 0.25, 1.0))]
+)
+def test_normalisation(folder: Path, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    """(pixel / 255 - mean) / std for each channel; the batch itself is untouched."""
+    task = small(folder, "shapes:three", preprocessing={"mean": mean, "std": std})
+    model = task.build_model(CPU)
+    images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    images[1] = torch.tensor([51, 102, 255], dtype=torch.uint8).view(3, 1, 1)
+    before = images.clone()
+    # This model's output is each channel's mean.
+    found = task.forward(model, {"images": images}).tolist()
+    means, stds = (values * 3 if len(values) == 1 else values for values in (mean, std))
+    for row, pixels in zip(found, ((0, 0, 0), (0.2, 0.4, 1.0)), strict=True):
+        wanted = [(p - m) / s for p, m, s in zip(pixels, means, stds, strict=True)]
+        assert row == pytest.approx(wanted, rel=1e-5)
+    assert torch.equal(images, before)
+
+
+def test_the_embedded_means_are_those_of_the_training_set() -> None:
+    data = ImageClassification().dataset()
+    assert isinstance(data, IdxImages)
+    images = data.__getitems__(range(10_000))["images"].double() / 255
+    # Of the test set here: close to those of the training set that the constants are.
+    assert images.mean() == pytest.approx(FASHION_MEAN, abs=2e-3)
+    assert images.std() == pytest.approx(FASHION_STD, abs=2e-3)
+    preprocessing = ImageClassification().fingerprint()["preprocessing"]
+    assert (preprocessing["mean"], preprocessing["std"]) == ((FASHION_MEAN,), (FASHION_STD,))
+
+
+def test_the_fingerprint_knows_model_and_preprocessing(folder: Path) -> None:
+    tasks = [
+        small(folder),
+        small(folder, "squeezenet1_0"),
+        small(folder, preprocessing={"resize": 41}),
+        small(folder, preprocessing={"interpolation": "bicubic"}),
+        small(folder, preprocessing={"mean": (0.5,)}),
+        small(folder, preprocessing={"std": (0.5,)}),
+    ]
+    assert len({str(task.fingerprint()) for task in tasks}) == len(tasks)
+    assert small(folder).fingerprint() == small(folder).fingerprint()
+
+
+def test_assets_ship_with_their_licence() -> None:
+    assert (ASSETS / "LICENSE-fashion-mnist.txt").read_text("utf-8").count("MIT License") == 1

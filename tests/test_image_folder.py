@@ -1,0 +1,291 @@
+"""Folders of images: order, decoding, and what is said of folders that hold none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dualeval.data.image_folder import EXTENSIONS, ImageFolder
+from dualeval.data.preprocessing import INTERPOLATIONS, Preprocessing
+from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.vision_library import torchvision
+
+SMALL = Preprocessing(resize=20, crop=16)
+# Imported here, not in the first test that needs it: the import sets an environment variable.
+TORCHVISION = torchvision()
+
+
+def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
+    """Random pixels, smooth enough to survive JPEG."""
+    coarse = np.random.default_rng(0).integers(0, 256, (height // 4 + 1, width // 4 + 1, channels))
+    return np.kron(coarse, np.ones((4, 4, 1)))[:height, :width].astype(np.uint8)
+
+
+def save(path: Path, mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(noise(*size)).convert(mode).save(path)
+    return path
+
+
+def ids(data: ImageFolder) -> list[str]:
+    return [data.id(index) for index in range(len(data))]
+
+
+def targets(data: ImageFolder) -> list[int]:
+    return [target for _, target in data.__getitems__(range(len(data)))]
+
+
+def test_order_and_targets(tmp_path: Path) -> None:
+    """By name, in code points: as in torchvision, and the same under every locale and file system."""
+    for name in ("b/2.png", "b/10.png", "b/1.png", "a/x.png", "B/z.png", "c/sub/deep/1.png", "c/sub.png"):
+        save(tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "z/0.PNG")
+    save(tmp_path / "z/1.Jpeg")
+    (tmp_path / "a/notes.txt").write_text("no image")
+    data = ImageFolder(tmp_path, SMALL)
+    assert data.classes == ["B", "a", "b", "c", "empty", "z"]
+    assert data.num_classes == 6
+    assert data.sample_shape == (3, 16, 16)
+    assert ids(data) == [
+        *("B/z.png", "a/x.png", "b/1.png", "b/10.png", "b/2.png"),
+        *("c/sub.png", "c/sub/deep/1.png", "z/0.PNG", "z/1.Jpeg"),
+    ]
+    assert targets(data) == [0, 1, 2, 2, 2, 3, 3, 5, 5]
+
+
+def test_the_same_samples_as_torchvision(tmp_path: Path) -> None:
+    for name in ("b/2.png", "b/10.png", "a/x.jpg", "a/Y.JPG", "c/sub/1.png", "c/sub/0.webp"):
+        save(tmp_path / name)
+    (tmp_path / "b/.hidden.txt").touch()
+    reference = TORCHVISION.datasets.ImageFolder(tmp_path)
+    data = ImageFolder(tmp_path, SMALL)
+    assert [
+        (str(tmp_path / name), target) for name, target in zip(ids(data), targets(data), strict=True)
+    ] == (reference.samples)
+    assert data.classes == reference.classes
+    assert set(EXTENSIONS) == set(TORCHVISION.datasets.folder.IMG_EXTENSIONS)
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    save(tmp_path / "store/folder/1.png")
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    (root / "a/linked.png").symlink_to(tmp_path / "store/folder/1.png")
+    (root / "b").symlink_to(tmp_path / "store/folder")
+    data = ImageFolder(root, SMALL)
+    assert ids(data) == ["a/linked.png", "b/1.png"]
+    assert len(data.__getitems__([0, 1])) == 2
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere does not exist.*--data") as caught:
+        ImageFolder(tmp_path / "nowhere", SMALL)
+    assert caught.value.exit_code == EXIT_USAGE
+
+
+def test_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"image\.png is a file.*--data"):
+        ImageFolder(save(tmp_path / "image.png"), SMALL)
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="found 0 class folders without images and 0 images beside them"):
+        ImageFolder(tmp_path, SMALL)
+
+
+def test_folders_without_images(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a/notes.txt").touch()
+    with pytest.raises(UsageError, match="found 2 class folders without images and 0 images"):
+        ImageFolder(tmp_path, SMALL)
+
+
+def test_loose_images(tmp_path: Path) -> None:
+    for name in ("1.png", "2.PNG", "3.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        UsageError, match=r"0 class folders.* and 2 images beside them; expected .*/CLASS/IMAGE"
+    ):
+        ImageFolder(tmp_path, SMALL)
+
+
+def test_loose_images_beside_class_folders_are_no_samples(tmp_path: Path) -> None:
+    save(tmp_path / "loose.png")
+    save(tmp_path / "a/1.png")
+    assert ids(ImageFolder(tmp_path, SMALL)) == ["a/1.png"]
+
+
+def only(path: Path, preprocessing: Preprocessing = SMALL) -> Tensor:
+    """The one image of the folder in which ``path`` is CLASS/IMAGE."""
+    [(image, _)] = ImageFolder(path.parent.parent, preprocessing).__getitems__([0])
+    assert image.dtype == torch.uint8
+    assert image.shape == (3, preprocessing.crop, preprocessing.crop)
+    return image
+
+
+def reference(path: Path, wanted: Preprocessing) -> Tensor:
+    """What torchvision makes of a file: its ImageFolder's loader and the transforms of its references."""
+    transforms = TORCHVISION.transforms
+    steps = transforms.Compose(
+        [
+            transforms.Resize(
+                wanted.resize, interpolation=transforms.InterpolationMode(wanted.interpolation)
+            ),
+            transforms.CenterCrop(wanted.crop),
+            transforms.PILToTensor(),
+        ]
+    )
+    pixels: Tensor = steps(TORCHVISION.datasets.folder.default_loader(str(path)))
+    return pixels
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("size", [(40, 30), (30, 41), (20, 20), (9, 200)])
+def test_pixels_are_torchvisions(tmp_path: Path, interpolation: str, size: tuple[int, int]) -> None:
+    wanted = Preprocessing(resize=21, crop=16, interpolation=interpolation)
+    path = save(tmp_path / "a/image.jpg", size=size)
+    assert torch.equal(only(path, wanted), reference(path, wanted))
+
+
+def test_a_crop_beyond_the_image_is_padded_with_zeros(tmp_path: Path) -> None:
+    wanted = Preprocessing(resize=10, crop=16)
+    path = save(tmp_path / "a/image.png", size=(30, 30))
+    image = only(path, wanted)
+    assert torch.equal(image, reference(path, wanted))
+    assert image[:, 0].sum() == 0
+    assert image[:, 8].sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        ("L", "i.jpg"),
+        ("CMYK", "i.jpg"),
+        ("CMYK", "i.tiff"),
+        ("P", "i.png"),
+        ("RGBA", "i.png"),
+        ("LA", "i.png"),
+    ]
+    + [
+        ("1", "i.bmp"),
+        ("RGBA", "i.webp"),
+        ("L", "i.pgm"),
+        ("RGB", "i.ppm"),
+    ],
+)
+def test_every_kind_of_image_becomes_three_channels(tmp_path: Path, mode: str, name: str) -> None:
+    path = tmp_path / "a" / name
+    path.parent.mkdir()
+    pixels = Image.fromarray(noise(40, 30)).convert(mode)
+    if mode.endswith("A"):
+        pixels.putalpha(Image.fromarray(noise(40, 30, 1)[:, :, 0]))
+    pixels.save(path)
+    with Image.open(path) as opened:
+        assert opened.mode == mode
+    image = only(path)
+    assert torch.equal(image, reference(path, SMALL))
+    assert image.float().std() > 10
+    if mode in ("L", "1", "LA"):
+        assert torch.equal(image[0], image[1])
+        assert torch.equal(image[0], image[2])
+
+
+@pytest.mark.parametrize("name", ["i.png", "i.tif"])
+def test_of_sixteen_bits_the_higher_eight_count(tmp_path: Path, name: str) -> None:
+    """Pillow's own conversion clips: 0x8040 and all else above 255 would be white."""
+    path = tmp_path / "a" / name
+    path.parent.mkdir()
+    Image.fromarray(np.full((30, 30), 0x8040, np.uint16)).save(path)
+    assert set(only(path).flatten().tolist()) == {0x80}
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_without_a_known_range_are_refused(tmp_path: Path, dtype: type) -> None:
+    path = tmp_path / "a/i.tif"
+    path.parent.mkdir()
+    Image.fromarray(np.full((30, 30), 0.5).astype(dtype)).save(path)
+    with pytest.raises(ValueError, match="32 bits"):
+        only(path)
+
+
+def test_exif_rotation_is_left_alone(tmp_path: Path) -> None:
+    """As torchvision's loader leaves it: published accuracies are of such pixels."""
+    path = tmp_path / "a/turned.jpg"
+    path.parent.mkdir()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(noise(40, 30)).save(path, exif=exif)
+    plain = save(tmp_path / "plain/a/turned.jpg")
+    assert torch.equal(only(path), reference(path, SMALL))
+    assert torch.equal(only(path), only(plain))
+
+
+def test_broken_files_raise(tmp_path: Path) -> None:
+    whole = save(tmp_path / "a/0.jpg").read_bytes()
+    (tmp_path / "a/1.jpg").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "a/2.jpg").write_text("no image")
+    (tmp_path / "a/3.jpg").touch()
+    (tmp_path / "a/4.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    data = ImageFolder(tmp_path, SMALL)
+    assert len(data) == 5
+    assert len(data.__getitems__([0])) == 1
+    for broken in range(1, 5):
+        with pytest.raises(OSError):
+            data.__getitems__([broken])
+
+
+def test_a_dangling_link_does_not_break_the_fingerprint(tmp_path: Path) -> None:
+    save(tmp_path / "a/0.png")
+    link = tmp_path / "a/1.png"
+    link.symlink_to(tmp_path / "later.png")
+    data = ImageFolder(tmp_path, SMALL)
+    dangling = data.fingerprint(2)
+    save(tmp_path / "later.png")
+    assert data.fingerprint(2) != dangling
+
+
+def test_fingerprint_knows_name_size_and_label(tmp_path: Path) -> None:
+    for name in ("a/0.png", "b/1.png"):
+        save(tmp_path / name)
+
+    def fingerprint(count: int = 2) -> str:
+        return ImageFolder(tmp_path, SMALL).fingerprint(count)
+
+    seen = {fingerprint(1), fingerprint(2)}
+    assert fingerprint() == fingerprint(100) == fingerprint()
+    with (tmp_path / "b/1.png").open("ab") as file:
+        file.write(b"\0")
+    seen.add(fingerprint())  # size
+    (tmp_path / "b/1.png").rename(tmp_path / "b/2.png")
+    seen.add(fingerprint())  # name
+    (tmp_path / "aa").mkdir()
+    seen.add(fingerprint())  # label: an empty class moves the others
+    assert len(seen) == 5
+
+
+def test_fingerprint_is_of_names_below_the_root(tmp_path: Path) -> None:
+    first, second = (ImageFolder(save(tmp_path / f"{at}/a/0.png").parent.parent, SMALL) for at in (1, 2))
+    assert first.fingerprint(1) == second.fingerprint(1)
+
+
+def test_names_that_are_no_utf8(tmp_path: Path) -> None:
+    """An id goes into JSON and Parquet; the file is still found."""
+    plain = save(tmp_path / "a/plain.png")
+    plain.rename(plain.with_name(os.fsdecode(b"caf\xe9-\xc3\xa9.png")))
+    data = ImageFolder(tmp_path, SMALL)
+    assert ids(data) == ["a/caf\\xe9-é.png"]
+    assert len(data.fingerprint(1)) == 64
+    assert len(data.__getitems__([0])) == 1
+
+
+def test_unknown_interpolation() -> None:
+    with pytest.raises(UsageError, match=r"--interpolation 'cubic': expected one of .*bicubic"):
+        Preprocessing(interpolation="cubic")

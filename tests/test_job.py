@@ -1,0 +1,213 @@
+"""Job: flags and a file, which of them wins, and what is wrong with either."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.job import Job
+
+FILE = """
+model = "resnet18"
+weights = "ckpt/best.pt"
+data = "val"
+num-classes = 10
+resize = 64
+crop = 56
+interpolation = "bicubic"
+mean = [0.5, 0, 1]
+std = [1, 0.5, 0.25]
+metric = ["loss", "top3"]
+batch_size = 32
+limit = 100
+precision = "amp-bf16"
+device = "cpu"
+workers = 0
+on-error = "skip"
+download = true
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "job.toml"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def fails(path: Path | None, **flags: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        Job.read(path, flags)
+    assert caught.value.exit_code == EXIT_USAGE
+    return str(caught.value)
+
+
+def test_no_file_and_no_flags_is_the_embedded_job() -> None:
+    job = Job.read(None, {})
+    assert job == Job()
+    assert (job.task, job.model, job.weights, job.data) == ("image-classification", None, None, None)
+    assert (job.batch_size, job.limit, job.precision, job.on_error) == (64, None, "fp32", "stop")
+
+
+def test_every_key_of_a_file(tmp_path: Path) -> None:
+    assert Job.read(write(tmp_path, FILE), {}) == Job(
+        model="resnet18",
+        weights=str(tmp_path / "ckpt/best.pt"),
+        data=str(tmp_path / "val"),
+        num_classes=10,
+        resize=64,
+        crop=56,
+        interpolation="bicubic",
+        mean=(0.5, 0.0, 1.0),
+        std=(1.0, 0.5, 0.25),
+        metric=("loss", "top3"),
+        batch_size=32,
+        limit=100,
+        precision="amp-bf16",
+        device="cpu",
+        workers=0,
+        on_error="skip",
+        download=True,
+    )
+
+
+def test_flags_win(tmp_path: Path) -> None:
+    flags = {
+        "model": "resnet50",
+        "weights": "other.pt",
+        "data": "here",
+        "metric": ("top1",),
+        "batch_size": 8,
+        "workers": 2,
+        "mean": (0.1, 0.2, 0.3),
+        "on_error": "stop",
+    }
+    job = Job.read(write(tmp_path, FILE), flags)
+    # A path in a flag counts from the working folder, so it stays as it is.
+    assert {name: getattr(job, name) for name in flags} == flags
+    assert (job.limit, job.crop) == (100, 56)
+
+
+def test_a_zero_flag_wins_too(tmp_path: Path) -> None:
+    path = write(tmp_path, "workers = 3\nlimit = 5\n")
+    assert Job.read(path, {"workers": 0}).workers == 0
+    assert "--limit 0" in fails(path, limit=0)
+
+
+def test_absent_flags_leave_the_file_alone(tmp_path: Path) -> None:
+    """As click gives them: None, an empty tuple for a repeated flag, False for a switch."""
+    path = write(tmp_path, FILE)
+    absent = {"model": None, "metric": (), "download": False, "batch_size": None, "mean": None}
+    assert Job.read(path, absent) == Job.read(path, {})
+
+
+def test_paths_count_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs").mkdir()
+    write(tmp_path / "jobs", 'data = "../val"\nweights = "w.pt"\n')
+    monkeypatch.chdir(tmp_path)
+    job = Job.read(Path("jobs/job.toml"), {})
+    assert (job.data, job.weights) == ("jobs/../val", "jobs/w.pt")
+    absolute = Job.read(write(tmp_path, 'data = "/val"\nweights = "/w.pt"\n'), {})
+    assert (absolute.data, absolute.weights) == ("/val", "/w.pt")
+
+
+@pytest.mark.parametrize("weights", ["DEFAULT", "random:3"])
+def test_words_for_weights_are_no_paths(tmp_path: Path, weights: str) -> None:
+    assert Job.read(write(tmp_path, f'weights = "{weights}"\n'), {}).weights == weights
+
+
+def test_a_path_that_begins_like_a_word(tmp_path: Path) -> None:
+    job = Job.read(write(tmp_path, 'weights = "DEFAULTS/w.pt"\n'), {})
+    assert job.weights == str(tmp_path / "DEFAULTS/w.pt")
+
+
+def test_unknown_keys_get_the_nearest_names(tmp_path: Path) -> None:
+    message = fails(write(tmp_path, "bacth-size = 3\n"))
+    assert "unknown key 'bacth-size'. Nearest: batch_size." in message
+    assert "job.toml" in message
+    assert "on_error" in message.partition("Keys: ")[2]
+    far = fails(write(tmp_path, "zzzz = 3\n"))
+    assert "Nearest" not in far
+    assert "unknown key 'job'" in fails(write(tmp_path, "[job]\nlimit = 3\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('batch-size = "64"', ["batch-size = '64'", "expected a int", "found a str"]),
+        ("batch-size = 64.0", ["expected a int", "found a float"]),
+        ("limit = true", ["expected a int", "found a bool"]),
+        ("download = 1", ["expected a bool", "found a int"]),
+        ("model = 18", ["expected a str", "found a int"]),
+        ("metric = 'top1'", ["expected a list", "found a str"]),
+        ("metric = ['top1', 5]", ["metric = 5", "expected a str"]),
+        ("mean = 0.5", ["expected a list", "found a float"]),
+        ("mean = ['a']", ["mean = 'a'", "expected a float"]),
+        ("std = [true]", ["std = True", "expected a float", "found a bool"]),
+        ("data = ['a']", ["expected a str", "found a list"]),
+    ],
+)
+def test_values_of_a_wrong_type(tmp_path: Path, line: str, words: list[str]) -> None:
+    message = fails(write(tmp_path, line))
+    assert message.startswith(f"--config {tmp_path / 'job.toml'}: ")
+    for word in words:
+        assert word in message
+
+
+def test_malformed_files(tmp_path: Path) -> None:
+    assert "is not valid TOML" in fails(write(tmp_path, "model = \n"))
+    assert "line 2" in fails(write(tmp_path, "limit = 1\nlimit = 2\n"))
+    (tmp_path / "job.toml").write_bytes(b'model = "\xff"\n')
+    assert "is not valid TOML" in fails(tmp_path / "job.toml")
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    assert "none.toml cannot be read: No such file" in fails(tmp_path / "none.toml")
+    assert "cannot be read: Is a directory" in fails(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "limit", "num_classes", "resize", "crop"])
+def test_numbers_have_bounds(tmp_path: Path, name: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    for value in (0, -1):
+        assert f"{flag} {value}: expected a whole number of at least 1" in fails(None, **{name: value})
+    assert f"{flag} 0" in fails(write(tmp_path, f"{name} = 0\n"))
+    assert getattr(Job.read(None, {name: 1}), name) == 1
+
+
+def test_workers_may_be_none_at_all() -> None:
+    assert "--workers -1: expected a whole number of at least 0" in fails(None, workers=-1)
+    assert Job.read(None, {"workers": 0}).workers == 0
+
+
+@pytest.mark.parametrize("std", [(0.0,), (0.5, -0.5, 0.5), (float("nan"),), (float("inf"),)])
+def test_standard_deviations_are_positive(std: tuple[float, ...]) -> None:
+    assert "--std" in fails(None, std=std)
+
+
+def test_an_empty_list_of_standard_deviations(tmp_path: Path) -> None:
+    assert "--std" in fails(write(tmp_path, "std = []\n"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "near"),
+    [
+        ("precision", "fp16", "amp-fp16"),
+        ("on_error", "skipp", "skip"),
+        ("task", "image-clasification", "image-classification"),
+    ],
+)
+def test_choices(name: str, value: str, near: str) -> None:
+    message = fails(None, **{name: value})
+    assert f"--{name.replace('_', '-')} {value!r}: expected one of " in message
+    assert f"Did you mean {near}?" in message
+
+
+def test_to_json_is_plain() -> None:
+    job = Job(mean=(0.5,), metric=("top1",), limit=3)
+    read = json.loads(json.dumps(job.to_json()))
+    assert (read["mean"], read["metric"], read["limit"], read["model"]) == ([0.5], ["top1"], 3, None)
+    assert set(read) == set(Job.__dataclass_fields__)

@@ -1,0 +1,178 @@
+"""What a person sees of a run: progress while it lasts, and a table at its end."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dualeval.report.progress import Progress, progress_line
+from dualeval.report.table import print_result
+from dualeval.result import Result
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(seconds: list[float], total: int = 1000) -> list[str]:
+    """The lines of a run that reports 10 more samples at each of these seconds."""
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream, clock)
+    for number, at in enumerate(seconds):
+        clock.now = 1000.0 + at
+        progress(10 * number, total)
+    progress.close()
+    return stream.getvalue().splitlines()
+
+
+def test_lines_are_seconds_apart() -> None:
+    """Reports come every half second."""
+    assert shown([number / 2 for number in range(21)]) == [
+        "60/1,000 samples, 20 samples/s, 47 s left",
+        "120/1,000 samples, 20 samples/s, 44 s left",
+        "180/1,000 samples, 20 samples/s, 41 s left",
+    ]
+
+
+def test_the_first_line_takes_its_time() -> None:
+    assert shown([0, 0.5, 2.9]) == []
+
+
+def test_a_late_report_gives_one_line() -> None:
+    assert len(shown([0, 60, 60.5, 61])) == 1
+
+
+def test_the_end_is_the_tables_to_tell() -> None:
+    assert shown([0, 10], total=10) == []
+
+
+def test_a_stream_that_is_no_terminal_gets_no_control_codes() -> None:
+    [line] = shown([0, 5])
+    assert line.isprintable()
+
+
+def test_progress_line() -> None:
+    assert progress_line(1500, 10_000, 2.0) == "1,500/10,000 samples, 750 samples/s, 11 s left"
+    assert progress_line(0, 10_000, 5.0) == "0/10,000 samples, 0 samples/s, time left unknown"
+    assert progress_line(0, 10, 0.0) == "0/10 samples, 0 samples/s, time left unknown"
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream, clock = Terminal(), Clock()
+    progress = Progress(stream, clock)
+    for number in range(5):
+        clock.now += 1
+        progress(10 * number, 50)
+    progress.close()
+    text = stream.getvalue()
+    assert "40/50" in text
+    assert "samples/s" in text
+    assert "━" in text
+    assert "\x1b[" in text
+    assert " left" not in text  # no plain lines between
+    # The bar goes when the run is through: its line is erased, and the cursor is seen again.
+    assert text.rstrip().endswith("\x1b[2K")
+    assert "\x1b[?25h" in text
+
+
+def test_no_bar_is_begun_before_the_first_report() -> None:
+    stream = Terminal()
+    Progress(stream).close()
+    assert stream.getvalue() == ""
+
+
+def result(**changes: Any) -> Result:
+    values: dict[str, Any] = {
+        "metrics": {
+            "loss": 0.25,
+            "top1": 0.925,
+            "macro_f1": 0.5,
+            "ece": 0.01,
+            "perplexity": None,
+            "mean_logit": None,
+            "confusion_matrix": {"classes": 2, "entries": []},
+        },
+        "intervals": {"top1": (0.9196, 0.93), "loss": (0.2, 0.3)},
+        "nonfinite": {"mean_logit": {"nan": 3, "pos_inf": 1, "neg_inf": 0}},
+        "samples": {"total": 10_000, "evaluated": 9_998, "failed": 2},
+        "failed": [],
+        "chunks": {"total": 157, "evaluated_now": 157, "resumed": 0},
+        "job": {},
+        "fingerprint": "f" * 64,
+        "data": {},
+        "weights": {},
+        "versions": {},
+        "world": {"size": 2, "launcher": "torchrun", "backend": "torch", "nodes": 1},
+        "device": {"device": "cpu", "model": "x", "cpu_capability": "AVX2"},
+        "homogeneous": True,
+        "timing": {"total_s": 3.5, "setup_s": 1.0, "evaluate_s": 2.0},
+        "samples_per_s": 4999.0,
+        "warnings": [],
+        "folder": "/tmp/runs/[red]one[/red]",
+    }
+    return Result(**{**values, **changes})
+
+
+def printed(shown: Result, width: int = 70) -> str:
+    stream = io.StringIO()
+    print_result(shown, Console(file=stream, width=width))
+    return stream.getvalue()
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The cells of the table's rows by their first."""
+    cells = (
+        [cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if "│" in line
+    )
+    return {name: rest for name, *rest in cells}
+
+
+def test_the_table() -> None:
+    assert rows(printed(result())) == {
+        "loss": ["0.250000", "0.200000 to 0.300000"],
+        "top1": ["92.50 %", "91.96 % to 93.00 %"],
+        "macro_f1": ["50.00 %", ""],
+        "ece": ["1.00 %", ""],
+        "perplexity": ["none", ""],
+        "mean_logit": ["not finite (3 nan, 1 pos_inf)", ""],
+    }
+
+
+def test_the_lines_below() -> None:
+    lines = printed(result()).splitlines()
+    assert "samples         9,998 of 10,000 evaluated, 2 failed" in lines
+    assert "ranks           2 (torchrun, torch, cpu)" in lines
+    assert "speed           4,999 samples/s, 2.00 s of 3.50 s" in lines
+    # Whole in one line, however narrow the terminal, to be copied; and no brackets are lost.
+    assert f"metrics_digest  {result().metrics_digest}" in lines
+    assert "files           /tmp/runs/[red]one[/red]" in lines
+    assert not any("warning" in line for line in lines)
+
+
+def test_warnings_come_last() -> None:
+    warnings = ["2 samples could not be read [and] are in no metric; " + "x" * 60, "the ranks differ"]
+    assert printed(result(warnings=warnings)).splitlines()[-2:] == [f"warning: {w}" for w in warnings]
+
+
+def test_the_table_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    print_result(result())
+    captured = capsys.readouterr()
+    assert "92.50 %" in captured.out
+    assert captured.err == ""

@@ -1,0 +1,299 @@
+"""Checkpoints of every kind: what is read, what is refused, and what is said of tensors that do not fit."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.models.weights import load_into, read_state_dict
+
+CANARY = "canary"
+
+
+class Canary:
+    """Unpickling this runs code: it makes the file named ``CANARY`` in the working folder."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (CANARY, "w")
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+@pytest.fixture
+def state() -> dict[str, Tensor]:
+    return small().state_dict()
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.pth", "w.bin", "w"])
+@pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
+def test_reads_what_torch_saved(
+    tmp_path: Path, state: dict[str, Tensor], name: str, zip_format: bool
+) -> None:
+    torch.save(state, tmp_path / name, _use_new_zipfile_serialization=zip_format)
+    assert_equal(read_state_dict(tmp_path / name), state)
+
+
+def test_reads_safetensors(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    save_file(state, tmp_path / "w.safetensors")
+    found = read_state_dict(tmp_path / "w.safetensors")
+    assert_equal(dict(sorted(found.items())), dict(sorted(state.items())))
+
+
+def test_a_zip_file_is_mapped_not_read(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("this system does not tell which files are mapped")
+    torch.save(state, tmp_path / "w.pt")
+    found = read_state_dict(tmp_path / "w.pt")
+    assert str(tmp_path / "w.pt") in maps.read_text()
+    del found
+    assert str(tmp_path / "w.pt") not in maps.read_text()
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "model_ema"])
+def test_finds_a_nested_state_dict(tmp_path: Path, state: dict[str, Tensor], key: str) -> None:
+    torch.save({"epoch": 3, "optimizer": {"lr": 0.1}, key: state}, tmp_path / "w.pt")
+    assert_equal(read_state_dict(tmp_path / "w.pt"), state)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "module.module."]
+)
+@pytest.mark.parametrize("kind", [OrderedDict, dict])
+def test_removes_prefixes_of_wrappers(
+    tmp_path: Path, state: dict[str, Tensor], prefix: str, kind: type[dict[str, Tensor]]
+) -> None:
+    torch.save(kind((prefix + name, tensor) for name, tensor in state.items()), tmp_path / "w.pt")
+    assert_equal(read_state_dict(tmp_path / "w.pt"), state)
+
+
+def test_removes_the_prefix_of_a_real_wrapper(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    """Also from the versions of the modules, which torch keeps beside the tensors."""
+    torch.save({"state_dict": nn.DataParallel(small()).state_dict()}, tmp_path / "w.pt")
+    found = read_state_dict(tmp_path / "w.pt")
+    assert_equal(found, state)
+    assert found._metadata["1"] == {"version": 2}  # type: ignore[attr-defined]
+
+
+def test_keeps_a_prefix_that_not_all_names_have(tmp_path: Path) -> None:
+    torch.save({"module.a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "w.pt")
+    assert list(read_state_dict(tmp_path / "w.pt")) == ["module.a", "b"]
+
+
+@pytest.mark.parametrize("content", ["whole module", "state_dict and more", "canary"])
+@pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
+def test_pickled_objects_are_refused_and_nothing_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, zip_format: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = {
+        "whole module": small(),
+        "state_dict and more": {"state_dict": small().state_dict(), "config": Canary()},
+        "canary": Canary(),
+    }[content]
+    torch.save(saved, "w.pt", _use_new_zipfile_serialization=zip_format)
+    with pytest.raises(UsageError, match=r"w\.pt cannot be read as plain tensors") as caught:
+        read_state_dict(Path("w.pt"))
+    message = str(caught.value)
+    assert "torch.save(model.state_dict(), PATH)" in message
+    assert "weights_only" not in message  # torch's advice to switch the protection off
+    assert ("Sequential" if content == "whole module" else "open") in message
+    assert caught.value.exit_code == EXIT_USAGE
+    assert not Path(CANARY).exists()
+
+
+def test_the_canary_sings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(pickle.dumps(Canary())).close()  # noqa: S301 - the code that it runs is ours
+    assert Path(CANARY).exists()
+
+
+def test_a_plain_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for suffix in (".pt", ".safetensors"):
+        path = Path("w").with_suffix(suffix)
+        path.write_bytes(pickle.dumps(Canary()))
+        with pytest.raises(UsageError, match=f"w{suffix}"):
+            read_state_dict(path)
+    assert not Path(CANARY).exists()
+
+
+@pytest.mark.parametrize("name", ["w.pt", "legacy.pt", "w.safetensors"])
+def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path, state: dict[str, Tensor], name: str) -> None:
+    path = tmp_path / name
+    if name == "w.safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=name == "w.pt")
+    whole = path.read_bytes()
+    for length in {0, 1, 2, 7, 8, 9, *range(10, len(whole), len(whole) // 60), len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        with pytest.raises(UsageError, match=name) as caught:
+            read_state_dict(path)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_other_files_are_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"w{suffix}"
+    for content in (b"<html>404</html>", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=f"w{suffix}"):
+            read_state_dict(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.pt", tmp_path / "none.safetensors", tmp_path):
+        with pytest.raises(UsageError, match=r"does not exist.*--weights PATH"):
+            read_state_dict(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ({"epoch": 3, "lr": 0.1}, "found: epoch, lr"),
+        ({"weight": torch.ones(1), "epoch": 3}, "found: weight, epoch"),
+        ({0: torch.ones(1)}, "found: 0"),
+        ({"state_dict": {"a": [1, 2]}}, "found: a"),
+        ({}, "found: )"),
+        ([torch.ones(1)], "found: list"),
+        (torch.ones(1), "found: Tensor"),
+    ],
+    ids=str,
+)
+def test_what_holds_no_state_dict_is_refused(tmp_path: Path, content: object, found: str) -> None:
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(UsageError, match="holds no state_dict") as caught:
+        read_state_dict(tmp_path / "w.pt")
+    assert found in str(caught.value)
+    assert "model_state_dict" in str(caught.value)
+
+
+def misfit(state: dict[str, Tensor]) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_into(small(), state, "the weights w.pt")
+    assert str(caught.value).startswith("the weights w.pt ")
+    return str(caught.value)
+
+
+def test_loads_all_values(state: dict[str, Tensor]) -> None:
+    model = small()
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    load_into(model, state, "w.pt")
+    assert_equal(model.state_dict(), state)
+
+
+def test_loads_into_the_models_own_dtype(state: dict[str, Tensor]) -> None:
+    model = small()
+    halves = {name: t.half() if t.is_floating_point() else t for name, t in state.items()}
+    load_into(model, halves, "w.pt")
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert torch.equal(model.state_dict()["0.weight"], halves["0.weight"].float())
+
+
+def test_the_tensors_are_copied(state: dict[str, Tensor]) -> None:
+    model = small()
+    load_into(model, state, "w.pt")
+    state["0.weight"].zero_()
+    assert model.state_dict()["0.weight"].any()
+
+
+def test_missing_names_are_listed(state: dict[str, Tensor]) -> None:
+    del state["0.bias"], state["1.running_mean"]
+    message = misfit(state)
+    assert "does not fit the model Sequential: 2 missing in the file: 0.bias, 1.running_mean." in message
+
+
+def test_unexpected_names_are_listed(state: dict[str, Tensor]) -> None:
+    message = misfit({**state, "head.weight": torch.ones(2)})
+    assert "does not fit the model Sequential: 1 not in the model: head.weight." in message
+
+
+def test_wrong_shapes_are_listed(state: dict[str, Tensor]) -> None:
+    message = misfit({**state, "0.weight": torch.ones(3, 5)})
+    assert "1 of another shape: 0.weight (3, 5), the model has (3, 4)." in message
+
+
+def test_all_that_does_not_fit_is_said_at_once(state: dict[str, Tensor]) -> None:
+    del state["0.bias"]
+    message = misfit({**state, "stray": torch.ones(1), "2.weight": torch.ones(7, 3)})
+    for part in ("1 missing in the file: 0.bias", "1 not in the model: stray", "2.weight (7, 3)"):
+        assert part in message
+
+
+def test_long_lists_are_cut(state: dict[str, Tensor]) -> None:
+    message = misfit({**state, **{f"stray{number}": torch.ones(1) for number in range(11)}})
+    assert "11 not in the model: stray0, stray1," in message
+    assert "stray7 and 3 more" in message
+    assert "stray8" not in message
+
+
+def test_another_number_of_classes_is_said_so(state: dict[str, Tensor]) -> None:
+    message = misfit({**state, "2.weight": torch.ones(7, 3), "2.bias": torch.ones(7)})
+    assert "is for 7 classes, but 2 were expected" in message
+    assert "--num-classes" in message
+
+
+def test_other_shapes_are_no_number_of_classes(state: dict[str, Tensor]) -> None:
+    """Two different pairs of first dimensions: another model, not another number of classes."""
+    message = misfit({**state, "2.bias": torch.ones(7), "0.bias": torch.ones(8)})
+    assert "classes" not in message
+    assert "2 of another shape" in message
+
+
+class Renamed(nn.Module):
+    """Loads its first version, in which ``weight`` was called ``kernel``."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        if metadata.get("version") not in (1, 2):
+            raise ValueError(f"version {metadata.get('version')}")
+        if metadata["version"] == 1:
+            state[prefix + "weight"] = state.pop(prefix + "kernel")
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+def test_a_module_may_convert_an_older_layout(tmp_path: Path) -> None:
+    """As in torchvision's MNASNet and transformers; the versions lie beside the tensors of a state_dict."""
+    old: OrderedDict[str, Tensor] = OrderedDict(kernel=torch.ones(2))
+    old._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    torch.save(old, tmp_path / "w.pt")
+    model = Renamed()
+    load_into(model, read_state_dict(tmp_path / "w.pt"), "w.pt")
+    assert model.weight.tolist() == [1, 1]
+
+
+def test_a_format_without_versions_has_the_present_layout(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2)}, tmp_path / "w.safetensors")
+    model = Renamed()
+    load_into(model, read_state_dict(tmp_path / "w.safetensors"), "w.safetensors")
+    assert model.weight.tolist() == [1, 1]
+
+
+def test_what_a_module_says_itself_is_passed_on() -> None:
+    later: OrderedDict[str, Tensor] = OrderedDict(weight=torch.ones(2))
+    later._metadata = OrderedDict({"": {"version": 3}})  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="does not fit the model Renamed: version 3"):
+        load_into(Renamed(), later, "w.pt")
