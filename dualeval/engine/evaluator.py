@@ -11,10 +11,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dualeval.engine import numerics
 from dualeval.engine.agreement import check_same_job, host_name, machine_facts, model_fingerprint
+from dualeval.engine.compute import Compute, Pending
 from dualeval.engine.control import ControlPlane
 from dualeval.engine.feed import Batch, FailedSample, Feed, Reader
 from dualeval.engine.folder import RunFolder
@@ -28,9 +29,6 @@ from dualeval.result import Result, sha256_of_json
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
     from dualeval.tasks import Task
-
-# Batches that may be under way on the device before the host waits for the oldest: bounds memory.
-_BATCHES_AHEAD = 2
 
 # Called with (samples done over all ranks, samples in all); on rank 0 only.
 Show = Callable[[int, int], None]
@@ -95,21 +93,23 @@ class Evaluator:
             ExactlyOnceError: a sample was counted never, or more than once.
             PeerError: another rank failed first.
         """
-        with numerics.settings(self._precision), torch.inference_mode():
+        threads = torch.get_num_threads()
+        with numerics.settings(self._precision, self._backend.device):
             model = self._task.build_model(self._backend.device)
-            return _Run(self, model).execute()
+            return _Run(self, model, threads).execute()
 
 
 class _Run:
     """One execution: what is known once the model is built."""
 
-    def __init__(self, evaluator: Evaluator, model: nn.Module) -> None:
+    def __init__(self, evaluator: Evaluator, model: nn.Module, threads: int) -> None:
         self._options = evaluator
         self._task = evaluator._task
         self._backend = evaluator._backend
         self._control = evaluator._control
         self._world = evaluator._backend.world
         self._model = model
+        self._threads = threads
         self._dataset = self._task.dataset()
         self._plan = self._make_plan()
         self._metrics = tuple(self._task.metrics())
@@ -202,7 +202,7 @@ class _Run:
         return self._finish(folder, facts, recorder, writer, setup_s=setup_s, evaluate_s=evaluate_s)
 
     def _loop(self, recorder: Recorder) -> None:
-        """Every batch of this rank: no collective, no wait but for the batch two behind."""
+        """Every batch of this rank: no collective, no wait but for the batch ``compute.ahead`` behind."""
         chunks = self._plan.static_chunks(self._world.rank, self._world.size)
         numbers = [(chunk, batch) for chunk in chunks for batch in self._plan.chunk_batches(chunk)]
         feed = Feed(
@@ -211,56 +211,34 @@ class _Run:
             workers=self._options._workers,
             device=self._backend.device,
         )
-        under_way: deque[tuple[tuple[int, int], Mapping[str, Tensor] | None, Any, Batch]] = deque()
+        under_way: deque[tuple[tuple[int, int], Pending | None, Batch]] = deque()
         compute_s = 0.0
-        autocast = self._autocast()
-        for number, batch in zip(numbers, feed, strict=True):
-            if batch.failed and self._options._on_error == "stop":
-                raise self._unreadable(batch.failed[0])
-            start = perf_counter()
-            columns, event = None, None
-            if batch.data is not None:
-                with autocast:
-                    outputs = self._task.forward(self._model, batch.data)
-                columns, event = self._to_host(self._task.observe(outputs, batch.data))
-            compute_s += perf_counter() - start
-            under_way.append((number, columns, event, batch))
-            if len(under_way) > _BATCHES_AHEAD or event is None:
-                # Without an event the columns are complete already.
-                self._settle(recorder, *under_way.popleft())
-            self._control.raise_if_peer_failed()
-        while under_way:
-            self._settle(recorder, *under_way.popleft())
+        with Compute(
+            self._task, self._model, self._backend.device, self._options._precision, self._threads
+        ) as compute:
+            for number, batch in zip(numbers, feed, strict=True):
+                if batch.failed and self._options._on_error == "stop":
+                    raise self._unreadable(batch.failed[0])
+                start = perf_counter()
+                under_way.append((number, None if batch.data is None else compute.start(batch.data), batch))
+                compute_s += perf_counter() - start
+                if len(under_way) > compute.ahead:
+                    compute_s += self._settle(recorder, *under_way.popleft())
+                self._control.raise_if_peer_failed()
+            while under_way:
+                compute_s += self._settle(recorder, *under_way.popleft())
         self._times.update(data=feed.wait_s, transfer=feed.transfer_s, compute=compute_s)
 
-    def _autocast(self) -> torch.autocast:
-        dtype = numerics.PRECISIONS[self._options._precision]
-        return torch.autocast(self._backend.device.type, dtype=dtype, enabled=dtype is not None)
-
-    def _to_host(self, columns: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Any]:
-        """Start the columns' way to the host; they are complete once the event has happened."""
-        if self._backend.device.type != "cuda":
-            return columns, None
-        host = {
-            name: torch.empty(column.shape, dtype=column.dtype, pin_memory=True).copy_(
-                column, non_blocking=True
-            )
-            for name, column in columns.items()
-        }
-        return host, torch.cuda.current_stream(self._backend.device).record_event()
-
     def _settle(
-        self,
-        recorder: Recorder,
-        number: tuple[int, int],
-        columns: Mapping[str, Tensor] | None,
-        event: Any,
-        batch: Batch,
-    ) -> None:
-        if event is not None:
-            event.synchronize()
+        self, recorder: Recorder, number: tuple[int, int], pending: Pending | None, batch: Batch
+    ) -> float:
+        """Wait for a batch and record it; returns the seconds waited."""
+        start = perf_counter()
+        columns = None if pending is None else pending()
+        waited = perf_counter() - start
         recorder.add(*number, columns, batch.failed)
         self._control.add_done(len(self._plan.batch_samples(number[1])))
+        return waited
 
     def _unreadable(self, sample: FailedSample) -> UsageError:
         return UsageError(

@@ -17,12 +17,14 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 
 
 @contextmanager
-def settings(precision: str) -> Iterator[None]:
-    """Set what equal bits need: no TF32 unless asked for, no choice of kernels by timing, deterministic ones.
+def settings(precision: str, device: torch.device) -> Iterator[None]:
+    """Set what equal bits need: no TF32 unless asked for, no choice of kernels by timing, deterministic ones,
+    and on a CPU one thread a kernel, as the kernel's last bits may depend on their number.
 
     Where an operation has no deterministic kernel PyTorch warns and goes on.
     """
     tf32 = precision == "tf32"
+    threads = torch.get_num_threads()
     deterministic = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
@@ -34,6 +36,8 @@ def settings(precision: str) -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = False
+    if device.type == "cpu":
+        torch.set_num_threads(1)
     try:
         yield
     finally:
@@ -42,3 +46,4 @@ def settings(precision: str) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = matmul
         torch.backends.cudnn.allow_tf32 = cudnn
         torch.backends.cudnn.benchmark = benchmark
+        torch.set_num_threads(threads)

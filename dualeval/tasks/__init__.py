@@ -69,7 +69,11 @@ class Task(Protocol):
         """
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Run the model on a batch that is on the device. No host synchronisation."""
+        """Run the model on a batch that is on the device. No host synchronisation.
+
+        On a CPU several batches are computed at once, each in a thread with a copy of the model's modules:
+        what this changes in the task itself must not depend on their order.
+        """
 
     def observe(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
         """Per-sample columns on the device, first dimension the samples. No host synchronisation."""

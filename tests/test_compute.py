@@ -1,0 +1,108 @@
+"""Compute: batches at the same time on a CPU, with the bits of one at a time."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dualeval.engine.compute import Compute
+from dualeval.errors import DualevalError
+from tests.tiny import CLASSES, FEATURES, TinyTask
+
+CPU = torch.device("cpu")
+
+
+class Remembering(nn.Module):
+    """A model that is not made for threads: it keeps its input between two lines of forward."""
+
+    def __init__(self, both: threading.Barrier) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self._both = [both]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Remembering:
+        copied = Remembering(self._both[0])
+        copied.linear = memo.get(id(self.linear), self.linear)
+        return copied
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.kept = features
+        self._both[0].wait(10)  # both threads have stored their input, and neither has read it
+        logits: Tensor = self.linear(self.kept)
+        return logits
+
+
+def batch(number: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {
+        "features": torch.rand(8, FEATURES, generator=generator),
+        "targets": torch.zeros(8, dtype=torch.int64),
+    }
+
+
+def losses(model: nn.Module, threads: int, batches: int = 6) -> list[list[float]]:
+    with Compute(TinyTask(1), model, CPU, "fp32", threads) as compute:
+        pending = [compute.start(batch(number)) for number in range(batches)]
+        return [columns()["loss"].tolist() for columns in pending]
+
+
+def test_threads_give_the_same_bits_in_order() -> None:
+    model = TinyTask(1).build_model(CPU)
+    assert losses(model, 3) == losses(model, 1)
+
+
+def test_what_a_forward_stores_stays_with_its_thread() -> None:
+    torch.manual_seed(0)
+    model = Remembering(threading.Barrier(2))
+    found = losses(model, 2)
+    model = Remembering(threading.Barrier(1))
+    torch.manual_seed(0)
+    model.linear = Remembering(threading.Barrier(1)).linear
+    assert found == losses(model, 1)
+
+
+def test_parameters_are_shared_not_copied() -> None:
+    model = TinyTask(1).build_model(CPU)
+    with Compute(TinyTask(1), model, CPU, "fp32", 2) as compute:
+        before = compute.start(batch(0))()["loss"].tolist()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert compute.start(batch(0))()["loss"].tolist() != before
+
+
+def test_an_error_in_a_thread_is_raised_where_it_is_waited_for() -> None:
+    with Compute(TinyTask(1), nn.Linear(FEATURES + 1, CLASSES), CPU, "fp32", 2) as compute:
+        pending = compute.start(batch(0))
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            pending()
+
+
+def test_a_model_that_cannot_be_copied_says_what_to_type() -> None:
+    class Lock(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+    with pytest.raises(DualevalError, match=r"Lock cannot be copied .* Set OMP_NUM_THREADS=1"):
+        Compute(TinyTask(1), Lock(), CPU, "fp32", 2)
+    Compute(TinyTask(1), Lock(), CPU, "fp32", 1)
+
+
+def test_autocast_reaches_the_threads() -> None:
+    seen = []
+
+    class Watching(TinyTask):
+        def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+            seen.append((outputs.dtype, torch.is_inference_mode_enabled()))
+            return super().observe(outputs, batch)
+
+    task = Watching(1)
+    for threads in (1, 2):
+        with Compute(task, task.build_model(CPU), CPU, "amp-bf16", threads) as compute:
+            compute.start(batch(0))()
+    assert seen == [(torch.bfloat16, True)] * 2
