@@ -35,7 +35,8 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.ready: setup.py constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || { $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; }
+	@echo "Installing pinned versions into $(VENV): a minute or two, more where torch comes with CUDA."
 	$(PIP) install -c constraints.txt setuptools wheel
 	$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@

@@ -22,7 +22,7 @@ from dualeval.backends.base import Backend
 from dualeval.errors import LaunchError, UsageError
 from dualeval.world import World
 
-__all__ = ["Backend", "choose_device", "connect"]
+__all__ = ["Backend", "choose_backend", "choose_device", "connect"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,29 @@ def connect(name: str | None, world: World, device: str | None = None) -> Backen
         LaunchError: this backend cannot run under this launcher.
         BackendError: the group could not be joined.
     """
+    entry = _BACKENDS[choose_backend(name, world)]
+    place = choose_device(device, world)
+    if place.type == "cuda":
+        # What allocates on "cuda" or pins memory takes the current device; by default 0 on all ranks.
+        torch.cuda.set_device(place)
+    # With cuda:N all ranks of a node share one GPU. NCCL refuses that, so they meet in host memory. Decided
+    # by the option alone, which is the same on every rank; the device itself may be the rank's own on some.
+    shared = device is not None and ":" in device and world.size > 1
+    implementation: type[Backend] = getattr(importlib.import_module(entry.module), entry.class_name)
+    return implementation(world, place, torch.device("cpu") if shared else None)
+
+
+def choose_backend(name: str | None, world: World) -> str:
+    """Choose the name of the backend; the same on every rank of a world, from its launcher and size alone.
+
+    Args:
+        name: as for ``connect``.
+        world: any rank's place.
+
+    Raises:
+        UsageError: there is no such backend.
+        LaunchError: this backend cannot run under this launcher.
+    """
     if name is None:
         if world.launcher not in _DEFAULTS:
             known = ", ".join(_DEFAULTS)
@@ -91,12 +114,7 @@ def connect(name: str | None, world: World, device: str | None = None) -> Backen
             f"--backend {name} cannot run a world of {world.size} started by {found}. Start it with "
             f"{entry.start}, or leave --backend out to take {_DEFAULTS.get(world.launcher, 'single')}."
         )
-    place = choose_device(device, world)
-    # With cuda:N all ranks of a node share one GPU. NCCL refuses that, so they meet in host memory. Decided
-    # by the option alone, which is the same on every rank; the device itself may be the rank's own on some.
-    shared = device is not None and ":" in device and world.size > 1
-    implementation: type[Backend] = getattr(importlib.import_module(entry.module), entry.class_name)
-    return implementation(world, place, torch.device("cpu") if shared else None)
+    return name
 
 
 def choose_device(wanted: str | None, world: World) -> torch.device:

@@ -36,9 +36,6 @@ class TorchBackend(Backend):
 
     def __init__(self, world: World, device: torch.device, transport: torch.device | None = None) -> None:
         super().__init__(world, device, transport)
-        if device.type == "cuda":
-            # NCCL, and whatever allocates on "cuda", takes the current device; the default is 0 on all ranks.
-            torch.cuda.set_device(device)
         self._joined = not dist.is_initialized()
         if self._joined:
             self._join()

@@ -70,6 +70,7 @@ class TinyTask:
     name = "benchmark-memory"
     rows = ("target", "prediction", "confidence", "loss", "top")
     decodes = False
+    concurrent = True
 
     def __init__(self, count: int) -> None:
         self._dataset = Generated(count)

@@ -98,6 +98,7 @@ class ProblemTask:
     name = "benchmark-overhead"
     rows = ("target", "prediction", "confidence", "loss", "top")
     decodes = False
+    concurrent = True
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

@@ -82,9 +82,14 @@ def sha256_of_json(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def partial_of(path: Path) -> Path:
+    """Where a file is written until it is whole."""
+    return path.with_name(path.name + ".partial")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that is whole under its name, or not there."""
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_of(path)
     partial.write_text(text, "utf-8")
     partial.replace(path)
 

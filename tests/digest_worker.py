@@ -22,8 +22,7 @@ from dualeval.tasks.image_classification import ImageClassification
 def main() -> None:
     folder = Path(sys.argv[1])
     found = []
-    with connect(None, detect(os.environ), "cpu") as backend:
-        control = open_control_plane(backend)
+    with connect(None, detect(os.environ), "cpu") as backend, open_control_plane(backend) as control:
         for number, (limit, workers, threads) in enumerate(json.loads(sys.argv[2])):
             torch.set_num_threads(threads)
             result = Evaluator(
@@ -43,7 +42,6 @@ def main() -> None:
             )
         if backend.world.is_main:
             (folder / "found.json").write_text(json.dumps(found))
-        control.leave()
 
 
 if __name__ == "__main__":

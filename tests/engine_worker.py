@@ -21,6 +21,7 @@ from dualeval.errors import DualevalError
 from dualeval.launch import detect
 from tests.tiny import TinyTask
 
+TEN = ["loss", *(f"top{k}" for k in range(1, 7)), "precision_recall", "confusion", "ece"]
 _PRIMITIVES = ("_all_reduce", "_broadcast", "_gather", "_barrier")
 
 
@@ -54,14 +55,14 @@ def collectives(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
     """Collectives of whole runs, and how many of them fell between the first and the last forward."""
     calls = count_collectives(backend)
     found: dict[str, Any] = {}
-    for samples, metrics in ((10, ["loss"]), (10, []), (2000, ["loss"]), (2000, [])):
+    for samples, metrics in ((10, ["loss"]), (10, TEN), (10_000, ["loss"]), (10_000, TEN)):
         calls.clear()
         seen: list[int] = []
         task = WatchedTask(samples, lambda seen=seen: seen.append(calls.total()), metrics=metrics)  # type: ignore[misc]
         out = folder / f"{samples}-{len(metrics)}"
         Evaluator(task, backend, control, out=out, batch_size=4).run()
         in_loop = seen[-1] - seen[0] if seen else 0
-        found[f"{samples} samples, {len(metrics) or 'all'} metrics"] = {"in_loop": in_loop, **calls}
+        found[f"{samples} samples, {len(metrics)} metrics"] = {"in_loop": in_loop, **calls}
     return found
 
 
@@ -69,6 +70,14 @@ def apart(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, An
     """Each rank writes to a folder of its own, as ranks on nodes without a shared disk do."""
     out = folder / f"disk-of-{backend.world.rank}" / "out"
     result = Evaluator(TinyTask(997), backend, control, out=out, batch_size=16).run()
+    return {"digest": result.metrics_digest, "left": sorted(path.name for path in out.glob("**/*"))}
+
+
+def apart_on_two_nodes(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """Rank 0 on one node, the others on another, with a disk each."""
+    out = folder / f"disk-of-{min(backend.world.rank, 1)}" / "out"
+    result = Evaluator(TinyTask(997), backend, control, out=out, batch_size=16).run()
+    control.meet()
     return {"digest": result.metrics_digest, "left": sorted(path.name for path in out.glob("**/*"))}
 
 
@@ -137,6 +146,7 @@ SCENARIOS = {
     for scenario in (
         collectives,
         apart,
+        apart_on_two_nodes,
         together,
         broken,
         one_fails_in_the_loop,
@@ -149,11 +159,9 @@ SCENARIOS = {
 def main() -> None:
     torch.set_num_threads(1)
     scenario, folder = sys.argv[1], Path(sys.argv[2])
-    with connect(None, detect(os.environ), "cpu") as backend:
-        control = open_control_plane(backend)
+    with connect(None, detect(os.environ), "cpu") as backend, open_control_plane(backend) as control:
         report = SCENARIOS[scenario](backend, control, folder)
         (folder / f"rank-{backend.world.rank}.json").write_text(json.dumps(report))
-        control.leave()
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dualeval.engine.compute import Compute
-from dualeval.errors import DualevalError
+from dualeval.engine.compute import Compute, usable_threads
 from tests.tiny import CLASSES, FEATURES, TinyTask
 
 CPU = torch.device("cpu")
@@ -82,15 +83,60 @@ def test_an_error_in_a_thread_is_raised_where_it_is_waited_for() -> None:
             pending()
 
 
-def test_a_model_that_cannot_be_copied_says_what_to_type() -> None:
-    class Lock(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lock = threading.Lock()
+class Lock(nn.Module):
+    """A model that cannot be copied."""
 
-    with pytest.raises(DualevalError, match=r"Lock cannot be copied .* Set OMP_NUM_THREADS=1"):
-        Compute(TinyTask(1), Lock(), CPU, "fp32", 2)
-    Compute(TinyTask(1), Lock(), CPU, "fp32", 1)
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(lambda module, inputs, output: None)
+    return nn.Sequential(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "threads", "batches", "expected"),
+    [
+        (nn.Linear(2, 2), 4, 100, 4),
+        (nn.Linear(2, 2), 4, 3, 3),
+        (nn.Linear(2, 2), 64, 100, 16),
+        (nn.Linear(2, 2), 1, 100, 1),
+        (nn.Linear(2, 2), 4, 0, 1),
+        (Lock(), 4, 100, 1),
+        (hooked(), 4, 100, 1),
+    ],
+)
+def test_threads_where_the_model_allows_them(
+    model: nn.Module, threads: int, batches: int, expected: int
+) -> None:
+    assert usable_threads(TinyTask(1), model, CPU, threads, batches) == expected
+
+
+def test_a_task_may_want_one_at_a_time() -> None:
+    task = TinyTask(1)
+    task.concurrent = False
+    assert usable_threads(task, nn.Linear(2, 2), CPU, 4, 100) == 1
+    assert usable_threads(TinyTask(1), nn.Linear(2, 2), torch.device("cuda"), 4, 100) == 1
+
+
+def test_a_kernel_has_one_thread() -> None:
+    seen = []
+    mapped = Path("/proc/self/maps").read_text().split()
+    openmp = ctypes.CDLL(next(name for name in mapped if "libgomp" in name or "libiomp" in name))
+
+    class Watching(TinyTask):
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            # What OpenMP says: a new thread begins with all cores, and asking torch would already set it.
+            seen.append(openmp.omp_get_max_threads())
+            return super().forward(model, batch)
+
+    task = Watching(1)
+    with Compute(task, task.build_model(CPU), CPU, "fp32", 2) as compute:
+        compute.start(batch(0))()
+    assert seen == [1]
 
 
 def test_autocast_reaches_the_threads() -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from dualeval.backends.base import Backend
+from dualeval.engine import control as control_module
 from dualeval.engine.control import ControlPlane, open_control_plane
 from dualeval.errors import DualevalError, PeerError, UsageError
 from dualeval.world import World
@@ -129,3 +130,90 @@ def test_unreachable_addresses_are_listed(monkeypatch: pytest.MonkeyPatch) -> No
     backend = cast(Backend, Elsewhere(1, 2, queue.Queue()))
     with pytest.raises(DualevalError, match=r"rank 1 cannot reach .*127.0.0.1:1 \(.*127.0.0.2:1 \("):
         open_control_plane(backend)
+
+
+def test_without_rank_0_it_is_said_so() -> None:
+    met, ended = threading.Event(), threading.Event()
+
+    def work(rank: int, control: ControlPlane) -> Any:
+        control.meet()
+        if rank == 0:
+            assert met.wait(LIMIT_S)
+            control._store = control._server = None  # as when the process is gone
+            ended.set()
+            return None
+        met.set()
+        assert ended.wait(LIMIT_S)
+        try:
+            control.meet()
+        except PeerError as error:
+            # Its own failure is still told, if only to whoever reads this rank's output.
+            return str(error), str(control.fail(UsageError("mine")))
+        return None
+
+    seen, own = on_ranks(2, work)[1]
+    assert seen.startswith("rank 0 can no longer be reached")
+    assert own == "mine"
+
+
+def test_another_rank_speaks_where_rank_0_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "_SAY_WITHIN_S", 0.1)
+    spoken: list[int] = []
+    others_spoke = threading.Event()
+
+    def work(rank: int, control: ControlPlane) -> None:
+        control.meet()
+        if rank == 0:
+            assert others_spoke.wait(LIMIT_S)
+
+        def say() -> None:
+            spoken.append(rank)
+            others_spoke.set()
+
+        control.fail(DualevalError("broken"))
+        control.leave_after_message(say)
+
+    on_ranks(3, work)
+    assert len(spoken) == 1
+    assert spoken[0] != 0
+
+
+def test_rank_0_speaks_where_it_can() -> None:
+    spoken: list[int] = []
+
+    def work(rank: int, control: ControlPlane) -> None:
+        control.fail(DualevalError("broken"))
+        control.leave_after_message(lambda: spoken.append(rank))
+
+    on_ranks(3, work)
+    assert spoken == [0]
+
+
+def test_as_a_context_it_tells_and_leaves() -> None:
+    def work(rank: int, control: ControlPlane) -> None:
+        with control:
+            if rank == 1:
+                raise UsageError("rank 1 alone")
+            control.meet()
+
+    errors = on_ranks(2, work)
+    assert [type(error) for error in errors] == [PeerError, UsageError]
+    assert str(errors[0]) == "rank 1 alone"
+
+
+def test_a_second_run_counts_from_nothing() -> None:
+    def work(rank: int, control: ControlPlane) -> list[int]:
+        last = []
+        for _ in range(2):
+            shown: list[int] = []
+            control.start_reporting(shown.append if rank == 0 else None)
+            control.add_done(5)
+            if rank == 1:
+                control.stop_reporting()
+            control.meet()
+            control.stop_reporting()
+            control.meet()
+            last.append(shown[-1] if shown else 0)
+        return last
+
+    assert on_ranks(2, work)[0] == [10, 10]

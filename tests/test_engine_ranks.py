@@ -54,6 +54,16 @@ def test_rows_reach_rank_0_without_a_shared_folder(launch: Launch, tmp_path: Pat
     assert table["target"].to_pylist() == [index * 31 % 7 for index in range(997)]
 
 
+def test_ranks_of_a_node_share_its_disk_and_leave_nothing(
+    launch: Launch, tmp_path: Path, wanted: str
+) -> None:
+    first, *others = run_ranks(launch, "apart_on_two_nodes", 3, tmp_path)
+    assert first["left"] == ["predictions.parquet", "result.json", "status.json"]
+    assert others == [{"digest": wanted, "left": []}] * 2
+    table = pyarrow.parquet.read_table(tmp_path / "disk-of-0/out/predictions.parquet")
+    assert table["index"].to_pylist() == list(range(997))
+
+
 def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) -> None:
     for name in ("one", "three"):
         (tmp_path / name).mkdir()

@@ -12,11 +12,12 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from dualeval import job
 from dualeval.backends import connect
-from dualeval.engine import journal, plan, predictions, recorder
+from dualeval.engine import journal, numerics, plan, predictions, recorder
 from dualeval.engine.control import open_control_plane
 from dualeval.engine.evaluator import Evaluator
-from dualeval.errors import UsageError
+from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.result import Result
 from dualeval.tasks import Task
 from dualeval.world import World
@@ -200,3 +201,26 @@ def test_rows_of_a_chunk_twice_are_refused(tmp_path: Path) -> None:
         predictions.write_predictions(tmp_path / "p", files, the_plan, str, [])
     with pytest.raises(Exception, match=r"no journal file holds the rows of chunks \[1\]"):
         predictions.write_predictions(tmp_path / "p", files[:1], the_plan, str, [])
+
+
+def test_a_task_that_loses_a_row_is_stopped(tmp_path: Path) -> None:
+    class Losing(TinyTask):
+        def observe(self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: column[1:] for name, column in super().observe(outputs, batch).items()}
+
+    with pytest.raises(ExactlyOnceError, match=r"of batch 0 \(samples 0 to 7\) has 7 values, expected 8"):
+        evaluate(Losing(16), tmp_path / "out", batch_size=8)
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "journal").mkdir()
+    for name in ("journal/notes.txt", "other.partial"):
+        (tmp_path / name).write_text("kept")
+    evaluate(TinyTask(5), tmp_path)
+    evaluate(TinyTask(5), tmp_path, fresh=True)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "done"
+    assert (tmp_path / "journal/notes.txt").read_text() == (tmp_path / "other.partial").read_text() == "kept"
+
+
+def test_precisions_are_those_of_the_job() -> None:
+    assert tuple(numerics.PRECISIONS) == job.PRECISIONS

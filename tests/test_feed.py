@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dualeval.engine.feed import Batch, Feed, Reader, zeros_like
+from dualeval.errors import DualevalError
 from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
@@ -63,3 +64,17 @@ def test_zeros_keep_the_structure() -> None:
     zeros = zeros_like(sample)
     assert zeros["image"].dtype == torch.uint8 and zeros["image"].sum() == 0
     assert zeros["box"][1] == 0 and zeros["name"] == "" and zeros["t"] == (0.0,)
+
+
+class Dropping(TinyTask):
+    """A data set that leaves out a bad sample instead of raising."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        whole = self._dataset.__getitems__
+        self._dataset.__getitems__ = lambda indices: whole(indices)[1:]  # type: ignore[method-assign]
+
+
+def test_a_data_set_must_not_drop_samples() -> None:
+    with pytest.raises(DualevalError, match="gave 3 samples for the 4 indices 0 to 3"):
+        read(Dropping(), [range(4)])

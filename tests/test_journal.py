@@ -13,6 +13,7 @@ from dualeval.errors import DualevalError
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
+    (tmp_path / "journal").mkdir()
     writer = JournalWriter(tmp_path / "journal", fingerprint="f" * 64, prefix="t-00000")
     delta = torch.zeros(50, dtype=torch.int64)
     delta[3], delta[40] = 7, -2

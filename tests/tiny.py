@@ -50,6 +50,7 @@ class TinyTask:
     name = "tiny"
     rows = ("target", "prediction", "confidence", "loss", "top")
     decodes = False
+    concurrent = True
 
     def __init__(self, count: int, broken: Sequence[int] = (), metrics: Sequence[str] = ()) -> None:
         self._dataset = TinyDataset(count, broken)

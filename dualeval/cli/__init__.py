@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from time import sleep
 
 import click
 
 from dualeval import __version__
 from dualeval.cli.run import run
-from dualeval.errors import EXIT_FAILED, EXIT_USAGE, DualevalError, LaunchError
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, LaunchError
 from dualeval.launch import detect
+
+_HEAD_START_S = 1.0
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -25,8 +28,9 @@ dualeval.add_command(run)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with its exit code (``dualeval.errors`` lists them)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = dualeval.main(arguments, prog_name="dualeval", standalone_mode=False) or 0
+        code = dualeval.main(words, prog_name="dualeval", standalone_mode=False, obj=words) or EXIT_DONE
     except click.exceptions.Exit as end:
         code = end.exit_code
     except click.ClickException as error:
@@ -38,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except DualevalError as error:
         _say(str(error))
         code = error.exit_code
+    except BrokenPipeError:
+        # Whoever read standard output has gone; Python would complain of it again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_DONE
     sys.exit(code)
 
 
@@ -49,3 +57,6 @@ def _say(message: str) -> None:
         speaks = True
     if speaks:
         click.echo(f"dualeval: error: {message}", err=True)
+    else:
+        # A launcher ends rank 0 as soon as another rank has failed: it must have spoken by then.
+        sleep(_HEAD_START_S)

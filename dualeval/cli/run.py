@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualeval.errors import DualevalError, LaunchError, PeerError
+from dualeval.errors import EXIT_DONE, DualevalError, LaunchError, PeerError
 from dualeval.job import ON_ERROR, PRECISIONS, TASKS, Job
 from dualeval.launch import detect
 from dualeval.world import World
@@ -112,22 +112,32 @@ def run(context: click.Context, /, **flags: Any) -> None:
             click.echo(json.dumps(job.to_json(), indent=2, ensure_ascii=False))
         return
     if nproc is not None:
-        context.exit(_hand_to_torchrun(nproc, world))
+        context.exit(_hand_to_torchrun(nproc, world, manner.backend, job.device, context.obj))
     context.exit(_evaluate(job, manner, world))
 
 
-def _hand_to_torchrun(nproc: int, world: World) -> int:
+def _hand_to_torchrun(
+    nproc: int, world: World, backend: str | None, device: str | None, arguments: Sequence[str]
+) -> int:
     """Start this same command, less --nproc, as ``nproc`` ranks."""
     if world.launcher != "none":
         raise LaunchError(
             f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
             "Leave out --nproc there, or start 'dualeval run --nproc N' by itself."
         )
+    from dualeval.backends import choose_backend, choose_device
     from dualeval.launch.local import run_local
 
+    # What the last rank would find: said here once, before any rank is started.
+    last = World(
+        rank=nproc - 1, size=nproc, local_rank=nproc - 1, local_size=nproc, node_rank=0, launcher="torchrun"
+    )
+    choose_backend(backend, last)
+    choose_device(device, last)
     package = Path(__file__).resolve().parent.parent
-    command = [sys.executable, str(package / "__main__.py"), *_without_nproc(sys.argv[1:])]
-    return run_local(command, nproc, os.environ)
+    return run_local(
+        [sys.executable, str(package / "__main__.py"), *_without_nproc(arguments)], nproc, os.environ
+    )
 
 
 def _without_nproc(arguments: Sequence[str]) -> list[str]:
@@ -142,20 +152,27 @@ def _without_nproc(arguments: Sequence[str]) -> list[str]:
 
 def _evaluate(job: Job, manner: _Manner, world: World) -> int:
     """Evaluate as one rank; returns the exit code, the same on every rank."""
-    from dualeval.backends import connect
+    from dualeval.backends import choose_backend, connect
     from dualeval.engine.control import open_control_plane
 
-    backend = connect(manner.backend, world, job.device)
-    control = open_control_plane(backend)
+    choose_backend(manner.backend, world)
+    try:
+        backend = connect(manner.backend, world, job.device)
+        control = open_control_plane(backend)
+    except DualevalError as error:
+        # Perhaps this rank's alone (its node may lack the GPU), and there is nowhere yet to tell the others.
+        where = f" (on rank {world.rank})" if world.size > 1 else ""
+        click.echo(f"dualeval: error: {error}{where}", err=True)
+        return error.exit_code
     try:
         result = _run_engine(job, manner, backend, control)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - told to every rank and to the caller
         return _end_after(error, control, backend)
-    if world.is_main:
-        _show(result, manner)
     control.leave()
     backend.close()
-    return 0
+    if world.is_main:
+        _show(result, manner)
+    return EXIT_DONE
 
 
 def _run_engine(job: Job, manner: _Manner, backend: Backend, control: ControlPlane) -> Result:

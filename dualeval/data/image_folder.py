@@ -117,8 +117,19 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 def _images(root: Path, class_name: str) -> Iterable[str]:
     """Paths below the root of the images of a class, sorted."""
+
+    def refuse(error: OSError) -> None:
+        # Passed over, its images would be missing without a word.
+        raise UsageError(f"data folder {error.filename} cannot be listed: {error.strerror}") from error
+
     found = []
-    for folder, _, names in os.walk(root / class_name, followlinks=True):
+    seen: set[tuple[int, int]] = set()
+    for folder, inner, names in os.walk(root / class_name, onerror=refuse, followlinks=True):
+        own = Path(folder).stat()
+        if (own.st_dev, own.st_ino) in seen:
+            inner.clear()  # a link back to where the walk has been
+            continue
+        seen.add((own.st_dev, own.st_ino))
         inside = Path(folder).relative_to(root).as_posix()
         found += [f"{inside}/{name}" for name in names if name.lower().endswith(EXTENSIONS)]
     return sorted(found)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine import numerics
-from dualeval.errors import DualevalError
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task
@@ -32,6 +31,32 @@ Pending = Callable[[], Columns]
 _AHEAD_ON_GPU = 2
 
 
+# Each batch under way holds activations of its own; more cores than this want more ranks.
+_MOST_THREADS = 16
+
+
+def usable_threads(task: Task, model: nn.Module, device: torch.device, threads: int, batches: int) -> int:
+    """How many batches may be computed at the same time.
+
+    Args:
+        task: says by ``concurrent`` whether its forward may run in several threads.
+        model: one with hooks, which may keep what they see where all threads find it, or one that cannot be
+            copied, gets one thread.
+        device: a GPU orders the batches by itself, and gets one.
+        threads: what this rank has.
+        batches: how many there are to compute.
+    """
+    if device.type != "cpu" or not task.concurrent or min(threads, batches) < 2:
+        return 1
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return 1
+    try:
+        _copy_sharing_tensors(model)
+    except Exception:  # noqa: BLE001 - whatever stands in the way, one thread needs no copy
+        return 1
+    return min(threads, batches, _MOST_THREADS)
+
+
 class Compute:
     """Runs batches on one device.
 
@@ -40,8 +65,8 @@ class Compute:
         model: its model, on the device.
         device: where.
         precision: a key of ``numerics.PRECISIONS``.
-        threads: batches that a CPU computes at the same time; each thread has a copy of the model's modules,
-            which shares their parameters and buffers. Without effect on a GPU.
+        threads: batches that are computed at the same time, as ``usable_threads`` gives it; each thread has a
+            copy of the model's modules, which shares their parameters and buffers.
 
     Attributes:
         ahead: batches that may be under way before the oldest is to be waited for.
@@ -52,12 +77,12 @@ class Compute:
     ) -> None:
         self._task = task
         self._device = device
-        self._dtype = numerics.PRECISIONS[precision]
+        self._precision = precision
         self._model = model
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
         self.ahead = _AHEAD_ON_GPU if device.type == "cuda" else 0
-        if device.type == "cpu" and threads > 1:
+        if threads > 1:
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
             for _ in range(threads):
                 copies.put(_copy_sharing_tensors(model))
@@ -66,6 +91,8 @@ class Compute:
             self.ahead = threads
 
     def _take_copy(self, copies: queue.SimpleQueue[nn.Module]) -> None:
+        # The setting of a thread, which a new one does not inherit.
+        torch.set_num_threads(1)
         self._own.model = copies.get_nowait()
 
     def __enter__(self) -> Compute:
@@ -92,7 +119,7 @@ class Compute:
     def _columns(self, model: nn.Module, data: Any) -> Columns:
         # Inference mode and autocast belong to a thread: a pool's thread is in neither.
         with torch.inference_mode():
-            with torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype is not None):
+            with numerics.autocast(self._precision, self._device):
                 outputs = self._task.forward(model, data)
             return self._task.observe(outputs, data)
 
@@ -104,7 +131,9 @@ class Compute:
             )
             for name, column in columns.items()
         }
-        arrived = torch.cuda.current_stream(self._device).record_event()
+        # blocking: the host sleeps while it waits, and leaves its core to the loader's workers.
+        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(self._device))
 
         def wait() -> Columns:
             arrived.synchronize()
@@ -116,10 +145,4 @@ class Compute:
 def _copy_sharing_tensors(model: nn.Module) -> nn.Module:
     """The modules copied, so that what a forward stores in them stays with its thread; the tensors shared."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    try:
-        return copy.deepcopy(model, shared)
-    except Exception as error:
-        raise DualevalError(
-            f"the model {type(model).__name__} cannot be copied for a second thread "
-            f"({type(error).__name__}: {error}). Set OMP_NUM_THREADS=1 to compute one batch at a time."
-        ) from error
+    return copy.deepcopy(model, shared)

@@ -10,9 +10,11 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic, sleep
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from dualeval.backends.base import Backend
 
 _REACH_S = 10
+_SAY_WITHIN_S = 10.0
+_LEAVE_AFTER_FAILURE_S = 2.0
 _REPORT_EVERY_S = 0.5
 _SHORTEST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
@@ -55,27 +59,45 @@ class ControlPlane:
         self._server = server
         self._meetings = 0
         self._done = 0
-        self._peer_failed = threading.Event()
+        self._runs = 0
+        self._peer_failure: PeerError | None = None
         self._stop = threading.Event()
         self._reporter: threading.Thread | None = None
 
     def _key(self, name: str) -> str:
         return f"{self._token}/{name}"
 
+    def __enter__(self) -> ControlPlane:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.leave()
+        else:
+            if not isinstance(error, PeerError):
+                self.fail(error)
+            self.leave(limit_s=_LEAVE_AFTER_FAILURE_S)
+
     def meet(self) -> None:
         """Wait, asleep, until every rank has come here.
 
         Raises:
-            PeerError: another rank has failed instead of coming.
+            PeerError: another rank has failed instead of coming, or rank 0 can no longer be reached.
         """
         number = self._meetings
         self._meetings += 1
         if self._store is None:
             return
-        if self._store.add(self._key(f"arrived/{number}"), 1) == self._size:
-            self._store.set(self._key(f"go/{number}"), _GO)
-        if self._await(f"go/{number}") == _FAILED:
-            raise self._first_failure()
+        with _rank_0_reachable():
+            if self._store.add(self._key(f"arrived/{number}"), 1) == self._size:
+                self._store.set(self._key(f"go/{number}"), _GO)
+            if self._await(f"go/{number}") == _FAILED:
+                raise self._first_failure(self._store)
 
     def _await(self, name: str, limit_s: float = float("inf")) -> str | None:
         """Wait until a key is set; None after ``limit_s`` seconds without it."""
@@ -95,27 +117,31 @@ class ControlPlane:
         """Tell the others that this rank failed and why.
 
         Returns:
-            The failure that was told first, which may be another rank's: the one to report.
+            The failure that was told first, which may be another rank's: the one to report. This rank's own
+            where nobody can be told.
         """
         failure = {"rank": self._rank, "exit_code": exit_code_of(error), "message": message_of(error)}
         if self._store is None:
             return _to_error(failure)
-        if self._store.add(self._key("failures"), 1) == 1:
-            self._store.set(self._key("failure"), json.dumps(failure))
-        # A rank can wait at most at the next meeting that this one would have come to.
-        self._store.set(self._key(f"go/{self._meetings}"), _FAILED)
-        return self._first_failure()
+        try:
+            with _rank_0_reachable():
+                if self._store.add(self._key("failures"), 1) == 1:
+                    self._store.set(self._key("failure"), json.dumps(failure))
+                # A rank can wait at most at the next meeting that this one would have come to.
+                self._store.set(self._key(f"go/{self._meetings}"), _FAILED)
+                return self._first_failure(self._store)
+        except PeerError:
+            return _to_error(failure)
 
     def raise_if_peer_failed(self) -> None:
         """Raise PeerError where the reporter has seen another rank's failure; costs nothing otherwise."""
-        if self._peer_failed.is_set():
-            raise self._first_failure()
+        if self._peer_failure is not None:
+            raise self._peer_failure
 
-    def _first_failure(self) -> PeerError:
-        content = self._await("failure", limit_s=_REACH_S)
-        if content is None:
-            return PeerError("another rank failed and could not say why", rank=-1, exit_code=EXIT_FAILED)
-        return _to_error(json.loads(content))
+    def _first_failure(self, store: TCPStore) -> PeerError:
+        """The failure that was told first."""
+        # The store's get waits: the failure is counted a moment before it is written.
+        return _to_error(json.loads(store.get(self._key("failure"))))
 
     def add_done(self, samples: int) -> None:
         """Count samples that this rank has finished; the reporter passes the sum on."""
@@ -130,28 +156,33 @@ class ControlPlane:
         """
         if self._store is None and show is None:
             return
+        self._done = 0
+        self._runs += 1
         client = None if self._store is None else self._store.clone()  # type: ignore[attr-defined]
         self._reporter = threading.Thread(
-            target=self._report, args=(client, show), name="dualeval-reporter", daemon=True
+            target=self._report,
+            args=(client, show, self._key(f"done/{self._runs}")),
+            name="dualeval-reporter",
+            daemon=True,
         )
         self._reporter.start()
 
-    def _report(self, client: TCPStore | None, show: Callable[[int], None] | None) -> None:
+    def _report(self, client: TCPStore | None, show: Callable[[int], None] | None, counter: str) -> None:
         told = 0
         stopped = False
         while not stopped:
             stopped = self._stop.wait(_REPORT_EVERY_S)
-            done = self._done
-            total = done
+            done = total = self._done
             if client is not None:
                 try:
-                    total = client.add(self._key("done"), done - told)
-                    failed = client.check([self._key("failure")])
-                except (DistNetworkError, DistStoreError):
-                    return  # rank 0 is gone: the main thread meets the same at its next step, and says so
+                    with _rank_0_reachable():
+                        total = client.add(counter, done - told)
+                        if client.check([self._key("failure")]):
+                            self._peer_failure = self._first_failure(client)
+                except PeerError as unreachable:
+                    self._peer_failure = unreachable
+                    return
                 told = done
-                if failed:
-                    self._peer_failed.set()
             if show is not None:
                 show(total)
 
@@ -164,28 +195,49 @@ class ControlPlane:
             self._stop.clear()
 
     def leave(self, limit_s: float = 10.0) -> None:
-        """Leave in order: rank 0, who serves the others, goes last."""
+        """Leave in order: rank 0, who serves the others, goes last. Later calls do nothing."""
         self.stop_reporting()
         if self._store is None:
             return
-        if self._store.add(self._key("left"), 1) == self._size:
-            self._store.set(self._key("all-left"), _GO)
-        if self._rank == 0:
-            self._await("all-left", limit_s)
+        # Where rank 0 has gone already there is no order to keep.
+        with suppress(PeerError), _rank_0_reachable():
+            if self._store.add(self._key("left"), 1) == self._size:
+                self._store.set(self._key("all-left"), _GO)
+            if self._rank == 0:
+                self._await("all-left", limit_s)
         self._store = self._server = None
 
     def leave_after_message(self, say: Callable[[], None]) -> None:
-        """Leave after a failure: rank 0 says why, and the others wait for that, so that all end together.
+        """Leave after a failure; one rank says why, rank 0 if it can, and all end together.
 
-        A launcher ends all ranks when the first one fails; it must not end rank 0 before it has spoken.
+        A launcher ends all ranks when the first one fails; it must not end rank 0 before it has spoken. But
+        rank 0 may be in the midst of a long batch: after ``_SAY_WITHIN_S`` another rank speaks for it.
         """
-        if self._rank == 0:
+        first = True  # and if rank 0 is gone, nobody else is known to be there
+        if self._store is not None:
+            with suppress(PeerError), _rank_0_reachable():
+                if self._rank != 0:
+                    self._await("said", limit_s=_SAY_WITHIN_S)
+                first = self._store.add(self._key("speakers"), 1) == 1
+        if first:
             say()
-            if self._store is not None:
+        if self._store is not None:
+            with suppress(PeerError), _rank_0_reachable():
                 self._store.set(self._key("said"), _GO)
-        else:
-            self._await("said", limit_s=_REACH_S)
-        self.leave(limit_s=2.0)
+        self.leave(limit_s=_LEAVE_AFTER_FAILURE_S)
+
+
+@contextmanager
+def _rank_0_reachable() -> Iterator[None]:
+    """Turn the store's errors into the news that rank 0 is gone."""
+    try:
+        yield
+    except (DistNetworkError, DistStoreError) as error:
+        raise PeerError(
+            "rank 0 can no longer be reached: it ended, or its host or network did",
+            rank=0,
+            exit_code=EXIT_FAILED,
+        ) from error
 
 
 def _to_error(failure: dict[str, Any]) -> PeerError:
@@ -234,6 +286,9 @@ def _addresses(master: str | None, *, local: bool) -> list[str]:
     """Addresses under which this host may be reached, the likeliest first, each once."""
     if local:
         return ["127.0.0.1"]
-    own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    try:
+        own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    except OSError:  # a host that cannot look up its own name, as in many containers, still has its master's
+        own = set()
     reachable = sorted(str(address) for address in own if not str(address).startswith("127."))
     return list(dict.fromkeys([*([master] if master else []), *reachable]))

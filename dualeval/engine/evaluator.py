@@ -15,9 +15,9 @@ from torch import nn
 
 from dualeval.engine import numerics
 from dualeval.engine.agreement import check_same_job, host_name, machine_facts, model_fingerprint
-from dualeval.engine.compute import Compute, Pending
+from dualeval.engine.compute import Compute, Pending, usable_threads
 from dualeval.engine.control import ControlPlane
-from dualeval.engine.feed import Batch, FailedSample, Feed, Reader
+from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.folder import RunFolder
 from dualeval.engine.journal import JournalWriter
 from dualeval.engine.plan import EvalPlan
@@ -93,9 +93,13 @@ class Evaluator:
             ExactlyOnceError: a sample was counted never, or more than once.
             PeerError: another rank failed first.
         """
+        if self._backend.world.is_main and self._out is not None and not self._fresh:
+            # Again when the folder is made; here, because reading weights and data may take minutes.
+            RunFolder.check_unused(self._out.absolute())
         threads = torch.get_num_threads()
         with numerics.settings(self._precision, self._backend.device):
-            model = self._task.build_model(self._backend.device)
+            with numerics.autocast(self._precision, self._backend.device):
+                model = self._task.build_model(self._backend.device)
             return _Run(self, model, threads).execute()
 
 
@@ -177,7 +181,7 @@ class _Run:
         assert chosen is not None
         # A path that was given is this rank's to resolve: without a shared folder it names its own disk's.
         path = Path(chosen[0]) if self._options._out is None else self._options._out.absolute()
-        return RunFolder(path, chosen[1], is_main=self._world.is_main)
+        return RunFolder(path, chosen[1], rank=self._world.rank)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -211,16 +215,18 @@ class _Run:
             workers=self._options._workers,
             device=self._backend.device,
         )
-        under_way: deque[tuple[tuple[int, int], Pending | None, Batch]] = deque()
+        # Not the batch itself: its inputs would stay on the device for as long.
+        under_way: deque[tuple[tuple[int, int], Pending | None, tuple[FailedSample, ...]]] = deque()
         compute_s = 0.0
-        with Compute(
-            self._task, self._model, self._backend.device, self._options._precision, self._threads
-        ) as compute:
+        device = self._backend.device
+        threads = usable_threads(self._task, self._model, device, self._threads, len(numbers))
+        with Compute(self._task, self._model, device, self._options._precision, threads) as compute:
             for number, batch in zip(numbers, feed, strict=True):
                 if batch.failed and self._options._on_error == "stop":
                     raise self._unreadable(batch.failed[0])
                 start = perf_counter()
-                under_way.append((number, None if batch.data is None else compute.start(batch.data), batch))
+                pending = None if batch.data is None else compute.start(batch.data)
+                under_way.append((number, pending, batch.failed))
                 compute_s += perf_counter() - start
                 if len(under_way) > compute.ahead:
                     compute_s += self._settle(recorder, *under_way.popleft())
@@ -230,13 +236,17 @@ class _Run:
         self._times.update(data=feed.wait_s, transfer=feed.transfer_s, compute=compute_s)
 
     def _settle(
-        self, recorder: Recorder, number: tuple[int, int], pending: Pending | None, batch: Batch
+        self,
+        recorder: Recorder,
+        number: tuple[int, int],
+        pending: Pending | None,
+        failed: tuple[FailedSample, ...],
     ) -> float:
         """Wait for a batch and record it; returns the seconds waited."""
         start = perf_counter()
         columns = None if pending is None else pending()
         waited = perf_counter() - start
-        recorder.add(*number, columns, batch.failed)
+        recorder.add(*number, columns, failed)
         self._control.add_done(len(self._plan.batch_samples(number[1])))
         return waited
 
@@ -267,6 +277,7 @@ class _Run:
         self._times["reduce"] = perf_counter() - start
         reports = self._backend.all_gather_json(
             {
+                "evaluate_s": evaluate_s,
                 "times": self._times,
                 "failed": [[sample.index, sample.error] for sample in recorder.failed],
                 "files": len(writer.written),
@@ -281,7 +292,7 @@ class _Run:
                 f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
             )
         folder.collect(self._backend, writer.written, reports)
-        result = self._result(folder, facts, recorder, reports, setup_s=setup_s, evaluate_s=evaluate_s)
+        result = self._result(folder, facts, recorder, reports, setup_s=setup_s)
         if self._world.is_main:
             folder.write(result, self._plan, self._dataset.id, self._task.rows)
         self._control.meet()
@@ -295,8 +306,9 @@ class _Run:
         reports: list[dict[str, Any]],
         *,
         setup_s: float,
-        evaluate_s: float,
     ) -> Result:
+        # The slowest rank's: the run is not through before.
+        evaluate_s = max(report["evaluate_s"] for report in reports)
         measured = [metric.compute(slots) for metric, slots in recorder.ledger.parts()]
         evaluated, failed = recorder.ledger.totals()
         failures = sorted(tuple(entry) for report in reports for entry in report["failed"])

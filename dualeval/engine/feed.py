@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dualeval.errors import DualevalError
 from dualeval.tasks import Dataset, Task
 
 _Tree = TypeVar("_Tree")
@@ -56,6 +57,11 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             samples, failed = self._read_one_by_one(indices)
         else:
             failed = ()
+        if isinstance(samples, list) and len(samples) != len(indices):
+            raise DualevalError(
+                f"the data set gave {len(samples)} samples for the {len(indices)} indices {indices.start} to "
+                f"{indices.stop - 1}. __getitems__ must return one sample an index, and raise for a bad one."
+            )
         return (None if samples is None else self._task.collate(samples)), failed
 
     def _read_one_by_one(self, indices: range) -> tuple[list[Any] | None, tuple[FailedSample, ...]]:
@@ -64,7 +70,7 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         failed: list[FailedSample] = []
         for index in indices:
             try:
-                samples.extend(self._dataset.__getitems__([index]))
+                samples.append(self._read_one(index))
             except Exception as error:  # noqa: BLE001 - reported with the sample's id; the run decides
                 samples.append(None)
                 failed.append(FailedSample(index=index, error=f"{type(error).__name__}: {error}"))
@@ -72,6 +78,13 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             return None, tuple(failed)
         example = next(sample for sample in samples if sample is not None)
         return [zeros_like(example) if sample is None else sample for sample in samples], tuple(failed)
+
+    def _read_one(self, index: int) -> Any:
+        samples = self._dataset.__getitems__([index])
+        if not isinstance(samples, list):
+            raise TypeError("a data set that returns ready batches cannot leave out single samples")
+        [sample] = samples
+        return sample
 
 
 def zeros_like(sample: _Tree) -> _Tree:

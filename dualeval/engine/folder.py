@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import errno
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from dualeval.engine.journal import SUFFIX, file_bytes, read_journal_file, store_file
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import write_predictions
 from dualeval.errors import UsageError, exit_code_of, message_of
-from dualeval.result import Result, write_status, write_text
+from dualeval.result import Result, partial_of, write_status, write_text
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
@@ -27,7 +32,7 @@ class RunFolder:
     Args:
         path: the folder, absolute.
         token: names this run's files apart from any other's.
-        is_main: whether this is rank 0, who made the folder.
+        rank: this rank's number; rank 0 has made the folder.
 
     Attributes:
         path: as given.
@@ -36,12 +41,29 @@ class RunFolder:
         shared: whether this rank sees the files of rank 0.
     """
 
-    def __init__(self, path: Path, token: str, *, is_main: bool) -> None:
+    def __init__(self, path: Path, token: str, *, rank: int) -> None:
         self.path = path
-        self._is_main = is_main
+        self._is_main = rank == 0
         self.token = token
-        self.journal = path / _JOURNAL
         self.shared = _probe(path, token).exists()
+        # Ranks of another node share that node's disk with each other: each has a folder of its own there.
+        self.journal = path / (_JOURNAL if self.shared else f"{_JOURNAL}-{rank}")
+        if not self.shared:
+            with _writable(path):
+                self.journal.mkdir(parents=True, exist_ok=True)
+
+    @staticmethod
+    def check_unused(path: Path) -> None:
+        """Check that a folder holds no run.
+
+        Raises:
+            UsageError: it does.
+        """
+        if old := _files_of_a_run(path):
+            raise UsageError(
+                f"{path} holds an earlier run ({old[0].name}). Give another --out, "
+                "or --fresh to remove that run and start over."
+            )
 
     @staticmethod
     def create(path: Path, token: str, *, fresh: bool) -> None:
@@ -50,28 +72,21 @@ class RunFolder:
         Raises:
             UsageError: the folder cannot be written, or holds another run and ``fresh`` is not set.
         """
-        old = _files_of_a_run(path)
-        if old and not fresh:
-            raise UsageError(
-                f"{path} holds an earlier run ({old[0].name}). Give another --out, "
-                "or --fresh to remove that run and start over."
-            )
-        try:
-            for file in old:
+        if not fresh:
+            RunFolder.check_unused(path)
+        with _writable(path):
+            for file in _files_of_a_run(path):
                 file.unlink()
             (path / _JOURNAL).mkdir(parents=True, exist_ok=True)
             _probe(path, token).touch()
             write_status(path, "running")
-        except OSError as error:
-            raise UsageError(
-                f"the output folder {path} cannot be written ({error.strerror or error}). "
-                "Give a folder of your own with --out."
-            ) from error
 
     def note_failure(self, error: BaseException) -> None:
         """Write into status.json that the run failed, and why; rank 0 only."""
         if self._is_main:
-            write_status(self.path, "failed", exit_code=exit_code_of(error), reason=message_of(error))
+            # Where the disk is what failed, this fails too; the first error is the one to report.
+            with suppress(OSError):
+                write_status(self.path, "failed", exit_code=exit_code_of(error), reason=message_of(error))
 
     def collect(self, backend: Backend, written: Sequence[Path], reports: Sequence[dict[str, Any]]) -> None:
         """Bring the journal files of ranks that do not share the folder to rank 0, a file a round.
@@ -86,7 +101,7 @@ class RunFolder:
         apart = [rank for rank, report in enumerate(reports) if not report["shared"]]
         for number in range(max((reports[rank]["files"] for rank in apart), default=0)):
             mine = not self.shared and number < len(written)
-            content = file_bytes(written[number]) if mine else file_bytes(Path("/dev/null"))
+            content = file_bytes(written[number]) if mine else torch.empty(0, dtype=torch.uint8)
             pieces = backend.gather(content, dst=0)
             for rank, piece in enumerate(pieces or []):
                 if len(piece):
@@ -94,7 +109,7 @@ class RunFolder:
         if not self.shared:
             for file in written:
                 file.unlink()
-            self.journal.rmdir()
+            _remove_if_empty(self.journal)
 
     def write(
         self, result: Result, plan: EvalPlan, sample_id: Callable[[int], str], columns: Sequence[str]
@@ -108,7 +123,28 @@ class RunFolder:
         for path in paths:
             path.unlink()
         _probe(self.path, self.token).unlink()
-        self.journal.rmdir()
+        _remove_if_empty(self.journal)
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write in a folder into a message."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"the output folder {path} cannot be written on {socket.gethostname()} "
+            f"({error.strerror or error}). Give a folder of your own with --out."
+        ) from error
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError as error:
+        # Somebody else's file, or what NFS keeps for one that is still open; the run itself is complete.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def _probe(path: Path, token: str) -> Path:
@@ -118,8 +154,8 @@ def _probe(path: Path, token: str) -> Path:
 def _files_of_a_run(path: Path) -> list[Path]:
     """The files that a run leaves in its folder, the telling ones first; nothing of anybody else's."""
     named = [path / name for name in (_RESULT, _STATUS, _PREDICTIONS)]
-    partial = sorted(path.glob("*.partial"))
+    partial = [partial_of(file) for file in named]
     journal = sorted(
-        file for kind in (SUFFIX, ".partial", ".run") for file in path.glob(f"{_JOURNAL}/*{kind}")
+        file for kind in (SUFFIX, ".partial", ".run") for file in path.glob(f"{_JOURNAL}*/*{kind}")
     )
     return [file for file in [*named, *partial, *journal] if file.is_file()]

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from dualeval.errors import DualevalError
+from dualeval.result import partial_of
 
 _MAGIC = b"DUALEVL1"
 _CHECKSUM_BYTES = 32
@@ -89,13 +90,12 @@ class JournalWriter:
     """Writes the files of one rank.
 
     Args:
-        folder: made if missing.
+        folder: where; it must exist.
         fingerprint: the job's; written into every file.
         prefix: start of every file's name, unique to this rank of this run.
     """
 
     def __init__(self, folder: Path, *, fingerprint: str, prefix: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._fingerprint = fingerprint
         self._prefix = prefix
@@ -128,7 +128,7 @@ class JournalWriter:
             }
         ).encode()
         path = self._folder / f"{self._prefix}-{len(self.written):06d}{SUFFIX}"
-        partial = path.with_suffix(".partial")
+        partial = partial_of(path)
         digest = hashlib.sha256()
         with partial.open("wb") as file:
             for part in (
@@ -198,7 +198,7 @@ def file_bytes(path: Path) -> Tensor:
 
 def store_file(path: Path, content: Tensor) -> None:
     """Write the bytes of a file that came from another rank; whole under its name, or not there."""
-    partial = path.with_suffix(".partial")
+    partial = partial_of(path)
     with partial.open("wb") as file:
         file.write(content.numpy().data)
         file.flush()

@@ -16,6 +16,12 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 }
 
 
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """The autocast context of a precision; one that does nothing where it has none."""
+    dtype = PRECISIONS[precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
 @contextmanager
 def settings(precision: str, device: torch.device) -> Iterator[None]:
     """Set what equal bits need: no TF32 unless asked for, no choice of kernels by timing, deterministic ones,

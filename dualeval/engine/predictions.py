@@ -12,6 +12,7 @@ import numpy.typing as npt
 from dualeval.engine.journal import JournalFile
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
+from dualeval.result import partial_of
 
 # Rows held at once; also the row group size of the Parquet file.
 WINDOW_ROWS = 16_384
@@ -42,7 +43,7 @@ def write_predictions(
     import pyarrow
     import pyarrow.parquet
 
-    partial = path.with_suffix(".partial")
+    partial = partial_of(path)
     writer = None
     try:
         for start, rows in _windows(files, plan, columns):

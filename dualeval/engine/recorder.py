@@ -14,6 +14,7 @@ from dualeval.engine.journal import JournalWriter
 from dualeval.engine.ledger import Ledger
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import EVALUATED
+from dualeval.errors import ExactlyOnceError
 from dualeval.metrics import Metric
 
 # Samples that one ledger update takes: its cost is per call, not per sample.
@@ -71,6 +72,13 @@ class Recorder:
     ) -> None:
         """Take a batch whose columns (on the CPU) are complete."""
         samples = self._plan.batch_samples(batch)
+        for name, column in (columns or {}).items():
+            if len(column) != len(samples):
+                raise ExactlyOnceError(
+                    f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) has "
+                    f"{len(column)} values, expected {len(samples)}: the task's collate, forward and observe "
+                    "must keep one row a sample, in order"
+                )
         evaluated = torch.ones(len(samples), dtype=torch.bool)
         for sample in failed:
             evaluated[sample.index - samples.start] = False

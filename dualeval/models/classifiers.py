@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.errors import UsageError
+from dualeval.errors import DualevalError, UsageError
 from dualeval.models.weights import load_into, read_state_dict
 from dualeval.vision_library import torchvision
 
@@ -164,10 +164,19 @@ def _default_state_dict(name: str) -> dict[str, Tensor]:
 
 
 def download_default(name: str) -> None:
-    """Fetch a model's default weights into torch's cache, checked against the hash in their name."""
+    """Fetch a model's default weights into torch's cache, checked against the hash in their name.
+
+    Raises:
+        DualevalError: they could not be fetched.
+    """
     entry = _default_weights(name)
     if entry is not None and not _cached_file(entry).is_file():
-        entry.get_state_dict(progress=False, check_hash=True)
+        try:
+            entry.get_state_dict(progress=False, check_hash=True)
+        except (OSError, RuntimeError) as error:  # no network; the wrong hash
+            raise DualevalError(
+                f"{entry.url} cannot be fetched: {error}. Put it at {_cached_file(entry)}."
+            ) from error
 
 
 def preprocessing_of(name: str) -> Preprocessing:

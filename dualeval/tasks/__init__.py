@@ -41,6 +41,9 @@ class Task(Protocol):
         name: the task's name in results and messages.
         rows: the columns of ``observe`` that are written to predictions.parquet, in this order.
         decodes: whether reading a sample costs enough to be worth worker processes.
+        concurrent: whether ``forward`` and ``observe`` may run on several batches at once, in threads with a
+            copy of the model's modules each; that is how a CPU's cores are used. They must then keep nothing
+            from one call to the next.
     """
 
     @property
@@ -51,6 +54,9 @@ class Task(Protocol):
 
     @property
     def decodes(self) -> bool: ...
+
+    @property
+    def concurrent(self) -> bool: ...
 
     def dataset(self) -> Dataset:
         """The data set; the same object at every call."""
@@ -69,11 +75,7 @@ class Task(Protocol):
         """
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Run the model on a batch that is on the device. No host synchronisation.
-
-        On a CPU several batches are computed at once, each in a thread with a copy of the model's modules:
-        what this changes in the task itself must not depend on their order.
-        """
+        """Run the model on a batch that is on the device. No host synchronisation."""
 
     def observe(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
         """Per-sample columns on the device, first dimension the samples. No host synchronisation."""

@@ -50,6 +50,7 @@ class ImageClassification:
 
     name = NAME
     rows = ("target", "prediction", "confidence", "loss", "top")
+    concurrent = True
 
     def __init__(
         self,
@@ -144,6 +145,8 @@ class ImageClassification:
         try:
             with torch.inference_mode():
                 outputs = self.forward(model, {"images": images})
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, AssertionError, ValueError) as error:
             said = str(error) or type(error).__name__
             size = (
