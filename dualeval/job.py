@@ -70,8 +70,6 @@ class Job:
         _one_of("task", self.task, TASKS)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("on_error", self.on_error, ON_ERROR)
-        if self.download and self.weights != "DEFAULT":
-            raise UsageError(f"--download goes with --weights DEFAULT, found --weights {self.weights}")
         if self.std is not None and not (self.std and all(0 < value < math.inf for value in self.std)):
             raise UsageError(f"{_flag('std')} {self.std}: expected numbers above 0, one a channel")
 
