@@ -269,7 +269,7 @@ def _dualeval(problem: Problem, backend: Backend, control: ControlPlane, folder:
     top1, loss = result.metrics["top1"], result.metrics["loss"]
     assert isinstance(top1, float) and isinstance(loss, float)
     return Outcome(
-        seconds=result.timing["evaluate_s"] + own["meet"] + own["reduce"],
+        seconds=own["evaluate"] + own["meet"] + own["reduce"],
         cpu_s=evaluated.cpu_s,
         # The result's count is over all ranks.
         samples=result.samples["evaluated"] if backend.world.is_main else 0,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from time import sleep
+from typing import NoReturn
 
 import click
 
@@ -26,11 +29,12 @@ def dualeval() -> None:
 dualeval.add_command(run)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and end the process with its exit code (``dualeval.errors`` lists them)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = dualeval.main(words, prog_name="dualeval", standalone_mode=False, obj=words) or EXIT_DONE
+        sys.stdout.flush()
     except click.exceptions.Exit as end:
         code = end.exit_code
     except click.ClickException as error:
@@ -43,10 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _say(str(error))
         code = error.exit_code
     except BrokenPipeError:
-        # Whoever read standard output has gone; Python would complain of it again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_DONE
-    sys.exit(code)
+        code = EXIT_DONE  # whoever read standard output has gone; the result is on disk
+    _end_process(code)
+
+
+def _end_process(code: int) -> NoReturn:
+    """End, without taking the interpreter apart: with torch in it that takes a third of a second.
+
+    Everything of this program's is closed by now, and what others registered for the end is run. It is also
+    safer: a library's threads may wait for ranks that are gone, or abort while their objects are freed.
+    """
+    atexit._run_exitfuncs()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _say(message: str) -> None:

@@ -257,13 +257,7 @@ def _end_after(error: BaseException, control: ControlPlane, backend: Backend) ->
         where = f" (on rank {first.rank})" if first.rank != 0 and str(first) != str(error) else ""
         click.echo(f"dualeval: error: {first}{where}", err=True)
 
-    if backend.world.size == 1:
-        say()
-        return first.exit_code
     # A launcher ends all ranks as soon as one has failed; each must still end with its own exit code.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control.leave_after_message(say)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: the backend's threads may wait for ranks that are gone, and would hold this one up.
-    os._exit(first.exit_code)
+    return first.exit_code

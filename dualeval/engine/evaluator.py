@@ -202,8 +202,8 @@ class _Run:
         finally:
             self._control.stop_reporting()
         evaluate_s = perf_counter() - start
-        self._times.update(metrics=recorder.metrics_s, journal=recorder.journal_s)
-        return self._finish(folder, facts, recorder, writer, setup_s=setup_s, evaluate_s=evaluate_s)
+        self._times.update(evaluate=evaluate_s, metrics=recorder.metrics_s, journal=recorder.journal_s)
+        return self._finish(folder, facts, recorder, writer, setup_s=setup_s)
 
     def _loop(self, recorder: Recorder) -> None:
         """Every batch of this rank: no collective, no wait but for the batch ``compute.ahead`` behind."""
@@ -266,7 +266,6 @@ class _Run:
         writer: JournalWriter,
         *,
         setup_s: float,
-        evaluate_s: float,
     ) -> Result:
         """Reduce, check, compute and, on rank 0, write; no rank returns before the result is on disk."""
         start = perf_counter()
@@ -277,7 +276,6 @@ class _Run:
         self._times["reduce"] = perf_counter() - start
         reports = self._backend.all_gather_json(
             {
-                "evaluate_s": evaluate_s,
                 "times": self._times,
                 "failed": [[sample.index, sample.error] for sample in recorder.failed],
                 "files": len(writer.written),
@@ -308,7 +306,7 @@ class _Run:
         setup_s: float,
     ) -> Result:
         # The slowest rank's: the run is not through before.
-        evaluate_s = max(report["evaluate_s"] for report in reports)
+        evaluate_s = max(report["times"]["evaluate"] for report in reports)
         measured = [metric.compute(slots) for metric, slots in recorder.ledger.parts()]
         evaluated, failed = recorder.ledger.totals()
         failures = sorted(tuple(entry) for report in reports for entry in report["failed"])
