@@ -42,9 +42,9 @@ def run_local(command: list[str], processes: int, environ: Mapping[str, str]) ->
     """Run a command as the ranks of one run on this machine, and wait for them.
 
     Their standard output and error are this process's own. They get torchrun's variables beside ``environ``;
-    with several ranks OMP_NUM_THREADS is 1 where the user did not set it, as under torchrun. When a rank
-    fails, the others get SIGTERM and, 30 s later, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT sent to this
-    process are passed to the ranks in the same way. Call it in the main thread.
+    where the user did not set OMP_NUM_THREADS, the cores are divided among the ranks. When a rank fails, the
+    others get SIGTERM and, 30 s later, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT sent to this process are
+    passed to the ranks in the same way. Call it in the main thread.
 
     Args:
         command: the program and its arguments.
@@ -85,7 +85,7 @@ def run_local(command: list[str], processes: int, environ: Mapping[str, str]) ->
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL,
-        logs_specs=_PassThrough(environ, default_omp_threads=1 if processes > 1 else None),
+        logs_specs=_PassThrough(environ, omp_threads=max(1, len(os.sched_getaffinity(0)) // processes)),
         **options,
     )
     with _quiet_launcher(), watch:
@@ -196,10 +196,10 @@ class _LocalRendezvous(RendezvousHandler):
 class _PassThrough(LogsSpecs):
     """Ranks that write straight to this process's standard output and error, with no log folder."""
 
-    def __init__(self, environ: Mapping[str, str], *, default_omp_threads: int | None) -> None:
+    def __init__(self, environ: Mapping[str, str], *, omp_threads: int) -> None:
         super().__init__(log_dir=os.devnull)
         self._environ = environ
-        self._default_omp_threads = default_omp_threads
+        self._omp_threads = omp_threads
 
     @property
     def root_log_dir(self) -> str:
@@ -209,8 +209,7 @@ class _PassThrough(LogsSpecs):
         """Add the wanted variables to those of each rank (torch's own win) and redirect nothing."""
         for env in envs.values():
             env.update({**self._environ, **env})
-            if self._default_omp_threads is not None:
-                env.setdefault("OMP_NUM_THREADS", str(self._default_omp_threads))
+            env.setdefault("OMP_NUM_THREADS", str(self._omp_threads))
         console = dict.fromkeys(envs, "")
         return LogsDest(
             stdouts=console,

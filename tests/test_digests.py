@@ -78,6 +78,7 @@ def written_table() -> Iterator[list[tuple[int, int, int, int, str]]]:
         ),
     ]
     path = ROOT / f"benchmarks/results/digests-{now:%Y-%m-%d}.md"
+    path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(lines) + "\n", "utf-8")
 
 

@@ -19,7 +19,11 @@ from tests.conftest import Launch
 
 PARENT = """
 import os, sys
+import signal
 from dualeval.launch.local import run_local
+# Not ignored, as they are where these tests run under nohup or in a shell's background.
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
 sys.exit(run_local([sys.executable, "-c", sys.argv[2]], int(sys.argv[1]), os.environ))
 """
 # ``say`` makes one write of a line: the ranks share a pipe.
@@ -62,11 +66,12 @@ def test_ranks_get_torchruns_variables_and_our_streams(launch: Launch) -> None:
     assert sorted(finished.stderr.splitlines()) == ["error 0", "error 1", "error 2"]
 
 
-def test_threads_are_torchruns_choice(launch: Launch) -> None:
-    """One thread a rank where there are several ranks and the user has not chosen."""
-    code = "say(os.environ.get('OMP_NUM_THREADS'))"
-    assert launch(parent(2, code)).stdout == "1\n1\n"
-    assert launch(parent(1, code)).stdout == "None\n"
+def test_cores_are_divided_among_the_ranks(launch: Launch) -> None:
+    """Where the user has not chosen; torchrun itself would give each rank one thread."""
+    code = "say(os.environ['OMP_NUM_THREADS'])"
+    cores = len(os.sched_getaffinity(0))
+    assert launch(parent(2, code)).stdout == 2 * f"{max(1, cores // 2)}\n"
+    assert launch(parent(1, code)).stdout == f"{cores}\n"
     assert launch(parent(2, code), variables={"OMP_NUM_THREADS": "3"}).stdout == "3\n3\n"
 
 

@@ -29,8 +29,6 @@ Pending = Callable[[], Columns]
 
 # Batches that may be under way on a GPU before the host waits for the oldest: bounds memory.
 _AHEAD_ON_GPU = 2
-
-
 # Each batch under way holds activations of its own; more cores than this want more ranks.
 _MOST_THREADS = 16
 
@@ -87,7 +85,7 @@ class Compute:
             for _ in range(threads):
                 copies.put(_copy_sharing_tensors(model))
             self._pool = ThreadPoolExecutor(threads, "dualeval-compute", self._take_copy, (copies,))
-            # One more than can run, so that no thread waits while this one handles a finished batch.
+            # One more than can run is started, so that no thread waits while this one records a batch.
             self.ahead = threads
 
     def _take_copy(self, copies: queue.SimpleQueue[nn.Module]) -> None:

@@ -46,7 +46,7 @@ class ControlPlane:
         size: number of ranks.
         store: a client of this rank's own; None where the rank is alone.
         token: start of every key, so that a stray client of another run changes nothing here.
-        server: rank 0's serving end, kept alive until ``close``.
+        server: rank 0's serving end, kept alive until ``leave``.
     """
 
     def __init__(

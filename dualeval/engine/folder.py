@@ -156,6 +156,9 @@ def _files_of_a_run(path: Path) -> list[Path]:
     named = [path / name for name in (_RESULT, _STATUS, _PREDICTIONS)]
     partial = [partial_of(file) for file in named]
     journal = sorted(
-        file for kind in (SUFFIX, ".partial", ".run") for file in path.glob(f"{_JOURNAL}*/*{kind}")
+        file
+        for folder in (path / _JOURNAL, *path.glob(f"{_JOURNAL}-[0-9]*"))
+        for kind in (SUFFIX, ".partial", ".run")
+        for file in folder.glob(f"*{kind}")
     )
     return [file for file in [*named, *partial, *journal] if file.is_file()]
