@@ -19,11 +19,7 @@ from tests.conftest import Launch
 
 PARENT = """
 import os, sys
-import signal
 from dualeval.launch.local import run_local
-# Not ignored, as they are where these tests run under nohup or in a shell's background.
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_DFL)
 sys.exit(run_local([sys.executable, "-c", sys.argv[2]], int(sys.argv[1]), os.environ))
 """
 # ``say`` makes one write of a line: the ranks share a pipe.
@@ -126,7 +122,9 @@ def test_exit_code_of(codes: list[int], expected: int) -> None:
 def test_a_signal_to_the_parent_ends_the_ranks(number: signal.Signals, launch: Launch) -> None:
     """The ranks get the same signal, and time to act on it; ``launch`` sees to it that none is left."""
     code = f"signal.signal({number:d}, lambda *_: sys.exit(say('saved'))); {WAIT}"
-    with launch.started(parent(2, code)) as process:
+    # Where these tests run under nohup or in a shell's background, some signals come to them ignored.
+    heard = ["env", "--default-signal=HUP,INT,QUIT,TERM"]
+    with launch.started([*heard, *parent(2, code)]) as process:
         pids = wait_for_ranks(process, 2)
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
