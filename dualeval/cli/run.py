@@ -167,7 +167,7 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
     try:
         result = _run_engine(job, manner, backend, control)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - told to every rank and to the caller
-        return _end_after(error, control, backend)
+        return _end_after(error, control)
     control.leave()
     backend.close()
     if world.is_main:
@@ -246,7 +246,7 @@ def _show(result: Result, manner: _Manner) -> None:
         print_result(result)
 
 
-def _end_after(error: BaseException, control: ControlPlane, backend: Backend) -> int:
+def _end_after(error: BaseException, control: ControlPlane) -> int:
     """Tell every rank of a failure, say it once, and leave together with one exit code."""
     first = error if isinstance(error, PeerError) else control.fail(error)
     if not isinstance(error, (DualevalError, KeyboardInterrupt)):

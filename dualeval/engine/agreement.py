@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import socket
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -64,11 +63,6 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def host_name() -> str:
-    """The name of this host, for messages."""
-    return socket.gethostname()
 
 
 def check_same_job(jobs: list[dict[str, Any]], hosts: list[str]) -> None:

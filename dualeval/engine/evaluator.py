@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from dualeval.engine import numerics
-from dualeval.engine.agreement import check_same_job, host_name, machine_facts, model_fingerprint
+from dualeval.engine.agreement import check_same_job, machine_facts, model_fingerprint
 from dualeval.engine.compute import Compute, Pending, usable_threads
 from dualeval.engine.control import ControlPlane
 from dualeval.engine.feed import FailedSample, Feed, Reader
@@ -156,7 +157,9 @@ class _Run:
         }
         machine = machine_facts(self._backend.device)
         self._control.meet()
-        everyone = self._backend.all_gather_json({"job": job, "machine": machine, "host": host_name()})
+        everyone = self._backend.all_gather_json(
+            {"job": job, "machine": machine, "host": socket.gethostname()}
+        )
         check_same_job([rank["job"] for rank in everyone], [rank["host"] for rank in everyone])
         machines = [rank["machine"] for rank in everyone]
         return {
