@@ -42,51 +42,67 @@ class _Entry:
     start: str
 
 
+_MPIRUN = ("openmpi", "mpich")
 _BACKENDS = {
     "single": _Entry(
         module="dualeval.backends.single",
         class_name="SingleBackend",
-        launchers=("none", "torchrun"),
+        launchers=("none",),
         start="'dualeval run'",
     ),
     "torch": _Entry(
         module="dualeval.backends.torch_distributed",
         class_name="TorchBackend",
-        launchers=("torchrun",),
+        launchers=("torchrun", *_MPIRUN),
         start="'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'",
     ),
+    "horovod": _Entry(
+        module="dualeval.backends.horovod",
+        class_name="HorovodBackend",
+        launchers=("horovodrun", *_MPIRUN),
+        start="'dualeval run --nproc N --backend horovod' or 'horovodrun -np N dualeval run'",
+    ),
+    "mpi": _Entry(
+        module="dualeval.backends.mpi",
+        class_name="MpiBackend",
+        launchers=_MPIRUN,
+        start="'mpirun -np N dualeval run --backend mpi'",
+    ),
 }
-# What a launcher's ranks use where --backend does not say otherwise.
-_DEFAULTS = {"none": "single", "torchrun": "torch"}
+LAUNCHERS = ("none", "torchrun", "horovodrun", *_MPIRUN)
 
 
-def connect(name: str | None, world: World, device: str | None = None) -> Backend:
+def connect(
+    name: str | None, world: World, device: str | None = None, *, allow_shared_gpu: bool = False
+) -> Backend:
     """Join the ranks of a world and return the backend over which they talk.
 
     Args:
-        name: "single" or "torch"; None takes the launcher's own (torchrun: torch; none: single).
+        name: "single", "torch", "horovod" or "mpi"; None takes the launcher's own: without a launcher single,
+            torchrun torch, horovodrun horovod, mpirun horovod where that is built with MPI and else mpi.
         world: this process's place, from ``dualeval.launch.detect``.
         device: as for ``choose_device``.
+        allow_shared_gpu: likewise.
 
     Raises:
         UsageError: there is no such backend, or no such device here.
-        LaunchError: this backend cannot run under this launcher.
+        LaunchError: this backend cannot run under this launcher, or its library is missing or broken.
         BackendError: the group could not be joined.
     """
     entry = _BACKENDS[choose_backend(name, world)]
-    place = choose_device(device, world)
+    place = choose_device(device, world, allow_shared_gpu=allow_shared_gpu)
     if place.type == "cuda":
         # What allocates on "cuda" or pins memory takes the current device; by default 0 on all ranks.
         torch.cuda.set_device(place)
-    # With cuda:N all ranks of a node share one GPU. NCCL refuses that, so they meet in host memory. Decided
-    # by the option alone, which is the same on every rank; the device itself may be the rank's own on some.
-    shared = device is not None and ":" in device and world.size > 1
+    # NCCL refuses ranks that share a GPU, so they meet in host memory. Decided by the options alone, which
+    # are the same on every rank; whether a GPU is shared may differ from node to node.
+    shared = world.size > 1 and (allow_shared_gpu or (device is not None and ":" in device))
     implementation: type[Backend] = getattr(importlib.import_module(entry.module), entry.class_name)
     return implementation(world, place, torch.device("cpu") if shared else None)
 
 
 def choose_backend(name: str | None, world: World) -> str:
-    """Choose the name of the backend; the same on every rank of a world, from its launcher and size alone.
+    """Choose the name of the backend: the same on every rank whose host has the same libraries.
 
     Args:
         name: as for ``connect``.
@@ -94,39 +110,57 @@ def choose_backend(name: str | None, world: World) -> str:
 
     Raises:
         UsageError: there is no such backend.
-        LaunchError: this backend cannot run under this launcher.
+        LaunchError: this backend cannot run under this launcher, or Horovod is broken.
     """
     if name is None:
-        if world.launcher not in _DEFAULTS:
-            known = ", ".join(_DEFAULTS)
-            raise LaunchError(f"There is no backend for the launcher {world.launcher!r}, only for: {known}.")
-        name = _DEFAULTS[world.launcher]
+        return _default(world)
     if name not in _BACKENDS:
-        near = difflib.get_close_matches(name, _BACKENDS, cutoff=0.5) or list(_BACKENDS)
+        near = difflib.get_close_matches(name, _BACKENDS, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise UsageError(
-            f"There is no backend {name!r}. Did you mean {' or '.join(near)}? "
-            f"--backend takes one of: {', '.join(_BACKENDS)}."
+            f"There is no backend {name!r}.{hint} --backend takes one of: {', '.join(_BACKENDS)}."
         )
     entry = _BACKENDS[name]
-    if world.launcher not in entry.launchers or (name == "single" and world.size != 1):
-        found = "no launcher" if world.launcher == "none" else world.launcher
+    if world.launcher not in entry.launchers:
         raise LaunchError(
-            f"--backend {name} cannot run a world of {world.size} started by {found}. Start it with "
-            f"{entry.start}, or leave --backend out to take {_DEFAULTS.get(world.launcher, 'single')}."
+            f"--backend {name} cannot run a world of {world.size} started by {_named(world.launcher)}. Start "
+            f"it with {entry.start}, or leave --backend out to take {_default(world)}."
         )
     return name
 
 
-def choose_device(wanted: str | None, world: World) -> torch.device:
+def _default(world: World) -> str:
+    """What a launcher's ranks use where --backend does not say otherwise."""
+    defaults = {"none": "single", "torchrun": "torch", "horovodrun": "horovod"}
+    if world.launcher in defaults:
+        return defaults[world.launcher]
+    if world.launcher in _MPIRUN:
+        from dualeval.backends.horovod import runs_over_mpi
+
+        return "horovod" if runs_over_mpi() else "mpi"
+    raise LaunchError(
+        f"There is no backend for the launcher {world.launcher!r}, only for: {', '.join(LAUNCHERS)}."
+    )
+
+
+def _named(launcher: str) -> str:
+    """A launcher in a message to people."""
+    return {"none": "no launcher", "openmpi": "mpirun (Open MPI)", "mpich": "mpirun (MPICH)"}.get(
+        launcher, launcher
+    )
+
+
+def choose_device(wanted: str | None, world: World, *, allow_shared_gpu: bool = False) -> torch.device:
     """Choose where this rank's model and batches belong.
 
     Args:
         wanted: "cpu"; "cuda", the GPU with this rank's local number; "cuda:N", that GPU on every rank; None,
             the same as "cuda" where a GPU is visible and else the CPU.
         world: this process's place; its ``local_rank`` counts.
+        allow_shared_gpu: where a node has fewer GPUs than ranks, these take turns in sharing them.
 
     Raises:
-        UsageError: it is none of these, or this node has no such GPU.
+        UsageError: it is none of these, or this node has no such GPU, or fewer GPUs than ranks.
     """
     if wanted is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", wanted):
         raise UsageError(f"--device {wanted!r} is no device: it takes cpu, cuda (one GPU a rank) or cuda:N.")
@@ -135,12 +169,18 @@ def choose_device(wanted: str | None, world: World) -> torch.device:
     if not torch.cuda.is_available():
         reason = "sees no GPU" if torch.version.cuda else "is built without CUDA"
         raise UsageError(f"--device {wanted}: torch {torch.__version__} {reason}. Type --device cpu.")
-    index = int(wanted.partition(":")[2]) if wanted and ":" in wanted else world.local_rank
     count = torch.cuda.device_count()
-    if index >= count:
-        who = f"--device {wanted}" if wanted and ":" in wanted else f"The rank with local number {index}"
+    if wanted and ":" in wanted:
+        index = int(wanted.partition(":")[2])
+        if index >= count:
+            raise UsageError(
+                f"--device {wanted} needs GPU {index}, but this node shows {count} (0 to {count - 1})."
+            )
+        return torch.device("cuda", index)
+    if world.local_size > count and not allow_shared_gpu:
         raise UsageError(
-            f"{who} needs GPU {index}, but this node shows {count} (0 to {count - 1}). Start at most {count} "
-            f"processes a node, or type --device cpu, or --device cuda:0 to share one GPU."
+            f"{world.local_size} ranks were started on this node, which shows {count} "
+            f"GPU{'s' if count > 1 else ''}; each rank takes one of its own. Start at most {count} processes "
+            f"a node, or type --device cpu, or --allow-shared-gpu to let ranks share."
         )
-    return torch.device("cuda", index)
+    return torch.device("cuda", world.local_rank % count)

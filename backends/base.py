@@ -1,10 +1,12 @@
 """Backend: the collectives that an evaluation needs, the same on every library.
 
 A backend implements five primitives on buffers that are already copied, contiguous and of a type that every
-library has; the rest is written once, here. Two rules make the rest possible:
+library has; the rest is written once, here. Three rules make the rest possible:
 
 * Reductions travel as int32, int64, float32 or float64, and come back in the caller's type.
 * Broadcast and gather move content and never compute, so they travel as bytes (uint8) in any type.
+* The buffers are made outside of inference mode, also for a caller inside: a library's own thread that writes
+  into them is in no such mode, and may not write into one of its tensors.
 
 Every method is a collective: all ranks call it, in the same order, with tensors of the same shape and type
 (gather: of the same shape behind the first dimension). What is wrong with the call itself (the operation, the
@@ -17,7 +19,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, ClassVar, Literal
 
@@ -45,8 +51,39 @@ WIRE_TYPES = {
 }
 BYTE_TYPES = (*WIRE_TYPES, torch.complex64, torch.complex128)
 
+# A rank that waits looks this long without a pause, for the others that come at the same time; then it sleeps
+# a part of what it has waited already, so that a wait becomes longer by no more than that part.
+_LOOK_S = 50e-6
+_PAUSE_PART = 0.125
+_LONGEST_PAUSE_S = 0.01
+
 # In place of a signature in gather's header: this rank has nothing to send and says why.
 _REFUSED = 0
+
+
+def sleep_until(done: Callable[[], bool]) -> None:
+    """Wait, asleep, until a library says that an operation of all ranks is done.
+
+    For libraries whose own wait looks without a pause: a rank that is a minute late would cost each of the
+    others a core for that minute.
+    """
+    start = monotonic()
+    while not done():
+        waited = monotonic() - start
+        if waited > _LOOK_S:
+            sleep(min(waited * _PAUSE_PART, _LONGEST_PAUSE_S))
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set those variables that the user has not set, for a library that reads its settings there."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
 
 
 class Backend(ABC):
@@ -99,6 +136,7 @@ class Backend(ABC):
         """Wait until every rank is here."""
         self._barrier()
 
+    @torch.inference_mode(False)
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Reduce a tensor element by element over all ranks; every rank gets the result.
 
@@ -123,13 +161,12 @@ class Backend(ABC):
         wire_type = WIRE_TYPES.get(tensor.dtype)
         if wire_type is None:
             raise _unsupported("all_reduce", tensor.dtype, WIRE_TYPES)
-        owned = tensor.detach().to(
-            device=self.transport, dtype=wire_type, copy=True, memory_format=torch.contiguous_format
-        )
+        owned = _copy_to(self.transport, tensor, wire_type)
         if owned.numel():
             self._all_reduce(owned, op)
         return owned.to(device=tensor.device, dtype=tensor.dtype)
 
+    @torch.inference_mode(False)
     def reduce_mean(self, tensor: Tensor, weight: Tensor | float | None = None) -> Tensor:
         """Average a tensor over all ranks, each rank's value counted ``weight`` times.
 
@@ -173,6 +210,7 @@ class Backend(ABC):
         dtype = tensor.dtype if tensor.dtype.is_floating_point else torch.float64
         return mean.to(device=tensor.device, dtype=dtype)
 
+    @torch.inference_mode(False)
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Give every rank the content of one rank's tensor.
 
@@ -260,6 +298,7 @@ class Backend(ABC):
         assert values is not None
         return values
 
+    @torch.inference_mode(False)
     def _gather_tensors(self, call: str, tensor: Tensor, dst: int | None) -> list[Tensor] | None:
         payload = _to_bytes(call, tensor, self.transport)
         rows, trailing = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, torch.Size())
@@ -272,6 +311,7 @@ class Backend(ABC):
             for piece, rows in pieces
         ]
 
+    @torch.inference_mode(False)
     def _gather_values(self, call: str, value: Any, dst: int | None) -> list[Any] | None:
         text, refusal = _encode(value)
         payload = _from_text(text).to(self.transport)
@@ -375,8 +415,15 @@ def _to_bytes(call: str, tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.dtype not in BYTE_TYPES:
         raise _unsupported(call, tensor.dtype, BYTE_TYPES)
     # The copy also carries out what a conjugate or negative view only notes in a flag beside the bytes.
-    owned = tensor.detach().to(device=device, copy=True, memory_format=torch.contiguous_format)
-    return owned.reshape(-1).view(torch.uint8)
+    return _copy_to(device, tensor, tensor.dtype).reshape(-1).view(torch.uint8)
+
+
+def _copy_to(device: torch.device, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy a tensor into a new, contiguous one."""
+    if tensor.is_cuda and device.type == "cpu":
+        # Pinned: the way off the GPU is several times faster into memory that cannot be swapped out.
+        return torch.empty(tensor.shape, dtype=dtype, pin_memory=True).copy_(tensor.detach())
+    return tensor.detach().to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _from_text(text: bytes) -> Tensor:

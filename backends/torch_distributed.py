@@ -9,9 +9,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dualeval.backends.base import Backend, Op
+from dualeval.backends.mpi import exchange
 from dualeval.errors import BackendError, LaunchError
+from dualeval.network import LOOPBACK, offered_addresses, reach
 from dualeval.world import World
 
 # Torch wants a limit on every collective. This is its own default, said aloud: a dead or stalled rank is
@@ -24,11 +27,13 @@ _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp
 class TorchBackend(Backend):
     """The default process group of torch.distributed.
 
-    Joins the group that torchrun's variables describe and leaves it on close. Where the caller has already
-    initialised torch.distributed, that group is used, and stays the caller's to end.
+    Joins the group that torchrun's variables describe and leaves it on close. Ranks that mpirun started tell
+    each other over MPI where to meet. Where the caller has already initialised torch.distributed, that group
+    is used, and stays the caller's to end.
 
     Raises:
-        LaunchError: the caller's group has another rank or size than ``world``.
+        LaunchError: the caller's group has another rank or size than ``world``, or there is neither an
+            address to meet at nor an MPI to learn one.
         BackendError: the group could not be joined.
     """
 
@@ -45,15 +50,36 @@ class TorchBackend(Backend):
     def _join(self) -> None:
         on_gpu = self.transport.type == "cuda"
         self._library = "nccl" if on_gpu else "gloo"
+        store = None if self.world.master else self._meet_over_mpi()
         with self._translated("joining the group"):
             dist.init_process_group(
                 self._library,
-                init_method="env://",
+                init_method=None if store else "env://",
+                store=store,
                 rank=self.world.rank,
                 world_size=self.world.size,
                 timeout=TIMEOUT,
                 device_id=self.transport if on_gpu else None,
             )
+
+    def _meet_over_mpi(self) -> TCPStore:
+        """Serve the group's store on rank 0, and tell the others through MPI where it is."""
+        server = None
+        offer = None
+        if self.world.is_main:
+            server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+            one_node = self.world.local_size == self.world.size
+            offer = [offered_addresses(one_node=one_node), server.port]
+        addresses, port = exchange(self.world, offer)
+        if server is not None:
+            return server
+        address, tried = reach(addresses, port)
+        if address is None:
+            raise BackendError(
+                f"rank {self.world.rank} cannot reach rank 0 to join torch.distributed; tried "
+                f"{'; '.join(tried)}"
+            )
+        return TCPStore(address, port, is_master=False, timeout=TIMEOUT)
 
     def _adopt(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()

@@ -14,7 +14,7 @@ class World:
         size: number of processes in the run.
         local_rank: number of this process on its node, 0 <= local_rank < local_size.
         local_size: number of processes on this node.
-        node_rank: number of this node.
+        node_rank: number of this node; None where the launcher does not tell.
         launcher: the name of the launcher that started the process (a name of ``launch.detect``).
         master: host name or address and port where the ranks first meet; None where nobody has to.
     """
@@ -23,7 +23,7 @@ class World:
     size: int
     local_rank: int
     local_size: int
-    node_rank: int
+    node_rank: int | None
     launcher: str
     master: tuple[str, int] | None = None
 

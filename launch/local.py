@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -38,18 +38,24 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 MONITOR_INTERVAL = 0.03
 
 
-def run_local(command: list[str], processes: int, environ: Mapping[str, str]) -> int:
+def run_local(
+    command: list[str],
+    processes: int,
+    environ: Mapping[str, str],
+    variables_of: Callable[[int], Mapping[str, str]] = lambda rank: {},
+) -> int:
     """Run a command as the ranks of one run on this machine, and wait for them.
 
-    Their standard output and error are this process's own. They get torchrun's variables beside ``environ``;
-    where the user did not set OMP_NUM_THREADS, the cores are divided among the ranks. When a rank fails, the
-    others get SIGTERM and, 30 s later, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT sent to this process are
-    passed to the ranks in the same way. Call it in the main thread.
+    Their standard output and error are this process's own. They get torchrun's variables beside ``environ``
+    (but not its OMP_NUM_THREADS=1: the ranks divide the cores themselves). When a rank fails, the others get
+    SIGTERM and, 30 s later, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT sent to this process are passed to
+    the ranks in the same way. Call it in the main thread.
 
     Args:
         command: the program and its arguments.
         processes: number of ranks.
         environ: variables for the ranks, on top of this process's own.
+        variables_of: further ones for each rank.
 
     Returns:
         0 when every rank exited 0; 2 when any rank exited 2 (wrong input is a cause, never a consequence);
@@ -85,7 +91,7 @@ def run_local(command: list[str], processes: int, environ: Mapping[str, str]) ->
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL,
-        logs_specs=_PassThrough(environ, omp_threads=max(1, len(os.sched_getaffinity(0)) // processes)),
+        logs_specs=_PassThrough(environ, variables_of),
         **options,
     )
     with _quiet_launcher(), watch:
@@ -196,10 +202,10 @@ class _LocalRendezvous(RendezvousHandler):
 class _PassThrough(LogsSpecs):
     """Ranks that write straight to this process's standard output and error, with no log folder."""
 
-    def __init__(self, environ: Mapping[str, str], *, omp_threads: int) -> None:
+    def __init__(self, environ: Mapping[str, str], variables_of: Callable[[int], Mapping[str, str]]) -> None:
         super().__init__(log_dir=os.devnull)
         self._environ = environ
-        self._omp_threads = omp_threads
+        self._variables_of = variables_of
 
     @property
     def root_log_dir(self) -> str:
@@ -207,9 +213,8 @@ class _PassThrough(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Add the wanted variables to those of each rank (torch's own win) and redirect nothing."""
-        for env in envs.values():
-            env.update({**self._environ, **env})
-            env.setdefault("OMP_NUM_THREADS", str(self._omp_threads))
+        for rank, env in envs.items():
+            env.update({**self._environ, **env, **self._variables_of(rank)})
         console = dict.fromkeys(envs, "")
         return LogsDest(
             stdouts=console,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from tests import requirements
+
 ROOT = Path(__file__).resolve().parent.parent
 # Seconds that a process or thread gets to end on its own once nothing holds it any more.
 GRACE = 5.0
@@ -23,9 +26,19 @@ LAUNCH_MARK = "DUALEVAL_TEST_LAUNCH"
 VOLATILE_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 # A started command finds no launcher, unless its test gives it one, and torch's own number of threads.
 LAUNCH_VARIABLES = {
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"),
 }
+# Open MPI 4 and 5 start more ranks than there are cores, and do so as root, only when told to.
+MPI_VARIABLES = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    **{f"{name}_ALLOW_RUN_AS_ROOT{suffix}": "1" for name in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")},
+}
+# First on the PATH, as in an activated environment: horovodrun and mpirun look there for what they start.
+BIN = Path(sys.executable).parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +81,9 @@ class Launch:
         """Start a command and give the test its process, with pipes for standard output and error."""
         mark = uuid.uuid4().hex
         environ = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-        environ |= {"PYTHONPATH": str(ROOT), LAUNCH_MARK: mark, **(variables or {})}
+        path = f"{BIN}{os.pathsep}{environ.get('PATH', os.defpath)}"
+        environ |= {"PYTHONPATH": str(ROOT), "PATH": path, LAUNCH_MARK: mark}
+        environ |= {**MPI_VARIABLES, **(variables or {})}
         process = subprocess.Popen(
             list(map(str, command)),
             env=environ,
@@ -93,6 +108,10 @@ class Launch:
                 found = [" ".join(other.cmdline()) for other in left if other.is_running()]
                 _end(left)
                 pytest.fail(f"{' '.join(map(str, command))} left processes behind: {found}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    requirements.check(item)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dualeval"
 
 # Each room and the rooms it may import from, besides itself and the ground floor.
-GROUND = {"errors", "world", "vision_library"}
+GROUND = {"errors", "world", "network", "vision_library"}
 ALLOWED = {
     "cli": {"job", "launch", "backends", "engine", "tasks", "models", "report", "result"},
     "engine": {"metrics", "result", "tasks", "backends.base"},
@@ -30,6 +30,7 @@ ALLOWED = {
     "launch": set(),
     "errors": set(),
     "world": set(),
+    "network": set(),
     "vision_library": set(),
     "assets": set(),
 }

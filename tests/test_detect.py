@@ -14,6 +14,7 @@ from dualeval.errors import LaunchError, UsageError
 from dualeval.launch import detect
 from dualeval.world import World
 from tests.conftest import ROOT, Launch
+from tests.launchers import needs, start
 
 TORCHRUN = {
     "RANK": "5",
@@ -25,6 +26,45 @@ TORCHRUN = {
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RUN_ID": "none",
 }
+HOROVODRUN = {
+    "HOROVOD_RANK": "5",
+    "HOROVOD_SIZE": "8",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "4",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "29500",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+    "HOROVOD_HOSTNAME": "node1",
+    "HOROVOD_CONTROLLER": "gloo",
+    "HOROVOD_CPU_OPERATIONS": "gloo",
+    "HOROVOD_GLOO_IFACE": "eth0",
+}
+# As mpirun of Open MPI 4.1 and 5.0 sets them; NODE_RANK is the rank among those on the node.
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_UNIVERSE_SIZE": "8",
+    "PMIX_RANK": "5",
+}
+# As mpirun of MPICH 5.0 sets them.
+MPICH = {
+    "PMI_RANK": "5",
+    "PMI_SIZE": "8",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "4",
+    "PMI_FD": "9",
+    "PMI_HOSTNAME": "node1",
+}
+# By launcher: what it sets, the four that place a process, and what of the rest is needed.
+RECORDED = {
+    "horovodrun": (HOROVODRUN, list(HOROVODRUN)[:4], list(HOROVODRUN)[4:6]),
+    "openmpi": (OPEN_MPI, list(OPEN_MPI)[:4], []),
+    "mpich": (MPICH, list(MPICH)[:4], []),
+}
 MASTER = {"MASTER_ADDR", "MASTER_PORT"}
 MARK = "TORCHELASTIC_RUN_ID"
 
@@ -33,6 +73,67 @@ def test_torchrun() -> None:
     assert detect(TORCHRUN) == World(
         rank=5, size=8, local_rank=1, local_size=4, node_rank=1, launcher="torchrun", master=("node0", 29500)
     )
+
+
+@pytest.mark.parametrize("launcher", RECORDED)
+def test_recorded(launcher: str) -> None:
+    environ, _, _ = RECORDED[launcher]
+    expected = World(rank=5, size=8, local_rank=1, local_size=4, node_rank=None, launcher=launcher)
+    assert detect(environ) == expected
+    assert detect(environ, launcher) == expected
+    assert detect(environ, "none") == World.alone()
+
+
+@pytest.mark.parametrize("launcher", RECORDED)
+def test_half_set(launcher: str) -> None:
+    environ, ranks, others = RECORDED[launcher]
+    for missing in (*ranks, *others):
+        # Of MPICH's, the two PMI variables are Slurm's as well, and no trace.
+        found = {name: value for name, value in environ.items() if name != missing}
+        with pytest.raises(LaunchError, match=f"{launcher}'s variables are half set: {missing} is") as caught:
+            detect(found)
+        assert "--launcher none" in str(caught.value)
+        assert "run -np N dualeval run" in str(caught.value)
+
+
+@pytest.mark.parametrize("launcher", RECORDED)
+def test_contradictions_of_every_launcher(launcher: str) -> None:
+    environ, (rank, size, local_rank, local_size), others = RECORDED[launcher]
+    wrong = [
+        (rank, "8", f"{rank}=8 is not below {size}=8"),
+        (rank, "x", f"{rank}='x' is not a whole number"),
+        (local_rank, "4", f"{local_rank}=4 is not below {local_size}=4"),
+        (local_size, "9", f"{local_size}=9 is above {size}=8"),
+        *((name, "", "") for name in others),
+    ]
+    for name, value, problem in wrong:
+        with pytest.raises(LaunchError) as caught:
+            detect({**environ, name: value})
+        assert problem in str(caught.value)
+        assert name in str(caught.value)
+
+
+def test_settings_are_no_trace() -> None:
+    """A user's settings of a library, and what Slurm sets for a step with PMI, place no process."""
+    for environ in (
+        {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_GLOO_IFACE": "eth0"},
+        {"OMPI_MCA_btl": "tcp,self", "OMPI_ALLOW_RUN_AS_ROOT": "1"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+    ):
+        assert detect(environ) == World.alone()
+
+
+def test_innermost_launcher_first() -> None:
+    outer = {**OPEN_MPI, **MPICH}
+    assert detect({**outer, **HOROVODRUN, **TORCHRUN}).launcher == "torchrun"
+    assert detect({**outer, **HOROVODRUN}).launcher == "horovodrun"
+    assert detect({**outer, **HOROVODRUN, **TORCHRUN}, "mpich").launcher == "mpich"
+
+
+def test_elastic_horovodrun_is_refused() -> None:
+    with pytest.raises(LaunchError, match="elastic mode") as caught:
+        detect({**HOROVODRUN, "HOROVOD_ELASTIC": "1"})
+    assert "horovodrun -np N dualeval run" in str(caught.value)
 
 
 def test_nothing_set() -> None:
@@ -105,7 +206,8 @@ def test_launcher_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("torchrn", "torchrun"), ("None", "none"), ("xyz", "torchrun or none")]
+    ("name", "near"),
+    [("torchrn", "torchrun"), ("None", "none"), ("horovod", "horovodrun"), ("open_mpi", "openmpi")],
 )
 def test_unknown_launcher(name: str, near: str) -> None:
     with pytest.raises(UsageError, match=f"Did you mean {near}\\?") as caught:
@@ -113,7 +215,12 @@ def test_unknown_launcher(name: str, near: str) -> None:
     assert not isinstance(caught.value, LaunchError)
 
 
-@given(st.dictionaries(st.sampled_from([*TORCHRUN]), st.text(max_size=3) | st.sampled_from("0123")))
+@given(
+    st.dictionaries(
+        st.sampled_from([*TORCHRUN, *HOROVODRUN, *OPEN_MPI, *MPICH]),
+        st.text(max_size=3) | st.sampled_from("0123"),
+    )
+)
 def test_any_environment_is_a_world_or_a_launch_error(environ: dict[str, str]) -> None:
     try:
         world = detect(environ)
@@ -131,19 +238,27 @@ def test_reads_only_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(os.environ) == before
 
 
-def test_under_torchrun(launch: Launch) -> None:
-    """The real launcher's variables give every rank its own place."""
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [
+        pytest.param(launcher, name, marks=needs(launcher, backend))
+        for launcher, name, backend in [
+            ("torchrun", "torchrun", "torch"),
+            ("horovodrun", "horovodrun", "horovod"),
+            ("horovodrun --mpi", "openmpi", "horovod"),
+            ("mpirun", "openmpi", "mpi"),
+        ]
+    ],
+)
+def test_under_the_real_launcher(launcher: str, name: str, launch: Launch) -> None:
+    """Its variables give every rank its own place."""
     code = "import os; from dualeval.launch import detect; os.write(1, f'{detect(os.environ)}\\n'.encode())"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
-    finished = launch([*torchrun, sys.executable, "-c", code])
+    finished = launch([*start(launcher, 2), sys.executable, "-c", code])
     assert finished.returncode == 0, finished.stderr
-    worlds = sorted(finished.stdout.splitlines())
-    assert len(worlds) == 2
-    for rank, world in enumerate(worlds):
-        assert (
-            f"World(rank={rank}, size=2, local_rank={rank}, local_size=2, node_rank=0, launcher='torchrun'"
-            in world
-        )
+    for rank in range(2):
+        place = f"World(rank={rank}, size=2, local_rank={rank}, local_size=2, node_rank="
+        assert finished.stdout.count(place) == 1
+    assert finished.stdout.count(f"launcher='{name}'") == 2
 
 
 def test_importing_detect_loads_no_torch(launch: Launch) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import click
 
 from dualeval.errors import EXIT_DONE, DualevalError, LaunchError, PeerError
 from dualeval.job import ON_ERROR, PRECISIONS, TASKS, Job
-from dualeval.launch import detect
+from dualeval.launch import PROBES, detect
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class _Manner:
     out: Path | None
     fresh: bool
     backend: str | None
+    allow_shared_gpu: bool
     progress: bool
     as_json: bool
     started: float
@@ -80,9 +82,10 @@ def _numbers(
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Output folder.  [default: a new one in runs/]")
 @click.option("--fresh", is_flag=True, help="Remove an earlier run's files from --out first.")
-@click.option("--backend", help="How ranks talk: single, torch.  [default: by launcher]")
-@click.option("--launcher", help="Who started the ranks: torchrun, none.  [default: detected]")
-@click.option("--nproc", type=int, help="Start that many processes here, through torchrun's own launch.")
+@click.option("--allow-shared-gpu", is_flag=True, help="Let several ranks of a node share a GPU.")
+@click.option("--backend", help="How ranks talk: single, torch, horovod, mpi.  [default: by launcher]")
+@click.option("--launcher", help=f"Who started the ranks: {', '.join(PROBES)}.  [default: detected]")
+@click.option("--nproc", type=int, help="Start that many processes here, as torchrun or horovodrun would.")
 @click.option("--progress/--no-progress", default=True, help="Show how far the run is.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print result.json, and nothing else, on standard output."
@@ -96,6 +99,8 @@ def run(context: click.Context, /, **flags: Any) -> None:
     dualeval run
     dualeval run --nproc 2
     torchrun --nproc-per-node 8 -m dualeval run
+    horovodrun -np 8 dualeval run
+    mpirun -np 8 dualeval run
     dualeval run --model resnet18 --weights ckpt.pt --data /data/imagenet/val
     """
     started = perf_counter()
@@ -103,7 +108,10 @@ def run(context: click.Context, /, **flags: Any) -> None:
     config = flags.pop("config")
     manner = _Manner(
         started=started,
-        **{name: flags.pop(name) for name in ("out", "fresh", "backend", "progress", "as_json")},
+        **{
+            name: flags.pop(name)
+            for name in ("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json")
+        },
     )
     job = Job.read(config, flags)
     world = detect(os.environ, launcher)
@@ -112,14 +120,12 @@ def run(context: click.Context, /, **flags: Any) -> None:
             click.echo(json.dumps(job.to_json(), indent=2, ensure_ascii=False))
         return
     if nproc is not None:
-        context.exit(_hand_to_torchrun(nproc, world, manner.backend, job.device, context.obj))
+        context.exit(_start_ranks(nproc, world, job, manner, context.obj))
     context.exit(_evaluate(job, manner, world))
 
 
-def _hand_to_torchrun(
-    nproc: int, world: World, backend: str | None, device: str | None, arguments: Sequence[str]
-) -> int:
-    """Start this same command, less --nproc, as ``nproc`` ranks."""
+def _start_ranks(nproc: int, world: World, job: Job, manner: _Manner, arguments: Sequence[str]) -> int:
+    """Start this same command, less --nproc, as ``nproc`` ranks of torchrun's or horovodrun's kind."""
     if world.launcher != "none":
         raise LaunchError(
             f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
@@ -128,25 +134,34 @@ def _hand_to_torchrun(
     from dualeval.backends import choose_backend, choose_device
     from dualeval.launch.local import run_local
 
+    launcher = "horovodrun" if manner.backend == "horovod" else "torchrun"
     # What the last rank would find: said here once, before any rank is started.
     last = World(
-        rank=nproc - 1, size=nproc, local_rank=nproc - 1, local_size=nproc, node_rank=0, launcher="torchrun"
+        rank=nproc - 1, size=nproc, local_rank=nproc - 1, local_size=nproc, node_rank=0, launcher=launcher
     )
-    choose_backend(backend, last)
-    choose_device(device, last)
-    package = Path(__file__).resolve().parent.parent
-    return run_local(
-        [sys.executable, str(package / "__main__.py"), *_without_nproc(arguments)], nproc, os.environ
-    )
+    choose_backend(manner.backend, last)
+    choose_device(job.device, last, allow_shared_gpu=manner.allow_shared_gpu)
+    main_file = Path(__file__).resolve().parent.parent / "__main__.py"
+    # Said, not left to be found: variables of another launcher may be left over in the shell.
+    command = [sys.executable, str(main_file), *_without_start(arguments), "--launcher", launcher]
+    if launcher == "torchrun":
+        return run_local(command, nproc, os.environ)
+    from dualeval.backends.horovod import serve_rendezvous
+
+    with serve_rendezvous(nproc) as variables_of:
+        return run_local(command, nproc, os.environ, variables_of)
 
 
-def _without_nproc(arguments: Sequence[str]) -> list[str]:
+def _without_start(arguments: Sequence[str]) -> list[str]:
+    """The words of a command without those that say how it is started."""
     kept: list[str] = []
-    skip = False
-    for argument in arguments:
-        if not skip and argument != "--nproc" and not argument.startswith("--nproc="):
-            kept.append(argument)
-        skip = not skip and argument == "--nproc"
+    words = iter(arguments)
+    for word in words:
+        name, has_value, _ = word.partition("=")
+        if name not in ("--nproc", "--launcher"):
+            kept.append(word)
+        elif not has_value:
+            next(words, None)
     return kept
 
 
@@ -157,7 +172,8 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
 
     choose_backend(manner.backend, world)
     try:
-        backend = connect(manner.backend, world, job.device)
+        backend = connect(manner.backend, world, job.device, allow_shared_gpu=manner.allow_shared_gpu)
+        cores = _take_share_of_cores(backend)
         control = open_control_plane(backend)
     except DualevalError as error:
         # Perhaps this rank's alone (its node may lack the GPU), and there is nowhere yet to tell the others.
@@ -165,9 +181,11 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
         click.echo(f"dualeval: error: {error}{where}", err=True)
         return error.exit_code
     try:
-        result = _run_engine(job, manner, backend, control)
+        result = _run_engine(job, manner, backend, control, cores)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - told to every rank and to the caller
-        return _end_after(error, control)
+        code = _end_after(error, control)
+        backend.close(failed=True)
+        return code
     control.leave()
     backend.close()
     if world.is_main:
@@ -175,7 +193,26 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
     return EXIT_DONE
 
 
-def _run_engine(job: Job, manner: _Manner, backend: Backend, control: ControlPlane) -> Result:
+def _take_share_of_cores(backend: Backend) -> int:
+    """Divide the cores of each node among its ranks; returns this rank's number of them.
+
+    A collective. As many threads are used, unless the user has set OMP_NUM_THREADS.
+    """
+    import torch
+
+    from dualeval.launch.cores import Cores, share_of_cores
+
+    own = Cores(host=socket.gethostname(), numbers=sorted(os.sched_getaffinity(0)))
+    if backend.world.size == 1:
+        return len(own.numbers)
+    everyone = [Cores(**cores) for cores in backend.all_gather_json(asdict(own))]
+    share = share_of_cores(own, everyone)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(share)
+    return share
+
+
+def _run_engine(job: Job, manner: _Manner, backend: Backend, control: ControlPlane, cores: int) -> Result:
     from dualeval.engine.evaluator import Evaluator
     from dualeval.report.progress import Progress
 
@@ -195,7 +232,7 @@ def _run_engine(job: Job, manner: _Manner, backend: Backend, control: ControlPla
             batch_size=job.batch_size,
             limit=job.limit,
             precision=job.precision,
-            workers=_workers(job, task, world),
+            workers=_workers(job, task, cores),
             on_error=job.on_error,
             fresh=manner.fresh,
             job=job.to_json(),
@@ -229,12 +266,12 @@ def _make_task(job: Job) -> Task:
     )
 
 
-def _workers(job: Job, task: Task, world: World) -> int:
+def _workers(job: Job, task: Task, cores: int) -> int:
     if job.workers is not None:
         return job.workers
     if not task.decodes:
         return 0
-    return min(_MOST_AUTOMATIC_WORKERS, max(1, len(os.sched_getaffinity(0)) // world.local_size))
+    return min(_MOST_AUTOMATIC_WORKERS, cores)
 
 
 def _show(result: Result, manner: _Manner) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from dualeval.errors import EXIT_FAILED, DualevalError, PeerError, exit_code_of, message_of
+from dualeval.network import LOOPBACK, offered_addresses, reach
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
 
-_REACH_S = 10
+_CONNECT_S = 10
 _SAY_WITHIN_S = 10.0
 _LEAVE_AFTER_FAILURE_S = 2.0
 _REPORT_EVERY_S = 0.5
@@ -259,36 +259,21 @@ def open_control_plane(backend: Backend) -> ControlPlane:
     server = None
     offer: dict[str, Any] | None = None
     if world.is_main:
-        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        master = world.master[0] if world.master else None
+        server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         offer = {
             "token": secrets.token_hex(8),
             "port": server.port,
-            "addresses": _addresses(master, local=world.local_size == world.size),
+            "addresses": offered_addresses(
+                one_node=world.local_size == world.size, master=world.master[0] if world.master else None
+            ),
         }
     offer = backend.broadcast_json(offer, src=0)
     assert isinstance(offer, dict)
-    tried = []
-    for address in offer["addresses"]:
-        try:
-            # A plain connection first: a store that cannot connect logs pages of C++ frames.
-            socket.create_connection((address, offer["port"]), timeout=_REACH_S).close()
-        except OSError as error:
-            tried.append(f"{address}:{offer['port']} ({error})")
-            continue
-        reach = timedelta(seconds=_REACH_S)
-        store = TCPStore(address, offer["port"], is_master=False, timeout=reach)
-        return ControlPlane(world.rank, world.size, store, offer["token"], server)
-    raise DualevalError(f"rank {world.rank} cannot reach rank 0's control plane; tried {'; '.join(tried)}")
-
-
-def _addresses(master: str | None, *, local: bool) -> list[str]:
-    """Addresses under which this host may be reached, the likeliest first, each once."""
-    if local:
-        return ["127.0.0.1"]
-    try:
-        own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
-    except OSError:  # a host that cannot look up its own name, as in many containers, still has its master's
-        own = set()
-    reachable = sorted(str(address) for address in own if not str(address).startswith("127."))
-    return list(dict.fromkeys([*([master] if master else []), *reachable]))
+    # A plain connection first: a store that cannot connect logs pages of C++ frames.
+    address, tried = reach(offer["addresses"], offer["port"])
+    if address is None:
+        raise DualevalError(
+            f"rank {world.rank} cannot reach rank 0's control plane; tried {'; '.join(tried)}"
+        )
+    store = TCPStore(address, offer["port"], is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+    return ControlPlane(world.rank, world.size, store, offer["token"], server)

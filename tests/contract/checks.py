@@ -358,7 +358,9 @@ def check_context(bench: Bench) -> None:
 
 
 def check_attributes(bench: Bench) -> None:
-    bench.expect(bench.backend.name in ("single", "torch"), f"the name is {bench.backend.name}")
+    bench.expect(
+        bench.backend.name in ("single", "torch", "horovod", "mpi"), f"the name is {bench.backend.name}"
+    )
     bench.expect(0 <= bench.rank < bench.size, f"rank {bench.rank} of {bench.size}")
     ranks = bench.backend.all_gather_json(bench.rank)
     bench.expect(ranks == list(range(bench.size)), f"the ranks are {ranks}")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dualeval.backends import choose_device, connect
+from dualeval.backends import choose_backend, choose_device, connect, horovod
 from dualeval.errors import LaunchError, UsageError
+from dualeval.launch.detect import PROBES
 from dualeval.world import World
 from tests.conftest import Launch
 
 TORCHRUN = World(rank=1, size=2, local_rank=1, local_size=2, node_rank=0, launcher="torchrun")
-TORCHRUN_ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="torchrun")
 
 
 def test_single_is_the_default_without_a_launcher() -> None:
@@ -24,10 +25,45 @@ def test_single_is_the_default_without_a_launcher() -> None:
             assert backend.device == torch.device("cpu")
 
 
-def test_single_under_torchrun_takes_a_world_of_one() -> None:
-    assert connect("single", TORCHRUN_ALONE, "cpu").name == "single"
-    with pytest.raises(LaunchError, match="--backend single cannot run a world of 2 started by torchrun"):
-        connect("single", TORCHRUN, "cpu")
+# Which backend runs under which launcher: every other pair is an error.
+PAIRS = {
+    "none": {"single"},
+    "torchrun": {"torch"},
+    "horovodrun": {"horovod"},
+    "openmpi": {"torch", "horovod", "mpi"},
+    "mpich": {"torch", "horovod", "mpi"},
+}
+
+
+def world_of(launcher: str) -> World:
+    size = 1 if launcher == "none" else 2
+    return World(rank=0, size=size, local_rank=0, local_size=size, node_rank=None, launcher=launcher)
+
+
+@pytest.mark.parametrize("backend", ["single", "torch", "horovod", "mpi"])
+@pytest.mark.parametrize("launcher", PROBES)
+def test_every_pair_of_launcher_and_backend(
+    launcher: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(horovod, "runs_over_mpi", lambda: True)
+    if backend in PAIRS[launcher]:
+        assert choose_backend(backend, world_of(launcher)) == backend
+        return
+    with pytest.raises(LaunchError, match=f"--backend {backend} cannot run") as caught:
+        choose_backend(backend, world_of(launcher))
+    assert "Start it with '" in str(caught.value)
+    default = choose_backend(None, world_of(launcher))
+    assert default in PAIRS[launcher]
+    assert f"leave --backend out to take {default}." in str(caught.value)
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_mpirun_takes_horovod_where_it_is_built_with_mpi(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for built, expected in ((True, "horovod"), (False, "mpi")):
+        monkeypatch.setattr(horovod, "runs_over_mpi", lambda built=built: built)
+        assert choose_backend(None, world_of(launcher)) == expected
 
 
 def test_torch_needs_a_launcher() -> None:
@@ -64,8 +100,22 @@ def test_devices_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--device cuda:2 needs GPU 2, but this node shows 2 \\(0 to 1\\)"):
         choose_device("cuda:2", TORCHRUN)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match="rank with local number 1 needs GPU 1, but this node shows 1"):
+    with pytest.raises(UsageError, match="2 ranks were started on this node, which shows 1 GPU") as caught:
         choose_device(None, TORCHRUN)
+    assert "--allow-shared-gpu" in str(caught.value)
+    assert choose_device("cuda:0", TORCHRUN) == torch.device("cuda", 0)
+
+
+def test_ranks_share_gpus_in_turns_where_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    worlds = [replace(TORCHRUN, rank=rank, size=5, local_rank=rank, local_size=5) for rank in range(5)]
+    found = [choose_device(None, world, allow_shared_gpu=True).index for world in worlds]
+    assert found == [0, 1, 0, 1, 0]
+    # All of them say so, not only those for which no GPU is left: no rank waits for one that has gone.
+    for world in worlds:
+        with pytest.raises(UsageError, match="5 ranks were started on this node, which shows 2 GPUs"):
+            choose_device(None, world)
 
 
 def test_devices_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,30 +13,36 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 from tests.conftest import Finished, Launch
 from tests.contract.checks import CHECKS
+from tests.launchers import needs, start
 
 WORKER = Path(__file__).with_name("worker.py")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A backend in a world of some size."""
+    """A backend in a world of some size, started by some launcher."""
 
     backend: str
+    launcher: str
     size: int
     device: str = "cpu"
 
     def __str__(self) -> str:
-        return f"{self.backend}-{self.size}" + ("" if self.device == "cpu" else f"-{self.device}")
+        name = f"{self.backend}-{self.launcher}-{self.size}"
+        return name if self.device == "cpu" else f"{name}-{self.device}"
 
     @property
     def command(self) -> list[str]:
-        launcher = []
-        if self.backend == "torch":
-            launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.size)]
-        return [sys.executable, *launcher, str(WORKER), "--backend", self.backend, "--device", self.device]
+        worker = [sys.executable, str(WORKER), "--backend", self.backend, "--device", self.device]
+        return [*start(self.launcher, self.size), *worker]
+
+    @property
+    def parameter(self) -> ParameterSet:
+        return pytest.param(self, id=str(self), marks=needs(self.launcher, self.backend))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +55,25 @@ class Outcome:
 
 GPUS = torch.cuda.device_count()
 GROUPS = [
-    Group(backend="single", size=1),
-    *(Group(backend="torch", size=size) for size in (1, 2, 3)),
+    Group(backend="single", launcher="none", size=1),
+    *(
+        Group(backend=backend, launcher=launcher, size=size)
+        for backend, launcher in [
+            ("torch", "torchrun"),
+            ("horovod", "horovodrun"),
+            ("horovod", "mpirun"),
+            ("mpi", "mpirun"),
+        ]
+        for size in (1, 2, 3, 4)
+    ),
+    Group(backend="torch", launcher="mpirun", size=2),
     # NCCL, one GPU a rank; and ranks that share one GPU, over gloo.
-    *(Group(backend="torch", size=size, device="cuda") for size in (1, 2, 3) if size <= GPUS),
-    *(Group(backend="torch", size=2, device="cuda:0") for _ in range(min(1, GPUS))),
+    *(
+        Group(backend="torch", launcher="torchrun", size=size, device="cuda")
+        for size in (1, 2, 3)
+        if size <= GPUS
+    ),
+    *(Group(backend="torch", launcher="torchrun", size=2, device="cuda:0") for _ in range(min(1, GPUS))),
 ]
 
 
@@ -65,9 +85,10 @@ def outcome(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     def run(group: Group) -> Outcome:
         if group not in outcomes:
             folder = tmp_path_factory.mktemp(str(group).replace(":", "-"))
-            # One thread a rank: more only get in each other's way on tensors this small.
-            threads = {"OMP_NUM_THREADS": "1"}
-            finished = launch([*group.command, "--folder", str(folder)], timeout=240, variables=threads)
+            # One thread a rank: more only get in each other's way on tensors this small. And Horovod's own
+            # cycle also over MPI, where the backend lengthens it: a group makes some thousand collectives.
+            variables = {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "1"}
+            finished = launch([*group.command, "--folder", str(folder)], timeout=240, variables=variables)
             problems = []
             for rank in range(group.size):
                 report = folder / f"rank-{rank}.jsonl"
@@ -82,7 +103,7 @@ def outcome(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 @pytest.mark.parametrize(
     ("group", "check"),
     [
-        pytest.param(group, name, id=f"{group}-{name}")
+        pytest.param(group, name, id=f"{group}-{name}", marks=needs(group.launcher, group.backend))
         for group in GROUPS
         for name, check in CHECKS.items()
         if check.applies(group.backend, group.size)
@@ -100,7 +121,7 @@ def test_contract(group: Group, check: str, outcome: Callable[[Group], Outcome])
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize("group", [group.parameter for group in GROUPS])
 def test_group_exits_0(group: Group, outcome: Callable[[Group], Outcome]) -> None:
     finished = outcome(group).finished
     assert finished.returncode == 0, finished.stderr

@@ -1,0 +1,239 @@
+"""The backend over Horovod: gloo or MPI between CPUs, NCCL between GPUs where Horovod is built with it."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualeval.backends.base import Backend, Op, sleep_until, variables_set
+from dualeval.backends.mpi import start_mpi
+from dualeval.errors import BackendError, LaunchError
+from dualeval.network import LOOPBACK
+from dualeval.world import World
+
+MPI_LAUNCHERS = ("openmpi", "mpich")
+
+# Horovod takes its settings from variables alone. Those that the user has set stay.
+_SETTINGS = {
+    # It limits the start and every collective. The control plane ends a rank that died or stalls long before.
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "1800",
+    # It warns after a minute that a rank is late. The control plane says so, with that rank's name.
+    "HOROVOD_STALL_CHECK_DISABLE": "1",
+}
+_SETTINGS_OVER_MPI = {
+    **_SETTINGS,
+    # Milliseconds. Once a cycle Horovod's threads agree on what to do, and the one that comes first waits by
+    # looking without a pause. In cycles of 1, Horovod's own, that was measured to take a core of a rank that
+    # had nothing to do; in cycles of 20 a tenth of one.
+    "HOROVOD_CYCLE_TIME": "20",
+}
+
+
+class HorovodBackend(Backend):
+    """All ranks of Horovod.
+
+    Where the caller has initialised Horovod already, it stays the caller's to shut down.
+
+    Horovod has names for collectives, and one name for all of a kind is right here: each one is over on this
+    rank before the next begins, and a name that is known already is agreed on faster.
+
+    Raises:
+        LaunchError: Horovod is missing, cannot be loaded, lacks what the launcher needs, or finds other ranks
+            than the launcher started.
+        BackendError: the group could not be joined.
+    """
+
+    name = "horovod"
+
+    def __init__(self, world: World, device: torch.device, transport: torch.device | None = None) -> None:
+        self._hvd = _load()
+        _require_controller(self._hvd, world)
+        if transport is None and device.type == "cuda" and not self._hvd.nccl_built():
+            transport = torch.device("cpu")
+        super().__init__(world, device, transport)
+        self._mpi: Any = None
+        self._ops = {"sum": self._hvd.Sum, "min": self._hvd.Min, "max": self._hvd.Max}
+        self._started = not self._hvd.is_initialized()
+        if self._started:
+            self._start()
+        found = (self._hvd.rank(), self._hvd.size())
+        if found != (world.rank, world.size):
+            raise LaunchError(
+                f"{world.launcher} started this process as rank {world.rank} of {world.size}, but Horovod "
+                f"says rank {found[0]} of {found[1]}. Where mpirun started it, Horovod is built with another "
+                f"MPI: type 'dualeval setup-horovod' with that mpirun first on the PATH, or pass --backend "
+                f"mpi."
+            )
+
+    def _start(self) -> None:
+        over_mpi = self.world.launcher in MPI_LAUNCHERS
+        if over_mpi:
+            # Horovod would initialise MPI itself, but then wait for a late rank without a pause.
+            mpi, started = start_mpi(self.world)
+            sleep_until(mpi.COMM_WORLD.Ibarrier().Test)
+            self._mpi = mpi if started else None
+        with (
+            self._translated("joining the group"),
+            variables_set(_SETTINGS_OVER_MPI if over_mpi else _SETTINGS),
+        ):
+            self._hvd.init()
+
+    def _all_reduce(self, tensor: Tensor, op: Op) -> None:
+        with self._translated("reducing"):
+            self._finish(
+                self._hvd.allreduce_async_(
+                    tensor.view(-1), op=self._ops[op], name=f"dualeval.all_reduce.{op}"
+                )
+            )
+
+    def _broadcast(self, payload: Tensor, src: int) -> None:
+        with self._translated("broadcasting"):
+            self._finish(self._hvd.broadcast_async_(payload, src, name=f"dualeval.broadcast.{src}"))
+
+    def _gather(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
+        size, own = self.world.size, self.world.rank
+        if dst is None:
+            with self._translated("gathering"):
+                gathered = self._finish(self._hvd.allgather_async(payload, name="dualeval.all_gather"))
+            return list(gathered.view(size, -1))
+        # Horovod's allgather would need the room for all on every rank; here all goes to one.
+        splits = torch.zeros(size, dtype=torch.int32)
+        splits[dst] = payload.numel()
+        with self._translated("gathering"):
+            gathered, _ = self._finish(
+                self._hvd.alltoall_async(payload, splits, name=f"dualeval.gather.{dst}")
+            )
+        return list(gathered.view(size, -1)) if dst == own else None
+
+    def _barrier(self) -> None:
+        # Horovod's own barrier, where it has one, cannot be waited for asleep.
+        with self._translated("waiting at a barrier"):
+            self._finish(
+                self._hvd.allreduce_async_(torch.zeros(1), op=self._hvd.Sum, name="dualeval.barrier")
+            )
+
+    def _finish(self, handle: int) -> Any:
+        """Wait, asleep, for what has been begun; returns its result."""
+        sleep_until(lambda: self._hvd.poll(handle))
+        return self._hvd.synchronize(handle)
+
+    def _close(self, failed: bool) -> None:
+        if not self._started:
+            return
+        if failed:
+            # To shut down is agreed with ranks that may be gone, and Horovod would do it at exit.
+            atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
+            return
+        self._barrier()
+        self._hvd.shutdown()
+        if self._mpi is not None:
+            self._mpi.Finalize()
+
+    @contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        """Turn Horovod's errors into a BackendError that says who was doing what."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise BackendError(
+                f"Horovod broke on rank {self.world.rank} of {self.world.size} while {doing}: "
+                f"{str(error).strip() or type(error).__name__}. Where another rank failed first, its message "
+                f"has the cause."
+            ) from error
+
+
+def runs_over_mpi() -> bool:
+    """Whether Horovod is installed, and built with MPI.
+
+    Raises:
+        LaunchError: it is installed, but cannot be loaded.
+    """
+    if importlib.util.find_spec("horovod") is None:
+        return False
+    return bool(_load().mpi_built())
+
+
+@contextmanager
+def serve_rendezvous(size: int) -> Iterator[Callable[[int], Mapping[str, str]]]:
+    """Serve the place where ranks on this machine find each other over gloo, as horovodrun does.
+
+    Args:
+        size: number of ranks.
+
+    Yields:
+        a function from a rank to the variables that horovodrun would set for it.
+    """
+    module = _load_module("horovod.runner.http.http_server")
+    # Horovod's own queue of 5 makes dozens of ranks that come at once try again, seconds later.
+    server_class = type("RendezvousServer", (module.RendezvousHTTPServer,), {"request_queue_size": 1024})
+    server = server_class((LOOPBACK, 0), module.RendezvousHandler, 0)
+    serving = threading.Thread(target=server.serve_forever, name="horovod-rendezvous", daemon=True)
+    serving.start()
+    shared = {
+        "HOROVOD_SIZE": str(size),
+        "HOROVOD_LOCAL_SIZE": str(size),
+        "HOROVOD_CROSS_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+        "HOROVOD_HOSTNAME": socket.gethostname(),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
+        "HOROVOD_GLOO_IFACE": "lo",
+    }
+    try:
+        yield lambda rank: {**shared, "HOROVOD_RANK": str(rank), "HOROVOD_LOCAL_RANK": str(rank)}
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+
+
+def _load() -> Any:
+    return _load_module("horovod.torch")
+
+
+def _load_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "horovod":
+            raise _broken(error) from error
+        raise LaunchError(
+            "Horovod is not installed. Type 'dualeval setup-horovod', which builds it for this torch in a "
+            "few minutes, or pass another --backend."
+        ) from error
+    except Exception as error:  # a library that does not fit breaks in any way
+        raise _broken(error) from error
+
+
+def _broken(error: Exception) -> LaunchError:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return LaunchError(
+        f"Horovod is installed but cannot be loaded: {lines[0]}. It may be built for another torch than "
+        f"{torch.__version__}. Type 'dualeval setup-horovod', which builds it for this one, or pass another "
+        f"--backend."
+    )
+
+
+def _require_controller(hvd: Any, world: World) -> None:
+    """Raise where Horovod lacks the library over which the ranks of this launcher find each other."""
+    if world.launcher in MPI_LAUNCHERS:
+        if not hvd.mpi_built():
+            raise LaunchError(
+                "mpirun started this process, but Horovod is built without MPI. Type 'dualeval setup-horovod "
+                "--with-mpi', start with 'horovodrun -np N dualeval run', or pass --backend mpi."
+            )
+    elif not hvd.gloo_built():
+        raise LaunchError(
+            f"{world.launcher} started this process to meet over gloo, but Horovod is built without it. Type "
+            f"'dualeval setup-horovod'."
+        )

