@@ -1,4 +1,4 @@
-"""One rank of an engine test: ``engine_worker.py SCENARIO FOLDER``; writes FOLDER/rank-N.json."""
+"""One rank of an engine test: ``engine_worker.py SCENARIO FOLDER BACKEND``; writes FOLDER/rank-N.json."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ SCENARIOS = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    scenario, folder = sys.argv[1], Path(sys.argv[2])
-    with connect(None, detect(os.environ), "cpu") as backend, open_control_plane(backend) as control:
+    scenario, folder, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    with connect(name, detect(os.environ), "cpu") as backend, open_control_plane(backend) as control:
         report = SCENARIOS[scenario](backend, control, folder)
         (folder / f"rank-{backend.world.rank}.json").write_text(json.dumps(report))
 

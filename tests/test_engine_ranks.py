@@ -11,14 +11,18 @@ import pyarrow.parquet
 import pytest
 
 from tests.conftest import ROOT, Launch
+from tests.launchers import needs, start
 
 WORKER = ROOT / "tests" / "engine_worker.py"
+WAYS = [("torchrun", "torch"), ("horovodrun", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi")]
 
 
-def run_ranks(launch: Launch, scenario: str, size: int, folder: Path) -> list[dict[str, Any]]:
+def run_ranks(
+    launch: Launch, scenario: str, size: int, folder: Path, way: tuple[str, str] = ("torchrun", "torch")
+) -> list[dict[str, Any]]:
     """Run a scenario of the worker on ``size`` ranks; returns their reports in rank order."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    done = launch([*torchrun, WORKER, scenario, folder])
+    launcher, backend = way
+    done = launch([*start(launcher, size), sys.executable, WORKER, scenario, folder, backend])
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
 
@@ -44,8 +48,11 @@ def test_no_collective_in_the_loop_and_one_for_all_metrics(launch: Launch, tmp_p
         assert all(count == counts[0] for count in counts), "the number depends on samples or metrics"
 
 
-def test_rows_reach_rank_0_without_a_shared_folder(launch: Launch, tmp_path: Path, wanted: str) -> None:
-    first, second = run_ranks(launch, "apart", 2, tmp_path)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=needs(*way), id=" ".join(way)) for way in WAYS])
+def test_rows_reach_rank_0_without_a_shared_folder(
+    launch: Launch, tmp_path: Path, wanted: str, way: tuple[str, str]
+) -> None:
+    first, second = run_ranks(launch, "apart", 2, tmp_path, way)
     assert first["digest"] == second["digest"] == wanted
     assert first["left"] == ["predictions.parquet", "result.json", "status.json"]
     assert second["left"] == []
@@ -74,6 +81,9 @@ def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=needs(*way), id=" ".join(way)) for way in [*WAYS, ("mpirun", "torch")]]
+)
+@pytest.mark.parametrize(
     ("scenario", "message"),
     [
         ("one_fails_in_the_loop", "the last rank broke"),
@@ -81,9 +91,9 @@ def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) 
     ],
 )
 def test_all_ranks_hear_of_the_first_failure(
-    launch: Launch, tmp_path: Path, scenario: str, message: str
+    launch: Launch, tmp_path: Path, scenario: str, message: str, way: tuple[str, str]
 ) -> None:
-    reports = run_ranks(launch, scenario, 3, tmp_path)
+    reports = run_ranks(launch, scenario, 3, tmp_path, way)
     assert [report["raised"] for report in reports] == ["PeerError", "PeerError", "DualevalError"]
     assert {(report["message"], report["rank"], report["code"]) for report in reports} == {(message, 2, 1)}
 
