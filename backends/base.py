@@ -226,7 +226,11 @@ class Backend(ABC):
             BackendError: ``src`` is no rank, the dtype is not one of these, or the collective broke.
         """
         self._require_rank("broadcast", "src", src)
-        payload = _to_bytes("broadcast", tensor, self.transport)
+        if self.world.rank == src:
+            payload = _to_bytes("broadcast", tensor, self.transport)
+        else:
+            _require_bytes("broadcast", tensor)
+            payload = torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8, device=self.transport)
         if payload.numel():
             self._broadcast(payload, src)
         return payload.view(tensor.dtype).reshape(tensor.shape).to(device=tensor.device)
@@ -241,7 +245,7 @@ class Backend(ABC):
 
         Returns:
             on ``dst`` one new tensor a rank, in rank order, each of its rank's shape, on the device of
-            ``tensor``; None on the other ranks.
+            ``tensor``; None on the other ranks. They may be parts of one buffer: clone one to keep it alone.
 
         Raises:
             BackendError: ``dst`` is no rank; the dtype is not one of these; the ranks disagree on the dtype
@@ -300,7 +304,7 @@ class Backend(ABC):
 
     @torch.inference_mode(False)
     def _gather_tensors(self, call: str, tensor: Tensor, dst: int | None) -> list[Tensor] | None:
-        payload = _to_bytes(call, tensor, self.transport)
+        payload = _to_bytes(call, tensor, self.transport, copy=False)
         rows, trailing = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, torch.Size())
         kind = f"{_type_name(tensor.dtype)} of shape ({', '.join(map(str, ('*', *trailing)))})"
         pieces = self._gather_bytes(call, payload, rows=rows, kind=kind, dst=dst)
@@ -344,8 +348,10 @@ class Backend(ABC):
         if any(header[2] == _REFUSED or header[2] != headers[0][2] for header in headers):
             self._raise_disagreement(own)
         longest = max(length for length, _, _ in headers)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self.transport)
-        padded[: payload.numel()] = payload
+        padded = payload
+        if payload.numel() < longest:
+            padded = torch.zeros(longest, dtype=torch.uint8, device=self.transport)
+            padded[: payload.numel()] = payload
         contents: list[Tensor] | None
         if longest:
             contents = self._gather(padded, dst)
@@ -397,8 +403,11 @@ class Backend(ABC):
     def _gather(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
         """Gather ``payload`` (as in ``_broadcast``) to ``dst``, or to all ranks where that is None.
 
+        Args:
+            payload: may be the caller's own memory; it is not to be changed.
+
         Returns:
-            one tensor of the payload's shape a rank, in rank order; None where this rank is not meant.
+            one new tensor of the payload's shape a rank, in rank order; None where this rank is not meant.
         """
 
     @abstractmethod
@@ -410,12 +419,20 @@ class Backend(ABC):
         """Leave the group; called once."""
 
 
-def _to_bytes(call: str, tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy the content of a tensor into a new uint8 tensor of shape (bytes,)."""
+def _to_bytes(call: str, tensor: Tensor, device: torch.device, *, copy: bool = True) -> Tensor:
+    """The content of a tensor as a uint8 tensor of shape (bytes,); a new one, or perhaps a view of it."""
+    _require_bytes(call, tensor)
+    # What a conjugate or negative view only notes in a flag beside the bytes is carried out by a copy.
+    noted = tensor.is_conj() or tensor.is_neg()
+    # A single element is contiguous with any stride, and then cannot be viewed as bytes.
+    fits = tensor.device == device and tensor.is_contiguous() and tensor.numel() > 1 and not noted
+    whole = tensor.detach() if fits and not copy else _copy_to(device, tensor, tensor.dtype)
+    return whole.reshape(-1).view(torch.uint8)
+
+
+def _require_bytes(call: str, tensor: Tensor) -> None:
     if tensor.dtype not in BYTE_TYPES:
         raise _unsupported(call, tensor.dtype, BYTE_TYPES)
-    # The copy also carries out what a conjugate or negative view only notes in a flag beside the bytes.
-    return _copy_to(device, tensor, tensor.dtype).reshape(-1).view(torch.uint8)
 
 
 def _copy_to(device: torch.device, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ class SingleBackend(Backend):
         """Leave the payload: the only rank is its own source."""
 
     def _gather(self, payload: Tensor, dst: int | None) -> list[Tensor]:
-        return [payload]
+        return [payload.clone()]
 
     def _barrier(self) -> None:
         """Return: nobody else is to be waited for."""
