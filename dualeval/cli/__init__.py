@@ -14,6 +14,7 @@ import click
 
 from dualeval import __version__
 from dualeval.cli.run import run
+from dualeval.cli.setup_horovod import setup_horovod
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, LaunchError
 from dualeval.launch import detect
 
@@ -27,6 +28,7 @@ def dualeval() -> None:
 
 
 dualeval.add_command(run)
+dualeval.add_command(setup_horovod)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
