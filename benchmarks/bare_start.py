@@ -1,6 +1,10 @@
-"""The least that a script does before it can evaluate: import torch, load weights, join the group, leave."""
+"""The least that a script does before it can evaluate: import torch, load weights, join the group, leave.
 
-import os
+LAUNCHER python bare_start.py WEIGHTS [torch | torch-over-mpi | horovod | mpi]
+"""
+
+import importlib
+import socket
 import sys
 
 import torch
@@ -28,6 +32,29 @@ model.load_state_dict(load_file(sys.argv[1]))
 model.eval()
 with torch.inference_mode():
     model(torch.zeros(2, 1, 28, 28))
-if "RANK" in os.environ:
-    distributed.init_process_group("gloo")
-    distributed.destroy_process_group()
+match sys.argv[2:]:
+    case ["torch"]:
+        distributed.init_process_group("gloo")
+        distributed.destroy_process_group()
+    case ["torch-over-mpi"]:
+        from mpi4py import MPI
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        address, port = MPI.COMM_WORLD.bcast(("127.0.0.1", port))
+        distributed.init_process_group(
+            "gloo",
+            init_method=f"tcp://{address}:{port}",
+            rank=MPI.COMM_WORLD.rank,
+            world_size=MPI.COMM_WORLD.size,
+        )
+        distributed.destroy_process_group()
+    case ["horovod"]:
+        hvd = importlib.import_module("horovod.torch")
+
+        hvd.init()
+        hvd.shutdown()
+    case ["mpi"]:
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Barrier()  # importing it has joined

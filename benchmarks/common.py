@@ -6,26 +6,48 @@ import json
 import os
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import psutil  # type: ignore[import-untyped]
 
 _T = TypeVar("_T")
+
+
+class Command(Protocol):
+    """Gives the command that starts so many ranks of a Python script on this machine."""
+
+    def __call__(self, processes: int, /, *arguments: str) -> list[str]: ...
+
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 BIN = Path(sys.executable).parent  # not resolved: in a venv the interpreter is a link out of it
 
-_VERSIONS_OF = ("dualeval", "torch", "torchvision", "torchmetrics", "accelerate", "numpy", "pyarrow")
-# One thread for each rank: on a shared machine a second one waits more than it works.
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+_VERSIONS_OF = (
+    *("dualeval", "torch", "torchvision", "torchmetrics", "accelerate", "numpy", "pyarrow"),
+    *("horovod", "mpi4py"),
+)
+# One thread for each rank: on a shared machine a second one waits more than it works. Open MPI 4 and 5 start
+# more ranks than there are cores, and do so as root, only when told to.
+ONE_THREAD = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    **{f"{name}_ALLOW_RUN_AS_ROOT{suffix}": "1" for name in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")},
+}
 _GRACE_S = 40  # torchrun ends its ranks in at most 30
 
 
@@ -54,21 +76,33 @@ def run_process(command: Sequence[str], *, timeout_s: float, environ: Mapping[st
     cpu = _cpu_of_children()
     start = perf_counter()
     with subprocess.Popen(
-        command, cwd=ROOT, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=ROOT,
+        env=environ,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         try:
             output, errors = process.communicate(timeout=timeout_s)
         except BaseException:
-            process.terminate()  # a launcher passes this on to its ranks, a kill it could not
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            _end(process)
             raise
         wall_s = perf_counter() - start
     if process.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output}\n{errors}")
     return Finished(wall_s=wall_s, cpu_s=_cpu_of_children() - cpu, output=output)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a command and all that it started: ranks may wait for ever, or outlive their launcher."""
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()  # a launcher passes this on to its ranks
+    _, left = psutil.wait_procs([psutil.Process(process.pid), *ranks], timeout=_GRACE_S)
+    for survivor in left:
+        with suppress(psutil.NoSuchProcess):
+            survivor.kill()
 
 
 def _cpu_of_children() -> float:
@@ -77,8 +111,41 @@ def _cpu_of_children() -> float:
 
 
 def torchrun(processes: int, *arguments: str) -> list[str]:
-    """The command that starts so many ranks on this machine."""
+    """The command that starts so many ranks of a Python script or module on this machine."""
     return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(processes), *arguments]
+
+
+def horovodrun(processes: int, *arguments: str) -> list[str]:
+    """As ``torchrun``; the ranks meet over gloo."""
+    return _horovodrun("--gloo", processes, arguments)
+
+
+def horovodrun_mpi(processes: int, *arguments: str) -> list[str]:
+    """As ``torchrun``; horovodrun starts mpirun."""
+    return _horovodrun("--mpi", processes, arguments)
+
+
+def _horovodrun(controller: str, processes: int, arguments: Sequence[str]) -> list[str]:
+    launcher = [sys.executable, str(BIN / "horovodrun"), controller, "-np", str(processes)]
+    return [*launcher, sys.executable, *arguments]
+
+
+def mpirun(processes: int, *arguments: str) -> list[str]:
+    """As ``torchrun``."""
+    return ["mpirun", "-np", str(processes), sys.executable, *arguments]
+
+
+def missing(backend: str, *, over_mpi: bool) -> str | None:
+    """What a backend needs and this machine lacks, where mpirun starts the ranks or not; None for nothing."""
+    if backend == "horovod" and find_spec("horovod") is None:
+        return "Horovod is not installed (make horovod)"
+    if not over_mpi:
+        return None
+    if shutil.which("mpirun") is None or find_spec("mpi4py") is None:
+        return "mpirun or mpi4py is missing"
+    from dualeval.backends.horovod import runs_over_mpi  # imports torch
+
+    return None if backend != "horovod" or runs_over_mpi() else "Horovod is built without MPI"
 
 
 def take_turns(rounds: int, entries: Mapping[str, Callable[[], _T]]) -> dict[str, list[_T]]:
@@ -117,6 +184,7 @@ def machine() -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:  # not every benchmark needs every library
             versions[name] = "not installed"
+    versions["MPI"] = _mpi()
     system = platform.freedesktop_os_release()["PRETTY_NAME"]
     return {
         "processor": _processor(),
@@ -126,6 +194,13 @@ def machine() -> dict[str, Any]:
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "versions": versions,
     }
+
+
+def _mpi() -> str:
+    if shutil.which("mpirun") is None:
+        return "not installed"
+    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
+    return said.partition("\n")[0]
 
 
 def _processor() -> str:

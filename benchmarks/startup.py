@@ -2,11 +2,11 @@
 
 Start-up is the wall time of the whole command less ``timing.evaluate_s`` of its result: imports, data,
 weights, joining the group, agreeing, reducing, rows in Parquet, the printed table, leaving. The bare script
-imports torch, loads the same weights, joins the same group, and ends.
+imports torch, loads the same weights, joins a group of the same library under the same launcher, and ends.
 
 Processor time cannot be split in this way, so it is taken from runs of one batch (``--limit 64``).
 
-    python benchmarks/startup.py [--rounds N]
+    python benchmarks/startup.py [--rounds N] [--command NAME]...
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from common import (
     BIN,
     ONE_THREAD,
     ROOT,
+    horovodrun,
+    horovodrun_mpi,
     machine,
     median_ratio,
+    missing,
+    mpirun,
     run_process,
     spread,
     table,
@@ -37,15 +41,66 @@ from common import (
 
 WANTED = 1.25
 _TIMEOUT_S = 120
-_BARE = [str(ROOT / "benchmarks/bare_start.py"), str(ROOT / "dualeval/assets/fashion_cnn.safetensors")]
-_BARE_COMMANDS = {1: [str(BIN / "python"), *_BARE], 2: torchrun(2, *_BARE)}
-# By the words that a person types: number of processes, and the command up to --out.
-_COMMANDS = {
-    "dualeval run": (1, [str(BIN / "dualeval"), "run"]),
-    "torchrun -m dualeval run": (2, torchrun(2, "-m", "dualeval", "run")),
-    "dualeval run --nproc 2": (2, [str(BIN / "dualeval"), "run", "--nproc", "2"]),
-}
 _ONE_BATCH = ["--limit", "64"]
+_SCRIPT = [str(ROOT / "benchmarks/bare_start.py"), str(ROOT / "dualeval/assets/fashion_cnn.safetensors")]
+_BARE = {
+    "python": [str(BIN / "python"), *_SCRIPT],
+    "torchrun": torchrun(2, *_SCRIPT, "torch"),
+    "horovodrun --gloo": horovodrun(2, *_SCRIPT, "horovod"),
+    "horovodrun --mpi": horovodrun_mpi(2, *_SCRIPT, "horovod"),
+    "mpirun, Horovod": mpirun(2, *_SCRIPT, "horovod"),
+    "mpirun, mpi4py": mpirun(2, *_SCRIPT, "mpi"),
+    "mpirun, torch": mpirun(2, *_SCRIPT, "torch-over-mpi"),
+}
+_DUALEVAL = [str(BIN / "dualeval"), "run"]
+_MODULE = ["-m", "dualeval", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A way to start an evaluation.
+
+    Attributes:
+        command: starts it; up to --out.
+        bare: name of the bare script's command that joins the same library's group in the same way.
+        ranks: number of processes.
+        backend: name of the backend.
+        over_mpi: whether mpirun starts the ranks.
+    """
+
+    command: list[str]
+    bare: str
+    ranks: int = 2
+    backend: str = "torch"
+    over_mpi: bool = False
+
+
+# By the words that a person types.
+_EVALUATIONS = {
+    "dualeval run": Evaluation(command=_DUALEVAL, bare="python", ranks=1),
+    "torchrun -m dualeval run": Evaluation(command=torchrun(2, *_MODULE), bare="torchrun"),
+    "dualeval run --nproc 2": Evaluation(command=[*_DUALEVAL, "--nproc", "2"], bare="torchrun"),
+    "horovodrun --gloo dualeval run": Evaluation(
+        command=horovodrun(2, *_MODULE), bare="horovodrun --gloo", backend="horovod"
+    ),
+    "dualeval run --nproc 2 --backend horovod": Evaluation(
+        command=[*_DUALEVAL, "--nproc", "2", "--backend", "horovod"],
+        bare="horovodrun --gloo",
+        backend="horovod",
+    ),
+    "horovodrun --mpi dualeval run": Evaluation(
+        command=horovodrun_mpi(2, *_MODULE), bare="horovodrun --mpi", backend="horovod", over_mpi=True
+    ),
+    **{
+        f"mpirun dualeval run --backend {backend}": Evaluation(
+            command=mpirun(2, *_MODULE, "--backend", backend),
+            bare=f"mpirun, {library}",
+            backend=backend,
+            over_mpi=True,
+        )
+        for backend, library in (("horovod", "Horovod"), ("mpi", "mpi4py"), ("torch", "torch"))
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +114,34 @@ class Start:
 def main() -> None:
     """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--rounds", type=int, default=7, help="two at least")
+    parser.add_argument("--command", action="append", choices=_EVALUATIONS, help="only this; may be repeated")
+    arguments = parser.parse_args()
     host = machine()
-    entries: dict[str, Callable[[], Start]] = {}
-    for size, command in _BARE_COMMANDS.items():
-        entries[f"bare {size}"] = partial(_bare, command)
-    for name, (_, command) in _COMMANDS.items():
-        entries[name] = partial(_evaluation, command, [])
-        entries[f"{name}, one batch"] = partial(_evaluation, command, _ONE_BATCH)
+    chosen = {name: _EVALUATIONS[name] for name in arguments.command or _EVALUATIONS}
+    absent = {
+        name: reason
+        for name, of in chosen.items()
+        if (reason := missing(of.backend, over_mpi=of.over_mpi)) is not None
+    }
+    evaluations = {name: of for name, of in chosen.items() if name not in absent}
+    entries: dict[str, Callable[[], Start]] = {
+        f"bare {name}": partial(_bare, command)
+        for name, command in _BARE.items()
+        if any(of.bare == name for of in evaluations.values())
+    }
+    for name, of in evaluations.items():
+        entries[name] = partial(_evaluation, of.command, [])
+        entries[f"{name}, one batch"] = partial(_evaluation, of.command, _ONE_BATCH)
     take_turns(1, entries)  # brings the files into the page cache
-    measured = take_turns(rounds, entries)
-    body, ratios = _report(measured)
+    measured = take_turns(arguments.rounds, entries)
+    body, ratios = _report(evaluations, measured, arguments.rounds)
+    body += "".join(f"\nLeft out: `{name}`: {reason}.\n" for name, reason in absent.items())
     print(body)
     figures = {
         "ratios": ratios,
         "wanted_at_most": WANTED,
+        "left_out": absent,
         "starts": {name: [asdict(start) for start in starts] for name, starts in measured.items()},
     }
     page = write_results("startup", "Start-up of `dualeval run` over a bare script's", body, figures, host)
@@ -98,12 +165,14 @@ def _evaluation(command: list[str], options: list[str]) -> Start:
     return Start(startup_s=finished.wall_s - result["timing"]["evaluate_s"], cpu_s=finished.cpu_s)
 
 
-def _report(measured: dict[str, list[Start]]) -> tuple[str, dict[str, Any]]:
+def _report(
+    evaluations: dict[str, Evaluation], measured: dict[str, list[Start]], rounds: int
+) -> tuple[str, dict[str, Any]]:
     """The table, and the median ratios by command."""
     rows = []
     ratios: dict[str, Any] = {}
-    for name, (size, _) in _COMMANDS.items():
-        bare, full = measured[f"bare {size}"], measured[name]
+    for name, of in evaluations.items():
+        bare, full = measured[f"bare {of.bare}"], measured[name]
         batch = measured[f"{name}, one batch"]
         walls, bare_walls = [s.startup_s for s in full], [s.startup_s for s in bare]
         cpus, bare_cpus = [s.cpu_s for s in batch], [s.cpu_s for s in bare]
@@ -111,7 +180,8 @@ def _report(measured: dict[str, list[Start]]) -> tuple[str, dict[str, Any]]:
         rows.append(
             [
                 f"`{name}`",
-                str(size),
+                str(of.ranks),
+                of.bare,
                 f"{statistics.median(bare_walls):.2f}",
                 f"{statistics.median(walls):.2f}",
                 f"**{spread(walls, bare_walls)}**",
@@ -120,8 +190,17 @@ def _report(measured: dict[str, list[Start]]) -> tuple[str, dict[str, Any]]:
                 spread(cpus, bare_cpus),
             ]
         )
-    head = ["command", "ranks", "bare s", "start-up s", "ratio", "bare CPU s", "CPU s", "CPU ratio"]
-    rounds = len(measured["bare 1"])
+    head = [
+        "command",
+        "ranks",
+        "bare script under",
+        "bare s",
+        "start-up s",
+        "ratio",
+        "bare CPU s",
+        "CPU s",
+        "CPU ratio",
+    ]
     return (
         f"Wanted: a ratio of at most {WANTED}. Median of {rounds} rounds taken in turns, the middle half of "
         "the ratios in brackets; one thread a rank; embedded job, 10,000 images, `--out` a new folder. "

@@ -7,17 +7,21 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
-from tests.conftest import ROOT, Finished, Launch
+from tests.assets import build_pictures
+from tests.conftest import BIN, ROOT, Finished, Launch
+from tests.launchers import needs
 
-BIN = Path(sys.executable).parent
 TORCHRUN = BIN / "torchrun"
 WORKER = ROOT / "tests" / "digest_worker.py"
 LIMITS = (10_000, 997, 3, 1)
@@ -63,21 +67,27 @@ def written_table() -> Iterator[list[tuple[int, int, int, int, str]]]:
     """Rows (limit, processes, workers, threads, digest), written to benchmarks/results/ at the end."""
     rows: list[tuple[int, int, int, int, str]] = []
     yield rows
+    write_table(
+        "digests",
+        "Digests of the embedded job",
+        ["samples", "processes", "loader workers", "threads a process", "metrics_digest"],
+        [(f"{a:,}", b, c, d, f"`{digest[:16]}`") for a, b, c, d, digest in sorted(rows, reverse=True)],
+    )
+
+
+def write_table(name: str, title: str, columns: list[str], rows: Sequence[tuple[object, ...]]) -> None:
     now = datetime.now(timezone.utc)
     lines = [
-        "# Digests of the embedded job",
+        f"# {title}",
         "",
         f"{now:%Y-%m-%d %H:%M} UTC, `make test-long`; Python {platform.python_version()}, "
         f"torch {torch.__version__}. Every run evaluated anew.",
         "",
-        "| samples | processes | loader workers | threads a process | metrics_digest |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {a:,} | {b} | {c} | {d} | `{digest[:16]}` |"
-            for a, b, c, d, digest in sorted(rows, reverse=True)
-        ),
+        f"| {' | '.join(columns)} |",
+        f"|{'---|' * len(columns)}",
+        *(f"| {' | '.join(map(str, row))} |" for row in rows),
     ]
-    path = ROOT / f"benchmarks/results/digests-{now:%Y-%m-%d}.md"
+    path = ROOT / f"benchmarks/results/{name}-{now:%Y-%m-%d}.md"
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(lines) + "\n", "utf-8")
 
@@ -98,40 +108,177 @@ def test_every_combination(
     assert found == [wanted[limit] for limit, _, _ in manners]
 
 
-PYTHON_M: list[str | Path] = [sys.executable, "-m", "dualeval", "run"]
-WAYS: dict[str, tuple[list[str | Path], Path | None]] = {
-    "dualeval run": ([BIN / "dualeval", "run"], None),
-    "dualeval run --nproc 2": ([BIN / "dualeval", "run", "--nproc", "2"], None),
-    "python -m dualeval run": ([*PYTHON_M], None),
-    "torchrun dualeval run --backend torch": ([TORCHRUN, "dualeval", "run", "--backend", "torch"], ROOT),
-    "torchrun --nproc-per-node 2 dualeval run --backend torch": (
-        [TORCHRUN, "--nproc-per-node", "2", "dualeval", "run", "--backend", "torch"],
-        ROOT,
-    ),
-    "torchrun --nproc-per-node 2 -m dualeval run": (
-        [TORCHRUN, "--nproc-per-node", "2", "-m", "dualeval", "run"],
-        None,
-    ),
-}
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to start an evaluation, and what its ranks are then to find.
+
+    Attributes:
+        typed: what a user types, with {n} for the number of processes.
+        launcher: none, torchrun, horovodrun or mpirun, whose ranks they become.
+        backend: over which they talk.
+        folder: where it is typed; None: anywhere.
+    """
+
+    typed: str
+    launcher: str
+    backend: str
+    folder: Path | None = None
+
+    def command(self, size: int) -> str:
+        return self.typed.format(n=size)
+
+    def parameter(self, size: int) -> ParameterSet:
+        """The values (way, size) of a test, which is named by the command."""
+        return pytest.param(self, size, id=self.command(size), marks=needs(self.launcher, self.backend))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_start(launch: Launch, tmp_path: Path, wanted: Digests, way: str) -> None:
-    command, cwd = WAYS[way]
-    out = tmp_path / "out"
-    done = launch([*command, "--out", out], cwd=cwd or tmp_path, variables={"PYTHONPATH": ""})
-    assert done.returncode == 0, done.stderr
-    assert wanted[10_000] in done.stdout
-    assert f"{100 * TOP1:.2f} %" in done.stdout
-    result = json.loads((out / "result.json").read_text())
-    assert result["metrics_digest"] == wanted[10_000]
-    assert result["metrics"]["top1"] == TOP1
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is evaluated, and what is known of it beforehand."""
+
+    name: str
+    arguments: list[str | Path]
+    samples: int
+    top1: float
+    folder: Path | None = None
+
+
+SINGLE = Way(typed="dualeval run", launcher="none", backend="single")
+MANY = [
+    Way(typed=typed, launcher=launcher, backend=backend)
+    for typed, launcher, backend in [
+        ("torchrun --nproc-per-node {n} -m dualeval run", "torchrun", "torch"),
+        ("dualeval run --nproc {n}", "torchrun", "torch"),
+        ("mpirun -np {n} dualeval run --backend torch", "mpirun", "torch"),
+        ("horovodrun --gloo -np {n} dualeval run", "horovodrun", "horovod"),
+        ("dualeval run --nproc {n} --backend horovod", "horovodrun", "horovod"),
+        ("horovodrun --mpi -np {n} dualeval run", "mpirun", "horovod"),
+        ("mpirun -np {n} dualeval run --backend horovod", "mpirun", "horovod"),
+        ("mpirun -np {n} dualeval run --backend mpi", "mpirun", "mpi"),
+    ]
+]
+# Words that README and --help give, exactly so, and what a checkout can do without being installed.
+FURTHER = [
+    (Way(typed="python -m dualeval run", launcher="none", backend="single"), 1),
+    (Way(typed="horovodrun -np {n} dualeval run", launcher="mpirun", backend="horovod"), 8),
+    (Way(typed="mpirun -np {n} dualeval run", launcher="mpirun", backend="horovod"), 4),
+    *(
+        (Way(typed=typed, launcher="torchrun", backend="torch", folder=ROOT), size)
+        for typed, size in [
+            ("torchrun dualeval run --backend torch", 1),
+            ("torchrun --nproc-per-node {n} dualeval run --backend torch", 2),
+        ]
+    ),
+]
+# As detection names them: the ranks of mpirun are those of the MPI that is installed.
+DETECTED = {"mpirun": ("openmpi", "mpich")}
+
+EMBEDDED = Evaluation(name="embedded", arguments=[], samples=10_000, top1=TOP1)
+Evaluate = Callable[[Way, int, Evaluation], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def evaluate(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evaluate:
+    """Evaluate once in each way, size and job, each in a new folder; gives result.json."""
+    results: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def once(way: Way, size: int, evaluation: Evaluation) -> dict[str, Any]:
+        command = way.command(size)
+        if (command, evaluation.name) not in results:
+            home = tmp_path_factory.mktemp("way")
+            words = [*command.split(), *evaluation.arguments, "--out", home / "out"]
+            folder = way.folder or evaluation.folder or home
+            done = launch(words, cwd=folder, variables={"PYTHONPATH": ""}, timeout=240)
+            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+            result: dict[str, Any] = json.loads((home / "out/result.json").read_text())
+            assert result["metrics_digest"] in done.stdout
+            assert f"{100 * evaluation.top1:.2f} %" in done.stdout
+            results[command, evaluation.name] = result
+        return results[command, evaluation.name]
+
+    return once
+
+
+def check(evaluate: Evaluate, way: Way, size: int, evaluation: Evaluation) -> dict[str, Any]:
+    """Check a result against that of one process; returns it."""
+    result = evaluate(way, size, evaluation)
+    count = evaluation.samples
     assert result["chunks"]["resumed"] == 0
+    assert result["chunks"]["evaluated_now"] == result["chunks"]["total"]
+    assert result["samples"] == {"total": count, "evaluated": count, "failed": 0}
+    assert result["metrics"]["top1"] == evaluation.top1
+    world = result["world"]
+    assert world["launcher"] in DETECTED.get(way.launcher, (way.launcher,))
+    assert (world["size"], world["nodes"], world["backend"]) == (size, 1, way.backend)
+    assert result["metrics_digest"] == evaluate(SINGLE, 1, evaluation)["metrics_digest"]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [
+        SINGLE.parameter(1),
+        *(way.parameter(2) for way in MANY),
+        *(way.parameter(size) for way, size in FURTHER),
+    ],
+)
+def test_every_way_to_start(evaluate: Evaluate, wanted: Digests, way: Way, size: int) -> None:
+    assert check(evaluate, way, size, EMBEDDED)["metrics_digest"] == wanted[10_000]
+
+
+@pytest.fixture(scope="module", params=["embedded", "pictures"])
+def evaluation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
+    """The embedded job, or the twenty ImageNet pictures in five batches: one for each of four ranks."""
+    if request.param == "embedded":
+        return EMBEDDED
+    pictures = build_pictures(tmp_path_factory.mktemp("imagenet"))
+    return Evaluation(
+        name="20 ImageNet pictures",
+        arguments=[*pictures.arguments, "--batch-size", "4"],
+        samples=20,
+        top1=18 / 20,
+        folder=pictures.home,
+    )
+
+
+@pytest.fixture(scope="module")
+def launchers_table() -> Iterator[list[tuple[object, ...]]]:
+    """Rows (job, command, launcher, backend, processes, digest), written as the other table is."""
+    rows: list[tuple[object, ...]] = []
+    yield rows
+    columns = ["job", "command", "launcher", "backend", "processes", "metrics_digest"]
+    write_table("launchers", "Digests under every launcher and backend", columns, rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [SINGLE.parameter(1), *(way.parameter(size) for way in MANY for size in (1, 2, 3, 4))],
+)
+def test_every_launcher_at_every_size(
+    evaluate: Evaluate,
+    way: Way,
+    size: int,
+    evaluation: Evaluation,
+    launchers_table: list[tuple[object, ...]],
+) -> None:
+    result = check(evaluate, way, size, evaluation)
+    world = result["world"]
+    launchers_table.append(
+        (
+            evaluation.name,
+            f"`{way.command(size)}`",
+            world["launcher"],
+            world["backend"],
+            world["size"],
+            f"`{result['metrics_digest'][:16]}`",
+        )
+    )
 
 
 def test_mean_loss_is_the_exact_sum_over_n(launch: Launch, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = launch([*PYTHON_M, "--nproc", "3", "--limit", "997", "--out", out])
+    done = launch([sys.executable, "-m", "dualeval", "run", "--nproc", "3", "--limit", "997", "--out", out])
     assert done.returncode == 0, done.stderr
     losses = pyarrow.parquet.read_table(out / "predictions.parquet")["loss"].to_pylist()
     loss = json.loads((out / "result.json").read_text())["metrics"]["loss"]
