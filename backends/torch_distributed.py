@@ -50,8 +50,8 @@ class TorchBackend(Backend):
     def _join(self) -> None:
         on_gpu = self.transport.type == "cuda"
         self._library = "nccl" if on_gpu else "gloo"
-        store = None if self.world.master else self._meet_over_mpi()
         with self._translated("joining the group"):
+            store = None if self.world.master else self._meet_over_mpi()
             dist.init_process_group(
                 self._library,
                 init_method=None if store else "env://",

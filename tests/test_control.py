@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from dualeval.backends.base import Backend
 from dualeval.engine import control as control_module
@@ -130,6 +132,27 @@ def test_unreachable_addresses_are_listed(monkeypatch: pytest.MonkeyPatch) -> No
     backend = cast(Backend, Elsewhere(1, 2, queue.Queue()))
     with pytest.raises(DualevalError, match=r"rank 1 cannot reach .*127.0.0.1:1 \(.*127.0.0.2:1 \("):
         open_control_plane(backend)
+
+
+def test_a_store_that_cannot_be_joined_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a line: torch's own error is pages of C++ frames."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DistNetworkError("the client socket has timed out\nException raised from throwTimeoutError")
+
+    with socket.create_server(("127.0.0.1", 0)) as reachable:
+        port = reachable.getsockname()[1]
+
+        class Offered(_OfferOnly):
+            def broadcast_json(self, value: Any, src: int = 0) -> Any:
+                return {"token": "t", "port": port, "addresses": ["127.0.0.1"]}
+
+        monkeypatch.setattr(control_module, "TCPStore", refuse)
+        with pytest.raises(DualevalError) as caught:
+            open_control_plane(cast(Backend, Offered(1, 2, queue.Queue())))
+    assert str(caught.value) == (
+        f"rank 1 cannot join rank 0's control plane at 127.0.0.1:{port}: the client socket has timed out"
+    )
 
 
 def test_without_rank_0_it_is_said_so() -> None:

@@ -24,7 +24,9 @@ from dualeval.network import LOOPBACK, offered_addresses, reach
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
 
-_CONNECT_S = 10
+# torch looks up the name of each address that it connects to, and a name server that does not answer takes
+# 10 s to be given up.
+_CONNECT_S = 60
 _SAY_WITHIN_S = 10.0
 _LEAVE_AFTER_FAILURE_S = 2.0
 _REPORT_EVERY_S = 0.5
@@ -275,5 +277,11 @@ def open_control_plane(backend: Backend) -> ControlPlane:
         raise DualevalError(
             f"rank {world.rank} cannot reach rank 0's control plane; tried {'; '.join(tried)}"
         )
-    store = TCPStore(address, offer["port"], is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+    try:
+        store = TCPStore(address, offer["port"], is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+    except (DistNetworkError, DistStoreError) as error:
+        raise DualevalError(
+            f"rank {world.rank} cannot join rank 0's control plane at {address}:{offer['port']}: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
     return ControlPlane(world.rank, world.size, store, offer["token"], server)
