@@ -7,7 +7,7 @@ import sys
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dualeval.errors import LaunchError, UsageError
