@@ -215,6 +215,8 @@ def test_unknown_launcher(name: str, near: str) -> None:
     assert not isinstance(caught.value, LaunchError)
 
 
+# Slow is the machine where it is, with others at work on it.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.sampled_from([*TORCHRUN, *HOROVODRUN, *OPEN_MPI, *MPICH]),
