@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from common import take_turns
 from torch import Tensor
+from torch.nn import functional
 
 from dualeval import Backend, World, connect, detect
 
@@ -31,7 +32,8 @@ _ROUNDS = (8, 200)  # at least and at most
 
 Call = Callable[[], Any]
 # By what the call leaves behind: "new" as Backend does, a new tensor and the argument untouched; "own" what
-# the library does at its least, into tensors that are there already.
+# the library does at its least, into tensors that are there already; "any" as "new", but for tensors that may
+# be of other lengths on other ranks.
 Calls = dict[str, Call]
 
 
@@ -75,21 +77,36 @@ class TorchLibrary(Library):
             dist.broadcast(result, 0)
             return result
 
-        def gather() -> list[Tensor] | None:
-            results = [torch.empty_like(tensor) for _ in range(size)] if is_root else None
-            dist.gather(tensor, results, 0)
+        def gather(sent: Tensor = tensor) -> list[Tensor] | None:
+            results = [torch.empty_like(sent) for _ in range(size)] if is_root else None
+            dist.gather(sent, results, 0)
             return results
 
-        def all_gather() -> list[Tensor]:
-            results = [torch.empty_like(tensor) for _ in range(size)]
-            dist.all_gather(results, tensor)
+        def all_gather(sent: Tensor = tensor) -> list[Tensor]:
+            results = [torch.empty_like(sent) for _ in range(size)]
+            dist.all_gather(results, sent)
             return results
+
+        def of_any_length(gather: Callable[[Tensor], list[Tensor] | None]) -> list[Tensor] | None:
+            lengths = [int(length) for length in all_gather(torch.tensor(tensor.numel()))]
+            longest = max(lengths)
+            short = tensor.numel() < longest
+            results = gather(functional.pad(tensor, (0, longest - tensor.numel())) if short else tensor)
+            return results and [part[:length] for part, length in zip(results, lengths, strict=True)]
 
         return {
             "all_reduce": {"new": all_reduce, "own": partial(dist.all_reduce, own)},
             "broadcast": {"new": broadcast, "own": partial(dist.broadcast, own, 0)},
-            "gather": {"new": gather, "own": partial(dist.gather, tensor, parts if is_root else None, 0)},
-            "all_gather": {"new": all_gather, "own": partial(dist.all_gather, parts, tensor)},
+            "gather": {
+                "new": gather,
+                "own": partial(dist.gather, tensor, parts if is_root else None, 0),
+                "any": partial(of_any_length, gather),
+            },
+            "all_gather": {
+                "new": all_gather,
+                "own": partial(dist.all_gather, parts, tensor),
+                "any": partial(of_any_length, all_gather),
+            },
         }
 
 
@@ -102,7 +119,7 @@ class HorovodLibrary(Library):
         self.barrier = self._hvd.barrier
 
     def calls(self, tensor: Tensor) -> dict[str, Calls]:
-        """As in ``Library``; a gathered tensor is a new one always."""
+        """As in ``Library``; allgather takes any lengths, and returns a new tensor always."""
         hvd, size, is_root = self._hvd, self._world.size, self._world.is_main
         own = _filled_like(tensor)
         # One name a shape and type, as a training loop has one a parameter.
@@ -160,14 +177,30 @@ class MpiLibrary(Library):
             comm.Allgather(tensor.numpy(), results.numpy())
             return list(results)
 
+        def of_any_length(*, to_all: bool) -> list[Tensor] | None:
+            lengths = comm.allgather(tensor.numel())
+            receives = to_all or is_root
+            results = tensor.new_empty(sum(lengths)) if receives else None
+            room = None if results is None else [results.numpy(), lengths]
+            if to_all:
+                comm.Allgatherv(tensor.numpy(), room)
+            else:
+                comm.Gatherv(tensor.numpy(), room, 0)
+            return None if results is None else list(torch.split(results, lengths))
+
         return {
             "all_reduce": {"new": all_reduce, "own": partial(comm.Allreduce, mpi.IN_PLACE, own, mpi.SUM)},
             "broadcast": {"new": broadcast, "own": partial(comm.Bcast, own, 0)},
             "gather": {
                 "new": gather,
                 "own": partial(comm.Gather, tensor.numpy(), room if is_root else None, 0),
+                "any": partial(of_any_length, to_all=False),
             },
-            "all_gather": {"new": all_gather, "own": partial(comm.Allgather, tensor.numpy(), room)},
+            "all_gather": {
+                "new": all_gather,
+                "own": partial(comm.Allgather, tensor.numpy(), room),
+                "any": partial(of_any_length, to_all=True),
+            },
         }
 
 
@@ -196,7 +229,9 @@ def measure(backend: Backend, budget_s: float) -> list[dict[str, Any]]:
                 tensor = _values(backend.world, dtype, size)
                 bare = library.calls(tensor)[operation]
                 calls: Calls = {"Backend": partial(getattr(backend, operation), tensor), **bare}
-                assert _same(calls["Backend"](), calls["new"]()), f"{operation} of {dtype}: another outcome"
+                outcomes = [call() for name, call in calls.items() if name != "own"]
+                assert all(_same(outcomes[0], other) for other in outcomes[1:]), f"{operation} of {dtype}"
+                del outcomes
                 case = {"operation": operation, "dtype": str(dtype).removeprefix("torch."), "bytes": size}
                 cases.append({**case, "seconds": _take_turns(backend, library, budget_s, calls)})
     seconds = _take_turns(backend, library, budget_s, {"Backend": backend.barrier, "new": library.barrier})
