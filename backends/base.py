@@ -23,6 +23,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, ClassVar, Literal
@@ -54,7 +55,7 @@ BYTE_TYPES = (*WIRE_TYPES, torch.complex64, torch.complex128)
 # A rank that waits looks this long without a pause, for the others that come at the same time; then it sleeps
 # a part of what it has waited already, so that a wait becomes longer by no more than that part.
 _LOOK_S = 50e-6
-_PAUSE_PART = 0.125
+_PAUSE_PART = 0.03
 _LONGEST_PAUSE_S = 0.01
 
 # In place of a signature in gather's header: this rank has nothing to send and says why.
@@ -342,8 +343,7 @@ class Backend(ABC):
         own = f"{call}{'' if dst is None else f' to rank {dst}'} of {refusal or kind}"
         signature = _hash(own) if refusal is None else _REFUSED
         own_header = torch.tensor([payload.numel(), rows, signature], device=self.transport)
-        gathered = self._gather(own_header.view(torch.uint8), None)
-        assert gathered is not None
+        gathered = self._gather_headers(own_header.view(torch.uint8))
         headers = [header.view(torch.int64).tolist() for header in gathered]
         if any(header[2] == _REFUSED or header[2] != headers[0][2] for header in headers):
             self._raise_disagreement(own)
@@ -410,6 +410,12 @@ class Backend(ABC):
             one new tensor of the payload's shape a rank, in rank order; None where this rank is not meant.
         """
 
+    def _gather_headers(self, header: Tensor) -> list[Tensor]:
+        """Gather a few bytes to all ranks, before each ``_gather`` of what they announce."""
+        headers = self._gather(header, None)
+        assert headers is not None
+        return headers
+
     @abstractmethod
     def _barrier(self) -> None:
         """Wait until every rank is here."""
@@ -467,6 +473,7 @@ def _decode(text: bytes) -> Any:
     return json.loads(text.decode("utf-8", "surrogatepass"))
 
 
+@lru_cache
 def _hash(text: str) -> int:
     """Hash a text to a non-zero int64 that is the same in every process (``hash`` of a str is not)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True) or 1

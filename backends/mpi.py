@@ -59,10 +59,12 @@ class MpiBackend(Backend):
                 self._comm.Bcast(_buffer(part), src)
 
     def _gather(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
+        # Without a meeting: all ranks come from that of the headers.
         receives = dst in (None, self.world.rank)
         gathered = payload.new_empty(self.world.size if receives else 0, payload.numel())
         most = _MOST_ELEMENTS // self.world.size
-        with self._collective("gathering"):
+        with self._translated("gathering"):
+            self._finish_gpu_work()
             for start in range(0, payload.numel(), most):
                 part = payload[start : start + most]
                 whole = part.numel() == payload.numel()
@@ -74,6 +76,13 @@ class MpiBackend(Backend):
                 if not whole:
                     gathered[:, start : start + most] = room
         return list(gathered) if receives else None
+
+    def _gather_headers(self, header: Tensor) -> list[Tensor]:
+        gathered = header.new_empty(self.world.size, header.numel())
+        with self._translated("gathering"):
+            self._finish_gpu_work()
+            sleep_until(self._comm.Iallgather(_buffer(header), _buffer(gathered)).Test)
+        return list(gathered)
 
     def _barrier(self) -> None:
         with self._translated("waiting at a barrier"):
@@ -90,9 +99,13 @@ class MpiBackend(Backend):
     def _collective(self, doing: str) -> Iterator[None]:
         with self._translated(doing):
             sleep_until(self._comm.Ibarrier().Test)
-            if self.transport.type == "cuda":
-                torch.cuda.current_stream(self.transport).synchronize()
+            self._finish_gpu_work()
             yield
+
+    def _finish_gpu_work(self) -> None:
+        """Wait until what a CUDA-aware MPI is to read has been written: it knows no streams."""
+        if self.transport.type == "cuda":
+            torch.cuda.current_stream(self.transport).synchronize()
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:

@@ -22,7 +22,7 @@ from dualeval.launch import detect
 from tests.tiny import TinyTask
 
 TEN = ["loss", *(f"top{k}" for k in range(1, 7)), "precision_recall", "confusion", "ece"]
-_PRIMITIVES = ("_all_reduce", "_broadcast", "_gather", "_barrier")
+_PRIMITIVES = ("_all_reduce", "_broadcast", "_gather_headers", "_gather", "_barrier")
 
 
 def count_collectives(backend: Backend) -> Counter[str]:

@@ -31,7 +31,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 # Relative to the greatest sum of absolute values: a sum over three ranks rounds twice.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-6, torch.float64: 1e-14}
-PRIMITIVES = ("_all_reduce", "_broadcast", "_gather", "_barrier")
+PRIMITIVES = ("_all_reduce", "_broadcast", "_gather_headers", "_gather", "_barrier")
 
 
 @dataclass
@@ -107,14 +107,23 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 @contextmanager
 def count_collectives(backend: Backend) -> Iterator[list[str]]:
-    """List the primitives that are called meanwhile; none may be given a tensor without elements."""
+    """List the primitives that are called meanwhile; none may be given a tensor without elements.
+
+    What one primitive does through another counts once.
+    """
     calls: list[str] = []
+    inside: list[str] = []
 
     def counted(name: str, primitive: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             empty = any(isinstance(argument, Tensor) and not argument.numel() for argument in arguments)
-            calls.append(f"{name} of nothing" if empty else name)
-            return primitive(*arguments)
+            if not inside:
+                calls.append(f"{name} of nothing" if empty else name)
+            inside.append(name)
+            try:
+                return primitive(*arguments)
+            finally:
+                inside.pop()
 
         return call
 
