@@ -18,7 +18,7 @@ test: $(VENV)/.assets stack
 
 test-long: $(VENV)/.assets $(VENV)/.bench stack
 	$(BIN)/python -m pytest
-	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/startup.py --rounds 3
 	$(BIN)/python benchmarks/memory.py
 
 check: $(VENV)/.ready
@@ -32,6 +32,7 @@ format: $(VENV)/.ready
 
 bench: $(VENV)/.assets $(VENV)/.bench stack
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/memory.py
 
