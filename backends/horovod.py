@@ -33,9 +33,9 @@ _SETTINGS = {
 }
 _SETTINGS_OVER_MPI = {
     **_SETTINGS,
-    # Over MPI the thread that asks first waits by looking without a pause. In cycles of 1 that was measured to
-    # take a whole core of a rank that had nothing to do; in cycles of 20 mostly a twentieth, rarely a half, as
-    # far apart as the cycles of the ranks happen to begin.
+    # Over MPI the thread that asks first waits by looking without a pause. In cycles of 1 that was measured
+    # to take a whole core of a rank that had nothing to do; in cycles of 20 mostly a twentieth, rarely a
+    # half, as far apart as the cycles of the ranks happen to begin.
     "HOROVOD_CYCLE_TIME": "20",
 }
 
