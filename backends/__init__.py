@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from dualeval.backends.base import Backend
+from dualeval.backends.mpi import MPI_LAUNCHERS
 from dualeval.errors import LaunchError, UsageError
 from dualeval.world import World
 
@@ -42,7 +43,6 @@ class _Entry:
     start: str
 
 
-_MPIRUN = ("openmpi", "mpich")
 _BACKENDS = {
     "single": _Entry(
         module="dualeval.backends.single",
@@ -53,23 +53,22 @@ _BACKENDS = {
     "torch": _Entry(
         module="dualeval.backends.torch_distributed",
         class_name="TorchBackend",
-        launchers=("torchrun", *_MPIRUN),
+        launchers=("torchrun", *MPI_LAUNCHERS),
         start="'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'",
     ),
     "horovod": _Entry(
         module="dualeval.backends.horovod",
         class_name="HorovodBackend",
-        launchers=("horovodrun", *_MPIRUN),
+        launchers=("horovodrun", *MPI_LAUNCHERS),
         start="'dualeval run --nproc N --backend horovod' or 'horovodrun -np N dualeval run'",
     ),
     "mpi": _Entry(
         module="dualeval.backends.mpi",
         class_name="MpiBackend",
-        launchers=_MPIRUN,
+        launchers=MPI_LAUNCHERS,
         start="'mpirun -np N dualeval run --backend mpi'",
     ),
 }
-LAUNCHERS = ("none", "torchrun", "horovodrun", *_MPIRUN)
 
 
 def connect(
@@ -134,13 +133,12 @@ def _default(world: World) -> str:
     defaults = {"none": "single", "torchrun": "torch", "horovodrun": "horovod"}
     if world.launcher in defaults:
         return defaults[world.launcher]
-    if world.launcher in _MPIRUN:
+    if world.launcher in MPI_LAUNCHERS:
         from dualeval.backends.horovod import runs_over_mpi
 
         return "horovod" if runs_over_mpi() else "mpi"
-    raise LaunchError(
-        f"There is no backend for the launcher {world.launcher!r}, only for: {', '.join(LAUNCHERS)}."
-    )
+    known = ", ".join([*defaults, *MPI_LAUNCHERS])
+    raise LaunchError(f"There is no backend for the launcher {world.launcher!r}, only for: {known}.")
 
 
 def _named(launcher: str) -> str:

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
-from dualeval.backends.mpi import start_mpi, stop_mpi
+from dualeval.backends.mpi import MPI_LAUNCHERS, start_mpi, stop_mpi
 from dualeval.errors import BackendError, LaunchError
 from dualeval.network import LOOPBACK
 from dualeval.world import World
-
-MPI_LAUNCHERS = ("openmpi", "mpich")
 
 # Horovod takes its settings from variables alone. Those that the user has set stay.
 _SETTINGS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,9 @@ from torch import Tensor
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.errors import BackendError, LaunchError
 from dualeval.world import World
+
+# The launchers that start ranks of an MPI.
+MPI_LAUNCHERS = ("openmpi", "mpich")
 
 # MPI counts elements in an int, and so does where a rank's part begins in what is gathered.
 _MOST_ELEMENTS = 2**31 - 1
@@ -40,7 +42,7 @@ class MpiBackend(Backend):
 
     def __init__(self, world: World, device: torch.device, transport: torch.device | None = None) -> None:
         self._mpi = start_mpi(world)
-        if transport is None and device.type == "cuda" and not _takes_gpu_memory(self._mpi):
+        if transport is None and device.type == "cuda" and not _takes_gpu_memory():
             transport = torch.device("cpu")
         super().__init__(world, device, transport)
         self._ops = {"sum": self._mpi.SUM, "min": self._mpi.MIN, "max": self._mpi.MAX}
@@ -125,30 +127,6 @@ class _Held:
     count = 0
 
 
-def exchange(world: World, value: Any) -> Any:
-    """Give every rank the plain value of rank 0, for a library that cannot find the other ranks by itself.
-
-    Args:
-        world: of a process that mpirun started.
-        value: as for ``Backend.broadcast_json``; only that of rank 0 counts.
-
-    Raises:
-        LaunchError: as ``MpiBackend``.
-    """
-    mpi = start_mpi(world)
-    comm, joined = mpi.COMM_WORLD.Idup()
-    sleep_until(joined.Test)
-    text = bytearray(json.dumps(value).encode())
-    length = bytearray(len(text).to_bytes(8, "little"))
-    comm.Bcast(length, 0)
-    if world.rank != 0:
-        text = bytearray(int.from_bytes(length, "little"))
-    comm.Bcast(text, 0)
-    comm.Free()
-    stop_mpi(mpi)
-    return json.loads(text)
-
-
 def start_mpi(world: World) -> Any:
     """Import mpi4py and initialise MPI, unless the caller or another backend has; ``stop_mpi`` undoes it.
 
@@ -217,7 +195,7 @@ def _buffer(tensor: Tensor) -> Any:
     return tensor if tensor.is_cuda else tensor.numpy()
 
 
-def _takes_gpu_memory(mpi: Any) -> bool:
+def _takes_gpu_memory() -> bool:
     """Whether the MPI library says that it is CUDA-aware.
 
     By the extension ``MPIX_Query_cuda_support``, which Open MPI and MPICH have; a library without it is not

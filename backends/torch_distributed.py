@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dualeval.backends.base import Backend, Op
-from dualeval.backends.mpi import exchange
+from dualeval.backends.mpi import MpiBackend
 from dualeval.errors import BackendError, LaunchError
 from dualeval.network import LOOPBACK, offered_addresses, reach
 from dualeval.world import World
@@ -70,7 +70,8 @@ class TorchBackend(Backend):
             server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
             one_node = self.world.local_size == self.world.size
             offer = [offered_addresses(one_node=one_node), server.port]
-        addresses, port = exchange(self.world, offer)
+        with MpiBackend(self.world, torch.device("cpu")) as mpi:
+            addresses, port = mpi.broadcast_json(offer)
         if server is not None:
             return server
         address, tried = reach(addresses, port)

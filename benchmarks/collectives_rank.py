@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ Calls = dict[str, Call]
 # -- the libraries' own calls, as a careful user would write them --------------------------------------
 
 
-class Library:
+class Library(ABC):
     """The bare calls of a library on one tensor.
 
     Attributes:
@@ -49,9 +50,9 @@ class Library:
 
     barrier: Call
 
+    @abstractmethod
     def calls(self, tensor: Tensor) -> dict[str, Calls]:
         """By operation, the calls."""
-        raise NotImplementedError
 
 
 class TorchLibrary(Library):
