@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev g++ make cmake
+SYSTEM_PACKAGES += slurm-wlm munge openssh-server openssh-client iproute2
+SYSTEM_TOOLS := mpirun mpicxx g++ cmake slurmctld slurmd srun munged sshd ssh ip
 APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(SYSTEM_PACKAGES)
 
 .PHONY: run test test-long check format bench horovod stack system clean
@@ -47,7 +49,9 @@ stack: system $(VENV)/.mpi
 		|| echo "make: Horovod was not set up, for the reason above. The tests that need it are skipped."
 
 system:
-	@if command -v mpirun && command -v mpicxx && command -v g++ && command -v cmake; then exit 0; fi >/dev/null; \
+	@PATH="$$PATH:/usr/sbin:/sbin"; missing=; \
+	for tool in $(SYSTEM_TOOLS); do command -v $$tool >/dev/null || missing=$$tool; done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" != 0 ] || [ ! -e /etc/debian_version ] || ! command -v apt-get >/dev/null; then exit 0; fi; \
 	echo "Installing $(SYSTEM_PACKAGES) through apt: a minute or two."; \
 	$(APT_INSTALL) >/dev/null 2>&1 || { apt-get -qq update && $(APT_INSTALL) >/dev/null; } \

@@ -53,19 +53,19 @@ _BACKENDS = {
     "torch": _Entry(
         module="dualeval.backends.torch_distributed",
         class_name="TorchBackend",
-        launchers=("torchrun", *MPI_LAUNCHERS),
+        launchers=("torchrun", "srun", *MPI_LAUNCHERS),
         start="'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'",
     ),
     "horovod": _Entry(
         module="dualeval.backends.horovod",
         class_name="HorovodBackend",
-        launchers=("horovodrun", *MPI_LAUNCHERS),
+        launchers=("horovodrun", "srun", *MPI_LAUNCHERS),
         start="'dualeval run --nproc N --backend horovod' or 'horovodrun -np N dualeval run'",
     ),
     "mpi": _Entry(
         module="dualeval.backends.mpi",
         class_name="MpiBackend",
-        launchers=MPI_LAUNCHERS,
+        launchers=("srun", *MPI_LAUNCHERS),
         start="'mpirun -np N dualeval run --backend mpi'",
     ),
 }
@@ -78,7 +78,8 @@ def connect(
 
     Args:
         name: "single", "torch", "horovod" or "mpi"; None takes the launcher's own: without a launcher single,
-            torchrun torch, horovodrun horovod, mpirun horovod where that is built with MPI and else mpi.
+            torchrun and srun torch, horovodrun horovod, mpirun horovod where that is built with MPI and else
+            mpi.
         world: this process's place, from ``dualeval.launch.detect``.
         device: as for ``choose_device``.
         allow_shared_gpu: likewise.
@@ -125,12 +126,18 @@ def choose_backend(name: str | None, world: World) -> str:
             f"--backend {name} cannot run a world of {world.size} started by {_named(world.launcher)}. Start "
             f"it with {entry.start}, or leave --backend out to take {_default(world)}."
         )
+    if name == "mpi" and not world.mpi:
+        raise LaunchError(
+            f"{world.launcher} started these processes without a way into MPI. Type 'srun --mpi=pmix' for "
+            f"Open MPI or 'srun --mpi=pmi2' for MPICH ('srun --mpi=list' shows what this Slurm has), or leave "
+            f"--backend out to take {_default(world)}."
+        )
     return name
 
 
 def _default(world: World) -> str:
     """What a launcher's ranks use where --backend does not say otherwise."""
-    defaults = {"none": "single", "torchrun": "torch", "horovodrun": "horovod"}
+    defaults = {"none": "single", "torchrun": "torch", "srun": "torch", "horovodrun": "horovod"}
     if world.launcher in defaults:
         return defaults[world.launcher]
     if world.launcher in MPI_LAUNCHERS:
@@ -154,7 +161,7 @@ def choose_device(wanted: str | None, world: World, *, allow_shared_gpu: bool = 
     Args:
         wanted: "cpu"; "cuda", the GPU with this rank's local number; "cuda:N", that GPU on every rank; None,
             the same as "cuda" where a GPU is visible and else the CPU.
-        world: this process's place; its ``local_rank`` counts.
+        world: this process's place; its ``local_rank`` counts, or GPU 0 where each rank sees its own alone.
         allow_shared_gpu: where a node has fewer GPUs than ranks, these take turns in sharing them.
 
     Raises:
@@ -175,6 +182,8 @@ def choose_device(wanted: str | None, world: World, *, allow_shared_gpu: bool = 
                 f"--device {wanted} needs GPU {index}, but this node shows {count} (0 to {count - 1})."
             )
         return torch.device("cuda", index)
+    if world.own_gpus:
+        return torch.device("cuda", 0)
     if world.local_size > count and not allow_shared_gpu:
         raise UsageError(
             f"{world.local_size} ranks were started on this node, which shows {count} "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.backends.mpi import MPI_LAUNCHERS, start_mpi, stop_mpi
+from dualeval.backends.rendezvous import PATIENCE, interface_between_nodes, told_by_rank_0
 from dualeval.errors import BackendError, LaunchError
 from dualeval.network import LOOPBACK
+from dualeval.store import join_store, serve_store
 from dualeval.world import World
 
 # Horovod takes its settings from variables alone. Those that the user has set stay.
@@ -56,12 +59,13 @@ class HorovodBackend(Backend):
 
     def __init__(self, world: World, device: torch.device, transport: torch.device | None = None) -> None:
         self._hvd = _load()
-        _require_controller(self._hvd, world)
+        self._over_mpi = _meets_over_mpi(self._hvd, world)
         if transport is None and device.type == "cuda" and not self._hvd.nccl_built():
             transport = torch.device("cpu")
         super().__init__(world, device, transport)
         self._mpi: Any = None
         self._ops = {"sum": self._hvd.Sum, "min": self._hvd.Min, "max": self._hvd.Max}
+        self._serving = ExitStack()
         self._started = not self._hvd.is_initialized()
         if self._started:
             self._start()
@@ -69,22 +73,44 @@ class HorovodBackend(Backend):
         if found != (world.rank, world.size):
             raise LaunchError(
                 f"{world.launcher} started this process as rank {world.rank} of {world.size}, but Horovod "
-                f"says rank {found[0]} of {found[1]}. Where mpirun started it, Horovod is built with another "
-                f"MPI: type 'dualeval setup-horovod' with that mpirun first on the PATH, or pass --backend "
-                f"mpi."
+                f"says rank {found[0]} of {found[1]}. Where mpirun or srun started it, Horovod is built with "
+                f"another MPI: type 'dualeval setup-horovod' with that MPI's mpirun first on the PATH, or "
+                f"pass another --backend."
             )
 
     def _start(self) -> None:
-        over_mpi = self.world.launcher in MPI_LAUNCHERS
-        if over_mpi:
+        with self._met() as variables, self._translated("joining the group"), variables_set(variables):
+            self._hvd.init()
+
+    @contextmanager
+    def _met(self) -> Iterator[Mapping[str, str]]:
+        """Meet the other ranks, as far as Horovod does not by itself; yields the variables that it needs."""
+        if self._over_mpi:
             # Horovod would initialise MPI itself, but then wait for a late rank without a pause.
             self._mpi = start_mpi(self.world)
             sleep_until(self._mpi.COMM_WORLD.Ibarrier().Test)
-        with (
-            self._translated("joining the group"),
-            variables_set(_SETTINGS_OVER_MPI if over_mpi else _SETTINGS),
-        ):
-            self._hvd.init()
+            yield _SETTINGS_OVER_MPI
+        elif self.world.launcher == "srun":
+            with self._met_without_horovodrun() as variables:
+                yield {**_SETTINGS, **variables}
+        else:
+            yield _SETTINGS
+
+    @contextmanager
+    def _met_without_horovodrun(self) -> Iterator[Mapping[str, str]]:
+        """Serve on rank 0 what horovodrun would; yields what it would tell this rank."""
+        world = self.world
+        server = words = None
+        if world.is_main:
+            server, offer = serve_store(world)
+            everywhere = LOOPBACK if world.is_one_node else "0.0.0.0"
+            words = {"store": offer, "port": self._serving.enter_context(_rendezvous(everywhere))}
+        with told_by_rank_0(world, words) as words:
+            store = server or join_store(words["store"], world.rank, "Horovod's rendezvous", PATIENCE)
+            port = server.port if server else None
+            network = "lo" if world.is_one_node else interface_between_nodes(world, store, port)
+            # The store is served until the block is left: other ranks may be on their way to it.
+            yield gloo_variables(world, store.host, words["port"], network)
 
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._translated("reducing"):
@@ -134,6 +160,7 @@ class HorovodBackend(Backend):
             return
         self._barrier()
         self._hvd.shutdown()
+        self._serving.close()
         if self._mpi is not None:
             stop_mpi(self._mpi)
 
@@ -171,30 +198,65 @@ def serve_rendezvous(size: int) -> Iterator[Callable[[int], Mapping[str, str]]]:
     Yields:
         a function from a rank to the variables that horovodrun would set for it.
     """
+
+    def variables_of(rank: int) -> Mapping[str, str]:
+        world = World(
+            rank=rank,
+            size=size,
+            local_rank=rank,
+            local_size=size,
+            node_rank=0,
+            launcher="horovodrun",
+            node_sizes=(size,),
+        )
+        return gloo_variables(world, LOOPBACK, port, "lo")
+
+    with _rendezvous(LOOPBACK) as port:
+        yield variables_of
+
+
+@contextmanager
+def _rendezvous(address: str) -> Iterator[int]:
+    """Serve Horovod's rendezvous on an address of this host; yields the port."""
     module = _load_module("horovod.runner.http.http_server")
     # Horovod's own queue of 5 makes dozens of ranks that come at once try again, seconds later.
     server_class = type("RendezvousServer", (module.RendezvousHTTPServer,), {"request_queue_size": 1024})
-    server = server_class((LOOPBACK, 0), module.RendezvousHandler, 0)
+    server = server_class((address, 0), module.RendezvousHandler, 0)
     serving = threading.Thread(target=server.serve_forever, name="horovod-rendezvous", daemon=True)
     serving.start()
-    shared = {
-        "HOROVOD_SIZE": str(size),
-        "HOROVOD_LOCAL_SIZE": str(size),
-        "HOROVOD_CROSS_RANK": "0",
-        "HOROVOD_CROSS_SIZE": "1",
-        "HOROVOD_HOSTNAME": socket.gethostname(),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_address[1]),
-        "HOROVOD_GLOO_IFACE": "lo",
-    }
     try:
-        yield lambda rank: {**shared, "HOROVOD_RANK": str(rank), "HOROVOD_LOCAL_RANK": str(rank)}
+        yield server.server_address[1]
     finally:
         server.shutdown()
         serving.join()
         server.server_close()
+
+
+def gloo_variables(world: World, address: str, port: int, interface: str | None) -> dict[str, str]:
+    """Find the variables that horovodrun would set for a rank.
+
+    Args:
+        world: the rank's place, with ``node_rank`` and ``node_sizes``.
+        address: where the rendezvous is served, as the rank reaches it; likewise ``port``.
+        interface: the network interface over which the nodes reach each other; None leaves it to Horovod.
+    """
+    assert world.node_sizes is not None
+    # Horovod's "cross" ranks are those with one local rank, one on each node that has so many.
+    cross = [size > world.local_rank for size in world.node_sizes]
+    return {
+        "HOROVOD_RANK": str(world.rank),
+        "HOROVOD_SIZE": str(world.size),
+        "HOROVOD_LOCAL_RANK": str(world.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(world.local_size),
+        "HOROVOD_CROSS_RANK": str(sum(cross[: world.node_rank])),
+        "HOROVOD_CROSS_SIZE": str(sum(cross)),
+        "HOROVOD_HOSTNAME": socket.gethostname(),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        **({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
+    }
 
 
 def _load() -> Any:
@@ -224,16 +286,26 @@ def _broken(error: Exception) -> LaunchError:
     )
 
 
-def _require_controller(hvd: Any, world: World) -> None:
-    """Raise where Horovod lacks the library over which the ranks of this launcher find each other."""
+def _meets_over_mpi(hvd: Any, world: World) -> bool:
+    """Whether the ranks of this launcher find each other over MPI, else over gloo.
+
+    In a step of Slurm's both may go; HOROVOD_CONTROLLER then says otherwise than MPI.
+
+    Raises:
+        LaunchError: Horovod lacks the library that it takes.
+    """
     if world.launcher in MPI_LAUNCHERS:
         if not hvd.mpi_built():
             raise LaunchError(
                 "mpirun started this process, but Horovod is built without MPI. Type 'dualeval setup-horovod "
                 "--with-mpi', start with 'horovodrun -np N dualeval run', or pass --backend mpi."
             )
-    elif not hvd.gloo_built():
+        return True
+    if world.mpi and hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi":
+        return True
+    if not hvd.gloo_built():
         raise LaunchError(
             f"{world.launcher} started this process to meet over gloo, but Horovod is built without it. Type "
             f"'dualeval setup-horovod'."
         )
+    return False

@@ -14,7 +14,7 @@ from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.errors import BackendError, LaunchError
 from dualeval.world import World
 
-# The launchers that start ranks of an MPI.
+# The launchers that start ranks of an MPI, and of nothing else. srun can start such ranks too.
 MPI_LAUNCHERS = ("openmpi", "mpich")
 
 # MPI counts elements in an int, and so does where a rank's part begins in what is gathered.
@@ -25,7 +25,7 @@ _SETTINGS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 class MpiBackend(Backend):
-    """A communicator of its own over all ranks that mpirun started.
+    """A communicator of its own over all ranks that mpirun, or srun with --mpi=pmix or pmi2, started.
 
     MPI waits by looking without a pause, which takes a core. So every collective begins with a meeting that
     sleeps, and MPI's own, faster when all are there, follows.
@@ -151,11 +151,19 @@ def start_mpi(world: World) -> Any:
     found = (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
     if found != (world.rank, world.size):
         library = mpi.Get_library_version().splitlines()[0].rstrip("\0 ")
+        problem = (
+            f"{world.launcher} started this process as rank {world.rank} of {world.size}, but the library "
+            f"that mpi4py has loaded says rank {found[0]} of {found[1]}"
+        )
+        if world.launcher == "srun":
+            raise LaunchError(
+                f"{problem}: they do not speak the same PMI ({library}). Type 'srun --mpi=pmix' for Open "
+                f"MPI, 'srun --mpi=pmi2' for MPICH ('srun --mpi=list' shows what this Slurm has), or set "
+                f"MPI4PY_LIBMPI to the libmpi of the MPI that goes with it."
+            )
         raise LaunchError(
-            f"mpirun ({world.launcher}) started this process as rank {world.rank} of {world.size}, but the "
-            f"library that mpi4py has loaded says rank {found[0]} of {found[1]}: it is another MPI's "
-            f"({library}). Start with the mpirun of that library, or set MPI4PY_LIBMPI to the libmpi of this "
-            f"mpirun."
+            f"{problem}: it is another MPI's ({library}). Start with the mpirun of that library, or set "
+            f"MPI4PY_LIBMPI to the libmpi of this mpirun."
         )
     return mpi
 
@@ -173,8 +181,7 @@ def _load() -> Any:
         import mpi4py
     except ModuleNotFoundError as error:
         raise LaunchError(
-            "mpi4py is not installed, and ranks that mpirun started need it. Type: pip install "
-            "'dualeval[mpi]'"
+            "mpi4py is not installed, and ranks of an MPI need it. Type: pip install 'dualeval[mpi]'"
         ) from error
     # Importing mpi4py.MPI would initialise MPI otherwise, and the interpreter's end would finalise it, by a
     # wait for ranks that may be gone. Without effect where the caller has imported it.

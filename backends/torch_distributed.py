@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public all
 
-from dualeval.backends.base import Backend, Op
-from dualeval.backends.mpi import MpiBackend
+from dualeval.backends.base import Backend, Op, variables_set
+from dualeval.backends.rendezvous import PATIENCE, interface_between_nodes, told_by_rank_0
 from dualeval.errors import BackendError, LaunchError
-from dualeval.network import LOOPBACK, offered_addresses, reach
+from dualeval.store import join_store, serve_store
 from dualeval.world import World
-
-# Torch wants a limit on every collective. This is its own default, said aloud: a dead or stalled rank is
-# noticed, named and ended by the control plane long before.
-TIMEOUT = timedelta(minutes=30)
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -28,8 +23,9 @@ class TorchBackend(Backend):
     """The default process group of torch.distributed.
 
     Joins the group that torchrun's variables describe and leaves it on close. Ranks that mpirun started tell
-    each other over MPI where to meet. Where the caller has already initialised torch.distributed, that group
-    is used, and stays the caller's to end.
+    each other over MPI where to meet, those of a step of Slurm's at a port that follows from the step's
+    number. Where the caller has already initialised torch.distributed, that group is used, and stays the
+    caller's to end.
 
     Raises:
         LaunchError: the caller's group has another rank or size than ``world``, or there is neither an
@@ -50,37 +46,38 @@ class TorchBackend(Backend):
     def _join(self) -> None:
         on_gpu = self.transport.type == "cuda"
         self._library = "nccl" if on_gpu else "gloo"
-        with self._translated("joining the group"):
-            store = None if self.world.master else self._meet_over_mpi()
-            dist.init_process_group(
-                self._library,
-                init_method=None if store else "env://",
-                store=store,
-                rank=self.world.rank,
-                world_size=self.world.size,
-                timeout=TIMEOUT,
-                device_id=self.transport if on_gpu else None,
-            )
+        with self._store() as (store, port):
+            # NCCL finds a network by itself that all nodes share; gloo has to be told.
+            told = on_gpu or self.world.is_one_node
+            network = None if told else interface_between_nodes(self.world, store, port)
+            with (
+                self._translated("joining the group"),
+                variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}),
+            ):
+                dist.init_process_group(
+                    self._library,
+                    store=store,
+                    rank=self.world.rank,
+                    world_size=self.world.size,
+                    timeout=PATIENCE,
+                    device_id=self.transport if on_gpu else None,
+                )
 
-    def _meet_over_mpi(self) -> TCPStore:
-        """Serve the group's store on rank 0, and tell the others through MPI where it is."""
-        server = None
-        offer = None
-        if self.world.is_main:
-            server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-            one_node = self.world.local_size == self.world.size
-            offer = [offered_addresses(one_node=one_node), server.port]
-        with MpiBackend(self.world, torch.device("cpu")) as mpi:
-            addresses, port = mpi.broadcast_json(offer)
-        if server is not None:
-            return server
-        address, tried = reach(addresses, port)
-        if address is None:
-            raise BackendError(
-                f"rank {self.world.rank} cannot reach rank 0 to join torch.distributed; tried "
-                f"{'; '.join(tried)}"
+    @contextmanager
+    def _store(self) -> Iterator[tuple[Store, int | None]]:
+        """Yield a store that all ranks share and, on rank 0, the port where it is served."""
+        if self.world.launcher == "torchrun":
+            with self._translated("joining the group"):
+                store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
+            assert self.world.master is not None
+            yield PrefixStore("dualeval", store), self.world.master[1]
+            return
+        server, offer = serve_store(self.world) if self.world.is_main else (None, None)
+        with told_by_rank_0(self.world, offer) as offer:
+            yield (
+                server or join_store(offer, self.world.rank, "torch.distributed", PATIENCE),
+                server.port if server else None,
             )
-        return TCPStore(address, port, is_master=False, timeout=TIMEOUT)
 
     def _adopt(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()

@@ -17,6 +17,10 @@ class World:
         node_rank: number of this node; None where the launcher does not tell.
         launcher: the name of the launcher that started the process (a name of ``launch.detect``).
         master: host name or address and port where the ranks first meet; None where nobody has to.
+        run_id: what tells this run from all others that might be met there; None where ``master`` is.
+        node_sizes: number of ranks on each node, by its number; None where the launcher does not tell.
+        mpi: whether the launcher gives its processes a way into MPI (mpirun; srun with --mpi=pmix or pmi2).
+        own_gpus: whether the launcher lets each rank see no other rank's GPU.
     """
 
     rank: int
@@ -26,11 +30,20 @@ class World:
     node_rank: int | None
     launcher: str
     master: tuple[str, int] | None = None
+    run_id: str | None = None
+    node_sizes: tuple[int, ...] | None = None
+    mpi: bool = False
+    own_gpus: bool = False
 
     @property
     def is_main(self) -> bool:
         """True on rank 0, the only rank that prints and that writes the result."""
         return self.rank == 0
+
+    @property
+    def is_one_node(self) -> bool:
+        """True where all ranks run on one node."""
+        return self.local_size == self.size
 
     @classmethod
     def alone(cls) -> World:

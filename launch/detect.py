@@ -3,15 +3,20 @@
 Detection is a table of pure probes, each ``Mapping -> World | None``, asked in order: the innermost launcher
 first, because it alone knows this process's rank (torchrun inside an allocation starts several ranks for
 each task of the outer launcher). All fields of a World come from the one probe that answered.
+
+A launcher's variables that are set in part are an error. One case is not: torchrun's have names that other
+tools and shells have too, so where its mark is missing and another launcher's set is whole, they are passed
+over.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dualeval.errors import LaunchError, UsageError
+from dualeval.launch.hostlist import expand_hosts, expand_tasks
 from dualeval.world import World
 
 Probe = Callable[[Mapping[str, str]], World | None]
@@ -45,6 +50,10 @@ class _Variables:
     @property
     def needed(self) -> tuple[str, ...]:
         return (*self.ranks, *self.others)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.needed, *((self.mark,) if self.mark else ()))
 
 
 TORCHRUN = _Variables(
@@ -85,6 +94,49 @@ MPICH = _Variables(
     local_size="MPI_LOCALNRANKS",
     start="mpirun -np N dualeval run",
 )
+# The step's variables: those of the job tell what was asked for, not what was started.
+SRUN = _Variables(
+    launcher="srun",
+    rank="SLURM_PROCID",
+    size="SLURM_STEP_NUM_TASKS",
+    local_rank="SLURM_LOCALID",
+    local_size="SLURM_STEP_TASKS_PER_NODE",
+    others=("SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+    start="srun --ntasks-per-node N dualeval run",
+)
+# Slurm numbers from here on what is no step of tasks: a batch script, an salloc shell on a node.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# Ports for ranks to meet at: outside of what the kernel gives to clients (32768 and up).
+_FIRST_PORT, _PORTS = 16384, 16000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detection:
+    """What the environment says, for ``detect`` and for people.
+
+    Attributes:
+        world: this process's place; None where ``error`` is.
+        error: why there is none.
+        found: by launcher, in the order of ``PROBES``, those of its variables that are set.
+        notes: sentences about what does not fit together, and what was made of it.
+    """
+
+    world: World | None = None
+    error: LaunchError | None = None
+    found: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> World:
+        """The world; raises the LaunchError where there is none."""
+        if self.world is None:
+            assert self.error is not None
+            raise self.error
+        return self.world
+
+
+class _LeftOver(LaunchError):
+    """Variables that are set in part, and may be another's than the launcher whose names they have."""
 
 
 def detect(environ: Mapping[str, str], launcher: str | None = None) -> World:
@@ -101,9 +153,49 @@ def detect(environ: Mapping[str, str], launcher: str | None = None) -> World:
         LaunchError: the variables are incomplete or contradict each other, or are not those of ``launcher``.
         UsageError: there is no launcher of that name.
     """
-    if launcher is None:
-        # The last probe, "none", always answers.
-        return next(world for probe in PROBES.values() if (world := probe(environ)) is not None)
+    return examine(environ, launcher).place
+
+
+def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detection:
+    """Find the same as ``detect``, with the reasons; a launcher's variables that are wrong are no exception.
+
+    Args:
+        environ: the environment variables.
+        launcher: as for ``detect``.
+
+    Raises:
+        UsageError: there is no launcher of that name.
+    """
+    found = {
+        source.launcher: {name: environ[name] for name in source.all if name in environ}
+        for source in _SOURCES
+    }
+    try:
+        if launcher is not None:
+            return Detection(world=_ask_one(environ, launcher), found=found)
+        world, left_over = _ask_all(environ)
+    except LaunchError as error:
+        return Detection(error=error, found=found)
+    if left_over is not None and world.launcher == "none":
+        return Detection(error=left_over, found=found)
+    return Detection(world=world, found=found, notes=tuple(_notes(environ, world, left_over)))
+
+
+def _ask_all(environ: Mapping[str, str]) -> tuple[World, _LeftOver | None]:
+    """The first probe's answer, and what was passed over on the way to it."""
+    left_over = None
+    for probe in PROBES.values():
+        try:
+            world = probe(environ)
+        except _LeftOver as error:
+            left_over = error
+            continue
+        if world is not None:
+            return world, left_over
+    raise AssertionError("the last probe answers always")
+
+
+def _ask_one(environ: Mapping[str, str], launcher: str) -> World:
     if launcher not in PROBES:
         near = difflib.get_close_matches(launcher, PROBES, cutoff=0.5)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -117,6 +209,38 @@ def detect(environ: Mapping[str, str], launcher: str | None = None) -> World:
             f"Start with '{_STARTS[launcher]}', or leave --launcher out."
         )
     return world
+
+
+def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | None) -> list[str]:
+    """What a person should know who wonders why this World was found."""
+    notes = []
+    if left_over is not None:
+        names = [name for name in TORCHRUN.needed if name in environ]
+        notes.append(
+            f"{', '.join(f'{name}={environ[name]}' for name in names)} {'is' if len(names) == 1 else 'are'} "
+            f"left over or another tool's and passed over: {world.launcher} started this process. "
+            f"Type 'unset {' '.join(names)}' to be rid of them."
+        )
+    order = list(PROBES)
+    for outer in order[order.index(world.launcher) + 1 : -1]:
+        try:
+            place = PROBES[outer](environ)
+        except LaunchError as error:
+            notes.append(f"Passed over, because {world.launcher} started this process: {error}")
+            continue
+        if place is not None:
+            notes.append(
+                f"{world.launcher} was itself started as rank {place.rank} of {place.size} by {outer}; "
+                f"{world.launcher}'s numbers count."
+            )
+    tasks = environ.get("SLURM_NTASKS", environ.get("SLURM_NNODES", "1"))
+    if world.launcher == "none" and "SLURM_JOB_ID" in environ and tasks != "1":
+        notes.append(
+            f"This shell belongs to Slurm's job {environ['SLURM_JOB_ID']} ({tasks} tasks on "
+            f"{environ.get('SLURM_JOB_NODELIST', 'its nodes')}), but to no step of it, so one process runs "
+            f"here alone. Type 'srun dualeval run' to start the tasks."
+        )
+    return notes
 
 
 def _probe_torchrun(environ: Mapping[str, str]) -> World | None:
@@ -158,12 +282,69 @@ def _probe_horovodrun(environ: Mapping[str, str]) -> World | None:
 
 def _probe_open_mpi(environ: Mapping[str, str]) -> World | None:
     """Probe for Open MPI's mpirun (its OMPI_COMM_WORLD_NODE_RANK is no number of a node)."""
-    return _place(OPEN_MPI, environ, OPEN_MPI.ranks)
+    world = _place(OPEN_MPI, environ, OPEN_MPI.ranks)
+    return world and replace(world, mpi=True)
 
 
 def _probe_mpich(environ: Mapping[str, str]) -> World | None:
     """Probe for MPICH's mpirun."""
-    return _place(MPICH, environ, (MPICH.local_rank, MPICH.local_size))
+    world = _place(MPICH, environ, (MPICH.local_rank, MPICH.local_size))
+    return world and replace(world, mpi=True)
+
+
+def _probe_srun(environ: Mapping[str, str]) -> World | None:
+    """Probe for a step of Slurm's.
+
+    A batch script and an salloc shell have a job's variables and SLURM_PROCID=0, but no step's.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    if step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP:
+        return None
+    if not _is_whole(SRUN, environ, (SRUN.size, SRUN.local_size, "SLURM_STEP_NODELIST", "SLURM_STEP_ID")):
+        return None
+    node, job, number = (
+        _whole_number(SRUN, environ, name) for name in ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    )
+    try:
+        sizes = expand_tasks(environ[SRUN.local_size])
+        hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
+    except ValueError as error:
+        raise _error(SRUN, str(error), environ) from error
+    if len(hosts) != len(sizes):
+        raise _error(SRUN, f"{len(hosts)} nodes are named, but tasks are given for {len(sizes)}", environ)
+    if not node < len(sizes):
+        raise _error(SRUN, f"SLURM_NODEID={node} is not below the number of nodes, {len(sizes)}", environ)
+    size = _whole_number(SRUN, environ, SRUN.size)
+    if sum(sizes) != size:
+        raise _error(SRUN, f"the tasks a node are {sum(sizes)} together, and not {SRUN.size}={size}", environ)
+    rank = _whole_number(SRUN, environ, SRUN.rank)
+    if rank == 0 and node != 0:
+        raise _error(
+            SRUN,
+            f"task 0 runs on node {node} of the step, but the ranks are to meet it on the first, {hosts[0]}",
+            environ,
+            "Leave out --distribution=arbitrary",
+        )
+    restart = environ.get("SLURM_RESTART_COUNT", "0")
+    return replace(
+        _checked(SRUN, environ, rank, size, _whole_number(SRUN, environ, SRUN.local_rank), sizes[node]),
+        node_rank=node,
+        master=(hosts[0], _FIRST_PORT + (131 * job + number) % _PORTS),
+        run_id=f"{environ.get('SLURM_CLUSTER_NAME', '')}.{job}.{number}.{restart}",
+        node_sizes=sizes,
+        mpi="PMIX_RANK" in environ or "PMI_RANK" in environ,
+        own_gpus=_binds_gpus(environ),
+    )
+
+
+def _binds_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether srun shows each task the GPUs of its own alone (--gpus-per-task, --gpu-bind)."""
+    binding = environ.get("SLURM_GPU_BIND", "").removeprefix("verbose,")
+    return (
+        "SLURM_GPUS_PER_TASK" in environ
+        or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+        or binding.startswith(("single", "per_task", "map", "mask"))
+    )
 
 
 def _probe_none(environ: Mapping[str, str]) -> World:
@@ -172,17 +353,31 @@ def _probe_none(environ: Mapping[str, str]) -> World:
 
 
 def _place(source: _Variables, environ: Mapping[str, str], trace: tuple[str, ...]) -> World | None:
-    """Read the four numbers that every launcher gives; None where it left no trace.
+    """Read the four numbers that every launcher gives; None where it left no trace."""
+    if not _is_whole(source, environ, trace):
+        return None
+    rank, size, local_rank, local_size = (_whole_number(source, environ, name) for name in source.ranks)
+    return _checked(source, environ, rank, size, local_rank, local_size)
+
+
+def _is_whole(source: _Variables, environ: Mapping[str, str], trace: tuple[str, ...]) -> bool:
+    """Whether a launcher's variables are all set; False where it left no trace.
 
     A rank or a size without the rest is an error and never rank 0: several processes that each took
     themselves for the only one would all write the same result.
     """
     if not any(name in environ for name in trace):
-        return None
+        return False
     missing = [name for name in source.needed if name not in environ]
     if missing:
         raise _half_set(source, environ, missing)
-    rank, size, local_rank, local_size = (_whole_number(source, environ, name) for name in source.ranks)
+    return True
+
+
+def _checked(
+    source: _Variables, environ: Mapping[str, str], rank: int, size: int, local_rank: int, local_size: int
+) -> World:
+    """Make a World of numbers that fit together."""
     if not rank < size:
         raise _error(source, f"{source.rank}={rank} is not below {source.size}={size}", environ)
     if not local_rank < local_size:
@@ -219,7 +414,8 @@ def _address(source: _Variables, environ: Mapping[str, str], host: str, port: st
 
 def _half_set(source: _Variables, environ: Mapping[str, str], missing: list[str]) -> LaunchError:
     start = f"Start with '{source.start}'"
-    if source.mark is None or source.mark in environ:
+    own = source.mark is None or source.mark in environ
+    if own:
         cause = (
             f"{source.launcher} started this process, but something between removed a part of its variables"
         )
@@ -230,29 +426,35 @@ def _half_set(source: _Variables, environ: Mapping[str, str], missing: list[str]
         remedy = f"{start}, or type 'unset {stale}'"
     verb = "is" if len(missing) == 1 else "are"
     problem = f"{source.launcher}'s variables are half set: {', '.join(missing)} {verb} missing"
-    return _error(source, problem, environ, f"{cause}. {remedy}")
+    return _error(source, problem, environ, f"{cause}. {remedy}", LaunchError if own else _LeftOver)
 
 
 def _error(
-    source: _Variables, problem: str, environ: Mapping[str, str], advice: str | None = None
+    source: _Variables,
+    problem: str,
+    environ: Mapping[str, str],
+    advice: str | None = None,
+    kind: type[LaunchError] = LaunchError,
 ) -> LaunchError:
     """Make the error that shows what was found of a launcher's variables and what to type."""
-    names = (*source.needed, *((source.mark,) if source.mark else ()))
-    found = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    found = ", ".join(f"{name}={environ[name]}" for name in source.all if name in environ)
     start = f"Start with '{source.start}'"
-    return LaunchError(
+    return kind(
         f"{problem} (found: {found}). {advice or start}, "
         f"or pass --launcher none to run one process without them."
     )
 
 
 # Innermost launcher first: torchrun may run inside a task of any other, and horovodrun inside an allocation
-# that sets MPI's variables. "none" stays last: it always answers.
+# that sets MPI's variables. In a job of Slurm's, mpirun starts its own ranks through a step of one process a
+# node. "none" stays last: it always answers.
 PROBES: dict[str, Probe] = {
     TORCHRUN.launcher: _probe_torchrun,
     HOROVODRUN.launcher: _probe_horovodrun,
     OPEN_MPI.launcher: _probe_open_mpi,
     MPICH.launcher: _probe_mpich,
+    SRUN.launcher: _probe_srun,
     "none": _probe_none,
 }
-_STARTS = {source.launcher: source.start for source in (TORCHRUN, HOROVODRUN, OPEN_MPI, MPICH)}
+_SOURCES = (TORCHRUN, HOROVODRUN, OPEN_MPI, MPICH, SRUN)
+_STARTS = {source.launcher: source.start for source in _SOURCES}

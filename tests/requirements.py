@@ -7,9 +7,11 @@ that is meant to run everything cannot lose a part of it unnoticed.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,8 @@ import pytest
 
 # MPIs from the package index, beside the system's; the Makefile puts them here.
 MPI_WHEELS = Path(sys.prefix) / "mpi"
+# Where daemons are; not everyone has it on the PATH.
+SYSTEM_BIN = f"/usr/sbin{os.pathsep}/sbin"
 
 
 def _without_mpi() -> str | None:
@@ -39,10 +43,29 @@ def _without_wheels() -> str | None:
     return f"{' and '.join(missing)} is not in {MPI_WHEELS}; type: make test" if missing else None
 
 
+@functools.cache
+def _without_cluster() -> str | None:
+    tools = ["unshare", "nsenter", "setpriv", "ip", "sshd", "ssh", "ssh-keygen"]
+    tools += ["munged", "slurmctld", "slurmd", "srun", "sbatch"]
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), SYSTEM_BIN))
+    missing = [tool for tool in tools if shutil.which(tool, path=path) is None]
+    if missing:
+        packages = "slurm-wlm munge openssh-server openssh-client iproute2"
+        return f"there is no {', no '.join(missing)}; type: apt install {packages}"
+    if os.geteuid() != 0:
+        return "only root can make hosts of its own; type: sudo make test"
+    spaces = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc"]
+    done = subprocess.run(["unshare", *spaces, "true"], text=True, capture_output=True)
+    if done.returncode != 0:
+        return f"no namespaces can be made ({done.stderr.strip()}); in Docker, type: docker run --privileged"
+    return None
+
+
 _REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "mpi": _without_mpi,
     "horovod": _without_horovod,
     "mpi-wheels": _without_wheels,
+    "cluster": _without_cluster,
 }
 
 

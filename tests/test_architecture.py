@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dualeval"
 
 # Each room and the rooms it may import from, besides itself and the ground floor.
-GROUND = {"errors", "world", "network", "vision_library"}
+GROUND = {"errors", "world", "network", "store", "vision_library"}
 ALLOWED = {
     "cli": {"job", "launch", "backends", "engine", "tasks", "models", "report", "result"},
     "engine": {"metrics", "result", "tasks", "backends.base"},
@@ -31,6 +31,7 @@ ALLOWED = {
     "errors": set(),
     "world": set(),
     "network": set(),
+    "store": set(),
     "vision_library": set(),
     "assets": set(),
 }

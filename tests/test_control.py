@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed import DistNetworkError
 
+from dualeval import store
 from dualeval.backends.base import Backend
 from dualeval.engine import control as control_module
 from dualeval.engine.control import ControlPlane, open_control_plane
@@ -127,7 +128,7 @@ def test_the_reporter_sums_over_ranks_and_hears_of_failures() -> None:
 def test_unreachable_addresses_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere(_OfferOnly):
         def broadcast_json(self, value: Any, src: int = 0) -> Any:
-            return {"token": "t", "port": 1, "addresses": ["127.0.0.1", "127.0.0.2"]}
+            return {"token": "t", "offer": {"port": 1, "addresses": ["127.0.0.1", "127.0.0.2"]}}
 
     backend = cast(Backend, Elsewhere(1, 2, queue.Queue()))
     with pytest.raises(DualevalError, match=r"rank 1 cannot reach .*127.0.0.1:1 \(.*127.0.0.2:1 \("):
@@ -145,13 +146,14 @@ def test_a_store_that_cannot_be_joined_is_named(monkeypatch: pytest.MonkeyPatch)
 
         class Offered(_OfferOnly):
             def broadcast_json(self, value: Any, src: int = 0) -> Any:
-                return {"token": "t", "port": port, "addresses": ["127.0.0.1"]}
+                return {"token": "t", "offer": {"port": port, "addresses": ["127.0.0.1"]}}
 
-        monkeypatch.setattr(control_module, "TCPStore", refuse)
+        monkeypatch.setattr(store, "TCPStore", refuse)
         with pytest.raises(DualevalError) as caught:
             open_control_plane(cast(Backend, Offered(1, 2, queue.Queue())))
     assert str(caught.value) == (
-        f"rank 1 cannot join rank 0's control plane at 127.0.0.1:{port}: the client socket has timed out"
+        f"rank 1 cannot join rank 0 for the control plane at 127.0.0.1:{port}: the client socket has timed "
+        "out"
     )
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dualeval.backends.horovod import _require_controller
+from dualeval.backends.horovod import _meets_over_mpi
 from dualeval.errors import LaunchError
 from dualeval.world import World
 from tests.conftest import BIN, ROOT, Launch
@@ -111,15 +111,36 @@ def test_another_mpi_than_mpiruns(launch: Launch) -> None:
     [
         ("openmpi", "mpi", ["built without MPI", "setup-horovod --with-mpi", "--backend mpi"]),
         ("horovodrun", "gloo", ["built without it", "setup-horovod"]),
+        ("srun", "gloo", ["srun started", "built without it", "setup-horovod"]),
     ],
 )
 def test_horovod_lacks_what_the_launcher_needs(launcher: str, lacks: str, words: list[str]) -> None:
     built = SimpleNamespace(mpi_built=lambda: lacks != "mpi", gloo_built=lambda: lacks != "gloo")
     world = World(rank=0, size=2, local_rank=0, local_size=2, node_rank=None, launcher=launcher)
     with pytest.raises(LaunchError) as caught:
-        _require_controller(built, world)
+        _meets_over_mpi(built, world)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pmi", "mpi_built", "controller", "over_mpi"),
+    [
+        (True, True, None, True),
+        (True, True, "gloo", False),
+        (True, False, None, False),
+        (False, True, None, False),
+        (False, True, "mpi", False),
+    ],
+)
+def test_horovod_under_srun_meets_over_mpi_where_both_have_it(
+    pmi: bool, mpi_built: bool, controller: str | None, over_mpi: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if controller is not None:
+        monkeypatch.setenv("HOROVOD_CONTROLLER", controller)
+    built = SimpleNamespace(mpi_built=lambda: mpi_built, gloo_built=lambda: True)
+    world = World(rank=0, size=2, local_rank=0, local_size=2, node_rank=0, launcher="srun", mpi=pmi)
+    assert _meets_over_mpi(built, world) is over_mpi
 
 
 @pytest.mark.parametrize(

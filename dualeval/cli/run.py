@@ -18,7 +18,7 @@ import click
 
 from dualeval.errors import EXIT_DONE, DualevalError, LaunchError, PeerError
 from dualeval.job import ON_ERROR, PRECISIONS, TASKS, Job
-from dualeval.launch import PROBES, detect
+from dualeval.launch import PROBES, examine
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
     torchrun --nproc-per-node 8 -m dualeval run
     horovodrun -np 8 dualeval run
     mpirun -np 8 dualeval run
+    srun -N2 --ntasks-per-node 4 dualeval run
     dualeval run --model resnet18 --weights ckpt.pt --data /data/imagenet/val
     """
     started = perf_counter()
@@ -114,11 +115,15 @@ def run(context: click.Context, /, **flags: Any) -> None:
         },
     )
     job = Job.read(config, flags)
-    world = detect(os.environ, launcher)
+    detection = examine(os.environ, launcher)
+    world = detection.place
     if dry_run:
         if world.is_main:
             click.echo(json.dumps(job.to_json(), indent=2, ensure_ascii=False))
         return
+    if world.is_main:
+        for note in detection.notes:
+            click.echo(f"dualeval: note: {note}", err=True)
     if nproc is not None:
         context.exit(_start_ranks(nproc, world, job, manner, context.obj))
     context.exit(_evaluate(job, manner, world))
@@ -126,7 +131,8 @@ def run(context: click.Context, /, **flags: Any) -> None:
 
 def _start_ranks(nproc: int, world: World, job: Job, manner: _Manner, arguments: Sequence[str]) -> int:
     """Start this same command, less --nproc, as ``nproc`` ranks of torchrun's or horovodrun's kind."""
-    if world.launcher != "none":
+    # A shell that srun has opened on a node is a step of one task.
+    if world.launcher != "none" and not (world.launcher == "srun" and world.size == 1):
         raise LaunchError(
             f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
             "Leave out --nproc there, or start 'dualeval run --nproc N' by itself."

@@ -11,22 +11,18 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
-from dualeval.errors import EXIT_FAILED, DualevalError, PeerError, exit_code_of, message_of
-from dualeval.network import LOOPBACK, offered_addresses, reach
+from dualeval.errors import EXIT_FAILED, PeerError, exit_code_of, message_of
+from dualeval.store import join_store, serve_store
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
 
-# torch looks up the name of each address that it connects to, and a name server that does not answer takes
-# 10 s to be given up.
-_CONNECT_S = 60
 _SAY_WITHIN_S = 10.0
 _LEAVE_AFTER_FAILURE_S = 2.0
 _REPORT_EVERY_S = 0.5
@@ -253,35 +249,17 @@ def open_control_plane(backend: Backend) -> ControlPlane:
     takes the first that answers.
 
     Raises:
-        DualevalError: no address answered; names those that were tried.
+        BackendError: no address answered; names those that were tried.
     """
     world = backend.world
     if world.size == 1:
         return ControlPlane(0, 1, None, "")
     server = None
-    offer: dict[str, Any] | None = None
+    words: dict[str, Any] | None = None
     if world.is_main:
-        server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        offer = {
-            "token": secrets.token_hex(8),
-            "port": server.port,
-            "addresses": offered_addresses(
-                one_node=world.local_size == world.size, master=world.master[0] if world.master else None
-            ),
-        }
-    offer = backend.broadcast_json(offer, src=0)
-    assert isinstance(offer, dict)
-    # A plain connection first: a store that cannot connect logs pages of C++ frames.
-    address, tried = reach(offer["addresses"], offer["port"])
-    if address is None:
-        raise DualevalError(
-            f"rank {world.rank} cannot reach rank 0's control plane; tried {'; '.join(tried)}"
-        )
-    try:
-        store = TCPStore(address, offer["port"], is_master=False, timeout=timedelta(seconds=_CONNECT_S))
-    except (DistNetworkError, DistStoreError) as error:
-        raise DualevalError(
-            f"rank {world.rank} cannot join rank 0's control plane at {address}:{offer['port']}: "
-            f"{str(error).partition(chr(10))[0]}"
-        ) from error
-    return ControlPlane(world.rank, world.size, store, offer["token"], server)
+        server, offer = serve_store(world)
+        words = {"token": secrets.token_hex(8), "offer": offer}
+    words = backend.broadcast_json(words, src=0)
+    assert isinstance(words, dict)
+    store = join_store(words["offer"], world.rank, "the control plane")
+    return ControlPlane(world.rank, world.size, store, words["token"], server)

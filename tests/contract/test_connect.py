@@ -32,12 +32,21 @@ PAIRS = {
     "horovodrun": {"horovod"},
     "openmpi": {"torch", "horovod", "mpi"},
     "mpich": {"torch", "horovod", "mpi"},
+    "srun": {"torch", "horovod", "mpi"},
 }
 
 
 def world_of(launcher: str) -> World:
     size = 1 if launcher == "none" else 2
-    return World(rank=0, size=size, local_rank=0, local_size=size, node_rank=None, launcher=launcher)
+    return World(
+        rank=0,
+        size=size,
+        local_rank=0,
+        local_size=size,
+        node_rank=None,
+        launcher=launcher,
+        mpi=launcher in ("openmpi", "mpich", "srun"),
+    )
 
 
 @pytest.mark.parametrize("backend", ["single", "torch", "horovod", "mpi"])
@@ -64,6 +73,14 @@ def test_mpirun_takes_horovod_where_it_is_built_with_mpi(
     for built, expected in ((True, "horovod"), (False, "mpi")):
         monkeypatch.setattr(horovod, "runs_over_mpi", lambda built=built: built)
         assert choose_backend(None, world_of(launcher)) == expected
+
+
+def test_srun_takes_torch_and_needs_a_way_into_mpi() -> None:
+    plain = replace(world_of("srun"), mpi=False)
+    assert choose_backend(None, plain) == choose_backend(None, world_of("srun")) == "torch"
+    assert choose_backend("horovod", plain) == "horovod"
+    with pytest.raises(LaunchError, match=r"without a way into MPI\. Type 'srun --mpi=pmix'"):
+        choose_backend("mpi", plain)
 
 
 def test_torch_needs_a_launcher() -> None:
@@ -104,6 +121,12 @@ def test_devices_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device(None, TORCHRUN)
     assert "--allow-shared-gpu" in str(caught.value)
     assert choose_device("cuda:0", TORCHRUN) == torch.device("cuda", 0)
+
+
+def test_a_rank_that_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device(None, replace(TORCHRUN, own_gpus=True)) == torch.device("cuda", 0)
 
 
 def test_ranks_share_gpus_in_turns_where_they_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,56 @@
+"""A torch TCPStore that rank 0 serves: offering it, and joining it from another host."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+
+from dualeval.errors import BackendError
+from dualeval.network import LOOPBACK, offered_addresses, reach
+from dualeval.world import World
+
+# torch looks up the name of each address that it connects to, and a name server that does not answer takes
+# 10 s to be given up.
+_CONNECT = timedelta(seconds=60)
+
+
+def serve_store(world: World) -> tuple[TCPStore, dict[str, Any]]:
+    """Serve a store on a port that the kernel picks.
+
+    Returns:
+        rank 0's own end, which serves for as long as it is kept; and the offer for ``join_store``, of plain
+        values.
+    """
+    server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    master = world.master[0] if world.master else None
+    return server, {
+        "addresses": offered_addresses(one_node=world.is_one_node, master=master),
+        "port": server.port,
+    }
+
+
+def join_store(offer: dict[str, Any], rank: int, purpose: str, timeout: timedelta = _CONNECT) -> TCPStore:
+    """Join the store of an offer, at the first of its addresses that answers.
+
+    Args:
+        offer: from ``serve_store``.
+        rank: this rank, for messages.
+        purpose: what the store is for, likewise.
+        timeout: limit of each wait for a key.
+
+    Raises:
+        BackendError: no address answered, which names those that were tried; or what answered is no store.
+    """
+    # A plain connection first: a store that cannot connect logs pages of C++ frames.
+    address, tried = reach(offer["addresses"], offer["port"])
+    if address is None:
+        raise BackendError(f"rank {rank} cannot reach rank 0 for {purpose}; tried {'; '.join(tried)}")
+    try:
+        return TCPStore(address, offer["port"], is_master=False, timeout=timeout)
+    except (DistNetworkError, DistStoreError) as error:
+        raise BackendError(
+            f"rank {rank} cannot join rank 0 for {purpose} at {address}:{offer['port']}: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error

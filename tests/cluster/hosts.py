@@ -1,0 +1,347 @@
+"""Several hosts on this one machine, as a real cluster has them: their own network, names, sshd and Slurm.
+
+A host is a shell in namespaces of its own, joined to the others by a bridge that has one as well: the
+machine's network and daemons are never touched. Hosts share all files but /run, /dev/shm and some of /etc.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+
+import psutil  # type: ignore[import-untyped]
+
+from tests.conftest import BIN, GRACE, MPI_VARIABLES, ROOT
+from tests.requirements import SYSTEM_BIN
+
+# Seconds that any step of the start-up may take, on a machine that does other things as well.
+PATIENCE = 30.0
+# Seconds between two questions about what Slurm gives no notice of.
+PAUSE = 0.05
+# Slurm's states of a job that will not change any more.
+ENDS = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"} | {
+    *("BOOT_FAIL", "DEADLINE", "PREEMPTED")
+}
+MUNGE_SOCKET = "/run/munge.socket"
+
+
+class Cluster:
+    """Hosts h0, h1, ... at 10.77.0.10, .11, ..., from ``with`` to its end; start it from the main thread.
+
+    With ``ssh`` each reaches the others through sshd, and with ``slurm`` each is a node of 4 CPUs; h0 is the
+    controller. Needs what the requirement "cluster" asks for; raises ``RuntimeError`` with the ends of all
+    logs where something does not come up. Everything dies with this process, even where that is killed.
+    """
+
+    def __init__(self, size: int = 2, *, ssh: bool = True, slurm: bool = True) -> None:
+        self._addresses = {f"h{index}": f"10.77.0.{10 + index}" for index in range(size)}
+        self._ssh = ssh
+        self._slurm = slurm
+        self._shells: dict[str, _Shell] = {}
+
+    def __enter__(self) -> Cluster:
+        # The kernel ends a child along with the thread that started it, not with the process.
+        assert threading.current_thread() is threading.main_thread()
+        with ExitStack() as stack:
+            self.folder = Path(tempfile.mkdtemp(prefix="dualeval-cluster-"))
+            stack.callback(shutil.rmtree, self.folder)
+            (self.folder / "logs").mkdir()
+            (self.folder / "home").mkdir()
+            self._start_hosts(stack)
+            if self._ssh:
+                self._start_ssh()
+            if self._slurm:
+                self._start_slurm()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def hosts(self) -> list[str]:
+        """The names of the hosts."""
+        return list(self._addresses)
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """What a command on a host needs in its environment, beside what every command of a test gets."""
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")} if self._slurm else {}
+
+    def address(self, host: str) -> str:
+        """The address at which the other hosts reach a host."""
+        return self._addresses[host]
+
+    def on(self, host: str, command: Sequence[str | Path]) -> list[str]:
+        """The words that run a command on a host, in the folder where they are started.
+
+        The first process of them stays outside and waits: it hands on the command's end, but no signal.
+        """
+        target = f"/proc/{self._shells[host].pid}/ns"
+        spaces = [f"--{name}={target}/{file}" for name, file in _NAMESPACES.items()]
+        # nsenter itself could only keep the folder as the machine sees it, with another /run and /dev/shm.
+        enter = f'exec nsenter {shlex.join(spaces)} -- env --chdir="$PWD" -- "$@"'
+        return ["sh", "-c", enter, host, *map(str, command)]
+
+    def wait_for_job(self, job_id: str | int, timeout_s: float) -> str:
+        """Wait until a Slurm job has ended; returns its final state, as ``COMPLETED`` or ``FAILED``."""
+        question = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"]
+        return self._ask(question, ENDS, timeout_s)
+
+    def _start_hosts(self, stack: ExitStack) -> None:
+        logs = self.folder / "logs"
+        bridge = _Shell(["--net"], self.variables, logs / "bridge.log")
+        stack.callback(bridge.end)
+        for host in self.hosts:
+            kinds = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+            self._shells[host] = _Shell(kinds, self.variables, logs / f"{host}.log")
+            stack.callback(self._shells[host].end)
+        _obey({bridge: "ip link add br0 type bridge\nip link set br0 up"})
+        _obey({shell: self._furnish(host) for host, shell in self._shells.items()})
+        cables = [
+            f"ip link add {host} master br0 up type veth peer name eth0 netns {shell.pid}"
+            for host, shell in self._shells.items()
+        ]
+        _obey({bridge: "\n".join(cables)})
+        self._on_all("ip address add {address}/24 dev eth0\nip link set eth0 up")
+
+    def _furnish(self, host: str) -> str:
+        """Write a host's own files; returns the commands that put them in place."""
+        files = {
+            "/etc/hostname": f"{host}\n",
+            "/etc/hosts": hosts_file(host, self._addresses),
+            # Without a name server each look-up in DNS would take seconds.
+            "/etc/nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files\n",
+        }
+        if self._ssh:
+            files["/etc/ssh/ssh_config"] = ssh_config(self.folder)
+            # The machine's root may be locked out, or have settings at home that no test is to depend on.
+            files["/etc/shadow"] = "root:*:19000::::::\n"
+            files["/etc/passwd"] = f"root:x:0:0::{self.folder}/home:/bin/bash\nsshd:x:74:65534::/run/sshd:\n"
+        commands = [f"hostname {host}"]
+        for name, text in files.items():
+            own = self.folder / host / name.lstrip("/")
+            own.parent.mkdir(parents=True, exist_ok=True)
+            own.write_text(text)
+            commands.append(f"mount --bind {shlex.quote(str(own))} {name}")
+        commands += [f"mount -t tmpfs -o mode={mode} tmpfs {on}" for on, mode in _OWN_FOLDERS.items()]
+        commands += ["mkdir /run/sshd /run/slurmd /run/job", "ip link set lo up"]
+        return "\n".join(commands)
+
+    def _start_ssh(self) -> None:
+        for key in ("host_key", "user_key"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", key, "-f", self.folder / key]
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+        (self.folder / "known_hosts").write_text(f"* {(self.folder / 'host_key.pub').read_text()}")
+        (self.folder / "sshd_config").write_text(sshd_config(self.folder, self.variables))
+        # sshd starts itself again for each connection, and so has to know where it is; it writes its
+        # process id once it listens.
+        self._on_all(
+            '"$(command -v sshd)" -f {folder}/sshd_config -E {folder}/logs/sshd-{host}.log\n'
+            "until [ -s /run/sshd.pid ]; do sleep 0.01; done"
+        )
+
+    def _start_slurm(self) -> None:
+        key = self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(64))
+        (self.folder / "slurm.conf").write_text(slurm_conf(self.folder, self._addresses))
+        # By force, as munged refuses a temporary folder that others may write to. It returns once it serves.
+        self._on_all(
+            f"munged --force --socket={MUNGE_SOCKET} --pid-file=/run/munged.pid --seed-file=/run/munged.seed"
+            " --key-file={folder}/munge.key --log-file={folder}/logs/munged-{host}.log"
+        )
+        log = shlex.quote(str(self.folder / "logs" / "slurmctld.log"))
+        # A node that finds no controller asks again only after a second.
+        wait = "until scontrol ping > /dev/null; do kill -0 $!; sleep 0.01; done"
+        _obey({self._shells["h0"]: f"slurmctld -D >> {log} 2>&1 &\n{wait}"})
+        self._on_all("slurmd -N {host}")
+        self._ask(["sinfo", "--noheader", "--format=%T %D"], {f"idle {len(self.hosts)}"}, PATIENCE)
+
+    def _on_all(self, commands: str) -> None:
+        """Have every host run commands with ``{host}``, its ``{address}`` and the ``{folder}`` filled in."""
+        folder = shlex.quote(str(self.folder))
+        _obey(
+            {
+                shell: commands.format(host=host, address=self.address(host), folder=folder)
+                for host, shell in self._shells.items()
+            }
+        )
+
+    def _ask(self, question: Sequence[str], answers: set[str], timeout_s: float) -> str:
+        """Ask Slurm a question until it gives one of the answers; returns that."""
+        deadline = time.monotonic() + timeout_s
+        command = self.on("h0", question)
+        while True:
+            done = subprocess.run(
+                command,
+                env={**os.environ, **self.variables},
+                text=True,
+                capture_output=True,
+                timeout=PATIENCE,
+            )
+            if (answer := done.stdout.strip()) in answers:
+                return answer
+            if time.monotonic() > deadline:
+                said = f"{answer or done.stderr.strip()!r} after {timeout_s:g} s, none of {sorted(answers)}"
+                raise RuntimeError(f"{shlex.join(question)} says {said}\n{tails(self.folder / 'logs')}")
+            time.sleep(PAUSE)
+
+
+# What nsenter and /proc call a host's namespaces; unshare is outside of the last, and its child in it.
+_NAMESPACES = {"net": "net", "uts": "uts", "ipc": "ipc", "mount": "mnt", "pid": "pid_for_children"}
+# What hosts on a shared file system do not share, and who may write there.
+_OWN_FOLDERS = {"/run": "755", "/dev/shm": "1777"}
+
+
+class _Shell:
+    """A shell in new namespaces: it runs what it is told, and ends along with the one who tells."""
+
+    def __init__(self, namespaces: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
+        self._log = log
+        path = os.pathsep.join((os.environ.get("PATH", os.defpath), SYSTEM_BIN))
+        with log.open("ab") as stream:
+            # The signal ends it with a killed test; where that was set too late, the end of its input does.
+            self._process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, "bash", "--norc", "-e"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                env={**os.environ, "PATH": path, **variables},
+                bufsize=0,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """A process in the namespaces, which is no other's as long as the shell has not been ended."""
+        return self._process.pid
+
+    def tell(self, commands: str) -> None:
+        """Have commands run, with what they print in the log."""
+        assert self._process.stdin is not None
+        # Where the shell is gone, its missing answer says so.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(f"{{\n{commands}\n}} </dev/null >&2\necho\n".encode())
+
+    def answer(self) -> None:
+        """Wait until the commands are through; raises ``RuntimeError`` where one of them failed."""
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE)
+        if not ready or not self._process.stdout.read(1):
+            found = "failed" if ready else f"hung for {PATIENCE:g} s"
+            raise RuntimeError(f"{self._log.stem} {found}\n{tails(self._log.parent)}")
+
+    def end(self) -> None:
+        """Kill the shell and, where it is the first process of its namespace, all others there."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        for process in psutil.Process(self._process.pid).children() or [self._process]:
+            # A shell that failed ends by itself.
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.stdin.close()
+        self._process.stdout.close()
+        # unshare is gone when its child is, and that is gone when all others of the host are.
+        self._process.wait(GRACE)
+
+
+def _obey(commands: Mapping[_Shell, str]) -> None:
+    """Have shells run their commands, all at the same time."""
+    for shell, words in commands.items():
+        shell.tell(words)
+    for shell in commands:
+        shell.answer()
+
+
+def tails(folder: Path, characters: int = 2000) -> str:
+    """The ends of all logs in a folder."""
+    texts = {path.name: path.read_text(errors="replace").strip() for path in sorted(folder.iterdir())}
+    return "\n".join(f"--- {name}\n{text[-characters:]}" for name, text in texts.items() if text)
+
+
+def hosts_file(host: str, addresses: Mapping[str, str]) -> str:
+    """A host's /etc/hosts as Debian's installer writes it: its own name is a loopback address."""
+    lines = ["127.0.0.1 localhost", f"127.0.1.1 {host}"]
+    lines += [f"{address} {name}" for name, address in addresses.items() if name != host]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def ssh_config(folder: Path) -> str:
+    """What every ssh client of a host reads."""
+    return f"""\
+IdentityFile "{folder}/user_key"
+IdentitiesOnly yes
+GlobalKnownHostsFile "{folder}/known_hosts"
+UserKnownHostsFile /dev/null
+StrictHostKeyChecking yes
+BatchMode yes
+ConnectTimeout 10
+"""
+
+
+def sshd_config(folder: Path, variables: Mapping[str, str]) -> str:
+    """Settings of every host's sshd; a command finds the project as if its environment were activated."""
+    path = f"{BIN}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    session = {"PATH": path, "PYTHONPATH": str(ROOT), **MPI_VARIABLES, **variables}
+    return f"""\
+ListenAddress 0.0.0.0
+HostKey "{folder}/host_key"
+AuthorizedKeysFile "{folder}/user_key.pub"
+PidFile /run/sshd.pid
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+MaxStartups 200
+SetEnv {" ".join(f'"{name}={value}"' for name, value in session.items())}
+"""
+
+
+def slurm_conf(folder: Path, addresses: Mapping[str, str]) -> str:
+    """Slurm's settings: h0 controls, and addresses stand for names, as a host's own leads to itself."""
+    nodes = [f"NodeName={name} NodeAddr={address} CPUs=4" for name, address in addresses.items()]
+    # PMIx puts its sockets into TmpFS, under names that the nodes of a job have in common.
+    return "\n".join(
+        [
+            "ClusterName=dualeval",
+            f"SlurmctldHost=h0({addresses['h0']})",
+            "SlurmUser=root",
+            "SlurmdUser=root",
+            "MailProg=/bin/true",
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={MUNGE_SOCKET},cred_expire=15",
+            "MpiDefault=none",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "JobAcctGatherType=jobacct_gather/none",
+            "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_CPU",
+            "SlurmdParameters=config_overrides",
+            "SchedulerParameters=batch_sched_delay=0",
+            "ReturnToService=2",
+            "KillWait=5",
+            "MinJobAge=300",
+            f"StateSaveLocation={folder}/state",
+            f"SlurmdLogFile={folder}/logs/slurmd-%n.log",
+            "SlurmctldPidFile=/run/slurmctld.pid",
+            "SlurmdPidFile=/run/slurmd.pid",
+            "SlurmdSpoolDir=/run/slurmd",
+            "TmpFS=/run/job",
+            *nodes,
+            "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+            "",
+        ]
+    )
