@@ -12,7 +12,7 @@ over.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from dualeval.errors import LaunchError, UsageError
@@ -119,12 +119,14 @@ class Detection:
         error: why there is none.
         found: by launcher, in the order of ``PROBES``, those of its variables that are set.
         notes: sentences about what does not fit together, and what was made of it.
+        outer: sentences about the launchers that started this one, as srun may have started torchrun.
     """
 
     world: World | None = None
     error: LaunchError | None = None
     found: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    outer: tuple[str, ...] = ()
 
     @property
     def place(self) -> World:
@@ -178,7 +180,12 @@ def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detectio
         return Detection(error=error, found=found)
     if left_over is not None and world.launcher == "none":
         return Detection(error=left_over, found=found)
-    return Detection(world=world, found=found, notes=tuple(_notes(environ, world, left_over)))
+    return Detection(
+        world=world,
+        found=found,
+        notes=tuple(_notes(environ, world, left_over)),
+        outer=tuple(_outer(environ, world)),
+    )
 
 
 def _ask_all(environ: Mapping[str, str]) -> tuple[World, _LeftOver | None]:
@@ -211,36 +218,36 @@ def _ask_one(environ: Mapping[str, str], launcher: str) -> World:
     return world
 
 
-def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | None) -> list[str]:
-    """What a person should know who wonders why this World was found."""
-    notes = []
+def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | None) -> Iterator[str]:
     if left_over is not None:
         names = [name for name in TORCHRUN.needed if name in environ]
-        notes.append(
+        yield (
             f"{', '.join(f'{name}={environ[name]}' for name in names)} {'is' if len(names) == 1 else 'are'} "
             f"left over or another tool's and passed over: {world.launcher} started this process. "
             f"Type 'unset {' '.join(names)}' to be rid of them."
         )
-    order = list(PROBES)
-    for outer in order[order.index(world.launcher) + 1 : -1]:
-        try:
-            place = PROBES[outer](environ)
-        except LaunchError as error:
-            notes.append(f"Passed over, because {world.launcher} started this process: {error}")
-            continue
-        if place is not None:
-            notes.append(
-                f"{world.launcher} was itself started as rank {place.rank} of {place.size} by {outer}; "
-                f"{world.launcher}'s numbers count."
-            )
     tasks = environ.get("SLURM_NTASKS", environ.get("SLURM_NNODES", "1"))
     if world.launcher == "none" and "SLURM_JOB_ID" in environ and tasks != "1":
-        notes.append(
+        yield (
             f"This shell belongs to Slurm's job {environ['SLURM_JOB_ID']} ({tasks} tasks on "
             f"{environ.get('SLURM_JOB_NODELIST', 'its nodes')}), but to no step of it, so one process runs "
             f"here alone. Type 'srun dualeval run' to start the tasks."
         )
-    return notes
+
+
+def _outer(environ: Mapping[str, str], world: World) -> Iterator[str]:
+    order = list(PROBES)
+    for launcher in order[order.index(world.launcher) + 1 : -1]:
+        try:
+            place = PROBES[launcher](environ)
+        except LaunchError as error:
+            yield f"Passed over, because {world.launcher} started this process: {error}"
+            continue
+        if place is not None:
+            yield (
+                f"{launcher} started {world.launcher}, as rank {place.rank} of {place.size}; "
+                f"{world.launcher}'s numbers count."
+            )
 
 
 def _probe_torchrun(environ: Mapping[str, str]) -> World | None:

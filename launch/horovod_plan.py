@@ -46,6 +46,7 @@ class Edit:
 
 
 _STANDARD = "set(CMAKE_CXX_STANDARD 14)"
+_PROCESS_SET = "assert(global_context.IsEnabled());"
 _FLAGS = "CMAKE_CXX_FLAGS_RELWITHDEBINFO"
 EDITS = (
     Edit(file="CMakeLists.txt", old=_STANDARD, new="set(CMAKE_CXX_STANDARD {standard})"),
@@ -58,6 +59,13 @@ EDITS = (
     ),
     # For any CPU of this kind, not for this one: machines of several generations may share a cache.
     Edit(file="CMakeLists.txt", old='set(ARCH_FLAGS "-mf16c" "-mavx" "-mfma")', new="set(ARCH_FLAGS)"),
+    # What all ranks talk over forgets HOROVOD_GLOO_IFACE and takes the address of the host's own name, which
+    # on many hosts is 127.0.1.1: no other host can connect to that.
+    Edit(
+        file="horovod/common/gloo/gloo_context.cc",
+        old=_PROCESS_SET,
+        new=f"{_PROCESS_SET} gloo_iface_ = global_context.gloo_iface_;",
+    ),
     # pip's NCCL has the library under this name alone.
     Edit(
         file="cmake/Modules/FindNCCL.cmake",

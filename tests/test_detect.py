@@ -279,7 +279,8 @@ def test_torchrun_inside_srun() -> None:
     agent = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     found = examine({**agent, "SLURM_LOCALID": "0", **TORCHRUN})
     assert found.world == detect(TORCHRUN)
-    assert found.notes == ("torchrun was itself started as rank 1 of 2 by srun; torchrun's numbers count.",)
+    assert found.notes == ()
+    assert found.outer == ("srun started torchrun, as rank 1 of 2; torchrun's numbers count.",)
 
 
 def test_torchs_older_launcher_sets_what_torchrun_sets(launch: Launch) -> None:

@@ -15,6 +15,7 @@ import click
 from dualeval import __version__
 from dualeval.cli.run import run
 from dualeval.cli.setup_horovod import setup_horovod
+from dualeval.cli.submit import submit
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, LaunchError
 from dualeval.launch import detect
 
@@ -23,12 +24,15 @@ _HEAD_START_S = 1.0
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dualeval")
+# python -m torch.distributed.launch puts it there, beside the variable LOCAL_RANK that says the same.
+@click.option("--local-rank", hidden=True, expose_value=False)
 def dualeval() -> None:
     """Evaluate any PyTorch model on any number of processes, with the same bits on each."""
 
 
 dualeval.add_command(run)
 dualeval.add_command(setup_horovod)
+dualeval.add_command(submit)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -1,0 +1,136 @@
+"""``dualeval submit``: hand a job to Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dualeval.cli.run import run
+from dualeval.errors import DualevalError, LaunchError, UsageError
+from dualeval.job import Job
+from dualeval.launch import slurm
+
+# Options of 'dualeval run' that are the batch script's to give, and what to type in their place.
+_SCRIPTS_OWN = {
+    "nproc": "put --nodes and --ntasks-per-node before the --",
+    "launcher": "the batch script starts the ranks with srun and says so",
+    "backend": "put --backend before the --",
+}
+
+
+class _Submit(click.Command):
+    """A command that knows where the options of ``dualeval run`` belong."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(context, args)
+        except click.NoSuchOption as error:
+            if not any(error.option_name in parameter.opts for parameter in run.params):
+                raise
+            raise UsageError(
+                f"{error.option_name} is an option of 'dualeval run': it belongs after two dashes, "
+                f"as in 'dualeval submit -- {error.option_name} ...'"
+            ) from error
+
+
+@click.command(cls=_Submit)
+@click.option("--nodes", type=int, default=1, show_default=True, help="Number of nodes.")
+@click.option("--ntasks-per-node", type=int, help="Ranks on each node.  [default: one a GPU, else 1]")
+@click.option("--gpus-per-node", type=int, help="GPUs on each node.  [default: none]")
+@click.option("--cpus-per-task", type=int, help="Cores for each rank.  [default: the cluster's]")
+@click.option("--mem", help="Memory on each node, such as 64G.  [default: the cluster's]")
+@click.option("--time", help="Most time it may take, such as 2:00:00.  [default: the partition's]")
+@click.option("--partition", help="Partition.  [default: the cluster's]")
+@click.option("--account", help="Account to charge.  [default: yours]")
+@click.option("--qos", help="Quality of service.  [default: yours]")
+@click.option("--job-name", default="dualeval", show_default=True, help="Name in Slurm's lists.")
+@click.option(
+    "--log", default="dualeval-%j.log", show_default=True, help="File for the output; %j is the job's number."
+)
+@click.option(
+    "--backend", default="torch", show_default=True, help=f"How ranks talk: {', '.join(slurm.SHIPPED)}."
+)
+@click.option("--dry-run", is_flag=True, help="Print the batch script, and how to submit it, and stop.")
+@click.argument("arguments", metavar="[-- ARGS]", nargs=-1, type=click.UNPROCESSED)
+def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
+    """Hand a job to Slurm; ARGS are those of 'dualeval run'.
+
+    \b
+    dualeval submit
+    dualeval submit --nodes 2 --gpus-per-node 8 -- --model resnet18 --weights ckpt.pt --data /data/val
+    """
+    job = slurm.SlurmJob(**asked)
+    _check_arguments(arguments)
+    folder = Path(sys.executable).parent
+    if dry_run:
+        click.echo(slurm.sbatch_text(job), nl=False)
+        command = shlex.join(_sbatch_command("sbatch", job, "FILE", arguments))
+        click.echo(f"PATH={shlex.quote(str(folder))}:$PATH {command}", err=True)
+        return
+    job_id = _submit(job, arguments, slurm.sbatch_environ(os.environ, folder))
+    click.echo(f"job {job_id}\nlog {slurm.log_path(job, Path.cwd(), job_id)}")
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Read the options of ``dualeval run`` now: the queue may be an hour long."""
+    try:
+        flags = run.make_context("dualeval run", list(arguments)).params
+    except click.UsageError as error:
+        raise UsageError(f"'dualeval run {shlex.join(arguments)}': {error.format_message()}") from error
+    for name, remedy in _SCRIPTS_OWN.items():
+        if flags[name] is not None:
+            raise LaunchError(f"--{name} {flags[name]} does not go with 'dualeval submit': {remedy}.")
+    Job.read(flags["config"], {field.name: flags[field.name] for field in fields(Job)})
+
+
+def _sbatch_command(sbatch: str, job: slurm.SlurmJob, script: str, arguments: Sequence[str]) -> list[str]:
+    # The directives stand in the script too, but there the user's SBATCH_ variables would win over them.
+    # --export: what SBATCH_EXPORT says may keep the PATH from the job.
+    return [sbatch, "--parsable", "--export=ALL", *slurm.directives(job), script, *arguments]
+
+
+def _submit(job: slurm.SlurmJob, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Hand a job to sbatch; returns the number that Slurm gave it."""
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise LaunchError(
+            "There is no sbatch on the PATH. Type this on a login node of a Slurm cluster, or start without "
+            "Slurm: 'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'."
+        )
+    if shutil.which("dualeval", path=environ["PATH"]) is None:
+        raise LaunchError(
+            f"The job would find no command 'dualeval': there is none in {Path(sys.executable).parent}, nor "
+            "on the PATH. Type 'pip install -e .' in the checkout first."
+        )
+    parent = Path(job.log).parent
+    if "%" not in str(parent) and not parent.is_dir():
+        raise UsageError(
+            f"--log {job.log}: there is no folder {parent}, and Slurm would write no log. "
+            f"Type 'mkdir -p {parent}' first."
+        )
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".sbatch") as script:
+        script.write(slurm.sbatch_text(job))
+        script.flush()
+        command = _sbatch_command(sbatch, job, script.name, arguments)
+        done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise UsageError(f"sbatch refused the job (exit code {done.returncode}): {done.stderr.strip()}")
+    click.echo(done.stderr, nl=False, err=True)
+    # "4711", or "4711;cluster"; a site's wrapper may talk before it.
+    found = re.search(r"^(\d+)(;\S+)?\s*\Z", done.stdout, re.MULTILINE)
+    if found is None:
+        raise DualevalError(
+            f"sbatch ended well, but printed no job's number: {done.stdout!r}. Look into 'squeue'."
+        )
+    return found[1]

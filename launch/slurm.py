@@ -1,0 +1,187 @@
+"""What is handed to Slurm: the text of a batch script, as a pure function of what the job asks for.
+
+``slurm/eval.sbatch`` and ``slurm/eval_horovod.sbatch`` are this text for the defaults, one a backend;
+``dualeval submit`` hands over the text for its options.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualeval.errors import UsageError
+
+# The file in slurm/ that holds the text for the defaults, for each backend.
+SHIPPED = {"torch": "eval.sbatch", "horovod": "eval_horovod.sbatch"}
+_LIBRARIES = {"torch": "torch.distributed", "horovod": "Horovod"}
+
+_COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")
+_WORDS = ("job_name", "mem", "time", "partition", "account", "qos", "log")
+
+# Of a job's own variables, those by which the next job's sbatch still has to find the cluster.
+_CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_JWT")
+
+_SET_UP = """\
+set -euo pipefail
+
+# The environment that was active when sbatch was typed; else .venv in the folder where it was typed.
+if ! type -P dualeval > /dev/null; then
+  folder=${SLURM_SUBMIT_DIR:-$PWD}/.venv/bin
+  if [[ ! -x $folder/dualeval ]]; then
+    echo "There is no dualeval on the PATH of $(hostname), and none in $folder." \\
+      "Activate its environment before you type sbatch, or type sbatch in the folder that holds .venv." >&2
+    exit 2
+  fi
+  export PATH=$folder:$PATH
+fi
+
+# From Slurm 22.05 on, srun does not take sbatch's --cpus-per-task by itself.
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+  export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+fi
+
+# exec: the job's exit code is the ranks', after scancel too. --export=ALL: the PATH from above reaches the
+# ranks after 'sbatch --export=NONE' too. --launcher: variables of torchrun may be left over in the shell.
+""".splitlines()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """What a job asks Slurm for. Every field is also an option of ``dualeval submit``.
+
+    Attributes:
+        backend: what the ranks talk over, one of ``SHIPPED``.
+        nodes: number of nodes.
+        ntasks_per_node: ranks on each; None is one a GPU, and one where no GPU is asked for.
+        gpus_per_node: GPUs on each; None asks for none.
+        cpus_per_task: cores for each rank; None leaves it to the cluster, which mostly gives one.
+        mem: memory on each node ("64G"); None leaves it to the cluster, as do the next four.
+        time: most time that it may take ("2:00:00").
+        partition: where it waits.
+        account: whom it is charged to.
+        qos: quality of service.
+        job_name: the name in Slurm's lists.
+        log: file for the output of all ranks; Slurm puts the job's number for %j.
+    """
+
+    backend: str = "torch"
+    nodes: int = 1
+    ntasks_per_node: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    job_name: str = "dualeval"
+    log: str = "dualeval-%j.log"
+
+    def __post_init__(self) -> None:
+        if self.backend not in SHIPPED:
+            raise UsageError(
+                f"--backend {self.backend!r}: a batch script has one of: {', '.join(SHIPPED)}. "
+                "For MPI write your own, with 'srun --mpi=pmix dualeval run --backend mpi'."
+            )
+        for name in _COUNTS:
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise UsageError(f"{_option(name)} {count}: expected a whole number of at least 1")
+        for name in _WORDS:
+            word = getattr(self, name)
+            if word is not None and not _is_plain(word):
+                raise UsageError(
+                    f"{_option(name)} {word!r}: expected one word that sbatch takes as it stands, without "
+                    "white space, control characters, quotes, \\ and #"
+                )
+
+
+def sbatch_text(job: SlurmJob) -> str:
+    """Write the batch script of a job; the words that sbatch finds after its name go to ``dualeval run``."""
+    file = f"slurm/{SHIPPED[job.backend]}"
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Evaluates a model with dualeval under Slurm, over {_LIBRARIES[job.backend]}: one rank a task.",
+        "#",
+        f"#   sbatch {file}",
+        f"#   sbatch {file} --model resnet18 --weights ckpt.pt --data /data/val --out runs/r18",
+        f"#   sbatch --nodes 2 --ntasks-per-node 4 --cpus-per-task 8 {file}",
+        f"#   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 {file}",
+        "#",
+        "# Words before the file's name are sbatch's and win over the #SBATCH lines; words after it go to",
+        "# 'dualeval run', whose relative paths are from where sbatch was typed. Without any it",
+        "# evaluates the 10,000 images that it brings along. With GPUs, ask for as many tasks as GPUs.",
+        "#",
+        *(f"#SBATCH {directive}" for directive in directives(job)),
+        "",
+        *_SET_UP,
+        "exec srun --export=ALL --kill-on-bad-exit=1 "
+        f'dualeval run --launcher srun --backend {job.backend} "$@"',
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def directives(job: SlurmJob) -> list[str]:
+    """List what a job asks for as options of sbatch, ``--name=value`` each."""
+    asked = {
+        "job-name": job.job_name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.ntasks_per_node or job.gpus_per_node or 1,
+        "gpus-per-node": job.gpus_per_node,
+        "cpus-per-task": job.cpus_per_task,
+        "mem": job.mem,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "qos": job.qos,
+        "output": job.log,
+        "open-mode": "append",
+    }
+    return [f"--{name}={value}" for name, value in asked.items() if value is not None]
+
+
+def log_path(job: SlurmJob, folder: Path, job_id: str) -> Path:
+    """Say where Slurm writes a job's log.
+
+    Args:
+        job: what was submitted.
+        folder: where it was submitted; absolute.
+        job_id: the number that Slurm gave it.
+
+    Returns:
+        the path, with the job's number and name filled in; what else Slurm fills in stands as it is.
+    """
+    known = {"%j": job_id, "%x": job.job_name, "%%": "%"}
+    return folder / re.sub(r"%[jx%]", lambda found: known[found[0]], job.log)
+
+
+def sbatch_environ(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Make the variables for sbatch, which hands them on to the job.
+
+    Args:
+        environ: those of this process.
+        folder: what is first on the job's PATH.
+
+    Returns:
+        the variables, without those of a job that this process itself is in: some of them would stay in the
+        new job, and say there how ranks are placed and bound.
+    """
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if "SLURM_JOB_ID" not in environ or not name.startswith("SLURM_") or name in _CLUSTER_VARIABLES
+    }
+    return {**kept, "PATH": f"{folder}{os.pathsep}{environ.get('PATH', os.defpath)}"}
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _is_plain(word: str) -> bool:
+    """Whether sbatch reads a word in an #SBATCH line as it stands: it cuts at # and takes quotes away."""
+    return word != "" and word.isprintable() and not set(word) & set(" \"'\\#")

@@ -1,0 +1,203 @@
+"""``dualeval submit``: what it hands to sbatch, and what it refuses before. Its sbatch here is a stub."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from dualeval.cli.submit import submit
+from dualeval.errors import EXIT_USAGE, DualevalError, LaunchError, UsageError
+from dualeval.launch.slurm import SlurmJob, directives, sbatch_text
+from tests.conftest import BIN, Launch
+
+STUB = """\
+#!/bin/bash
+printf '%s\\0' "$@" > {folder}/argv
+printf '%s' "$PATH" > {folder}/path
+for word in "$@"; do
+  if [[ $word == *.sbatch ]]; then cat "$word" > {folder}/script; fi
+done
+{answer}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sbatch:
+    """A stub on the PATH that keeps what it was given."""
+
+    folder: Path
+
+    def answers(self, answer: str) -> None:
+        file = self.folder / "sbatch"
+        file.write_text(STUB.format(folder=self.folder, answer=answer), "utf-8")
+        file.chmod(0o755)
+
+    @property
+    def was_called(self) -> bool:
+        return (self.folder / "argv").exists()
+
+    @property
+    def argv(self) -> list[str]:
+        return (self.folder / "argv").read_text("utf-8").split("\0")[:-1]
+
+    @property
+    def path(self) -> str:
+        return (self.folder / "path").read_text("utf-8")
+
+    @property
+    def script(self) -> str:
+        return (self.folder / "script").read_text("utf-8")
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sbatch:
+    folder, working = tmp_path / "stub", tmp_path / "work"
+    folder.mkdir()
+    working.mkdir()
+    monkeypatch.chdir(working)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    stub = Sbatch(folder=folder)
+    stub.answers("echo 4711")
+    return stub
+
+
+def call(*arguments: str) -> None:
+    submit.main(list(arguments), prog_name="dualeval submit", standalone_mode=False)
+
+
+ASKED = ("--nodes", "2", "--gpus-per-node", "8", "--partition", "gpu", "--time", "1:00:00")
+JOB = SlurmJob(nodes=2, gpus_per_node=8, partition="gpu", time="1:00:00")
+
+
+def test_job_is_handed_to_sbatch(sbatch: Sbatch, capsys: pytest.CaptureFixture[str]) -> None:
+    call(*ASKED, "--", "--limit", "5", "--out", "a b; echo $HOME", "--no-progress")
+    script = sbatch.argv[2 + len(directives(JOB))]
+    assert sbatch.argv == [
+        *("--parsable", "--export=ALL", *directives(JOB), script),
+        *("--limit", "5", "--out", "a b; echo $HOME", "--no-progress"),
+    ]
+    assert sbatch.script == sbatch_text(JOB)
+    assert sbatch.path == f"{BIN}:{sbatch.folder}:/usr/bin:/bin"
+    printed = capsys.readouterr()
+    assert printed.out == f"job 4711\nlog {Path.cwd()}/dualeval-4711.log\n"
+    assert printed.err == ""
+    # Slurm has its own copy by then.
+    assert not Path(script).exists()
+
+
+def test_every_option_is_a_field_of_the_job(sbatch: Sbatch) -> None:
+    given = {
+        "nodes": 2,
+        "ntasks_per_node": 3,
+        "gpus_per_node": 4,
+        "cpus_per_task": 5,
+        "mem": "6G",
+        "time": "7",
+        "partition": "p",
+        "account": "a",
+        "qos": "q",
+        "job_name": "n",
+        "log": "l-%j",
+        "backend": "horovod",
+    }
+    assert set(given) == {field.name for field in fields(SlurmJob)}
+    call(*(f"--{name.replace('_', '-')}={value}" for name, value in given.items()))
+    assert sbatch.script == sbatch_text(SlurmJob(**given))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "answer", ["echo '4711;cluster'", "echo 'Welcome, 12 users'; echo 4711; echo note >&2"]
+)
+def test_number_of_the_job_is_read(sbatch: Sbatch, capsys: pytest.CaptureFixture[str], answer: str) -> None:
+    sbatch.answers(answer)
+    Path("logs").mkdir()
+    call("--log", "logs/%x-%j", "--job-name", "eval")
+    printed = capsys.readouterr()
+    assert printed.out == f"job 4711\nlog {Path.cwd()}/logs/eval-4711\n"
+    assert printed.err == ("note\n" if "note" in answer else "")
+
+
+def test_dry_run_prints_the_script_and_submits_nothing(
+    sbatch: Sbatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call(*ASKED, "--dry-run", "--", "--out", "a b")
+    printed = capsys.readouterr()
+    assert printed.out == sbatch_text(JOB)
+    options = " ".join(directives(JOB))
+    assert printed.err == f"PATH={BIN}:$PATH sbatch --parsable --export=ALL {options} FILE --out 'a b'\n"
+    assert not sbatch.was_called
+
+
+def test_dry_run_needs_no_slurm(sbatch: Sbatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (sbatch.folder / "sbatch").unlink()
+    call("--dry-run")
+    assert capsys.readouterr().out == sbatch_text(SlurmJob())
+
+
+REFUSED = {
+    "no node": (["--nodes", "0"], UsageError, ["--nodes 0", "at least 1"]),
+    "a line of its own": (["--partition", "a\n#SBATCH -A b"], UsageError, ["--partition", "one word"]),
+    "a backend without a script": (["--backend", "mpi"], UsageError, ["--backend 'mpi'", "torch, horovod"]),
+    "no folder for the log": (["--log", "nowhere/%j"], UsageError, ["--log nowhere/%j", "mkdir -p nowhere"]),
+    "an option of run's before the dashes": (
+        ["--limit", "5"],
+        UsageError,
+        ["--limit is an option of 'dualeval run'", "'dualeval submit -- --limit"],
+    ),
+    "a misspelt option": (["--", "--limt", "5"], UsageError, ["'dualeval run --limt 5'", "--limit"]),
+    "a wrong value": (["--", "--batch-size", "x"], UsageError, ["--batch-size", "'x'"]),
+    "a value out of range": (["--", "--limit", "0"], UsageError, ["--limit 0", "at least 1"]),
+    "a missing job file": (["--", "--config", "none.toml"], UsageError, ["none.toml", "cannot be read"]),
+    "--nproc": (["--", "--nproc", "2"], LaunchError, ["--nproc 2", "--ntasks-per-node before the --"]),
+    "--launcher": (["--", "--launcher=none"], LaunchError, ["--launcher none", "srun"]),
+    "--backend": (["--", "--backend", "torch"], LaunchError, ["--backend torch", "before the --"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_before_sbatch(sbatch: Sbatch, name: str) -> None:
+    arguments, error, words = REFUSED[name]
+    with pytest.raises(DualevalError) as caught:
+        call(*arguments)
+    assert type(caught.value) is error
+    assert caught.value.exit_code == EXIT_USAGE
+    for word in words:
+        assert word in str(caught.value)
+    assert not sbatch.was_called
+
+
+def test_without_sbatch_it_says_where_to_type(sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(sbatch.folder))
+    (sbatch.folder / "sbatch").unlink()
+    with pytest.raises(LaunchError, match=r"no sbatch on the PATH.*login node.*--nproc N.*torchrun"):
+        call()
+
+
+def test_a_job_that_would_not_find_dualeval_is_refused(
+    sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
+    assert shutil.which("dualeval") is None
+    with pytest.raises(LaunchError, match=f"none in {tmp_path}/bin.*pip install"):
+        call()
+    assert not sbatch.was_called
+
+
+def test_an_answer_without_a_number_is_an_error(sbatch: Sbatch) -> None:
+    sbatch.answers("echo no number")
+    with pytest.raises(DualevalError, match=r"printed no job.s number: .*squeue"):
+        call()
+
+
+def test_what_sbatch_says_against_a_job_is_passed_on(sbatch: Sbatch, launch: Launch) -> None:
+    sbatch.answers("echo 'sbatch: error: invalid partition specified: nix' >&2; exit 1")
+    command = [sys.executable, "-m", "dualeval", "submit", "--partition", "nix"]
+    done = launch(command, variables={"PATH": f"{sbatch.folder}:/usr/bin:/bin"})
+    assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
+    for words in ("dualeval: error: sbatch refused", "invalid partition specified: nix", "exit code 1"):
+        assert words in done.stderr
+    assert sbatch.was_called
