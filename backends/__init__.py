@@ -129,8 +129,8 @@ def choose_backend(name: str | None, world: World) -> str:
     if name == "mpi" and not world.mpi:
         raise LaunchError(
             f"{world.launcher} started these processes without a way into MPI. Type 'srun --mpi=pmix' for "
-            f"Open MPI or 'srun --mpi=pmi2' for MPICH ('srun --mpi=list' shows what this Slurm has), or leave "
-            f"--backend out to take {_default(world)}."
+            f"Open MPI or 'srun --mpi=pmi2' for MPICH ('srun --mpi=list' shows what this Slurm has), or "
+            f"leave --backend out to take {_default(world)}."
         )
     return name
 

@@ -188,6 +188,14 @@ def runs_over_mpi() -> bool:
     return bool(_load().mpi_built())
 
 
+def describe() -> str:
+    """Horovod's version and what it is built with; raises LaunchError where it is missing or broken."""
+    hvd = _load()
+    built = {"gloo": hvd.gloo_built(), "MPI": hvd.mpi_built(), "NCCL": hvd.nccl_built()}
+    parts = ", ".join(name if has else f"no {name}" for name, has in built.items())
+    return f"{importlib.import_module('horovod').__version__} ({parts})"
+
+
 @contextmanager
 def serve_rendezvous(size: int) -> Iterator[Callable[[int], Mapping[str, str]]]:
     """Serve the place where ranks on this machine find each other over gloo, as horovodrun does.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -150,7 +151,7 @@ def start_mpi(world: World) -> Any:
         _Held.count += 1
     found = (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
     if found != (world.rank, world.size):
-        library = mpi.Get_library_version().splitlines()[0].rstrip("\0 ")
+        library = _library(mpi)
         problem = (
             f"{world.launcher} started this process as rank {world.rank} of {world.size}, but the library "
             f"that mpi4py has loaded says rank {found[0]} of {found[1]}"
@@ -174,6 +175,18 @@ def stop_mpi(mpi: Any) -> None:
         _Held.count -= 1
         if not _Held.count:
             mpi.Finalize()
+
+
+def describe() -> str:
+    """mpi4py's version and the MPI library that it loads; raises LaunchError where one is missing."""
+    mpi = _load()
+    return f"{importlib.import_module('mpi4py').__version__} ({_library(mpi)})"
+
+
+def _library(mpi: Any) -> str:
+    """The MPI library's name and version, without what MPICH and Open MPI say after it."""
+    first = str(mpi.Get_library_version()).splitlines()[0]
+    return " ".join(first.partition(",")[0].rstrip("\0 ").split())
 
 
 def _load() -> Any:

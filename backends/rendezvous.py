@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
+from time import monotonic, sleep
 from typing import Any
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public all
 
 from dualeval.backends.mpi import MpiBackend
+from dualeval.errors import BackendError
 from dualeval.network import (
     come_to_meeting,
     host_identity,
@@ -21,20 +26,24 @@ from dualeval.network import (
     own_address_towards,
     reach,
 )
+from dualeval.store import join_store, serve_store
 from dualeval.world import World
 
 # How late a rank may be. A dead or stalled one is noticed, named and ended by the control plane long before.
 PATIENCE = timedelta(minutes=30)
+_ANSWER_S = 10.0
+_PAUSE_S = 0.05
 
 
 @contextmanager
 def told_by_rank_0(world: World, words: Any) -> Iterator[Any]:
-    """Tell every rank what rank 0 knows: over MPI, or, in a step of Slurm's, at the agreed address.
+    """Tell every rank what rank 0 knows: over MPI, at horovodrun's rendezvous, or at a step's agreed address.
 
     Rank 0 goes on telling until its block is left, which has to wait for the others.
 
     Args:
-        world: this process's place; its launcher gives a way into MPI, or ``master`` and ``run_id``.
+        world: this process's place; its launcher gives a way into MPI, or ``words``, or ``master`` and
+            ``run_id``.
         words: on rank 0 plain values, as JSON has them; nothing elsewhere.
 
     Yields:
@@ -44,17 +53,79 @@ def told_by_rank_0(world: World, words: Any) -> Iterator[Any]:
         BackendError: rank 0's host cannot be reached.
         LaunchError: MPI is missing or broken.
     """
-    if world.run_id is None or world.master is None:
-        with MpiBackend(world, torch.device("cpu")) as mpi:
-            told = mpi.broadcast_json(words)
-        yield told
-    elif world.size == 1:
+    if world.size == 1:
         yield words
+    elif world.words is not None:
+        yield _leave_words(world.words, words) if world.is_main else _await_words(world.words)
+    elif world.run_id is None or world.master is None:
+        with MpiBackend(world, torch.device("cpu")) as mpi:
+            yield mpi.broadcast_json(words)
     elif world.is_main:
         with meeting(world.master[1], world.run_id, words):
             yield words
     else:
         yield come_to_meeting(*world.master, world.run_id)
+
+
+def _leave_words(place: tuple[str, int], words: Any) -> Any:
+    """Put words where horovodrun keeps those of Horovod itself: a store of values, over HTTP."""
+    status, _ = _ask(place, "PUT", json.dumps(words).encode())
+    if status != HTTPStatus.OK:
+        raise BackendError(f"horovodrun's rendezvous at {place[0]}:{place[1]} answers {status}, expected 200")
+    return words
+
+
+def _await_words(place: tuple[str, int]) -> Any:
+    """Wait for words that ``_leave_words`` puts there."""
+    start = monotonic()
+    while monotonic() - start < PATIENCE.total_seconds():
+        status, content = _ask(place, "GET")
+        if status == HTTPStatus.OK:
+            return json.loads(content)
+        sleep(_PAUSE_S)
+    raise BackendError(f"rank 0 has left no word at horovodrun's rendezvous, {place[0]}:{place[1]}")
+
+
+def _ask(place: tuple[str, int], method: str, body: bytes | None = None) -> tuple[int, bytes]:
+    # Not urllib: that would go through the proxy that a user's variables name.
+    connection = HTTPConnection(*place, timeout=_ANSWER_S)
+    try:
+        connection.request(method, "/dualeval/words", body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (OSError, HTTPException) as error:
+        raise BackendError(
+            f"horovodrun's rendezvous at {place[0]}:{place[1]} cannot be reached ({error}). That is where "
+            f"horovodrun was typed: its address must lead there from {socket.gethostname()}."
+        ) from error
+    finally:
+        connection.close()
+
+
+@contextmanager
+def shared_store(world: World, purpose: str) -> Iterator[tuple[Store, int | None]]:
+    """Open a store that all ranks share. A collective.
+
+    Rank 0 serves it until its block is left, which has to wait for the others.
+
+    Args:
+        world: as for ``told_by_rank_0``, or torchrun's.
+        purpose: what it is for, in messages.
+
+    Yields:
+        the store and, on rank 0, the port where it is served.
+    """
+    if world.launcher == "torchrun":
+        assert world.master is not None
+        store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
+        yield PrefixStore("dualeval", store), world.master[1]
+        return
+    server, offer = serve_store(world) if world.is_main else (None, None)
+    with told_by_rank_0(world, offer) as offer:
+        yield (
+            server or join_store(offer, world.rank, purpose, PATIENCE),
+            server.port if server else None,
+        )
 
 
 def interface_between_nodes(world: World, store: Store, port: int | None) -> str | None:

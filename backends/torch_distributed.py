@@ -8,12 +8,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public all
 
 from dualeval.backends.base import Backend, Op, variables_set
-from dualeval.backends.rendezvous import PATIENCE, interface_between_nodes, told_by_rank_0
+from dualeval.backends.rendezvous import PATIENCE, interface_between_nodes, shared_store
 from dualeval.errors import BackendError, LaunchError
-from dualeval.store import join_store, serve_store
 from dualeval.world import World
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -46,14 +44,14 @@ class TorchBackend(Backend):
     def _join(self) -> None:
         on_gpu = self.transport.type == "cuda"
         self._library = "nccl" if on_gpu else "gloo"
-        with self._store() as (store, port):
+        with (
+            self._translated("joining the group"),
+            shared_store(self.world, "torch.distributed") as (store, port),
+        ):
             # NCCL finds a network by itself that all nodes share; gloo has to be told.
             told = on_gpu or self.world.is_one_node
             network = None if told else interface_between_nodes(self.world, store, port)
-            with (
-                self._translated("joining the group"),
-                variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}),
-            ):
+            with variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}):
                 dist.init_process_group(
                     self._library,
                     store=store,
@@ -62,22 +60,6 @@ class TorchBackend(Backend):
                     timeout=PATIENCE,
                     device_id=self.transport if on_gpu else None,
                 )
-
-    @contextmanager
-    def _store(self) -> Iterator[tuple[Store, int | None]]:
-        """Yield a store that all ranks share and, on rank 0, the port where it is served."""
-        if self.world.launcher == "torchrun":
-            with self._translated("joining the group"):
-                store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
-            assert self.world.master is not None
-            yield PrefixStore("dualeval", store), self.world.master[1]
-            return
-        server, offer = serve_store(self.world) if self.world.is_main else (None, None)
-        with told_by_rank_0(self.world, offer) as offer:
-            yield (
-                server or join_store(offer, self.world.rank, "torch.distributed", PATIENCE),
-                server.port if server else None,
-            )
 
     def _adopt(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()

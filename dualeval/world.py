@@ -18,6 +18,7 @@ class World:
         launcher: the name of the launcher that started the process (a name of ``launch.detect``).
         master: host name or address and port where the ranks first meet; None where nobody has to.
         run_id: what tells this run from all others that might be met there; None where ``master`` is.
+        words: host and port where the launcher keeps what ranks tell each other; None where it does not.
         node_sizes: number of ranks on each node, by its number; None where the launcher does not tell.
         mpi: whether the launcher gives its processes a way into MPI (mpirun; srun with --mpi=pmix or pmi2).
         own_gpus: whether the launcher lets each rank see no other rank's GPU.
@@ -31,6 +32,7 @@ class World:
     launcher: str
     master: tuple[str, int] | None = None
     run_id: str | None = None
+    words: tuple[str, int] | None = None
     node_sizes: tuple[int, ...] | None = None
     mpi: bool = False
     own_gpus: bool = False

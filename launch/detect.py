@@ -23,6 +23,21 @@ Probe = Callable[[Mapping[str, str]], World | None]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Variable:
+    """A variable of a launcher's that is set.
+
+    Attributes:
+        name: its name.
+        value: its value.
+        meaning: which part of a World it tells, as "rank"; empty where it serves otherwise.
+    """
+
+    name: str
+    value: str
+    meaning: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Variables:
     """The variables by which a launcher tells a process its place.
 
@@ -54,6 +69,15 @@ class _Variables:
     @property
     def all(self) -> tuple[str, ...]:
         return (*self.needed, *((self.mark,) if self.mark else ()))
+
+    def found(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
+        """Those that are set, with what they are read for."""
+        meanings = dict(zip(self.ranks, ("rank", "size", "local rank", "local size"), strict=True))
+        return tuple(
+            Variable(name=name, value=environ[name], meaning=meanings.get(name, ""))
+            for name in self.all
+            if name in environ
+        )
 
 
 TORCHRUN = _Variables(
@@ -124,7 +148,7 @@ class Detection:
 
     world: World | None = None
     error: LaunchError | None = None
-    found: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    found: Mapping[str, tuple[Variable, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     outer: tuple[str, ...] = ()
 
@@ -168,10 +192,7 @@ def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detectio
     Raises:
         UsageError: there is no launcher of that name.
     """
-    found = {
-        source.launcher: {name: environ[name] for name in source.all if name in environ}
-        for source in _SOURCES
-    }
+    found = {source.launcher: source.found(environ) for source in _SOURCES}
     try:
         if launcher is not None:
             return Detection(world=_ask_one(environ, launcher), found=found)
@@ -283,8 +304,7 @@ def _probe_horovodrun(environ: Mapping[str, str]) -> World | None:
             environ,
             f"Start a fixed number of them with '{HOROVODRUN.start}'",
         )
-    _address(HOROVODRUN, environ, *HOROVODRUN.others)
-    return world
+    return replace(world, words=_address(HOROVODRUN, environ, *HOROVODRUN.others))
 
 
 def _probe_open_mpi(environ: Mapping[str, str]) -> World | None:

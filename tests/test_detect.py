@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch import PROBES, detect, examine
+from dualeval.launch.detect import Variable
 from dualeval.world import World
 from tests.conftest import ROOT, Launch
 from tests.launchers import needs, start
@@ -142,6 +143,7 @@ def test_recorded(launcher: str) -> None:
         node_rank=None,
         launcher=launcher,
         mpi=launcher != "horovodrun",
+        words=("10.0.0.1", 29500) if launcher == "horovodrun" else None,
     )
     assert detect(environ) == expected
     assert detect(environ, launcher) == expected
@@ -315,8 +317,14 @@ def test_left_over_variables_give_way_to_a_launcher(launcher: str, stale: dict[s
 def test_what_was_found_is_listed() -> None:
     found = examine({**SRUN, "RANK": "3", "HOME": "/root"})
     assert list(found.found) == [name for name in PROBES if name != "none"]
-    assert found.found["torchrun"] == {"RANK": "3"}
-    assert found.found["srun"] == {name: SRUN[name] for name in list(SRUN)[:8]}
+    assert found.found["torchrun"] == (Variable(name="RANK", value="3", meaning="rank"),)
+    assert {variable.name: variable.value for variable in found.found["srun"]} == {
+        name: SRUN[name] for name in list(SRUN)[:8]
+    }
+    assert [variable.meaning for variable in found.found["srun"]][:5] == [
+        *("rank", "size", "local rank", "local size"),
+        "",
+    ]
     wrong = examine({"RANK": "3"})
     assert wrong.world is None
     assert isinstance(wrong.error, LaunchError)

@@ -13,6 +13,7 @@ from typing import NoReturn
 import click
 
 from dualeval import __version__
+from dualeval.cli.doctor import doctor
 from dualeval.cli.run import run
 from dualeval.cli.setup_horovod import setup_horovod
 from dualeval.cli.submit import submit
@@ -31,6 +32,7 @@ def dualeval() -> None:
 
 
 dualeval.add_command(run)
+dualeval.add_command(doctor)
 dualeval.add_command(setup_horovod)
 dualeval.add_command(submit)
 

@@ -1,0 +1,190 @@
+"""What ``dualeval doctor`` prints: a pure function of what the ranks found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+# Of what a rank found, what has to be the same on all of them.
+_SAME = {
+    "launcher": "the launcher",
+    "size": "the number of ranks",
+    "backend": "the backend",
+    "dualeval": "dualeval",
+    "python": "Python",
+    "torch": "torch",
+    "cuda": "CUDA",
+    "nccl": "NCCL",
+    "horovod": "Horovod",
+    "mpi": "mpi4py",
+}
+_VERSIONS = ("dualeval", "python", "torch", "cuda", "nccl", "horovod", "mpi")
+# Differences in these keep ranks from meeting in one group.
+BLOCKING = ("launcher", "size", "backend")
+
+
+def differences(ranks: Mapping[int, Mapping[str, Any]], names: Sequence[str] = tuple(_SAME)) -> list[str]:
+    """Say in which of the named findings the ranks differ, and on which ranks they are what.
+
+    Args:
+        ranks: each rank's findings.
+        names: which of them to compare.
+    """
+    found = []
+    for name in names:
+        by_value: dict[str, list[int]] = {}
+        for rank, facts in sorted(ranks.items()):
+            by_value.setdefault(str(facts[name]), []).append(rank)
+        if len(by_value) > 1:
+            parts = "; ".join(f"{value} on {_ranks(where)}" for value, where in by_value.items())
+            found.append(f"the ranks differ in {_SAME[name]}: {parts}")
+    return found
+
+
+def problems(report: Mapping[str, Any]) -> list[str]:
+    """Everything in a report that has to be put right, or looked at, before a run."""
+    return [*_problems(report)]
+
+
+def _problems(report: Mapping[str, Any]) -> Iterator[str]:
+    ranks: Mapping[int, Mapping[str, Any]] = report["ranks"]
+    absent = sorted(set(range(report["size"])) - set(ranks))
+    if absent:
+        yield f"{_ranks(absent)} did not report within {report['waited_s']:g} s"
+    yield from differences(ranks)
+    for name in ("errors", "notes"):
+        for text, where in _by_text(ranks, name):
+            yield text if report["size"] == 1 else f"{text} ({_ranks(where)})"
+    for rank, facts in sorted(ranks.items()):
+        for name, wrong in facts["operations"].items():
+            if wrong:
+                yield f"{name} is wrong on rank {rank}: {wrong}"
+        if rank != 0 and facts["shares_output"] is False:
+            yield (
+                f"rank {rank} on {facts['host']} does not see rank 0's files in {report['output']}: the run "
+                f"works, but rank 0 has to be sent what it writes, and only rank 0's part can be resumed"
+            )
+    hosts: dict[str, list[Mapping[str, Any]]] = {}
+    for facts in ranks.values():
+        hosts.setdefault(facts["host"], []).append(facts)
+    for host, of_host in hosts.items():
+        threads = sum(facts["threads"] or 0 for facts in of_host)
+        cores = {core for facts in of_host for core in facts["cores"]}
+        if threads > max(len(cores), len(of_host)):
+            yield (
+                f"{_count(len(of_host), 'rank')} on {host} would take {threads} threads on "
+                f"{_count(len(cores), 'core')}: set OMP_NUM_THREADS lower, or leave it unset"
+            )
+
+
+def _by_text(ranks: Mapping[int, Mapping[str, Any]], name: str) -> Iterator[tuple[str, list[int]]]:
+    """What ranks say, each text once, with the ranks that say it."""
+    where: dict[str, list[int]] = {}
+    for rank, facts in sorted(ranks.items()):
+        for text in facts[name]:
+            where.setdefault(text, []).append(rank)
+    yield from where.items()
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:20]))}{' and more' if len(ranks) > 20 else ''}"
+
+
+def diagnosis(report: Mapping[str, Any]) -> str:
+    """The report as text, for people."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    ranks: Mapping[int, Mapping[str, Any]] = report["ranks"]
+    speaker = ranks[min(ranks)]
+    nodes = len({facts["host"] for facts in ranks.values()})
+    yield f"{_count(report['size'], 'rank')} on {_count(nodes, 'node')}, started by {speaker['launcher']}"
+    yield ""
+    yield f"Variables (rank {min(ranks)})"
+    for launcher, variables in speaker["variables"].items():
+        taken = "taken" if launcher == speaker["launcher"] else "not taken"
+        for variable in variables:
+            meaning = f"  ({variable['meaning']})" if variable["meaning"] else ""
+            yield f"  {launcher:<11} {taken:<10} {variable['name']}={variable['value']}{meaning}"
+    if not any(speaker["variables"].values()):
+        yield "  no launcher's are set"
+    for text in speaker["outer"]:
+        yield f"  {text}"
+    yield ""
+    yield from _table(
+        [
+            "rank",
+            "host",
+            "pid",
+            "local",
+            "node",
+            "backend",
+            "device",
+            "threads of cores",
+            "reaches rank 0 at",
+        ],
+        [
+            [
+                str(rank),
+                facts["host"],
+                str(facts["pid"]),
+                f"{facts['local_rank']} of {facts['local_size']}",
+                _or_dash(facts["node_rank"]),
+                _or_dash(facts["backend"]),
+                _or_dash(facts["device"]),
+                f"{_or_dash(facts['threads'])} of {len(facts['cores'])}",
+                _or_dash(facts["reached"]),
+            ]
+            for rank, facts in sorted(ranks.items())
+        ],
+    )
+    yield ""
+    for name in _VERSIONS:
+        yield f"{_SAME[name]:<16}{speaker[name]}"
+    yield f"{'control plane':<16}{', '.join(report['addresses']) or '-'}, at a port that the kernel picks"
+    yield f"{'output folder':<16}{report['output']}, {_shared(ranks)}"
+    yield f"{'operations':<16}{_operations(ranks)}"
+    if report["speed"]:
+        yield (
+            f"{'all_reduce':<16}{report['speed']['latency_us']:,.0f} us for 8 bytes, "
+            f"{report['speed']['bandwidth_gb_s']:.2f} GB/s at 64 MiB"
+        )
+    yield ""
+    found = report["problems"]
+    yield "No problem was found." if not found else f"{_count(len(found), 'problem')}:"
+    for problem in found:
+        yield f"  - {problem}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _shared(ranks: Mapping[int, Mapping[str, Any]]) -> str:
+    found = [facts["shares_output"] for facts in ranks.values()]
+    if None in found:
+        return "not tried on all ranks"
+    return "seen by all ranks" if all(found) else "not seen by all ranks"
+
+
+def _operations(ranks: Mapping[int, Mapping[str, Any]]) -> str:
+    tried = next(iter(ranks.values()))["operations"]
+    if not tried or not all(facts["operations"] for facts in ranks.values()):
+        return "not tried on all ranks"
+    wrong = [name for name in tried if any(facts["operations"].get(name) for facts in ranks.values())]
+    return f"{', '.join(wrong)} wrong" if wrong else f"{', '.join(tried)}: right on all ranks"
