@@ -41,6 +41,12 @@ _SETTINGS_OVER_MPI = {
 }
 
 
+_ADVICE = (
+    "Horovod is built with that library: pass --backend mpi, or type 'dualeval setup-horovod' with the "
+    "launcher's own mpirun first on the PATH."
+)
+
+
 class HorovodBackend(Backend):
     """All ranks of Horovod.
 
@@ -87,7 +93,7 @@ class HorovodBackend(Backend):
         """Meet the other ranks, as far as Horovod does not by itself; yields the variables that it needs."""
         if self._over_mpi:
             # Horovod would initialise MPI itself, but then wait for a late rank without a pause.
-            self._mpi = start_mpi(self.world)
+            self._mpi = start_mpi(self.world, _ADVICE)
             sleep_until(self._mpi.COMM_WORLD.Ibarrier().Test)
             yield _SETTINGS_OVER_MPI
         elif self.world.launcher == "srun":

@@ -122,14 +122,25 @@ class MpiBackend(Backend):
             ) from error
 
 
+_ADVICE = {
+    "mpirun": "Start with the mpirun of that library, or set MPI4PY_LIBMPI to the libmpi of this mpirun.",
+    "srun": "Type 'srun --mpi=pmix' for Open MPI, 'srun --mpi=pmi2' for MPICH ('srun --mpi=list' shows what "
+    "this Slurm has), or set MPI4PY_LIBMPI to the libmpi of the MPI that goes with it.",
+}
+
+
 class _Held:
     """How many backends hold the MPI of this process, which there is once; 0 where it is the caller's."""
 
     count = 0
 
 
-def start_mpi(world: World) -> Any:
+def start_mpi(world: World, advice: str = "") -> Any:
     """Import mpi4py and initialise MPI, unless the caller or another backend has; ``stop_mpi`` undoes it.
+
+    Args:
+        world: this process's place.
+        advice: what to type where the library is another than the launcher's; empty for mpi4py's own way.
 
     Returns:
         the module ``mpi4py.MPI``.
@@ -151,20 +162,10 @@ def start_mpi(world: World) -> Any:
         _Held.count += 1
     found = (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
     if found != (world.rank, world.size):
-        library = _library(mpi)
-        problem = (
-            f"{world.launcher} started this process as rank {world.rank} of {world.size}, but the library "
-            f"that mpi4py has loaded says rank {found[0]} of {found[1]}"
-        )
-        if world.launcher == "srun":
-            raise LaunchError(
-                f"{problem}: they do not speak the same PMI ({library}). Type 'srun --mpi=pmix' for Open "
-                f"MPI, 'srun --mpi=pmi2' for MPICH ('srun --mpi=list' shows what this Slurm has), or set "
-                f"MPI4PY_LIBMPI to the libmpi of the MPI that goes with it."
-            )
         raise LaunchError(
-            f"{problem}: it is another MPI's ({library}). Start with the mpirun of that library, or set "
-            f"MPI4PY_LIBMPI to the libmpi of this mpirun."
+            f"{world.launcher} started this process as rank {world.rank} of {world.size}, but the MPI "
+            f"library that it has loaded, {_library(mpi)}, says rank {found[0]} of {found[1]}: it is not the "
+            f"launcher's. {advice or _ADVICE['srun' if world.launcher == 'srun' else 'mpirun']}"
         )
     return mpi
 

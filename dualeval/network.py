@@ -72,9 +72,9 @@ def meeting(port: int, run_id: str, words: Any) -> Iterator[None]:
         words: plain values, as JSON has them.
 
     Raises:
-        BackendError: no port is free.
+        BackendError: no port is free, or another process holds this run's meeting already.
     """
-    server = _first_free(port)
+    server = _first_free(port, run_id)
     text = json.dumps({"run": run_id, "words": words}).encode()
 
     def serve() -> None:
@@ -136,8 +136,12 @@ def come_to_meeting(host: str, port: int, run_id: str) -> Any:
         pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
 
-def _first_free(port: int) -> socket.socket:
-    """Listen on all interfaces of this host, on the first port that nobody else has."""
+def _first_free(port: int, run_id: str) -> socket.socket:
+    """Listen on all interfaces of this host, on the first port that nobody else has.
+
+    Raises:
+        BackendError: there is none, or who has one holds a meeting of this very run.
+    """
     both = socket.has_dualstack_ipv6()
     for number in range(port, port + _PORTS_TRIED):
         try:
@@ -149,6 +153,13 @@ def _first_free(port: int) -> socket.socket:
             )
         except OSError as error:
             problem = error
+        with suppress(OSError):
+            if _ask(LOOPBACK, number, run_id) is not None:
+                raise BackendError(
+                    f"another process on {socket.gethostname()} says that it is rank 0 of this run "
+                    f"({run_id}) as well: a task of srun's has started several. Have srun start the ranks, "
+                    f"or torchrun one task's."
+                )
     raise BackendError(
         f"no port is free for the ranks to meet at: {port} to {port + _PORTS_TRIED - 1} on "
         f"{socket.gethostname()} ({problem})"

@@ -219,8 +219,34 @@ def _ask_all(environ: Mapping[str, str]) -> tuple[World, _LeftOver | None]:
             left_over = error
             continue
         if world is not None:
+            _refuse_contradiction(environ, world)
             return world, left_over
     raise AssertionError("the last probe answers always")
+
+
+def _refuse_contradiction(environ: Mapping[str, str], world: World) -> None:
+    """Raise where all of torchrun's variables are set, but not by torchrun, and another launcher says else.
+
+    Exported in a shell they would make every task of srun's the same rank; set by a script in its task they
+    would be right, and nobody but the user knows which they are.
+    """
+    if world.launcher != TORCHRUN.launcher or TORCHRUN.mark in environ:
+        return
+    for launcher in list(PROBES)[1:-1]:
+        try:
+            other = PROBES[launcher](environ)
+        except LaunchError:
+            continue
+        if other is not None and (other.rank, other.size) != (world.rank, world.size):
+            raise _error(
+                TORCHRUN,
+                f"{launcher} started this process as rank {other.rank} of {other.size}, and torchrun's "
+                f"variables, which torchrun has not set ({TORCHRUN.mark} is missing), say rank {world.rank} "
+                f"of {world.size}",
+                environ,
+                f"Type 'unset {' '.join(TORCHRUN.needed)}', or choose with --launcher {launcher} or "
+                f"--launcher torchrun",
+            )
 
 
 def _ask_one(environ: Mapping[str, str], launcher: str) -> World:
@@ -345,12 +371,14 @@ def _probe_srun(environ: Mapping[str, str]) -> World | None:
     if sum(sizes) != size:
         raise _error(SRUN, f"the tasks a node are {sum(sizes)} together, and not {SRUN.size}={size}", environ)
     rank = _whole_number(SRUN, environ, SRUN.rank)
-    if rank == 0 and node != 0:
+    # By the variable on every task, so that none waits for the one that finds it out.
+    if environ.get("SLURM_DISTRIBUTION") == "arbitrary" or (rank == 0 and node != 0):
         raise _error(
             SRUN,
-            f"task 0 runs on node {node} of the step, but the ranks are to meet it on the first, {hosts[0]}",
+            f"with --distribution=arbitrary task 0 may run anywhere, and the ranks are to meet it on the "
+            f"step's first host, {hosts[0]}",
             environ,
-            "Leave out --distribution=arbitrary",
+            "Leave out --distribution=arbitrary, and SLURM_HOSTFILE",
         )
     restart = environ.get("SLURM_RESTART_COUNT", "0")
     return replace(

@@ -34,7 +34,7 @@ LAUNCH_VARIABLES = {
 # Open MPI 4 and 5 start more ranks than there are cores, and do so as root, only when told to.
 MPI_VARIABLES = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     **{f"{name}_ALLOW_RUN_AS_ROOT{suffix}": "1" for name in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")},
 }
 # First on the PATH, as in an activated environment: horovodrun and mpirun look there for what they start.

@@ -228,7 +228,8 @@ def test_the_first_host_of_a_list(text: str) -> None:
         ({"SLURM_STEP_NODELIST": "h[0-"}, "is no list of hosts"),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x"}, "is no list of tasks a node"),
         ({"SLURM_STEP_ID": "batch"}, "SLURM_STEP_ID='batch' is not a whole number"),
-        ({"SLURM_PROCID": "0"}, "task 0 runs on node 1 of the step"),
+        ({"SLURM_PROCID": "0"}, "with --distribution=arbitrary task 0 may run anywhere"),
+        ({"SLURM_DISTRIBUTION": "arbitrary"}, "with --distribution=arbitrary task 0 may run anywhere"),
     ],
 )
 def test_contradictions_of_a_step(changes: dict[str, str], problem: str) -> None:
@@ -312,6 +313,21 @@ def test_left_over_variables_give_way_to_a_launcher(launcher: str, stale: dict[s
     # With torchrun's mark they are torchrun's, and something is wrong.
     with pytest.raises(LaunchError, match="half set"):
         detect({**whole, **stale, MARK: "none"})
+
+
+def test_torchruns_whole_set_that_torchrun_did_not_set() -> None:
+    """It counts where nobody says else; where another launcher does, a person has to choose."""
+    unmarked = {name: value for name, value in TORCHRUN.items() if name != MARK}
+    assert detect({**SRUN, **unmarked}).launcher == "torchrun"
+    exported = {**unmarked, "RANK": "1"}
+    with pytest.raises(
+        LaunchError, match=r"srun started this process as rank 5 of 8, and .* rank 1 of 8"
+    ) as caught:
+        detect({**SRUN, **exported})
+    assert "'unset RANK WORLD_SIZE" in str(caught.value)
+    assert "--launcher srun" in str(caught.value)
+    assert detect({**SRUN, **exported, MARK: "none"}).launcher == "torchrun"
+    assert detect({**SRUN, **exported}, "srun") == detect(SRUN)
 
 
 def test_what_was_found_is_listed() -> None:

@@ -199,7 +199,7 @@ def evaluate(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evalua
     return once
 
 
-def check(evaluate: Evaluate, way: Way, size: int, evaluation: Evaluation) -> dict[str, Any]:
+def check(evaluate: Evaluate, way: Way, size: int, evaluation: Evaluation, nodes: int = 1) -> dict[str, Any]:
     """Check a result against that of one process; returns it."""
     result = evaluate(way, size, evaluation)
     count = evaluation.samples
@@ -209,7 +209,7 @@ def check(evaluate: Evaluate, way: Way, size: int, evaluation: Evaluation) -> di
     assert result["metrics"]["top1"] == evaluation.top1
     world = result["world"]
     assert world["launcher"] in DETECTED.get(way.launcher, (way.launcher,))
-    assert (world["size"], world["nodes"], world["backend"]) == (size, 1, way.backend)
+    assert (world["size"], world["nodes"], world["backend"]) == (size, nodes, way.backend)
     assert result["metrics_digest"] == evaluate(SINGLE, 1, evaluation)["metrics_digest"]
     return result
 

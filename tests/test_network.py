@@ -92,6 +92,15 @@ def test_two_runs_at_neighbouring_ports(port: int) -> None:
         assert come_to_meeting(LOOPBACK, port, "c.1.1") == "second"
 
 
+def test_two_rank_0s_are_one_too_many(port: int) -> None:
+    with (
+        meeting(port, "c.1.0", WORDS),
+        pytest.raises(BackendError, match=r"says that it is rank 0 of this run \(c\.1\.0\) as well"),
+        meeting(port, "c.1.0", WORDS),
+    ):
+        pass
+
+
 def test_a_silent_caller_holds_up_nobody(port: int) -> None:
     with meeting(port, "c.1.0", WORDS), socket.create_connection((LOOPBACK, port)):
         assert come_to_meeting(LOOPBACK, port, "c.1.0") == WORDS

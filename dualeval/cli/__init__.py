@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -73,13 +74,18 @@ def _end_process(code: int) -> NoReturn:
 
 
 def _say(message: str) -> None:
-    """Print an error that every rank meets alike, once: on rank 0, or where ranks are not known."""
+    """Print an error that every rank meets alike, once: on rank 0, or where ranks are not known.
+
+    A launcher ends all ranks as soon as one has failed. Rank 0 must have spoken by then, and each rank must
+    still end with its own exit code: srun takes the highest, and that of a signal is above all of ours.
+    """
     try:
-        speaks = detect(os.environ).is_main
+        world = detect(os.environ)
     except LaunchError:
-        speaks = True
-    if speaks:
+        world = None
+    if world is None or world.is_main:
         click.echo(f"dualeval: error: {message}", err=True)
-    else:
-        # A launcher ends rank 0 as soon as another rank has failed: it must have spoken by then.
+    if world is None or world.size > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # The others may be on their way to this place.
         sleep(_HEAD_START_S)

@@ -1,0 +1,71 @@
+"""What ranks find out for themselves where no launcher of the library's own tells them."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+
+import pytest
+
+from dualeval.backends import rendezvous
+from dualeval.backends.horovod import gloo_variables
+from dualeval.errors import BackendError
+from dualeval.network import LOOPBACK
+from dualeval.world import World
+
+
+def world_of(rank: int, node_sizes: tuple[int, ...]) -> World:
+    """A rank's place where ranks fill one node after the other."""
+    node = next(n for n in range(len(node_sizes)) if rank < sum(node_sizes[: n + 1]))
+    return World(
+        rank=rank,
+        size=sum(node_sizes),
+        local_rank=rank - sum(node_sizes[:node]),
+        local_size=node_sizes[node],
+        node_rank=node,
+        launcher="srun",
+        node_sizes=node_sizes,
+    )
+
+
+@pytest.mark.needs("horovod")
+@pytest.mark.parametrize("node_sizes", [(1,), (4,), (2, 2), (3, 1, 1), (1, 3), (2, 1, 3)])
+def test_horovods_variables_are_those_that_horovodrun_sets(node_sizes: tuple[int, ...]) -> None:
+    hosts_module = importlib.import_module("horovod.runner.common.util.hosts")
+    hosts = [hosts_module.HostInfo(f"h{node}", size) for node, size in enumerate(node_sizes)]
+    for slot in hosts_module.get_host_assignments(hosts, sum(node_sizes)):
+        own = gloo_variables(world_of(slot.rank, node_sizes), "10.0.0.1", 4711, "eth0")
+        expected = {
+            "HOROVOD_RANK": slot.rank,
+            "HOROVOD_SIZE": slot.size,
+            "HOROVOD_LOCAL_RANK": slot.local_rank,
+            "HOROVOD_LOCAL_SIZE": slot.local_size,
+            "HOROVOD_CROSS_RANK": slot.cross_rank,
+            "HOROVOD_CROSS_SIZE": slot.cross_size,
+        }
+        assert {name: own[name] for name in expected} == {k: str(v) for k, v in expected.items()}
+        assert own["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.1"
+        assert own["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "4711"
+        assert own["HOROVOD_GLOO_IFACE"] == "eth0"
+
+
+def test_an_unknown_network_is_left_to_horovod() -> None:
+    assert "HOROVOD_GLOO_IFACE" not in gloo_variables(world_of(0, (1, 1)), "10.0.0.1", 4711, None)
+
+
+def test_horovodruns_rendezvous_is_named_where_it_cannot_be_reached() -> None:
+    with socket.create_server((LOOPBACK, 0)) as closed:
+        place = (LOOPBACK, closed.getsockname()[1])
+    world = World(
+        rank=0, size=2, local_rank=0, local_size=2, node_rank=None, launcher="horovodrun", words=place
+    )
+    with (
+        pytest.raises(BackendError, match=f"rendezvous at {place[0]}:{place[1]} cannot be reached"),
+        rendezvous.told_by_rank_0(world, {}),
+    ):
+        pass
+
+
+def test_a_rank_alone_tells_itself() -> None:
+    with rendezvous.told_by_rank_0(World.alone(), {"a": 1}) as words:
+        assert words == {"a": 1}
