@@ -161,7 +161,7 @@ def choose_device(wanted: str | None, world: World, *, allow_shared_gpu: bool = 
     Args:
         wanted: "cpu"; "cuda", the GPU with this rank's local number; "cuda:N", that GPU on every rank; None,
             the same as "cuda" where a GPU is visible and else the CPU.
-        world: this process's place; its ``local_rank`` counts, or GPU 0 where each rank sees its own alone.
+        world: this process's place; its ``local_rank`` counts, among the GPUs that it sees.
         allow_shared_gpu: where a node has fewer GPUs than ranks, these take turns in sharing them.
 
     Raises:
@@ -182,9 +182,9 @@ def choose_device(wanted: str | None, world: World, *, allow_shared_gpu: bool = 
                 f"--device {wanted} needs GPU {index}, but this node shows {count} (0 to {count - 1})."
             )
         return torch.device("cuda", index)
-    if world.own_gpus:
-        return torch.device("cuda", 0)
-    if world.local_size > count and not allow_shared_gpu:
+    # Fewer than the node has: the launcher lets each rank see its own.
+    bound = world.node_gpus is not None and count < world.node_gpus
+    if world.local_size > count and not bound and not allow_shared_gpu:
         raise UsageError(
             f"{world.local_size} ranks were started on this node, which shows {count} "
             f"GPU{'s' if count > 1 else ''}; each rank takes one of its own. Start at most {count} processes "

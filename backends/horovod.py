@@ -18,14 +18,14 @@ from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.backends.mpi import MPI_LAUNCHERS, start_mpi, stop_mpi
 from dualeval.backends.rendezvous import PATIENCE, interface_between_nodes, told_by_rank_0
 from dualeval.errors import BackendError, LaunchError
-from dualeval.network import LOOPBACK
+from dualeval.network import LATE_S, LOOPBACK
 from dualeval.store import join_store, serve_store
 from dualeval.world import World
 
 # Horovod takes its settings from variables alone. Those that the user has set stay.
 _SETTINGS = {
     # It limits the start and every collective. The control plane ends a rank that died or stalls long before.
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "1800",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{LATE_S:.0f}",
     # It warns after a minute that a rank is late. The control plane says so, with that rank's name.
     "HOROVOD_STALL_CHECK_DISABLE": "1",
     # Milliseconds. Once a cycle, from start to end, a thread of Horovod's on every rank asks the others for
@@ -74,7 +74,11 @@ class HorovodBackend(Backend):
         self._serving = ExitStack()
         self._started = not self._hvd.is_initialized()
         if self._started:
-            self._start()
+            try:
+                self._start()
+            except BaseException:
+                self._serving.close()
+                raise
         found = (self._hvd.rank(), self._hvd.size())
         if found != (world.rank, world.size):
             raise LaunchError(
@@ -161,6 +165,7 @@ class HorovodBackend(Backend):
         if not self._started:
             return
         if failed:
+            self._serving.close()
             # To shut down is agreed with ranks that may be gone, and Horovod would do it at exit.
             atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
             return
@@ -264,7 +269,8 @@ def gloo_variables(world: World, address: str, port: int, interface: str | None)
         "HOROVOD_LOCAL_SIZE": str(world.local_size),
         "HOROVOD_CROSS_RANK": str(sum(cross[: world.node_rank])),
         "HOROVOD_CROSS_SIZE": str(sum(cross)),
-        "HOROVOD_HOSTNAME": socket.gethostname(),
+        # With the node's number: containers may have one host name on all nodes.
+        "HOROVOD_HOSTNAME": f"{socket.gethostname()}-{world.node_rank}",
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
@@ -315,8 +321,14 @@ def _meets_over_mpi(hvd: Any, world: World) -> bool:
                 "--with-mpi', start with 'horovodrun -np N dualeval run', or pass --backend mpi."
             )
         return True
-    if world.mpi and hvd.mpi_built() and os.environ.get("HOROVOD_CONTROLLER", "mpi") == "mpi":
+    wanted = os.environ.get("HOROVOD_CONTROLLER")
+    if world.mpi and hvd.mpi_built() and wanted in (None, "mpi"):
         return True
+    if world.launcher == "srun" and wanted == "mpi":
+        lacks = "srun was not told --mpi=pmix" if hvd.mpi_built() else "Horovod is built without MPI"
+        raise LaunchError(
+            f"HOROVOD_CONTROLLER=mpi is set, but {lacks}. Type 'unset HOROVOD_CONTROLLER' to meet over gloo."
+        )
     if not hvd.gloo_built():
         raise LaunchError(
             f"{world.launcher} started this process to meet over gloo, but Horovod is built without it. Type "

@@ -18,6 +18,8 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from dualeval.backends.mpi import MpiBackend
 from dualeval.errors import BackendError
 from dualeval.network import (
+    LATE_S,
+    LOOPBACK,
     come_to_meeting,
     host_identity,
     interface_of,
@@ -29,8 +31,8 @@ from dualeval.network import (
 from dualeval.store import join_store, serve_store
 from dualeval.world import World
 
-# How late a rank may be. A dead or stalled one is noticed, named and ended by the control plane long before.
-PATIENCE = timedelta(minutes=30)
+PATIENCE = timedelta(seconds=LATE_S)
+_ELSEWHERE = "dualeval/elsewhere"
 _ANSWER_S = 10.0
 _PAUSE_S = 0.05
 
@@ -139,18 +141,21 @@ def interface_between_nodes(world: World, store: Store, port: int | None) -> str
         port: on rank 0, where that store is served on all of its interfaces; None elsewhere.
 
     Returns:
-        its name; None where none was found.
+        its name; the loopback interface where what the launcher calls nodes is one host; None where none was
+        found.
     """
     if world.is_main:
         offer = {"host": host_identity(), "addresses": offered_addresses(one_node=False), "port": port}
         store.set("dualeval/offer", json.dumps(offer))
     offer = json.loads(store.get("dualeval/offer"))
-    if offer["host"] == host_identity():
-        # Any rank of another node has told how it comes here.
-        peer = store.get("dualeval/from-another-node").decode()
-        own = own_address_towards(peer) if peer else None
-    else:
+    if offer["host"] != host_identity():
         address, _ = reach(offer["addresses"], offer["port"])
         own = None if address is None else own_address_towards(address)
-        store.set("dualeval/from-another-node", own or "")
+        store.set(_ELSEWHERE, own or "")
+    else:
+        if store.add("dualeval/with-rank-0", 1) == world.size:
+            store.set(_ELSEWHERE, LOOPBACK)
+        # Any rank of another host has told how it comes here, or the last rank that there is none.
+        peer = store.get(_ELSEWHERE).decode()
+        own = own_address_towards(peer) if peer else None
     return interface_of(own) if own else None

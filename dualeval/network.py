@@ -21,8 +21,10 @@ _REACH_S = 10
 _PORTS_TRIED = 16
 # What listens on a port and is no meeting of this run has this long to say so.
 _ANSWER_S = 5.0
-# A rank may be late by as much as a collective may take; a host that cannot even be reached is told sooner.
-_LATE_S = 1800.0
+_LONGEST_ANSWER = 2**20  # bytes
+# How late a rank may be. A dead or stalled one is noticed, named and ended by the control plane long before.
+LATE_S = 1800.0
+# A host that cannot even be reached is told sooner.
 _UNREACHABLE_S = 60.0
 _LONGEST_PAUSE_S = 0.5
 # Linux: the IPv4 address of an interface (netdevice(7)).
@@ -130,8 +132,8 @@ def come_to_meeting(host: str, port: int, run_id: str) -> Any:
                 f"rank 0's host cannot be reached: {where} ({problem}). Its name has to lead to it from "
                 f"{socket.gethostname()}, and these ports must be open between the nodes."
             )
-        if now - start > _LATE_S:
-            raise BackendError(f"rank 0 has not come to {where} within {_LATE_S / 60:.0f} minutes.")
+        if now - start > LATE_S:
+            raise BackendError(f"rank 0 has not come to {where} within {LATE_S / 60:.0f} minutes.")
         sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
@@ -169,10 +171,15 @@ def _first_free(port: int, run_id: str) -> socket.socket:
 def _ask(host: str, port: int, run_id: str) -> tuple[Any] | None:
     """The words of a run's meeting; None where something else listens on this port."""
     with socket.create_connection((host, port), timeout=_REACH_S) as connection:
-        connection.settimeout(_ANSWER_S)
+        # One limit for all of it: another program may well send without end.
+        end = monotonic() + _ANSWER_S
         text = b""
         with suppress(OSError):
-            while part := connection.recv(65536):
+            while (left := end - monotonic()) > 0 and len(text) < _LONGEST_ANSWER:
+                connection.settimeout(left)
+                part = connection.recv(65536)
+                if not part:
+                    break
                 text += part
     with suppress(ValueError):
         answer = json.loads(text)

@@ -21,7 +21,7 @@ class World:
         words: host and port where the launcher keeps what ranks tell each other; None where it does not.
         node_sizes: number of ranks on each node, by its number; None where the launcher does not tell.
         mpi: whether the launcher gives its processes a way into MPI (mpirun; srun with --mpi=pmix or pmi2).
-        own_gpus: whether the launcher lets each rank see no other rank's GPU.
+        node_gpus: number of GPUs that all ranks of this node have together; None where it does not tell.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class World:
     words: tuple[str, int] | None = None
     node_sizes: tuple[int, ...] | None = None
     mpi: bool = False
-    own_gpus: bool = False
+    node_gpus: int | None = None
 
     @property
     def is_main(self) -> bool:

@@ -17,119 +17,17 @@ from dataclasses import dataclass, field, replace
 
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.hostlist import expand_hosts, expand_tasks
+from dualeval.launch.variables import ALL, HOROVODRUN, MPICH, OPEN_MPI, SRUN, TORCHRUN, Variable, Variables
 from dualeval.world import World
 
 Probe = Callable[[Mapping[str, str]], World | None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variable:
-    """A variable of a launcher's that is set.
-
-    Attributes:
-        name: its name.
-        value: its value.
-        meaning: which part of a World it tells, as "rank"; empty where it serves otherwise.
-    """
-
-    name: str
-    value: str
-    meaning: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Variables:
-    """The variables by which a launcher tells a process its place.
-
-    Attributes:
-        launcher: its name in ``PROBES``.
-        rank: variable with this process's number; likewise ``size``, ``local_rank`` and ``local_size``.
-        others: further variables that it always sets, and that are needed.
-        mark: a variable that it alone sets; None where the names above are its own already.
-        start: what to type to start with it.
-    """
-
-    launcher: str
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-    others: tuple[str, ...] = ()
-    mark: str | None = None
-    start: str
-
-    @property
-    def ranks(self) -> tuple[str, ...]:
-        return (self.rank, self.size, self.local_rank, self.local_size)
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        return (*self.ranks, *self.others)
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        return (*self.needed, *((self.mark,) if self.mark else ()))
-
-    def found(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
-        """Those that are set, with what they are read for."""
-        meanings = dict(zip(self.ranks, ("rank", "size", "local rank", "local size"), strict=True))
-        return tuple(
-            Variable(name=name, value=environ[name], meaning=meanings.get(name, ""))
-            for name in self.all
-            if name in environ
-        )
-
-
-TORCHRUN = _Variables(
-    launcher="torchrun",
-    rank="RANK",
-    size="WORLD_SIZE",
-    local_rank="LOCAL_RANK",
-    local_size="LOCAL_WORLD_SIZE",
-    others=("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    mark="TORCHELASTIC_RUN_ID",
-    start="torchrun --nproc-per-node N -m dualeval run",
-)
-# As horovodrun sets them where the ranks meet over gloo. Over MPI it starts mpirun, and the ranks are that's.
-HOROVODRUN = _Variables(
-    launcher="horovodrun",
-    rank="HOROVOD_RANK",
-    size="HOROVOD_SIZE",
-    local_rank="HOROVOD_LOCAL_RANK",
-    local_size="HOROVOD_LOCAL_SIZE",
-    others=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-    start="horovodrun -np N dualeval run",
-)
-OPEN_MPI = _Variables(
-    launcher="openmpi",
-    rank="OMPI_COMM_WORLD_RANK",
-    size="OMPI_COMM_WORLD_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    start="mpirun -np N dualeval run",
-)
-# MPICH's process manager, Hydra, which Intel MPI has too. PMI_RANK and PMI_SIZE alone are no trace of it:
-# Slurm sets them for a step with --mpi=pmi2.
-MPICH = _Variables(
-    launcher="mpich",
-    rank="PMI_RANK",
-    size="PMI_SIZE",
-    local_rank="MPI_LOCALRANKID",
-    local_size="MPI_LOCALNRANKS",
-    start="mpirun -np N dualeval run",
-)
-# The step's variables: those of the job tell what was asked for, not what was started.
-SRUN = _Variables(
-    launcher="srun",
-    rank="SLURM_PROCID",
-    size="SLURM_STEP_NUM_TASKS",
-    local_rank="SLURM_LOCALID",
-    local_size="SLURM_STEP_TASKS_PER_NODE",
-    others=("SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
-    start="srun --ntasks-per-node N dualeval run",
-)
 # Slurm numbers from here on what is no step of tasks: a batch script, an salloc shell on a node.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_GPUS = "SLURM_GPUS_ON_NODE"
+# By these MPI's own launchers tell a rank its number, beside variables of theirs or, as some do, alone.
+_OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
 # Ports for ranks to meet at: outside of what the kernel gives to clients (32768 and up).
 _FIRST_PORT, _PORTS = 16384, 16000
 
@@ -192,15 +90,15 @@ def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detectio
     Raises:
         UsageError: there is no launcher of that name.
     """
-    found = {source.launcher: source.found(environ) for source in _SOURCES}
+    found = {source.launcher: source.found(environ) for source in ALL}
     try:
         if launcher is not None:
             return Detection(world=_ask_one(environ, launcher), found=found)
         world, left_over = _ask_all(environ)
     except LaunchError as error:
         return Detection(error=error, found=found)
-    if left_over is not None and world.launcher == "none":
-        return Detection(error=left_over, found=found)
+    if world.launcher == "none" and (problem := left_over or _unplaced(environ)):
+        return Detection(error=problem, found=found)
     return Detection(
         world=world,
         found=found,
@@ -222,6 +120,23 @@ def _ask_all(environ: Mapping[str, str]) -> tuple[World, _LeftOver | None]:
             _refuse_contradiction(environ, world)
             return world, left_over
     raise AssertionError("the last probe answers always")
+
+
+def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
+    """The error of a process that is one of several, by what is set, though no launcher's set is whole."""
+    # A batch script and an salloc shell are number 0 of their job.
+    missing = [name for name in SRUN.needed if name not in environ]
+    if missing and any(environ.get(name, "0") != "0" for name in (SRUN.rank, SRUN.local_rank)):
+        return _half_set(SRUN, environ, missing)
+    others = {name: environ[name] for name in _OTHER_RANKS if name in environ}
+    if others and environ.get("PMI_SIZE") != "1":
+        found = ", ".join(f"{name}={value}" for name, value in others.items())
+        return LaunchError(
+            f"a launcher that is none of {', '.join(PROBES)} seems to have started this process as one of "
+            f"several (found: {found}). Start with '{OPEN_MPI.start}' or '{SRUN.start}', or pass --launcher "
+            f"none to run one process without them."
+        )
+    return None
 
 
 def _refuse_contradiction(environ: Mapping[str, str], world: World) -> None:
@@ -387,19 +302,16 @@ def _probe_srun(environ: Mapping[str, str]) -> World | None:
         master=(hosts[0], _FIRST_PORT + (131 * job + number) % _PORTS),
         run_id=f"{environ.get('SLURM_CLUSTER_NAME', '')}.{job}.{number}.{restart}",
         node_sizes=sizes,
-        mpi="PMIX_RANK" in environ or "PMI_RANK" in environ,
-        own_gpus=_binds_gpus(environ),
+        mpi=_has_way_into_mpi(environ, f"{job}.{number}"),
+        node_gpus=_whole_number(SRUN, environ, _GPUS) if environ.get(_GPUS) else None,
     )
 
 
-def _binds_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether srun shows each task the GPUs of its own alone (--gpus-per-task, --gpu-bind)."""
-    binding = environ.get("SLURM_GPU_BIND", "").removeprefix("verbose,")
-    return (
-        "SLURM_GPUS_PER_TASK" in environ
-        or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
-        or binding.startswith(("single", "per_task", "map", "mask"))
-    )
+def _has_way_into_mpi(environ: Mapping[str, str], step: str) -> bool:
+    """Whether this very step was started with PMIx or PMI-2: its shell may have been, with another step's."""
+    if "PMIX_RANK" in environ:
+        return f".{environ.get('PMIX_NAMESPACE', step)}".endswith(f".{step}")
+    return "PMI_RANK" in environ and environ.get("PMI_JOBID", step) in (step, step.partition(".")[0])
 
 
 def _probe_none(environ: Mapping[str, str]) -> World:
@@ -407,7 +319,7 @@ def _probe_none(environ: Mapping[str, str]) -> World:
     return World.alone()
 
 
-def _place(source: _Variables, environ: Mapping[str, str], trace: tuple[str, ...]) -> World | None:
+def _place(source: Variables, environ: Mapping[str, str], trace: tuple[str, ...]) -> World | None:
     """Read the four numbers that every launcher gives; None where it left no trace."""
     if not _is_whole(source, environ, trace):
         return None
@@ -415,7 +327,7 @@ def _place(source: _Variables, environ: Mapping[str, str], trace: tuple[str, ...
     return _checked(source, environ, rank, size, local_rank, local_size)
 
 
-def _is_whole(source: _Variables, environ: Mapping[str, str], trace: tuple[str, ...]) -> bool:
+def _is_whole(source: Variables, environ: Mapping[str, str], trace: tuple[str, ...]) -> bool:
     """Whether a launcher's variables are all set; False where it left no trace.
 
     A rank or a size without the rest is an error and never rank 0: several processes that each took
@@ -430,7 +342,7 @@ def _is_whole(source: _Variables, environ: Mapping[str, str], trace: tuple[str, 
 
 
 def _checked(
-    source: _Variables, environ: Mapping[str, str], rank: int, size: int, local_rank: int, local_size: int
+    source: Variables, environ: Mapping[str, str], rank: int, size: int, local_rank: int, local_size: int
 ) -> World:
     """Make a World of numbers that fit together."""
     if not rank < size:
@@ -451,14 +363,14 @@ def _checked(
     )
 
 
-def _whole_number(source: _Variables, environ: Mapping[str, str], name: str) -> int:
+def _whole_number(source: Variables, environ: Mapping[str, str], name: str) -> int:
     text = environ[name]
     if not (text.isascii() and text.isdecimal()):
         raise _error(source, f"{name}={text!r} is not a whole number", environ)
     return int(text)
 
 
-def _address(source: _Variables, environ: Mapping[str, str], host: str, port: str) -> tuple[str, int]:
+def _address(source: Variables, environ: Mapping[str, str], host: str, port: str) -> tuple[str, int]:
     if not environ[host]:
         raise _error(source, f"{host} is empty", environ)
     number = _whole_number(source, environ, port)
@@ -467,7 +379,7 @@ def _address(source: _Variables, environ: Mapping[str, str], host: str, port: st
     return environ[host], number
 
 
-def _half_set(source: _Variables, environ: Mapping[str, str], missing: list[str]) -> LaunchError:
+def _half_set(source: Variables, environ: Mapping[str, str], missing: list[str]) -> LaunchError:
     start = f"Start with '{source.start}'"
     own = source.mark is None or source.mark in environ
     if own:
@@ -485,7 +397,7 @@ def _half_set(source: _Variables, environ: Mapping[str, str], missing: list[str]
 
 
 def _error(
-    source: _Variables,
+    source: Variables,
     problem: str,
     environ: Mapping[str, str],
     advice: str | None = None,
@@ -511,5 +423,4 @@ PROBES: dict[str, Probe] = {
     SRUN.launcher: _probe_srun,
     "none": _probe_none,
 }
-_SOURCES = (TORCHRUN, HOROVODRUN, OPEN_MPI, MPICH, SRUN)
-_STARTS = {source.launcher: source.start for source in _SOURCES}
+_STARTS = {source.launcher: source.start for source in ALL}

@@ -23,6 +23,7 @@ _WORDS = ("job_name", "mem", "time", "partition", "account", "qos", "log")
 
 # Of a job's own variables, those by which the next job's sbatch still has to find the cluster.
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_JWT")
+_OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "PALS_", "OMPI_COMM_WORLD_")
 
 _SET_UP = """\
 set -euo pipefail
@@ -39,6 +40,7 @@ if ! type -P dualeval > /dev/null; then
 fi
 
 # From Slurm 22.05 on, srun does not take sbatch's --cpus-per-task by itself.
+unset SRUN_CPUS_PER_TASK
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
   export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 fi
@@ -173,7 +175,7 @@ def sbatch_environ(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
     kept = {
         name: value
         for name, value in environ.items()
-        if "SLURM_JOB_ID" not in environ or not name.startswith("SLURM_") or name in _CLUSTER_VARIABLES
+        if "SLURM_JOB_ID" not in environ or not name.startswith(_OF_A_JOB) or name in _CLUSTER_VARIABLES
     }
     return {**kept, "PATH": f"{folder}{os.pathsep}{environ.get('PATH', os.defpath)}"}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch import PROBES, detect, examine
-from dualeval.launch.detect import Variable
+from dualeval.launch.variables import Variable
 from dualeval.world import World
 from tests.conftest import ROOT, Launch
 from tests.launchers import needs, start
@@ -89,33 +88,6 @@ SRUN = {
     "SLURM_TASKS_PER_NODE": "4(x2)",
     "SLURM_TASK_PID": "18",
 }
-# In an salloc shell and in a batch script there is a job and no step; a script is "process 0" of the job.
-SALLOC = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_JOBID": "17",
-    "SLURM_JOB_NAME": "interactive",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_JOB_NODELIST": "h[0-1]",
-    "SLURM_JOB_CPUS_PER_NODE": "3,1",
-    "SLURM_NNODES": "2",
-    "SLURM_NODELIST": "h[0-1]",
-    "SLURM_TASKS_PER_NODE": "3,1",
-    "SLURM_NTASKS": "4",
-    "SLURM_NPROCS": "4",
-    "SLURM_CLUSTER_NAME": "big",
-}
-BATCH = {
-    **SALLOC,
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_GTIDS": "0",
-    "SLURM_TASK_PID": "174",
-    "SLURMD_NODENAME": "h0",
-}
-# What --mpi=pmix and --mpi=pmi2 add to a step's.
-PMIX = {"PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix.17.3", "PMIX_HOSTNAME": "h1"}
-PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "11", "PMI_JOBID": "17.3"}
 # By launcher: what it sets, the four that place a process, and what of the rest is needed.
 RECORDED = {
     "horovodrun": (HOROVODRUN, list(HOROVODRUN)[:4], list(HOROVODRUN)[4:6]),
@@ -148,142 +120,6 @@ def test_recorded(launcher: str) -> None:
     assert detect(environ) == expected
     assert detect(environ, launcher) == expected
     assert detect(environ, "none") == World.alone()
-
-
-def test_srun() -> None:
-    world = detect(SRUN)
-    assert world == World(
-        rank=5,
-        size=8,
-        local_rank=1,
-        local_size=4,
-        node_rank=1,
-        launcher="srun",
-        master=("h0", 16384 + 131 * 17 + 3),
-        run_id="big.17.3.0",
-        node_sizes=(4, 4),
-    )
-    assert detect(SRUN, "srun") == world
-    assert detect({**SRUN, "SLURM_RESTART_COUNT": "2"}).run_id == "big.17.3.2"
-
-
-def test_the_port_of_a_step_is_one_of_its_own() -> None:
-    """Jobs and steps that follow each other do not meet at one port, and no client of the kernel's has it."""
-    ports = {}
-    for job in range(100_000, 100_050):
-        for step in range(20):
-            master = detect({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master
-            assert master is not None
-            ports[job, step] = master[1]
-    assert len(set(ports.values())) == len(ports)
-    assert min(ports.values()) > 1024
-    assert max(ports.values()) + 16 < 32768
-
-
-@pytest.mark.parametrize(
-    ("tasks", "nodes", "node", "local_size", "sizes"),
-    [
-        ("1(x2)", "h[0-1]", 1, 1, (1, 1)),
-        ("2(x2),1", "rack[1-2]n3,n01-ib", 0, 2, (2, 2, 1)),
-        ("2(x2),1", "rack[1-2]n3,n01-ib", 2, 1, (2, 2, 1)),
-        ("3,1(x2)", "h[0-2]", 0, 3, (3, 1, 1)),
-        ("5", "n[01]", 0, 5, (5,)),
-    ],
-)
-def test_tasks_of_uneven_nodes(
-    tasks: str, nodes: str, node: int, local_size: int, sizes: tuple[int, ...]
-) -> None:
-    world = detect(
-        {
-            **SRUN,
-            "SLURM_PROCID": "1" if node else "0",
-            "SLURM_STEP_NUM_TASKS": str(sum(sizes)),
-            "SLURM_LOCALID": "0",
-            "SLURM_STEP_TASKS_PER_NODE": tasks,
-            "SLURM_NODEID": str(node),
-            "SLURM_STEP_NODELIST": nodes,
-        }
-        if sum(sizes) > 1
-        else SRUN
-    )
-    assert (world.node_rank, world.local_size, world.node_sizes) == (node, local_size, sizes)
-
-
-@pytest.mark.parametrize("text", ["rack[1-2]n[3-4]", "n[01-04]-ib"])
-def test_the_first_host_of_a_list(text: str) -> None:
-    environ = {**SRUN, "SLURM_STEP_NODELIST": text, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
-    master = detect(environ).master
-    assert master is not None
-    assert master[0] in ("rack1n3", "n01-ib")
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"SLURM_PROCID": "8"}, "SLURM_PROCID=8 is not below SLURM_STEP_NUM_TASKS=8"),
-        ({"SLURM_LOCALID": "4"}, "SLURM_LOCALID=4 is not below SLURM_STEP_TASKS_PER_NODE=4"),
-        ({"SLURM_NODEID": "2"}, "SLURM_NODEID=2 is not below the number of nodes, 2"),
-        ({"SLURM_STEP_NUM_TASKS": "9"}, "the tasks a node are 8 together, and not SLURM_STEP_NUM_TASKS=9"),
-        ({"SLURM_STEP_NODELIST": "h[0-2]"}, "3 nodes are named, but tasks are given for 2"),
-        ({"SLURM_STEP_NODELIST": "h[0-"}, "is no list of hosts"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x"}, "is no list of tasks a node"),
-        ({"SLURM_STEP_ID": "batch"}, "SLURM_STEP_ID='batch' is not a whole number"),
-        ({"SLURM_PROCID": "0"}, "with --distribution=arbitrary task 0 may run anywhere"),
-        ({"SLURM_DISTRIBUTION": "arbitrary"}, "with --distribution=arbitrary task 0 may run anywhere"),
-    ],
-)
-def test_contradictions_of_a_step(changes: dict[str, str], problem: str) -> None:
-    with pytest.raises(LaunchError) as caught:
-        detect({**SRUN, **changes})
-    assert problem in str(caught.value)
-    assert "srun --ntasks-per-node N dualeval run" in str(caught.value) or "arbitrary" in str(caught.value)
-
-
-def test_half_a_step() -> None:
-    for missing in list(SRUN)[:8]:
-        with pytest.raises(LaunchError, match=f"srun's variables are half set: {missing} is missing"):
-            detect({name: value for name, value in SRUN.items() if name != missing})
-
-
-@pytest.mark.parametrize("environ", [SALLOC, BATCH, {**SRUN, "SLURM_STEP_ID": str(0xFFFFFFFA)}])
-def test_a_job_without_a_step_is_one_process(environ: dict[str, str]) -> None:
-    """And it is said, because whoever has asked for four tasks expects four."""
-    found = examine(environ)
-    assert found.world == World.alone()
-    [note] = found.notes
-    assert "job 17" in note
-    assert "'srun dualeval run'" in note
-    assert examine({**environ, "SLURM_NTASKS": "1"}).notes == ()
-
-
-@pytest.mark.parametrize("extra", [PMIX, PMI2])
-def test_a_step_with_a_way_into_mpi(extra: dict[str, str]) -> None:
-    assert detect({**SRUN, **extra}) == replace(detect(SRUN), mpi=True)
-    assert examine({**SRUN, **extra}).notes == ()
-
-
-@pytest.mark.parametrize(
-    ("variables", "own"),
-    [
-        ({"SLURM_GPUS_PER_TASK": "1"}, True),
-        ({"SLURM_TRES_PER_TASK": "gres:gpu:1"}, True),
-        ({"SLURM_GPU_BIND": "single:1"}, True),
-        ({"SLURM_GPU_BIND": "verbose,map_gpu:0,1"}, True),
-        ({"SLURM_GPU_BIND": "none"}, False),
-        ({"SLURM_GPUS_PER_NODE": "4"}, False),
-    ],
-)
-def test_gpus_that_slurm_binds_to_tasks(variables: dict[str, str], own: bool) -> None:
-    assert detect({**SRUN, **variables}).own_gpus is own
-
-
-def test_torchrun_inside_srun() -> None:
-    """torchrun's agent is the task; the ranks are torchrun's."""
-    agent = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    found = examine({**agent, "SLURM_LOCALID": "0", **TORCHRUN})
-    assert found.world == detect(TORCHRUN)
-    assert found.notes == ()
-    assert found.outer == ("srun started torchrun, as rank 1 of 2; torchrun's numbers count.",)
 
 
 def test_torchs_older_launcher_sets_what_torchrun_sets(launch: Launch) -> None:
@@ -382,10 +218,27 @@ def test_settings_are_no_trace() -> None:
     for environ in (
         {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_GLOO_IFACE": "eth0"},
         {"OMPI_MCA_btl": "tcp,self", "OMPI_ALLOW_RUN_AS_ROOT": "1"},
-        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
         {"SLURM_CPU_BIND": "none", "SLURM_CONF": "/etc/slurm.conf", "SLURM_NTASKS": "4"},
     ):
         assert detect(environ) == World.alone()
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PMI_RANK": "3", "PMI_SIZE": "8"},
+        {"PMI_RANK": "3", "PMI_SIZE": "8", "PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1"},
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prun.1"},
+    ],
+)
+def test_ranks_of_an_unknown_launcher(environ: dict[str, str]) -> None:
+    """They are not all rank 0 of 1, to write the same result."""
+    with pytest.raises(LaunchError, match=r"a launcher that is none of torchrun, .* seems to have") as caught:
+        detect(environ)
+    assert all(f"{name}={environ[name]}" in str(caught.value) for name in environ if name.endswith("_RANK"))
+    assert detect(environ, "none") == World.alone()
+    assert detect({**environ, **SRUN}).launcher == "srun"
 
 
 def test_innermost_launcher_first() -> None:

@@ -124,13 +124,26 @@ def test_horovod_lacks_what_the_launcher_needs(launcher: str, lacks: str, words:
 
 
 @pytest.mark.parametrize(
+    ("pmi", "mpi_built", "words"),
+    [(False, True, "srun was not told --mpi=pmix"), (True, False, "Horovod is built without MPI")],
+)
+def test_horovods_controller_that_cannot_be(
+    pmi: bool, mpi_built: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "mpi")
+    built = SimpleNamespace(mpi_built=lambda: mpi_built, gloo_built=lambda: True)
+    world = World(rank=0, size=2, local_rank=0, local_size=2, node_rank=0, launcher="srun", mpi=pmi)
+    with pytest.raises(LaunchError, match=f"{words}.*unset HOROVOD_CONTROLLER"):
+        _meets_over_mpi(built, world)
+
+
+@pytest.mark.parametrize(
     ("pmi", "mpi_built", "controller", "over_mpi"),
     [
         (True, True, None, True),
         (True, True, "gloo", False),
         (True, False, None, False),
         (False, True, None, False),
-        (False, True, "mpi", False),
     ],
 )
 def test_horovod_under_srun_meets_over_mpi_where_both_have_it(

@@ -126,7 +126,7 @@ def test_an_unreachable_host_is_named(port: int, monkeypatch: pytest.MonkeyPatch
 def test_a_meeting_that_never_is(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host answers, so it is only late, for as long as ranks may be."""
     monkeypatch.setattr(network, "_UNREACHABLE_S", 0.0)
-    monkeypatch.setattr(network, "_LATE_S", 0.0)
+    monkeypatch.setattr(network, "LATE_S", 0.0)
     with pytest.raises(BackendError, match=f"rank 0 has not come to {LOOPBACK}, ports {port} to"):
         come_to_meeting(LOOPBACK, port, "c.1.0")
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dualeval.backends import rendezvous
 from dualeval.backends.horovod import gloo_variables
@@ -47,6 +51,37 @@ def test_horovods_variables_are_those_that_horovodrun_sets(node_sizes: tuple[int
         assert own["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.1"
         assert own["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "4711"
         assert own["HOROVOD_GLOO_IFACE"] == "eth0"
+
+
+def interfaces(hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """What ranks on hosts of these names find, each in a thread of its own."""
+    server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    own = threading.local()
+    monkeypatch.setattr(rendezvous, "host_identity", lambda: own.host)
+    # Rank 0 offers what others can reach it at: here the loopback address, for want of another network.
+    monkeypatch.setattr(rendezvous, "offered_addresses", lambda *, one_node: [LOOPBACK])
+
+    def work(rank: int) -> str | None:
+        own.host = hosts[rank]
+        world = World(
+            rank=rank, size=len(hosts), local_rank=0, local_size=1, node_rank=rank, launcher="torchrun"
+        )
+        store = TCPStore(LOOPBACK, server.port, is_master=False, timeout=timedelta(seconds=30))
+        return rendezvous.interface_between_nodes(world, store, server.port if rank == 0 else None)
+
+    with ThreadPoolExecutor(len(hosts)) as ranks:
+        return list(ranks.map(work, range(len(hosts))))
+
+
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "a", "a"], ["a", "b"], ["a", "a", "b"], ["a", "b", "c"]])
+def test_every_rank_finds_a_network(hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the nodes of a launcher's are one host: nobody waits for a rank elsewhere."""
+    assert interfaces(hosts, monkeypatch) == ["lo"] * len(hosts)
+
+
+def test_no_way_between_hosts_is_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "reach", lambda addresses, port: (None, []))
+    assert interfaces(["a", "b", "a"], monkeypatch) == [None] * 3
 
 
 def test_an_unknown_network_is_left_to_horovod() -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from time import sleep
 from typing import NoReturn
 
@@ -18,8 +19,9 @@ from dualeval.cli.doctor import doctor
 from dualeval.cli.run import run
 from dualeval.cli.setup_horovod import setup_horovod
 from dualeval.cli.submit import submit
-from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, LaunchError
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
 from dualeval.launch import detect
+from dualeval.world import World
 
 _HEAD_START_S = 1.0
 
@@ -47,13 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except click.exceptions.Exit as end:
         code = end.exit_code
     except click.ClickException as error:
-        _say(error.format_message())
+        _say(error.format_message(), words)
         code = EXIT_USAGE
     except click.Abort:
-        _say("interrupted")
+        _say("interrupted", words)
         code = EXIT_FAILED
     except DualevalError as error:
-        _say(str(error))
+        _say(str(error), words)
         code = error.exit_code
     except BrokenPipeError:
         code = EXIT_DONE  # whoever read standard output has gone; the result is on disk
@@ -73,15 +75,16 @@ def _end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _say(message: str) -> None:
+def _say(message: str, words: Sequence[str]) -> None:
     """Print an error that every rank meets alike, once: on rank 0, or where ranks are not known.
 
     A launcher ends all ranks as soon as one has failed. Rank 0 must have spoken by then, and each rank must
     still end with its own exit code: srun takes the highest, and that of a signal is above all of ours.
     """
     try:
-        world = detect(os.environ)
-    except LaunchError:
+        # Any other command is no rank's.
+        world = detect(os.environ, _launcher(words)) if {"run", "doctor"} & set(words) else World.alone()
+    except UsageError:
         world = None
     if world is None or world.is_main:
         click.echo(f"dualeval: error: {message}", err=True)
@@ -89,3 +92,12 @@ def _say(message: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # The others may be on their way to this place.
         sleep(_HEAD_START_S)
+
+
+def _launcher(words: Sequence[str]) -> str | None:
+    """The value of --launcher, also where the command line could not be read as a whole."""
+    for word, following in pairwise([*words, ""]):
+        name, has_value, value = word.partition("=")
+        if name == "--launcher":
+            return value if has_value else following or None
+    return None

@@ -56,6 +56,8 @@ class _Findings:
         addresses: that rank 0 offers to the others.
         speed: of all_reduce.
         stage: what this rank is doing.
+        probe: the file that rank 0 has made in the output folder.
+        shown: whether the report has been shown.
     """
 
     size: int
@@ -63,6 +65,8 @@ class _Findings:
     addresses: list[str] = field(default_factory=list)
     speed: dict[str, float] = field(default_factory=dict)
     stage: str = "meeting the other ranks"
+    probe: str | None = None
+    shown: bool = False
 
 
 @click.command()
@@ -164,9 +168,10 @@ def _version(library: str) -> str:
 def _nccl() -> str:
     import torch
 
-    if not torch.cuda.is_available():
-        return "no GPU"
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    if torch.version.cuda is None:
+        return "torch is built without CUDA"
+    found = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return found if torch.cuda.is_available() else f"{found} (no GPU is seen)"
 
 
 def _named(device: Any) -> str:
@@ -194,6 +199,7 @@ def _conclude(findings: _Findings, asked: _Asked, *, err: bool = False) -> int:
     """Show the report; returns the exit code."""
     report = _report(findings, asked)
     _show(report, asked, err=err)
+    findings.shown = True
     return EXIT_FAILED if report["problems"] else EXIT_DONE
 
 
@@ -205,10 +211,14 @@ def _given_up(findings: _Findings, world: World, asked: _Asked) -> Iterator[None
     """
 
     def give_up() -> None:
-        findings.ranks[world.rank]["errors"].append(
-            f"rank {world.rank} gave up after {asked.limit_s:g} s, {findings.stage}"
-        )
-        code = _conclude(findings, asked, err=not world.is_main)
+        code = EXIT_FAILED
+        if findings.probe is not None:
+            Path(findings.probe).unlink(missing_ok=True)
+        if not findings.shown:
+            findings.ranks[world.rank]["errors"].append(
+                f"rank {world.rank} gave up after {asked.limit_s:g} s, {findings.stage}"
+            )
+            code = _conclude(findings, asked, err=not world.is_main)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -226,7 +236,7 @@ def _given_up(findings: _Findings, world: World, asked: _Asked) -> Iterator[None
 
 def _try_alone(facts: dict[str, Any], world: World, asked: _Asked) -> dict[str, float]:
     with _probe(asked.out, facts) as probe:
-        facts["shares_output"] = probe is not None
+        facts["shares_output"] = True if probe else None
         return {} if facts["errors"] else _try_backend(facts, world, asked)
 
 
@@ -247,16 +257,15 @@ def _try_together(findings: _Findings, facts: dict[str, Any], world: World, aske
         server = None
         if world.is_main:
             server, offer = serve_store(world)
-            probe = stack.enter_context(_probe(asked.out, facts))
-            store.set("doctor/offer", json.dumps({**offer, "probe": probe}))
+            findings.probe = stack.enter_context(_probe(asked.out, facts))
+            store.set("doctor/offer", json.dumps({**offer, "probe": findings.probe}))
         offer = json.loads(store.get("doctor/offer"))
         findings.addresses = offer["addresses"]
         limit = timedelta(seconds=asked.limit_s)
         own = server or join_store(offer, world.rank, "the control plane", limit)
         facts["reached"] = own.host
-        facts["shares_output"] = offer["probe"] is not None and Path(offer["probe"]).exists()
-        if own.add(f"doctor/claims/{world.rank}", 1) > 1:
-            facts["errors"].append(f"another process says that it is rank {world.rank} as well")
+        facts["shares_output"] = Path(offer["probe"]).exists() if offer["probe"] else None
+        own.add(f"doctor/claims/{world.rank}", 1)
         third = asked.limit_s / 3
         _tell(own, world, facts, "alone")
         if world.is_main:
@@ -299,7 +308,7 @@ def _probe(out: Path, facts: dict[str, Any]) -> Iterator[str | None]:
     try:
         yield path
     finally:
-        Path(path).unlink()
+        Path(path).unlink(missing_ok=True)
 
 
 def _tell(store: Store, world: World, facts: Mapping[str, Any], stage: str) -> None:
@@ -317,6 +326,9 @@ def _collect(store: Store, findings: _Findings, stage: str, limit_s: float) -> N
                 missing.remove(rank)
         if missing:
             sleep(_PAUSE_S)
+    for rank, facts in findings.ranks.items():
+        if (claims := store.add(f"doctor/claims/{rank}", 0)) > 1:
+            facts["errors"].append(f"{claims} processes say that they are rank {rank}")
     for rank in missing & set(findings.ranks):
         findings.ranks[rank]["errors"].append(f"it hung, or broke off: nothing more came in {limit_s:g} s")
 

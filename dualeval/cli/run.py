@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import click
 from dualeval.errors import EXIT_DONE, DualevalError, LaunchError, PeerError
 from dualeval.job import ON_ERROR, PRECISIONS, TASKS, Job
 from dualeval.launch import PROBES, examine
+from dualeval.network import host_identity
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _take_share_of_cores(backend: Backend) -> int:
 
     from dualeval.launch.cores import Cores, share_of_cores
 
-    own = Cores(host=socket.gethostname(), numbers=sorted(os.sched_getaffinity(0)))
+    own = Cores(host=host_identity(), numbers=sorted(os.sched_getaffinity(0)))
     if backend.world.size == 1:
         return len(own.numbers)
     everyone = [Cores(**cores) for cores in backend.all_gather_json(asdict(own))]

@@ -125,8 +125,13 @@ def test_devices_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for seen, node_gpus, index in ((1, 2, 0), (1, 8, 0), (4, 8, 1), (2, 2, 1)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
+        place = choose_device(None, replace(TORCHRUN, node_gpus=node_gpus))
+        assert place == torch.device("cuda", index)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert choose_device(None, replace(TORCHRUN, own_gpus=True)) == torch.device("cuda", 0)
+    with pytest.raises(UsageError, match="which shows 1 GPU"):
+        choose_device(None, replace(TORCHRUN, node_gpus=1))
 
 
 def test_ranks_share_gpus_in_turns_where_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
