@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dualeval.tasks import Task
 
 _MOST_AUTOMATIC_WORKERS = 8
+_LAST_WORDS_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +186,9 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
         # Perhaps this rank's alone (its node may lack the GPU), and there is nowhere yet to tell the others.
         where = f" (on rank {world.rank})" if world.size > 1 else ""
         click.echo(f"dualeval: error: {error}{where}", err=True)
+        if world.size > 1:
+            # srun loses words that it has not handed on when it ends the step.
+            sleep(_LAST_WORDS_S)
         return error.exit_code
     try:
         result = _run_engine(job, manner, backend, control, cores)

@@ -1,0 +1,14 @@
+"""``dualeval``, on whose second rank the name of the first host leads nowhere, and which soon gives up."""
+
+from __future__ import annotations
+
+import os
+
+from dualeval import network
+from dualeval.cli import main
+
+if __name__ == "__main__":
+    network._UNREACHABLE_S = 1.0
+    if os.environ["SLURM_PROCID"] == "1":
+        os.environ["SLURM_STEP_NODELIST"] = "nowhere,h1"
+    main()

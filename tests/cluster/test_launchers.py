@@ -1,0 +1,332 @@
+"""The same bits over two hosts, with every launcher that starts ranks there, batch jobs included."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+from tests import test_digests
+from tests.cluster.hosts import Cluster
+from tests.conftest import ROOT, Launch
+from tests.test_digests import EMBEDDED, SINGLE, Evaluate, Evaluation, Way, check, write_table
+
+pytestmark = pytest.mark.needs("cluster")
+
+# The longest of them takes a tenth of that on two cores.
+PATIENCE = 120.0
+# A PATH on which no environment is active.
+INACTIVE = os.pathsep.join(
+    folder for folder in os.environ["PATH"].split(os.pathsep) if not Path(folder, "dualeval").exists()
+)
+
+# Asked for by the tests below, as this module's own.
+evaluation = test_digests.evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where so many ranks are put, in the words of each launcher.
+
+    A single rank runs on the host where the command is not typed, but for torchrun's, which knows no hosts.
+
+    Attributes:
+        nodes: number of hosts.
+        tasks: options of srun.
+        hosts: what follows -H.
+        agents: number of ranks of torchrun's agent on each host.
+    """
+
+    nodes: int
+    tasks: str
+    hosts: str
+    agents: Sequence[int]
+
+
+PLACES = {
+    1: Places(nodes=1, tasks="-N1 -n1 -w h1", hosts="h1:1", agents=(1,)),
+    2: Places(nodes=2, tasks="-N2 --ntasks-per-node 1", hosts="h0:1,h1:1", agents=(1, 1)),
+    3: Places(nodes=2, tasks="-N2 -n3", hosts="h0:2,h1:1", agents=(2, 1)),
+    4: Places(nodes=2, tasks="-N2 --ntasks-per-node 2", hosts="h0:2,h1:2", agents=(2, 2)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterWay(Way):
+    """A way to start ranks on two hosts: what is typed on h0, with the fields of ``PLACES`` filled in.
+
+    Attributes:
+        on_each: it is typed on every host that ranks run on, with {node} for the host's number.
+        sizes: for how many ranks.
+        further: what the machine needs beside what launcher and backend do.
+    """
+
+    on_each: bool = False
+    sizes: Sequence[int] = (1, 2, 3, 4)
+    further: Sequence[str] = ()
+
+    def command(self, size: int) -> str:
+        agents = PLACES[size].agents
+        return self.on_node("I", "/".join(map(str, dict.fromkeys(agents))), size)
+
+    def commands(self, size: int) -> Sequence[str]:
+        """What is typed on h0, h1, ...."""
+        agents = PLACES[size].agents if self.on_each else PLACES[size].agents[:1]
+        return [self.on_node(str(node), str(ranks), size) for node, ranks in enumerate(agents)]
+
+    def on_node(self, node: str, ranks: str, size: int) -> str:
+        places = PLACES[size]
+        return self.typed.format(
+            n=size, node=node, ranks=ranks, nodes=places.nodes, tasks=places.tasks, hosts=places.hosts
+        )
+
+    def parameter(self, size: int) -> ParameterSet:
+        values, marks, name = super().parameter(size)
+        return pytest.param(*values, marks=[*marks, pytest.mark.needs(*self.further)], id=str(name))
+
+
+AGENT = "--nnodes {nodes} --nproc-per-node {ranks} --rdzv-backend c10d --rdzv-endpoint h0:29500 --rdzv-id 7"
+STATIC = "--nnodes {nodes} --nproc-per-node {ranks} --node-rank {node} --master-addr h0 --master-port 29500"
+TORCHRUN = ClusterWay(
+    typed=f"torchrun {AGENT} -m dualeval run", launcher="torchrun", backend="torch", on_each=True
+)
+TORCHRUN_STATIC = ClusterWay(
+    typed=f"torchrun {STATIC} -m dualeval run", launcher="torchrun", backend="torch", on_each=True
+)
+# One command for all agents, and so as many ranks on each host.
+SRUN_TORCHRUN = ClusterWay(
+    typed=f"srun -N{{nodes}} --ntasks-per-node 1 torchrun {AGENT} -m dualeval run",
+    launcher="torchrun",
+    backend="torch",
+    sizes=(1, 2, 4),
+)
+HOROVODRUN_GLOO = ClusterWay(
+    typed="horovodrun --gloo -np {n} -H {hosts} dualeval run",
+    launcher="horovodrun",
+    backend="horovod",
+    sizes=(2, 3, 4),
+)
+# Where all ranks are on one other host, horovodrun may take the loopback interface for the one between them.
+HOROVODRUN_GLOO_AWAY = ClusterWay(
+    typed="horovodrun --gloo --network-interfaces eth0 -np {n} -H {hosts} dualeval run",
+    launcher="horovodrun",
+    backend="horovod",
+    sizes=(1,),
+)
+HOROVODRUN_MPI = ClusterWay(
+    typed="horovodrun --mpi -np {n} -H {hosts} dualeval run", launcher="mpirun", backend="horovod"
+)
+HOROVODRUN = ClusterWay(
+    typed="horovodrun -np {n} -H {hosts} dualeval run", launcher="mpirun", backend="horovod", sizes=(2,)
+)
+MPIRUN = ClusterWay(typed="mpirun -np {n} -H {hosts} dualeval run", launcher="mpirun", backend="horovod")
+MPIRUN_TORCH = ClusterWay(
+    typed="mpirun -np {n} -H {hosts} dualeval run --backend torch", launcher="mpirun", backend="torch"
+)
+MPIRUN_MPI = ClusterWay(
+    typed="mpirun -np {n} -H {hosts} dualeval run --backend mpi", launcher="mpirun", backend="mpi"
+)
+SRUN = ClusterWay(typed="srun {tasks} dualeval run", launcher="srun", backend="torch")
+SRUN_HOROVOD = ClusterWay(
+    typed="srun {tasks} dualeval run --backend horovod", launcher="srun", backend="horovod"
+)
+SRUN_PMIX = ClusterWay(
+    typed="srun {tasks} --mpi=pmix dualeval run", launcher="srun", backend="torch", further=("mpi",)
+)
+SRUN_PMIX_HOROVOD = ClusterWay(
+    typed="srun {tasks} --mpi=pmix dualeval run --backend horovod",
+    launcher="srun",
+    backend="horovod",
+    further=("mpi",),
+)
+SRUN_PMIX_MPI = ClusterWay(
+    typed="srun {tasks} --mpi=pmix dualeval run --backend mpi", launcher="srun", backend="mpi"
+)
+EVERY_WAY = [
+    *(TORCHRUN, TORCHRUN_STATIC, SRUN_TORCHRUN, HOROVODRUN_GLOO_AWAY, HOROVODRUN_GLOO, HOROVODRUN_MPI),
+    *(MPIRUN, MPIRUN_TORCH, MPIRUN_MPI),
+    *(SRUN, SRUN_HOROVOD, SRUN_PMIX, SRUN_PMIX_HOROVOD, SRUN_PMIX_MPI),
+]
+
+
+@pytest.fixture(scope="module")
+def evaluate(cluster: Cluster, launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evaluate:
+    """Evaluate once in each way, size and job, each in a new folder; gives result.json."""
+    results: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def once(way: Way, size: int, evaluation: Evaluation) -> dict[str, Any]:
+        key = way.command(size), evaluation.name
+        if key not in results:
+            home = tmp_path_factory.mktemp("way")
+            typed = way.commands(size) if isinstance(way, ClusterWay) else [way.command(size)]
+            with ExitStack() as stack:
+                processes = []
+                for host, words in zip(cluster.hosts, typed, strict=False):
+                    command = cluster.on(host, [*words.split(), *evaluation.arguments, "--out", home / "out"])
+                    variables = {**cluster.variables, "PYTHONPATH": ""}
+                    folder = evaluation.folder or home
+                    processes.append(
+                        stack.enter_context(launch.started(command, variables=variables, cwd=folder))
+                    )
+                said = [text for process in processes for text in process.communicate(timeout=PATIENCE)]
+            assert [process.returncode for process in processes] == [0] * len(typed), "\n".join(said)
+            result: dict[str, Any] = json.loads((home / "out/result.json").read_text())
+            assert "".join(said).count(result["metrics_digest"]) == 1
+            results[key] = result
+        return results[key]
+
+    return once
+
+
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [
+        way.parameter(size)
+        for way, size in [
+            (TORCHRUN, 2),
+            (SRUN_TORCHRUN, 4),
+            (HOROVODRUN, 2),
+            (HOROVODRUN_GLOO, 2),
+            (MPIRUN, 2),
+            (SRUN, 4),
+            (SRUN_HOROVOD, 2),
+            (SRUN_PMIX_MPI, 2),
+        ]
+    ],
+)
+def test_every_launcher(evaluate: Evaluate, way: ClusterWay, size: int) -> None:
+    check(evaluate, way, size, EMBEDDED, nodes=PLACES[size].nodes)
+
+
+@pytest.fixture(scope="module")
+def cluster_table() -> Iterator[list[tuple[object, ...]]]:
+    """Rows (job, command, launcher, backend, hosts, ranks, digest), written as those of one host are."""
+    rows: list[tuple[object, ...]] = []
+    yield rows
+    columns = ["job", "command", "launcher", "backend", "hosts", "ranks", "metrics_digest"]
+    write_table("cluster", "Digests under every launcher and backend over two hosts", columns, rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [SINGLE.parameter(1), *(way.parameter(size) for way in EVERY_WAY for size in way.sizes)],
+)
+def test_every_launcher_at_every_size(
+    evaluate: Evaluate,
+    way: Way,
+    size: int,
+    evaluation: Evaluation,
+    cluster_table: list[tuple[object, ...]],
+) -> None:
+    result = check(evaluate, way, size, evaluation, nodes=PLACES[size].nodes)
+    world = result["world"]
+    cluster_table.append(
+        (
+            evaluation.name,
+            f"`{way.command(size)}`",
+            *(world[name] for name in ("launcher", "backend", "nodes", "size")),
+            f"`{result['metrics_digest'][:16]}`",
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What a job of Slurm's left behind, and what was said when it was handed over."""
+
+    number: int
+    state: str
+    exit_code: str
+    log: str
+    said: str
+
+
+class Batch:
+    """Hands jobs to Slurm in a folder that holds the checkout's ``slurm``, and waits for their end."""
+
+    def __init__(self, cluster: Cluster, launch: Launch, folder: Path) -> None:
+        self.cluster = cluster
+        self.launch = launch
+        self.folder = folder
+        (folder / "slurm").symlink_to(ROOT / "slurm")
+
+    def __call__(self, typed: str, variables: Mapping[str, str] | None = None) -> Ended:
+        environ = {**self.cluster.variables, "PYTHONPATH": "", **(variables or {})}
+        command = self.cluster.on("h0", typed.split())
+        # The job has the mark of its launch, and so must end within it.
+        with self.launch.started(command, variables=environ, cwd=self.folder) as process:
+            said, errors = process.communicate(timeout=PATIENCE)
+            assert (process.returncode, errors) == (0, ""), said + errors
+            number = int(said.replace("Submitted batch job", "job").split()[1])
+            state = self.cluster.wait_for_job(number, PATIENCE)
+        shown = self.launch(
+            self.cluster.on("h0", ["scontrol", "show", "job", "--oneliner", str(number)]),
+            variables=self.cluster.variables,
+        )
+        facts = dict(word.split("=", 1) for word in shown.stdout.split() if "=" in word)
+        log = (self.folder / f"dualeval-{number}.log").read_text()
+        return Ended(number=number, state=state, exit_code=facts["ExitCode"], log=log, said=said)
+
+    def result(self, out: str) -> dict[str, Any]:
+        [found] = self.folder.glob(f"{out}/result.json")
+        result: dict[str, Any] = json.loads(found.read_text())
+        return result
+
+
+@pytest.fixture
+def batch(cluster: Cluster, launch: Launch, tmp_path: Path) -> Batch:
+    """Hand over a job as a person types it: ``batch("sbatch slurm/eval.sbatch")``."""
+    return Batch(cluster, launch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("typed", "backend", "nodes", "out"),
+    [
+        ("sbatch slurm/eval.sbatch", "torch", 1, "runs/*"),
+        pytest.param(
+            *("sbatch --nodes 2 slurm/eval_horovod.sbatch --out out", "horovod", 2, "out"),
+            marks=pytest.mark.needs("horovod"),
+        ),
+        ("dualeval submit --nodes 2 -- --out out", "torch", 2, "out"),
+    ],
+)
+def test_a_batch_job(
+    evaluate: Evaluate, batch: Batch, typed: str, backend: str, nodes: int, out: str
+) -> None:
+    ended = batch(typed)
+    assert (ended.state, ended.exit_code) == ("COMPLETED", "0:0"), ended.log
+    if typed.startswith("dualeval"):
+        log = batch.folder.resolve() / f"dualeval-{ended.number}.log"
+        assert ended.said == f"job {ended.number}\nlog {log}\n"
+    result = batch.result(out)
+    assert result["samples"] == {"total": 10_000, "evaluated": 10_000, "failed": 0}
+    assert result["world"] == {"size": nodes, "nodes": nodes, "launcher": "srun", "backend": backend}
+    assert result["metrics_digest"] == evaluate(SINGLE, 1, EMBEDDED)["metrics_digest"]
+    assert ended.log.count(result["metrics_digest"]) == 1
+
+
+def test_a_batch_job_finds_the_environment_in_the_folder(batch: Batch) -> None:
+    (batch.folder / ".venv").symlink_to(sys.prefix)
+    ended = batch("sbatch slurm/eval.sbatch --limit 200 --out out", variables={"PATH": INACTIVE})
+    assert (ended.state, ended.exit_code) == ("COMPLETED", "0:0"), ended.log
+    result = batch.result("out")
+    assert result["samples"] == {"total": 200, "evaluated": 200, "failed": 0}
+    assert result["metrics_digest"] in ended.log
+
+
+def test_a_batch_job_without_an_environment_says_what_to_do(batch: Batch) -> None:
+    ended = batch("sbatch slurm/eval.sbatch --out out", variables={"PATH": INACTIVE})
+    assert (ended.state, ended.exit_code) == ("FAILED", "2:0")
+    folder = batch.folder.resolve()
+    assert ended.log.startswith(f"There is no dualeval on the PATH of h0, and none in {folder}/.venv/bin.")
+    assert "Activate its environment before you type sbatch" in ended.log
+    assert not (folder / "out").exists()
