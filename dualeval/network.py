@@ -26,6 +26,7 @@ _LONGEST_ANSWER = 2**20  # bytes
 LATE_S = 1800.0
 # A host that cannot even be reached is told sooner.
 _UNREACHABLE_S = 60.0
+_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 # Linux: the IPv4 address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
@@ -79,24 +80,32 @@ def meeting(port: int, run_id: str, words: Any) -> Iterator[None]:
     server = _first_free(port, run_id)
     text = json.dumps({"run": run_id, "words": words}).encode()
 
+    over = threading.Event()
+
     def serve() -> None:
-        # Closing the socket ends the wait for the next one.
-        with suppress(OSError):
-            while True:
+        while True:
+            try:
                 connection, _ = server.accept()
-                # Nothing is read: who connects and then keeps silent holds up nobody.
-                with connection, suppress(OSError):
-                    connection.sendall(text)
+            except OSError:
+                if over.is_set():
+                    return
+                # A caller that has gone again, or no file left for it just now: others are on their way.
+                sleep(_PAUSE_S)
+                continue
+            # Nothing is read: who connects and then keeps silent holds up nobody.
+            with connection, suppress(OSError):
+                connection.sendall(text)
 
     serving = threading.Thread(target=serve, name="dualeval-meeting", daemon=True)
     serving.start()
     try:
         yield
     finally:
-        with suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)
-        server.close()
+        over.set()
+        # It ends the wait for the next caller; closing alone would not.
+        server.shutdown(socket.SHUT_RDWR)
         serving.join()
+        server.close()
 
 
 def come_to_meeting(host: str, port: int, run_id: str) -> Any:
@@ -106,7 +115,7 @@ def come_to_meeting(host: str, port: int, run_id: str) -> Any:
         BackendError: the host cannot be reached, or has held no meeting for half an hour.
     """
     start = last_reached = monotonic()
-    pause = 0.01
+    pause = _PAUSE_S
     problem = ""
     while True:
         reached = False
