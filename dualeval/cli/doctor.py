@@ -26,7 +26,7 @@ from dualeval.report.diagnosis import BLOCKING, diagnosis, differences, problems
 from dualeval.world import World
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _PAUSE_S = 0.05
 _HEAD_START_S = 2.0
@@ -311,11 +311,11 @@ def _probe(out: Path, facts: dict[str, Any]) -> Iterator[str | None]:
         Path(path).unlink(missing_ok=True)
 
 
-def _tell(store: Store, world: World, facts: Mapping[str, Any], stage: str) -> None:
+def _tell(store: TCPStore, world: World, facts: Mapping[str, Any], stage: str) -> None:
     store.set(f"doctor/{stage}/{world.rank}", json.dumps(facts))
 
 
-def _collect(store: Store, findings: _Findings, stage: str, limit_s: float) -> None:
+def _collect(store: TCPStore, findings: _Findings, stage: str, limit_s: float) -> None:
     """Take what the other ranks have told, until all have or the time is up."""
     missing = set(range(1, findings.size))
     start = monotonic()
@@ -352,7 +352,7 @@ def _try_backend(facts: dict[str, Any], world: World, asked: _Asked) -> dict[str
         return measure_all_reduce(backend)
 
 
-def _part(store: Store, world: World, present: int, limit_s: float) -> None:
+def _part(store: TCPStore, world: World, present: int, limit_s: float) -> None:
     """Leave rank 0's store, and on rank 0 wait until the others have."""
     start = monotonic()
     left = store.add("doctor/left", 1)
