@@ -16,10 +16,9 @@ from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.backends.mpi import MPI_LAUNCHERS, start_mpi, stop_mpi
-from dualeval.backends.rendezvous import PATIENCE, interface_between_nodes, told_by_rank_0
+from dualeval.backends.rendezvous import interface_between_nodes, shared_store
 from dualeval.errors import BackendError, LaunchError
 from dualeval.network import LATE_S, LOOPBACK
-from dualeval.store import join_store, serve_store
 from dualeval.world import World
 
 # Horovod takes its settings from variables alone. Those that the user has set stay.
@@ -41,6 +40,7 @@ _SETTINGS_OVER_MPI = {
 }
 
 
+_RENDEZVOUS = "dualeval/horovod-rendezvous-port"
 _ADVICE = (
     "Horovod is built with that library: pass --backend mpi, or type 'dualeval setup-horovod' with the "
     "launcher's own mpirun first on the PATH."
@@ -110,17 +110,14 @@ class HorovodBackend(Backend):
     def _met_without_horovodrun(self) -> Iterator[Mapping[str, str]]:
         """Serve on rank 0 what horovodrun would; yields what it would tell this rank."""
         world = self.world
-        server = words = None
-        if world.is_main:
-            server, offer = serve_store(world)
-            everywhere = LOOPBACK if world.is_one_node else "0.0.0.0"
-            words = {"store": offer, "port": self._serving.enter_context(_rendezvous(everywhere))}
-        with told_by_rank_0(world, words) as words:
-            store = server or join_store(words["store"], world.rank, "Horovod's rendezvous", PATIENCE)
-            port = server.port if server else None
+        with shared_store(world, "Horovod's rendezvous") as (store, host, port):
+            if world.is_main:
+                everywhere = LOOPBACK if world.is_one_node else "0.0.0.0"
+                store.set(_RENDEZVOUS, str(self._serving.enter_context(_rendezvous(everywhere))))
+            rendezvous_port = int(store.get(_RENDEZVOUS))
             network = "lo" if world.is_one_node else interface_between_nodes(world, store, port)
             # The store is served until the block is left: other ranks may be on their way to it.
-            yield gloo_variables(world, store.host, words["port"], network)
+            yield gloo_variables(world, host, rendezvous_port, network)
 
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._translated("reducing"):

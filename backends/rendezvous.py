@@ -105,7 +105,7 @@ def _ask(place: tuple[str, int], method: str, body: bytes | None = None) -> tupl
 
 
 @contextmanager
-def shared_store(world: World, purpose: str) -> Iterator[tuple[Store, int | None]]:
+def shared_store(world: World, purpose: str) -> Iterator[tuple[Store, str, int | None]]:
     """Open a store that all ranks share. A collective.
 
     Rank 0 serves it until its block is left, which has to wait for the others.
@@ -115,19 +115,18 @@ def shared_store(world: World, purpose: str) -> Iterator[tuple[Store, int | None
         purpose: what it is for, in messages.
 
     Yields:
-        the store and, on rank 0, the port where it is served.
+        the store, the host or address at which this rank has reached it and, on rank 0, the port where it is
+        served.
     """
     if world.launcher == "torchrun":
         assert world.master is not None
         store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
-        yield PrefixStore("dualeval", store), world.master[1]
+        yield PrefixStore("dualeval", store), *world.master
         return
     server, offer = serve_store(world) if world.is_main else (None, None)
     with told_by_rank_0(world, offer) as offer:
-        yield (
-            server or join_store(offer, world.rank, purpose, PATIENCE),
-            server.port if server else None,
-        )
+        client = server or join_store(offer, world.rank, purpose, PATIENCE)
+        yield client, client.host, server.port if server else None
 
 
 def interface_between_nodes(world: World, store: Store, port: int | None) -> str | None:

@@ -46,7 +46,7 @@ class TorchBackend(Backend):
         self._library = "nccl" if on_gpu else "gloo"
         with (
             self._translated("joining the group"),
-            shared_store(self.world, "torch.distributed") as (store, port),
+            shared_store(self.world, "torch.distributed") as (store, _, port),
         ):
             # NCCL finds a network by itself that all nodes share; gloo has to be told.
             told = on_gpu or self.world.is_one_node

@@ -31,8 +31,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
+from dualeval.network import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Seconds between two looks at the ranks: half of it is what a run loses at its end on average.
 MONITOR_INTERVAL = 0.03

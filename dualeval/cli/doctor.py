@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
 import sys
 import tempfile
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -22,6 +20,7 @@ import click
 
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError
 from dualeval.launch import PROBES, Detection, examine
+from dualeval.network import host_identity
 from dualeval.report.diagnosis import BLOCKING, diagnosis, differences, problems
 from dualeval.world import World
 
@@ -110,8 +109,10 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
     import torch
 
     from dualeval.backends import choose_backend, choose_device, horovod, mpi
+    from dualeval.engine.agreement import machine_facts
 
     errors = [] if detection.error is None else [str(detection.error)]
+    versions = machine_facts(torch.device("cpu"))["versions"]
     facts: dict[str, Any] = {
         "rank": world.rank,
         "size": world.size,
@@ -120,6 +121,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         "node_rank": world.node_rank,
         "launcher": world.launcher,
         "host": socket.gethostname(),
+        "host_identity": host_identity(),
         "pid": os.getpid(),
         "variables": {
             launcher: [asdict(variable) for variable in variables]
@@ -136,9 +138,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         "shares_output": None,
         "operations": {},
         "errors": errors,
-        "dualeval": _version("dualeval"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        **{name: versions[name] for name in ("dualeval", "python", "torch")},
         "cuda": torch.version.cuda or "torch is built without",
         "nccl": _nccl(),
     }
@@ -156,13 +156,6 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         except DualevalError as error:
             errors.append(str(error))
     return facts
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _nccl() -> str:
@@ -252,7 +245,7 @@ def _try_together(findings: _Findings, facts: dict[str, Any], world: World, aske
     # The backend's own meeting comes later, at the same place.
     apart = replace(world, run_id=f"{world.run_id}.doctor") if world.run_id else world
     with ExitStack() as stack:
-        store, _ = stack.enter_context(shared_store(apart, "the doctor"))
+        store, _, _ = stack.enter_context(shared_store(apart, "the doctor"))
         # A second one, as the control plane has it; the first may be the launcher's.
         server = None
         if world.is_main:
@@ -379,7 +372,7 @@ def _share_cores(ranks: list[dict[str, Any]]) -> None:
     """Set the number of threads that each rank would take, as ``dualeval run`` does."""
     from dualeval.launch.cores import Cores, share_of_cores
 
-    everyone = [Cores(host=facts["host"], numbers=facts["cores"]) for facts in ranks]
+    everyone = [Cores(host=facts["host_identity"], numbers=facts["cores"]) for facts in ranks]
     for facts, own in zip(ranks, everyone, strict=True):
         chosen = facts["omp_num_threads"] or ""
         facts["threads"] = int(chosen) if chosen.isdecimal() else share_of_cores(own, everyone)
