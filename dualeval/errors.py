@@ -5,7 +5,8 @@
     │   └── LaunchError      2   the launcher's variables and the wanted backend do not fit together
     ├── BackendError         1   a collective was asked for something that no backend does, or it broke
     ├── ExactlyOnceError     1   after the reduction a sample was counted never, or more than once
-    └── PeerError            *   another rank failed first; carries that rank's message and exit code
+    ├── PeerError            *   another rank failed first; carries that rank's message and exit code
+    └── Stopped             75   a signal asked the run to end; what was finished is saved
 
 A message says what was found, what was expected, and what to type. Anything else that reaches the top is
 a bug or a failure of the machine: it keeps its traceback and exits 1.
@@ -16,6 +17,8 @@ from __future__ import annotations
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+# EX_TEMPFAIL of sysexits.h: the same command again goes on.
+EXIT_STOPPED = 75
 
 
 class DualevalError(Exception):
@@ -59,9 +62,17 @@ class PeerError(DualevalError):
 
     Attributes:
         rank: the rank that failed first.
+        where: the same with its host and process, as "rank 3 on n2 (pid 4711)".
     """
 
-    def __init__(self, message: str, *, rank: int, exit_code: int) -> None:
+    def __init__(self, message: str, *, rank: int, exit_code: int, where: str | None = None) -> None:
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+        self.where = where or f"rank {rank}"
+
+
+class Stopped(DualevalError):
+    """A signal asked the run to end; ``str()`` is the signal's name."""
+
+    exit_code = EXIT_STOPPED

@@ -16,6 +16,7 @@ from dualeval.errors import UsageError
 TASKS = ("image-classification",)
 PRECISIONS = ("fp32", "tf32", "amp-bf16", "amp-fp16")
 ON_ERROR = ("stop", "skip")
+SCHEDULES = ("static", "dynamic")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dualeval.errors import DualevalError
 from dualeval.metrics import Value
 
 SCHEMA_VERSION = 1
+STATUS = "status.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,38 @@ def sha256_of_json(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def read_result(path: Path) -> Result:
+    """Read a result.json and check it against its own digest.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        DualevalError: it is damaged, or of another version.
+    """
+    try:
+        return result_from(json.loads(path.read_text("utf-8")))
+    except (ValueError, DualevalError) as error:
+        raise DualevalError(f"{path} is damaged: {error}") from error
+
+
+def result_from(content: Any) -> Result:
+    """Make a result of the content of a result.json.
+
+    Raises:
+        DualevalError: a field is missing or unknown, or the metrics do not fit the digest.
+    """
+    try:
+        values = dict(content)
+        version, digest = values.pop("schema_version"), values.pop("metrics_digest")
+        if version != SCHEMA_VERSION:
+            raise DualevalError(f"its schema version is {version}, expected {SCHEMA_VERSION}")
+        result = Result(**values)
+        if result.metrics_digest != digest:
+            raise DualevalError("its metrics do not fit its metrics_digest")
+    except (ValueError, TypeError, KeyError) as error:
+        raise DualevalError(f"{type(error).__name__}: {error}") from error
+    return result
+
+
 def partial_of(path: Path) -> Path:
     """Where a file is written until it is whole."""
     return path.with_name(path.name + ".partial")
@@ -89,21 +125,47 @@ def partial_of(path: Path) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that is whole under its name, or not there."""
-    partial = partial_of(path)
-    partial.write_text(text, "utf-8")
-    partial.replace(path)
+    # A name of its own: several processes may write the file, and then the last one's is there.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
-def write_status(
-    folder: Path, state: str, *, exit_code: int | None = None, reason: str | None = None
-) -> None:
-    """Write status.json, the truth for scripts whatever a launcher makes of exit codes.
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The state of a run; status.json, the truth for scripts whatever a launcher makes of exit codes.
 
-    Args:
-        folder: the run's output folder.
-        state: "running", "done" or "failed".
+    Attributes:
+        state: "running", "done", "failed" or "stopped".
         exit_code: what the ranks end with; None while running.
         reason: the first error's message, where there was one.
+        signal: the name of the signal that stopped the run.
+        chunks_saved: number of chunks that a stopped run has finished and saved since it was started.
+        launch_id: of the launcher that may start a stopped run's ranks again.
     """
-    status = {"state": state, "exit_code": exit_code, "reason": reason}
-    write_text(folder / "status.json", json.dumps(status, indent=2, ensure_ascii=False) + "\n")
+
+    state: str
+    exit_code: int | None = None
+    reason: str | None = None
+    signal: str | None = None
+    chunks_saved: int | None = None
+    launch_id: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write it into the run's output folder."""
+        write_text(folder / STATUS, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_status(folder: Path) -> Status | None:
+    """Read the state of a folder's run; None where there is no readable one."""
+    try:
+        return Status(**json.loads((folder / STATUS).read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -22,6 +22,8 @@ class World:
         node_sizes: number of ranks on each node, by its number; None where the launcher does not tell.
         mpi: whether the launcher gives its processes a way into MPI (mpirun; srun with --mpi=pmix or pmi2).
         node_gpus: number of GPUs that all ranks of this node have together; None where it does not tell.
+        restarts: how often the launcher has started the ranks again.
+        launch_id: what ranks that a launcher starts again have in common; None where it starts none again.
     """
 
     rank: int
@@ -36,6 +38,8 @@ class World:
     node_sizes: tuple[int, ...] | None = None
     mpi: bool = False
     node_gpus: int | None = None
+    restarts: int = 0
+    launch_id: str | None = None
 
     @property
     def is_main(self) -> bool:

@@ -26,6 +26,9 @@ Probe = Callable[[Mapping[str, str]], World | None]
 # Slurm numbers from here on what is no step of tasks: a batch script, an salloc shell on a node.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _GPUS = "SLURM_GPUS_ON_NODE"
+# How often the ranks were started again: torchrun's --max-restarts, and a job that was requeued.
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_REQUEUES = "SLURM_RESTART_COUNT"
 # By these MPI's own launchers tell a rank its number, beside variables of theirs or, as some do, alone.
 _OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
 # Ports for ranks to meet at: outside of what the kernel gives to clients (32768 and up).
@@ -226,6 +229,8 @@ def _probe_torchrun(environ: Mapping[str, str]) -> World | None:
         world,
         node_rank=_whole_number(TORCHRUN, environ, "GROUP_RANK"),
         master=_address(TORCHRUN, environ, "MASTER_ADDR", "MASTER_PORT"),
+        restarts=_whole_number(TORCHRUN, environ, _RESTARTS) if environ.get(_RESTARTS) else 0,
+        launch_id=environ.get(TORCHRUN.mark or ""),
     )
 
 
@@ -295,15 +300,16 @@ def _probe_srun(environ: Mapping[str, str]) -> World | None:
             environ,
             "Leave out --distribution=arbitrary, and SLURM_HOSTFILE",
         )
-    restart = environ.get("SLURM_RESTART_COUNT", "0")
+    restarts = _whole_number(SRUN, environ, _REQUEUES) if environ.get(_REQUEUES) else 0
     return replace(
         _checked(SRUN, environ, rank, size, _whole_number(SRUN, environ, SRUN.local_rank), sizes[node]),
         node_rank=node,
         master=(hosts[0], _FIRST_PORT + (131 * job + number) % _PORTS),
-        run_id=f"{environ.get('SLURM_CLUSTER_NAME', '')}.{job}.{number}.{restart}",
+        run_id=f"{environ.get('SLURM_CLUSTER_NAME', '')}.{job}.{number}.{restarts}",
         node_sizes=sizes,
         mpi=_has_way_into_mpi(environ, f"{job}.{number}"),
         node_gpus=_whole_number(SRUN, environ, _GPUS) if environ.get(_GPUS) else None,
+        restarts=restarts,
     )
 
 

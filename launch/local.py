@@ -12,8 +12,10 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import monotonic
 from types import FrameType
 from typing import Any
 
@@ -36,6 +38,8 @@ from dualeval.network import LOOPBACK
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Seconds between two looks at the ranks: half of it is what a run loses at its end on average.
 MONITOR_INTERVAL = 0.03
+# Ranks that are asked to stop have ended after 5 s, if they can.
+_STOP_WITHIN_S = 10.0
 
 
 def run_local(
@@ -43,24 +47,28 @@ def run_local(
     processes: int,
     environ: Mapping[str, str],
     variables_of: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    stop_signals: Collection[signal.Signals] = (),
 ) -> int:
     """Run a command as the ranks of one run on this machine, and wait for them.
 
     Their standard output and error are this process's own. They get torchrun's variables beside ``environ``
     (but not its OMP_NUM_THREADS=1: the ranks divide the cores themselves). When a rank fails, the others get
     SIGTERM and, 30 s later, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT sent to this process are passed to
-    the ranks in the same way. Call it in the main thread.
+    the ranks in the same way, but ``stop_signals`` leave them time to end by themselves. Call it in the main
+    thread.
 
     Args:
         command: the program and its arguments.
         processes: number of ranks.
         environ: variables for the ranks, on top of this process's own.
         variables_of: further ones for each rank.
+        stop_signals: on which ranks save what they have and end: these are passed on, each time they come.
 
     Returns:
         0 when every rank exited 0; 2 when any rank exited 2 (wrong input is a cause, never a consequence);
         else the code of the rank that failed first, 130 for a death by SIGINT and 143 by SIGTERM.
-        128 + N when this process itself was sent signal N and ended the ranks.
+        128 + N when this process itself was sent signal N and ended the ranks. After one of ``stop_signals``
+        the code of the ranks.
 
     Raises:
         UsageError: fewer than one rank, or more than this machine can sensibly run.
@@ -75,7 +83,7 @@ def run_local(
             f"begins). Type a smaller --nproc, or use more nodes."
         )
     rendezvous_handler_registry.register(_LocalRendezvous.backend, _LocalRendezvous)
-    watch = _SignalWatch()
+    watch = _SignalWatch(stop_signals)
     # Later torch versions can be told to leave the signals to the watch; earlier ones have no such field.
     options: dict[str, Any] = (
         {"signals_to_handle": ""} if _has_field(LaunchConfig, "signals_to_handle") else {}
@@ -138,12 +146,34 @@ class _SignalWatch:
     the exception would leave them running without a parent. The agent asks between two looks instead.
     """
 
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+    def __init__(self, stop_signals: Collection[signal.Signals]) -> None:
+        self._stop_signals = frozenset(stop_signals)
+        self._received: signal.Signals | None = None
+        self._since = 0.0
+        self._to_pass_on: list[signal.Signals] = []
+
+    @property
+    def ending(self) -> signal.Signals | None:
+        """The signal after which the ranks have to be ended."""
+        if self._received in self._stop_signals and monotonic() - self._since < _STOP_WITHIN_S:
+            return None
+        return self._received
+
+    def pass_on(self) -> None:
+        """Hand the ranks what they are to end by themselves on."""
+        while self._to_pass_on:
+            number = self._to_pass_on.pop(0)
+            for child in _children():
+                with suppress(ProcessLookupError):
+                    os.kill(child, number)
 
     def __enter__(self) -> _SignalWatch:
         # A signal that is ignored here (nohup, a job in a shell's background) stays ignored.
-        wanted = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        wanted = [
+            number
+            for number in {*ENDING_SIGNALS, *self._stop_signals}
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
         self._previous = {number: signal.signal(number, self._remember) for number in wanted}
         return self
 
@@ -152,7 +182,20 @@ class _SignalWatch:
             signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or signal.Signals(number)
+        if self._received is None:
+            self._received, self._since = signal.Signals(number), monotonic()
+        if number in self._stop_signals:
+            self._to_pass_on.append(signal.Signals(number))
+
+
+def _children() -> Iterator[int]:
+    """Numbers of this process's child processes."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        # Gone, perhaps, since they were listed.
+        with suppress(OSError):
+            _, parent, *_ = file.read_text().rpartition(")")[2].split()
+            if int(parent) == os.getpid():
+                yield int(file.parent.name)
 
 
 class _LocalRendezvous(RendezvousHandler):
@@ -182,8 +225,10 @@ class _LocalRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return 0: nobody else can join. The agent asks after each look at the ranks, all of them noted."""
-        if self._watch.received is not None:
-            raise SignalException(f"got {self._watch.received.name}", sigval=self._watch.received)
+        self._watch.pass_on()
+        ending = self._watch.ending
+        if ending is not None:
+            raise SignalException(f"got {ending.name}", sigval=ending)
         return 0
 
     def is_closed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -111,7 +112,7 @@ def test_the_reporter_sums_over_ranks_and_hears_of_failures() -> None:
             counted.set()
 
     def work(rank: int, control: ControlPlane) -> Any:
-        control.start_reporting(show if rank == 0 else None)
+        control.begin_run(show if rank == 0 else None)
         control.add_done(10 * (rank + 1))
         if rank == 0:
             assert counted.wait(LIMIT_S)
@@ -177,7 +178,7 @@ def test_without_rank_0_it_is_said_so() -> None:
         return None
 
     seen, own = on_ranks(2, work)[1]
-    assert seen.startswith("rank 0 can no longer be reached")
+    assert re.match(r"rank 0 on \S+ \(pid \d+\) can no longer be reached", seen)
     assert own == "mine"
 
 
@@ -231,12 +232,12 @@ def test_a_second_run_counts_from_nothing() -> None:
         last = []
         for _ in range(2):
             shown: list[int] = []
-            control.start_reporting(shown.append if rank == 0 else None)
+            control.begin_run(shown.append if rank == 0 else None)
             control.add_done(5)
             if rank == 1:
-                control.stop_reporting()
+                control.end_run()
             control.meet()
-            control.stop_reporting()
+            control.end_run()
             control.meet()
             last.append(shown[-1] if shown else 0)
         return last

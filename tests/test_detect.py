@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -99,9 +100,18 @@ MARK = "TORCHELASTIC_RUN_ID"
 
 
 def test_torchrun() -> None:
-    assert detect(TORCHRUN) == World(
-        rank=5, size=8, local_rank=1, local_size=4, node_rank=1, launcher="torchrun", master=("node0", 29500)
+    world = World(
+        rank=5,
+        size=8,
+        local_rank=1,
+        local_size=4,
+        node_rank=1,
+        launcher="torchrun",
+        master=("node0", 29500),
+        launch_id="none",
     )
+    assert detect(TORCHRUN) == world
+    assert detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}) == replace(world, restarts=2)
 
 
 @pytest.mark.parametrize("launcher", RECORDED)

@@ -54,7 +54,7 @@ def test_rows_reach_rank_0_without_a_shared_folder(
 ) -> None:
     first, second = run_ranks(launch, "apart", 2, tmp_path, way)
     assert first["digest"] == second["digest"] == wanted
-    assert first["left"] == ["predictions.parquet", "result.json", "status.json"]
+    assert first["left"] == ["job.json", "predictions.parquet", "result.json", "status.json"]
     assert second["left"] == []
     table = pyarrow.parquet.read_table(tmp_path / "disk-of-0/out/predictions.parquet")
     assert table["index"].to_pylist() == list(range(997))
@@ -65,7 +65,7 @@ def test_ranks_of_a_node_share_its_disk_and_leave_nothing(
     launch: Launch, tmp_path: Path, wanted: str
 ) -> None:
     first, *others = run_ranks(launch, "apart_on_two_nodes", 3, tmp_path)
-    assert first["left"] == ["predictions.parquet", "result.json", "status.json"]
+    assert first["left"] == ["job.json", "predictions.parquet", "result.json", "status.json"]
     assert others == [{"digest": wanted, "left": []}] * 2
     table = pyarrow.parquet.read_table(tmp_path / "disk-of-0/out/predictions.parquet")
     assert table["index"].to_pylist() == list(range(997))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,8 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualeval.errors import EXIT_DONE, DualevalError, LaunchError, PeerError
-from dualeval.job import ON_ERROR, PRECISIONS, TASKS, Job
+from dualeval.engine.signals import DEFAULT_SIGNALS, Signals, numbers_of
+from dualeval.errors import (
+    EXIT_DONE,
+    EXIT_USAGE,
+    DualevalError,
+    LaunchError,
+    PeerError,
+    Stopped,
+    UsageError,
+    exit_code_of,
+)
+from dualeval.job import ON_ERROR, PRECISIONS, SCHEDULES, TASKS, Job
 from dualeval.launch import PROBES, examine
 from dualeval.network import host_identity
 from dualeval.world import World
@@ -24,11 +34,13 @@ from dualeval.world import World
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
     from dualeval.engine.control import ControlPlane
+    from dualeval.engine.watch import Watch
     from dualeval.result import Result
     from dualeval.tasks import Task
 
 _MOST_AUTOMATIC_WORKERS = 8
 _LAST_WORDS_S = 0.5
+_LEAST_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +53,20 @@ class _Manner:
     allow_shared_gpu: bool
     progress: bool
     as_json: bool
+    schedule: str
+    heartbeat_timeout: float
+    stop_signals: tuple[str, ...]
     started: float
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise UsageError(f"--schedule {self.schedule!r}: expected one of {', '.join(SCHEDULES)}.")
+        if not _LEAST_TIMEOUT_S <= self.heartbeat_timeout < math.inf:
+            raise UsageError(
+                f"--heartbeat-timeout {self.heartbeat_timeout:g}: expected seconds, at least "
+                f"{_LEAST_TIMEOUT_S:g} (a rank tells that it goes on twice a second)"
+            )
+        numbers_of(self.stop_signals)
 
 
 def _numbers(
@@ -81,8 +106,28 @@ def _numbers(
 @click.option(
     "--on-error", help=f"What a sample that cannot be read does: {', '.join(ON_ERROR)}.  [default: stop]"
 )
-@click.option("--out", type=click.Path(path_type=Path), help="Output folder.  [default: a new one in runs/]")
-@click.option("--fresh", is_flag=True, help="Remove an earlier run's files from --out first.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Output folder; a run that was begun there goes on.  [default: a new one in runs/]",
+)
+@click.option("--fresh", is_flag=True, help="Start over in --out: remove an earlier run's files first.")
+@click.option(
+    "--schedule",
+    default=SCHEDULES[0],
+    help="static: each rank the same number of chunks; dynamic: a slow rank takes fewer.  [default: static]",
+)
+@click.option(
+    "--heartbeat-timeout",
+    type=float,
+    default=60.0,
+    help="Seconds without progress after which a rank is given up.  [default: 60]",
+)
+@click.option(
+    "--stop-signals",
+    default=",".join(DEFAULT_SIGNALS),
+    help=f"Signals that save and end the run.  [default: {','.join(DEFAULT_SIGNALS)}]",
+)
 @click.option("--allow-shared-gpu", is_flag=True, help="Let several ranks of a node share a GPU.")
 @click.option("--backend", help="How ranks talk: single, torch, horovod, mpi.  [default: by launcher]")
 @click.option("--launcher", help=f"Who started the ranks: {', '.join(PROBES)}.  [default: detected]")
@@ -110,9 +155,13 @@ def run(context: click.Context, /, **flags: Any) -> None:
     config = flags.pop("config")
     manner = _Manner(
         started=started,
+        stop_signals=tuple(flags.pop("stop_signals").split(",")),
         **{
             name: flags.pop(name)
-            for name in ("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json")
+            for name in (
+                *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json"),
+                *("schedule", "heartbeat_timeout"),
+            )
         },
     )
     job = Job.read(config, flags)
@@ -151,12 +200,13 @@ def _start_ranks(nproc: int, world: World, job: Job, manner: _Manner, arguments:
     main_file = Path(__file__).resolve().parent.parent / "__main__.py"
     # Said, not left to be found: variables of another launcher may be left over in the shell.
     command = [sys.executable, str(main_file), *_without_start(arguments), "--launcher", launcher]
+    stop_signals = numbers_of(manner.stop_signals)
     if launcher == "torchrun":
-        return run_local(command, nproc, os.environ)
+        return run_local(command, nproc, os.environ, stop_signals=stop_signals)
     from dualeval.backends.horovod import serve_rendezvous
 
     with serve_rendezvous(nproc) as variables_of:
-        return run_local(command, nproc, os.environ, variables_of)
+        return run_local(command, nproc, os.environ, variables_of, stop_signals)
 
 
 def _without_start(arguments: Sequence[str]) -> list[str]:
@@ -174,14 +224,17 @@ def _without_start(arguments: Sequence[str]) -> list[str]:
 
 def _evaluate(job: Job, manner: _Manner, world: World) -> int:
     """Evaluate as one rank; returns the exit code, the same on every rank."""
+    # Before any library has a thread: what is blocked then is blocked in all of them.
+    signals = Signals(manner.stop_signals)
     from dualeval.backends import choose_backend, connect
     from dualeval.engine.control import open_control_plane
+    from dualeval.engine.watch import Watch
 
     choose_backend(manner.backend, world)
     try:
         backend = connect(manner.backend, world, job.device, allow_shared_gpu=manner.allow_shared_gpu)
+        control = open_control_plane(backend, manner.heartbeat_timeout)
         cores = _take_share_of_cores(backend)
-        control = open_control_plane(backend)
     except DualevalError as error:
         # Perhaps this rank's alone (its node may lack the GPU), and there is nowhere yet to tell the others.
         where = f" (on rank {world.rank})" if world.size > 1 else ""
@@ -190,12 +243,15 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
             # srun loses words that it has not handed on when it ends the step.
             sleep(_LAST_WORDS_S)
         return error.exit_code
+    watch = Watch(control, lambda line: click.echo(line, err=True))
+    signals.tell(control.stop)
     try:
-        result = _run_engine(job, manner, backend, control, cores)
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - told to every rank and to the caller
-        code = _end_after(error, control)
+        result = _run_engine(job, manner, backend, control, watch, cores)
+    except Exception as error:  # noqa: BLE001 - told to every rank and to the caller
+        code = _end_after(error, control, watch)
         backend.close(failed=True)
         return code
+    control.progress.step("end")
     control.leave()
     backend.close()
     if world.is_main:
@@ -222,7 +278,9 @@ def _take_share_of_cores(backend: Backend) -> int:
     return share
 
 
-def _run_engine(job: Job, manner: _Manner, backend: Backend, control: ControlPlane, cores: int) -> Result:
+def _run_engine(
+    job: Job, manner: _Manner, backend: Backend, control: ControlPlane, watch: Watch, cores: int
+) -> Result:
     from dualeval.engine.evaluator import Evaluator
     from dualeval.report.progress import Progress
 
@@ -244,7 +302,10 @@ def _run_engine(job: Job, manner: _Manner, backend: Backend, control: ControlPla
             precision=job.precision,
             workers=_workers(job, task, cores),
             on_error=job.on_error,
+            schedule=manner.schedule,
             fresh=manner.fresh,
+            watch=watch,
+            note=lambda sentence: click.echo(f"dualeval: note: {sentence}", err=True),
             job=job.to_json(),
             show=shown,
             started=manner.started,
@@ -293,18 +354,33 @@ def _show(result: Result, manner: _Manner) -> None:
         print_result(result)
 
 
-def _end_after(error: BaseException, control: ControlPlane) -> int:
-    """Tell every rank of a failure, say it once, and leave together with one exit code."""
+def _end_after(error: Exception, control: ControlPlane, watch: Watch) -> int:
+    """Tell every rank of a failure, say it, and leave together with one exit code."""
+    from dualeval.engine.watch import spoken
+
+    if isinstance(error, Stopped) or control.stopping is not None:
+        # Whatever went wrong while ranks were ending: they were told to.
+        watch.wait_for_end()
+    watch.main_ends(exit_code_of(error))
     first = error if isinstance(error, PeerError) else control.fail(error)
-    if not isinstance(error, (DualevalError, KeyboardInterrupt)):
+    if not isinstance(error, DualevalError):
         traceback.print_exception(error)
+    rank = control.name.rank
 
     def say() -> None:
         # What rank 0 met as well is no matter of one rank.
-        where = f" (on rank {first.rank})" if first.rank != 0 and str(first) != str(error) else ""
-        click.echo(f"dualeval: error: {first}{where}", err=True)
+        everybodys = first.rank == 0 or str(first) == str(error)
+        click.echo(f"dualeval: error: {first}" if everybodys else spoken(first, 0), err=True)
 
-    # A launcher ends all ranks as soon as one has failed; each must still end with its own exit code.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    control.leave_after_message(say)
+    if first.exit_code == EXIT_USAGE:
+        control.leave_after_message(say)
+    elif first.rank == 0 and rank != 0:
+        click.echo(spoken(first, rank), err=True)
+        # It knows already; and may be gone at any moment.
+        control.leave()
+    elif rank != 0:
+        click.echo(spoken(first, rank), err=True)
+        control.leave_after_message(lambda: None)
+    else:
+        control.leave_after_message(lambda: click.echo(spoken(first, 0), err=True))
     return first.exit_code

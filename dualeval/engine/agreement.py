@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import platform
+import sys
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,24 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
         digest.update(content.flatten().view(torch.uint8).numpy().data)
         elements += content.numel()
     return {"fingerprint": digest.hexdigest(), "elements": elements}
+
+
+def source_fingerprint(objects: Iterable[object]) -> str:
+    """sha256 over the source files that define the classes of some objects, with the modules' names.
+
+    Weights say nothing of what a forward does with them; a file that was edited before a run is resumed does.
+    """
+    digest = hashlib.sha256()
+    for module in sorted({type(item).__module__ for item in objects}):
+        digest.update(f"{module}\0".encode())
+        found = sys.modules.get(module)
+        try:
+            source = None if found is None else inspect.getsourcefile(found)
+        except TypeError:  # a builtin module: Python's version stands for it
+            source = None
+        if source is not None and Path(source).is_file():
+            digest.update(hashlib.sha256(Path(source).read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
@@ -76,12 +97,22 @@ def check_same_job(jobs: list[dict[str, Any]], hosts: list[str]) -> None:
         UsageError: names the first rank that differs from rank 0, and the fields.
     """
     for rank, job in enumerate(jobs):
-        differing = [name for name in jobs[0] if job.get(name) != jobs[0][name]]
+        differing = differences(jobs[0], job)
         if differing:
-            shown = "; ".join(
-                f"{name}: {jobs[0][name]} on rank 0, {job.get(name)} here" for name in differing
-            )
+            shown = "; ".join(f"{name}: {first} on rank 0, {own} here" for name, first, own in differing)
             raise UsageError(
                 f"rank {rank} on {hosts[rank]} does not have the same job as rank 0 on {hosts[0]} ({shown}). "
                 "Start every rank with the same options, data and weights."
             )
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Where two nests of plain values differ: name with dots, value in each (None where it is missing)."""
+    found: list[tuple[str, Any, Any]] = []
+    for name in dict.fromkeys([*one, *other]):
+        first, second = one.get(name), other.get(name)
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            found += [(f"{name}.{inner}", *values) for inner, *values in differences(first, second)]
+        elif first != second:
+            found.append((name, first, second))
+    return found

@@ -140,6 +140,14 @@ class Compute:
         return wait
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device has no memory left for a batch."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # What the CPU's allocator raises has no type of its own.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
+
+
 def _copy_sharing_tensors(model: nn.Module) -> nn.Module:
     """The modules copied, so that what a forward stores in them stays with its thread; the tensors shared."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}

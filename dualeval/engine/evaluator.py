@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from dualeval.engine import numerics
-from dualeval.engine.agreement import check_same_job, machine_facts, model_fingerprint
-from dualeval.engine.compute import Compute, Pending, usable_threads
+from dualeval.engine.agreement import check_same_job, machine_facts, model_fingerprint, source_fingerprint
+from dualeval.engine.compute import Compute, Pending, is_out_of_memory, usable_threads
 from dualeval.engine.control import ControlPlane
 from dualeval.engine.feed import FailedSample, Feed, Reader
-from dualeval.engine.folder import RunFolder
+from dualeval.engine.folder import Found, RunFolder, folder_of_launch
 from dualeval.engine.journal import JournalWriter
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
-from dualeval.errors import UsageError
+from dualeval.engine.watch import Watch
+from dualeval.errors import DualevalError, PeerError, Stopped, UsageError
 from dualeval.metrics import Measured
 from dualeval.result import Result, sha256_of_json
 
@@ -42,14 +45,20 @@ class Evaluator:
         task: what is evaluated.
         backend: how the ranks reduce and gather.
         control: where the ranks meet; opened on the same backend.
-        out: folder for result.json and the rest, the same path on every rank; None makes a new folder
-            ``runs/<UTC time>-<fingerprint>``.
+        out: folder for result.json and the rest, the same path on every rank; a run of the same job that
+            was begun there is gone on with. None makes a new folder ``runs/<UTC time>-<fingerprint>``.
         batch_size: samples a batch.
         limit: evaluate only the first samples; None for all.
         precision: a key of ``numerics.PRECISIONS``.
         workers: reading processes of each rank; 0 reads in the rank's own process.
         on_error: what a sample that cannot be read does: "stop" ends the run, "skip" leaves it out.
+        schedule: how chunks go to ranks: "static", chunk c to rank c mod size, or "dynamic", to the rank that
+            has time for it.
         fresh: remove an earlier run's files from ``out`` first.
+        lease: keep other runs out of ``out`` for as long as this one lasts. Without it two runs there do the
+            same work twice, for one right result.
+        watch: saves what is finished, and ends this process, where it cannot end by itself.
+        note: called with sentences for people, on rank 0 only.
         job: the options as the caller wants them recorded in the result.
         show: progress display, called on rank 0 from a thread of its own.
         started: ``perf_counter()`` at the start of the run, where that was before this call.
@@ -67,7 +76,11 @@ class Evaluator:
         precision: str = "fp32",
         workers: int = 0,
         on_error: str = "stop",
+        schedule: str = "static",
         fresh: bool = False,
+        lease: bool = True,
+        watch: Watch | None = None,
+        note: Callable[[str], None] = lambda sentence: None,
         job: Mapping[str, Any] | None = None,
         show: Show | None = None,
         started: float | None = None,
@@ -81,7 +94,11 @@ class Evaluator:
         self._precision = precision
         self._workers = workers
         self._on_error = on_error
+        self._schedule = schedule
         self._fresh = fresh
+        self._lease = lease
+        self._watch = watch
+        self._note = note
         self._job = dict(job or {})
         self._show = show
         self._started = perf_counter() if started is None else started
@@ -93,10 +110,8 @@ class Evaluator:
             UsageError: task, data, weights and options do not fit together.
             ExactlyOnceError: a sample was counted never, or more than once.
             PeerError: another rank failed first.
+            Stopped: a signal has ended the run; what was finished is saved.
         """
-        if self._backend.world.is_main and self._out is not None and not self._fresh:
-            # Again when the folder is made; here, because reading weights and data may take minutes.
-            RunFolder.check_unused(self._out.absolute())
         threads = torch.get_num_threads()
         with numerics.settings(self._precision, self._backend.device):
             with numerics.autocast(self._precision, self._backend.device):
@@ -119,6 +134,7 @@ class _Run:
         self._plan = self._make_plan()
         self._metrics = tuple(self._task.metrics())
         self._times: dict[str, float] = {}
+        self._progress = evaluator._control.progress
 
     def _make_plan(self) -> EvalPlan:
         count = len(self._dataset)
@@ -133,12 +149,25 @@ class _Run:
     def execute(self) -> Result:
         """Agree, evaluate, reduce, write."""
         facts = self._agree()
-        folder = self._make_folder(facts)
+        folder, found = self._open_folder(facts)
         try:
-            return self._evaluate_into(folder, facts)
+            if found.finished is not None:
+                return self._finished(folder, found.finished)
+            return self._evaluate_into(folder, facts, found)
         except BaseException as error:
-            folder.note_failure(error)
+            if isinstance(error, Stopped) and self._options._watch is not None:
+                # It writes that down itself, when all ranks have saved what they had.
+                raise
+            # Where rank 0 is what failed, another rank has to write it.
+            if self._world.is_main or (folder.shared and isinstance(error, PeerError) and error.rank == 0):
+                folder.note_end(error)
+            self._close(folder)
             raise
+
+    def _close(self, folder: RunFolder) -> None:
+        if self._options._watch is not None:
+            self._options._watch.release()
+        folder.close()
 
     # -- before the loop ---------------------------------------------------------------------------
 
@@ -146,6 +175,7 @@ class _Run:
         """Compare jobs and machines over all ranks; returns what the result says about both."""
         job = {
             "task": self._task.name,
+            "source": source_fingerprint([self._task, self._dataset, *self._model.modules()]),
             "task_options": self._task.fingerprint(),
             "data": self._dataset.fingerprint(self._plan.num_samples),
             "samples": self._plan.num_samples,
@@ -170,73 +200,199 @@ class _Run:
             "fingerprint": sha256_of_json({"job": job, "machine": machines[0]}),
         }
 
-    def _make_folder(self, facts: Mapping[str, Any]) -> RunFolder:
-        """Rank 0 makes the output folder; the others learn its path and see whether they share it."""
-        chosen: list[str] | None = None
+    def _open_folder(self, facts: Mapping[str, Any]) -> tuple[RunFolder, Found]:
+        """Rank 0 makes the output folder, or goes on in it; the others learn what it has found there."""
+        words: dict[str, Any] | None = None
         if self._world.is_main:
-            now = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
-            out = self._options._out or Path("runs") / f"{now}-{facts['fingerprint'][:8]}"
-            token = secrets.token_hex(4)
-            RunFolder.create(out.absolute(), token, fresh=self._options._fresh)
-            chosen = [str(out.absolute()), token]
+            folder, found = RunFolder.open(
+                self._path(facts).absolute(),
+                secrets.token_hex(4),
+                self._plan,
+                facts,
+                self._world,
+                fresh=self._options._fresh,
+                lease=self._options._lease,
+                step=lambda: self._progress.step("setup"),
+            )
+            words = {
+                "path": str(folder.path),
+                "token": folder.token,
+                # None for all of them, which need no list.
+                "remaining": None if not found.earlier.files else found.earlier.remaining,
+                "finished": None if found.finished is None else json.loads(found.finished.to_json()),
+            }
         self._control.meet()
-        chosen = self._backend.broadcast_json(chosen, src=0)
-        assert chosen is not None
-        # A path that was given is this rank's to resolve: without a shared folder it names its own disk's.
-        path = Path(chosen[0]) if self._options._out is None else self._options._out.absolute()
-        return RunFolder(path, chosen[1], rank=self._world.rank)
+        words = self._backend.broadcast_json(words, src=0)
+        assert words is not None
+        if not self._world.is_main:
+            # A path that was given is this rank's to resolve: without a shared folder it names another disk.
+            out = self._options._out
+            path = Path(words["path"]) if out is None else out.absolute()
+            folder = RunFolder(path, words["token"], rank=self._world.rank)
+            found = Found.told(words["remaining"], words["finished"], self._plan)
+        self._control.meet()
+        apart = self._backend.gather_json(folder.shared)
+        if self._world.is_main:
+            self._say_what_was_found(
+                folder, found, [rank for rank, shared in enumerate(apart or []) if not shared]
+            )
+        return folder, found
+
+    def _path(self, facts: Mapping[str, Any]) -> Path:
+        if self._options._out is not None:
+            return self._options._out
+        earlier = folder_of_launch(Path("runs"), facts["fingerprint"], self._world)
+        if earlier is not None:
+            return earlier
+        now = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+        new = [
+            f"{now}{again}-{facts['fingerprint'][:8]}" for again in ("", *(f".{n}" for n in range(2, 100)))
+        ]
+        return next(path for name in new if not (path := Path("runs") / name).exists())
+
+    def _say_what_was_found(self, folder: RunFolder, found: Found, apart: list[int]) -> None:
+        note = self._options._note
+        for sentence in found.notes:
+            note(sentence)
+        if found.finished is not None:
+            return
+        done = self._plan.num_chunks - len(found.earlier.remaining)
+        if done:
+            note(f"goes on in {folder.path}: {done} of {self._plan.num_chunks} chunks are finished already")
+        if apart:
+            ranks = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
+            note(
+                f"rank {ranks} of {self._world.size} cannot see {folder.path} on {socket.gethostname()}: "
+                "what they finish is sent when all is done, and is lost where the run is ended before"
+            )
+
+    def _finished(self, folder: RunFolder, result: Result) -> Result:
+        if self._world.is_main:
+            self._options._note(f"this job was finished before, in {folder.path}: nothing is evaluated")
+        self._close(folder)
+        self._control.meet()
+        return result
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def _evaluate_into(self, folder: RunFolder, facts: Mapping[str, Any]) -> Result:
+    def _evaluate_into(self, folder: RunFolder, facts: Mapping[str, Any], found: Found) -> Result:
         writer = JournalWriter(
-            folder.journal, fingerprint=facts["fingerprint"], prefix=f"{folder.token}-{self._world.rank:05d}"
+            folder.journal, fingerprint=facts["fingerprint"], prefix=folder.prefix(self._world.rank)
         )
-        recorder = Recorder(self._plan, self._metrics, self._task.rows, writer)
+        recorder = Recorder(self._plan, self._metrics, self._task.rows, writer, self._progress)
+        if self._options._watch is not None:
+            self._options._watch.keep(recorder, folder)
         setup_s = perf_counter() - self._options._started
         show = self._options._show if self._world.is_main else None
-        self._control.start_reporting(
-            None if show is None else lambda done: show(done, self._plan.num_samples)
+        before = sum(
+            len(self._plan.chunk_samples(chunk)) for file in found.earlier.files for chunk in file.chunks
+        )
+        self._control.begin_run(
+            None if show is None else lambda done: show(before + done, self._plan.num_samples),
+            each=folder.renew_lease,
         )
         start = perf_counter()
         try:
-            self._loop(recorder)
-            recorder.flush()
+            try:
+                self._loop(recorder, found.earlier.remaining)
+            except BaseException as error:
+                # Nothing that was finished is lost; and the first error is the one to report.
+                with suppress(OSError):
+                    recorder.flush()
+                if is_out_of_memory(error):
+                    self._out_of_memory(recorder, error)
+                raise
+            try:
+                recorder.flush()
+            except OSError as error:
+                self._unwritable(recorder, error)
+            if self._control.stopping is not None:
+                raise Stopped(self._control.stopping)
+            evaluate_s = perf_counter() - start
+            self._times.update(evaluate=evaluate_s, metrics=recorder.metrics_s, journal=recorder.journal_s)
+            result = self._finish(folder, facts, found, recorder, writer, setup_s=setup_s)
+            self._close(folder)
+            self._control.meet()
+            return result
         finally:
-            self._control.stop_reporting()
-        evaluate_s = perf_counter() - start
-        self._times.update(evaluate=evaluate_s, metrics=recorder.metrics_s, journal=recorder.journal_s)
-        return self._finish(folder, facts, recorder, writer, setup_s=setup_s)
+            self._control.end_run()
 
-    def _loop(self, recorder: Recorder) -> None:
+    def _unwritable(self, recorder: Recorder, error: OSError) -> NoReturn:
+        raise DualevalError(
+            f"the output folder {recorder.folder.parent} cannot be written any more on "
+            f"{socket.gethostname()}: {error.strerror or error}. {recorder.chunks_saved} chunks of this rank "
+            "are saved. Make room, or bring the folder back, and type the same command again."
+        ) from error
+
+    def _out_of_memory(self, recorder: Recorder, error: BaseException) -> NoReturn:
+        job = self._options
+        smaller = max(1, self._plan.batch_size // 2)
+        precision = "" if job._precision.startswith("amp") else ", or --precision amp-bf16 on a GPU"
+        device = self._backend.device
+        raise DualevalError(
+            f"out of memory on {device} with --batch-size {self._plan.batch_size}: "
+            f"{str(error).splitlines()[0]} Try --batch-size {smaller}{precision}; on a CPU fewer threads "
+            f"(OMP_NUM_THREADS) or fewer ranks. {recorder.chunks_saved} finished chunks of this rank stay "
+            "for the same command where there is more memory; another batch size is another job, and begins "
+            "anew (--fresh)."
+        ) from error
+
+    def _loop(self, recorder: Recorder, remaining: Sequence[int]) -> None:
         """Every batch of this rank: no collective, no wait but for the batch ``compute.ahead`` behind."""
-        chunks = self._plan.static_chunks(self._world.rank, self._world.size)
-        numbers = [(chunk, batch) for chunk in chunks for batch in self._plan.chunk_batches(chunk)]
+        dynamic = self._options._schedule == "dynamic"
+        size = self._world.size
+        mine: Iterable[int] = self._claimed(remaining) if dynamic else remaining[self._world.rank :: size]
+        under_way: deque[tuple[tuple[int, int], Pending | None, tuple[FailedSample, ...]]] = deque()
+        # What has been handed to the feed, until it comes out.
+        handed: deque[tuple[int, int]] = deque()
+
+        def batches() -> Iterator[range]:
+            for chunk in mine:
+                for batch in self._plan.chunk_batches(chunk):
+                    handed.append((chunk, batch))
+                    if len(handed) == 1:
+                        self._progress.step("load", chunk)
+                    yield self._plan.batch_samples(batch)
+
+        # A rank's share, if all are equally fast.
+        share = -(-len(remaining) * self._plan.num_batches // (self._plan.num_chunks * size))
         feed = Feed(
             Reader(self._dataset, self._task),
-            [self._plan.batch_samples(batch) for _, batch in numbers],
-            workers=self._options._workers,
+            batches(),
+            workers=min(self._options._workers, share),
             device=self._backend.device,
+            ahead=1 if dynamic else 2,
+            step=lambda stage: self._progress.step(stage, handed[0][0] if handed else None),
         )
-        # Not the batch itself: its inputs would stay on the device for as long.
-        under_way: deque[tuple[tuple[int, int], Pending | None, tuple[FailedSample, ...]]] = deque()
         compute_s = 0.0
         device = self._backend.device
-        threads = usable_threads(self._task, self._model, device, self._threads, len(numbers))
+        threads = usable_threads(self._task, self._model, device, self._threads, share)
         with Compute(self._task, self._model, device, self._options._precision, threads) as compute:
-            for number, batch in zip(numbers, feed, strict=True):
+            for batch in feed:
+                # Not the batch itself is kept: its inputs would stay on the device for as long.
+                chunk, number = handed.popleft()
                 if batch.failed and self._options._on_error == "stop":
                     raise self._unreadable(batch.failed[0])
+                self._progress.step("forward", chunk)
                 start = perf_counter()
                 pending = None if batch.data is None else compute.start(batch.data)
-                under_way.append((number, pending, batch.failed))
+                under_way.append(((chunk, number), pending, batch.failed))
                 compute_s += perf_counter() - start
                 if len(under_way) > compute.ahead:
                     compute_s += self._settle(recorder, *under_way.popleft())
                 self._control.raise_if_peer_failed()
+                # The chunk in hand is finished; no other is begun.
+                if self._control.stopping and number == self._plan.chunk_batches(chunk)[-1]:
+                    break
+                self._progress.step("load", handed[0][0] if handed else None)
             while under_way:
                 compute_s += self._settle(recorder, *under_way.popleft())
         self._times.update(data=feed.wait_s, transfer=feed.transfer_s, compute=compute_s)
+
+    def _claimed(self, remaining: Sequence[int]) -> Iterator[int]:
+        """Chunks that no other rank takes, as long as there are any."""
+        while (number := self._control.claim()) < len(remaining):
+            yield remaining[number]
 
     def _settle(
         self,
@@ -247,9 +403,14 @@ class _Run:
     ) -> float:
         """Wait for a batch and record it; returns the seconds waited."""
         start = perf_counter()
+        self._progress.step("forward", number[0])
         columns = None if pending is None else pending()
         waited = perf_counter() - start
-        recorder.add(*number, columns, failed)
+        self._progress.step("metrics", number[0])
+        try:
+            recorder.add(*number, columns, failed)
+        except OSError as error:
+            self._unwritable(recorder, error)
         self._control.add_done(len(self._plan.batch_samples(number[1])))
         return waited
 
@@ -265,15 +426,20 @@ class _Run:
         self,
         folder: RunFolder,
         facts: Mapping[str, Any],
+        found: Found,
         recorder: Recorder,
         writer: JournalWriter,
         *,
         setup_s: float,
     ) -> Result:
-        """Reduce, check, compute and, on rank 0, write; no rank returns before the result is on disk."""
+        """Reduce, check, compute and, on rank 0, write."""
+        if self._world.is_main:
+            # Once, and so on one rank alone.
+            found.earlier.add_to(recorder.ledger.values)
         start = perf_counter()
         self._control.meet()
         self._times["meet"] = perf_counter() - start
+        self._progress.step("reduce")
         start = perf_counter()
         recorder.ledger.values = self._backend.all_reduce(recorder.ledger.values, op="sum")
         self._times["reduce"] = perf_counter() - start
@@ -293,16 +459,28 @@ class _Run:
                 f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
             )
         folder.collect(self._backend, writer.written, reports)
-        result = self._result(folder, facts, recorder, reports, setup_s=setup_s)
+        self._progress.step("write")
+        result = self._result(folder, facts, found, recorder, reports, setup_s=setup_s)
         if self._world.is_main:
-            folder.write(result, self._plan, self._dataset.id, self._task.rows)
-        self._control.meet()
+            try:
+                folder.write(
+                    result,
+                    self._plan,
+                    self._dataset.id,
+                    self._task.rows,
+                    found,
+                    reports,
+                    step=lambda: self._progress.step("write"),
+                )
+            except OSError as error:
+                self._unwritable(recorder, error)
         return result
 
     def _result(
         self,
         folder: RunFolder,
         facts: Mapping[str, Any],
+        found: Found,
         recorder: Recorder,
         reports: list[dict[str, Any]],
         *,
@@ -321,7 +499,11 @@ class _Run:
             nonfinite=nonfinite,
             samples={"total": self._plan.num_samples, "evaluated": evaluated, "failed": failed},
             failed=[{"id": self._dataset.id(index), "error": error} for index, error in failures],
-            chunks={"total": self._plan.num_chunks, "evaluated_now": self._plan.num_chunks, "resumed": 0},
+            chunks={
+                "total": self._plan.num_chunks,
+                "evaluated_now": len(found.earlier.remaining),
+                "resumed": self._plan.num_chunks - len(found.earlier.remaining),
+            },
             job=self._options._job,
             fingerprint=facts["fingerprint"],
             data={"fingerprint": facts["job"]["data"], "samples": len(self._dataset)},
@@ -341,8 +523,9 @@ class _Run:
                 "evaluate_s": evaluate_s,
                 "ranks": [report["times"] for report in reports],
             },
-            samples_per_s=evaluated / evaluate_s,
-            warnings=list(_warnings(measured, failed, facts["homogeneous"])),
+            samples_per_s=sum(len(self._plan.chunk_samples(chunk)) for chunk in found.earlier.remaining)
+            / evaluate_s,
+            warnings=[*found.notes, *_warnings(measured, failed, facts["homogeneous"])],
             folder=str(folder.path),
         )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import ctypes
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
@@ -10,8 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dualeval.engine.progress import Stage
 from dualeval.errors import DualevalError
 from dualeval.tasks import Dataset, Task
+
+_PR_SET_PDEATHSIG = 1
 
 _Tree = TypeVar("_Tree")
 
@@ -110,8 +116,10 @@ class Feed:
 
     Args:
         reader: reads a batch.
-        batches: the samples of each batch.
+        batches: the samples of each batch; asked for one by one, as they are needed.
         workers: reading processes; 0 reads in this one.
+        ahead: batches that each of them may read ahead.
+        step: called with "transfer" before a batch is copied to a GPU.
         device: where the batches are wanted. On a GPU the next batch is copied, from pinned memory and on a
             stream of its own, while the current one is computed.
 
@@ -121,12 +129,21 @@ class Feed:
     """
 
     def __init__(
-        self, reader: Reader, batches: Sequence[range], *, workers: int, device: torch.device
+        self,
+        reader: Reader,
+        batches: Iterable[range],
+        *,
+        workers: int,
+        device: torch.device,
+        ahead: int = 2,
+        step: Callable[[Stage], None] = lambda stage: None,
     ) -> None:
         self._reader = reader
         self._batches = batches
         self._workers = workers
         self._device = device
+        self._ahead = ahead
+        self._step = step
         self.wait_s = 0.0
         self.transfer_s = 0.0
 
@@ -135,7 +152,7 @@ class Feed:
         return self._copied_ahead(loaded) if self._device.type == "cuda" else self._as_they_are(loaded)
 
     def _load(self) -> Iterable[tuple[Any, tuple[FailedSample, ...]]]:
-        if self._workers == 0 or not self._batches:
+        if self._workers == 0:
             return map(self._reader.__getitem__, self._batches)
         # Batches are the loader's samples: the plan has already made them.
         return torch.utils.data.DataLoader(
@@ -143,8 +160,10 @@ class Feed:
             batch_size=None,
             sampler=self._batches,
             collate_fn=_unchanged,
-            num_workers=min(self._workers, len(self._batches)),
+            num_workers=self._workers,
             pin_memory=self._device.type == "cuda",
+            prefetch_factor=self._ahead,
+            worker_init_fn=_end_with_parent,
         )
 
     def _timed(self, loaded: Iterable[_Tree]) -> Iterator[_Tree]:
@@ -168,6 +187,7 @@ class Feed:
         ahead: tuple[Batch, torch.cuda.Event] | None = None
         for data, failed in loaded:
             start = perf_counter()
+            self._step("transfer")
             with torch.cuda.stream(copies):
                 batch = Batch(data=_map(self._copy, data), failed=failed)
                 copied = copies.record_event()
@@ -188,6 +208,15 @@ class Feed:
         # The allocator must not hand the memory on while the computing stream still reads it.
         _map(lambda tensor: tensor.record_stream(compute), batch.data)
         return batch
+
+
+def _end_with_parent(worker: int) -> None:
+    """Have the kernel kill this reading process when its parent ends, however that ends (Linux).
+
+    One that hangs in a read would outlive it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _unchanged(batch: _Tree) -> _Tree:

@@ -3,27 +3,75 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dualeval.engine.journal import SUFFIX, file_bytes, read_journal_file, store_file
+from dualeval.engine.agreement import differences
+from dualeval.engine.journal import (
+    SUFFIX,
+    Earlier,
+    file_bytes,
+    file_name,
+    read_journal,
+    read_journal_file,
+    store_file,
+)
+from dualeval.engine.lease import RENEW_EVERY_S, Lease
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import write_predictions
-from dualeval.errors import UsageError, exit_code_of, message_of
-from dualeval.result import Result, partial_of, write_status, write_text
+from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of
+from dualeval.result import STATUS, Result, Status, read_result, read_status, result_from, write_text
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
+    from dualeval.world import World
 
 _JOURNAL = "journal"
 _RESULT = "result.json"
-_STATUS = "status.json"
+_JOB = "job.json"
 _PREDICTIONS = "predictions.parquet"
+_STACKS = "stacks"
+# What this program calls the files in its journal; any other file there is somebody else's.
+_OWN_NAME = re.compile(
+    rf"[0-9a-f]{{8}}-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(\.partial)?|[0-9a-f]{{8}}\.run"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What rank 0 found in the folder.
+
+    Attributes:
+        earlier: what earlier runs of this job have finished.
+        finished: the result, where an earlier run came to its end.
+        stale: files that killed runs have left, to be removed at the end.
+        notes: sentences for people.
+    """
+
+    earlier: Earlier
+    finished: Result | None = None
+    stale: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def told(cls, remaining: Sequence[int] | None, finished: Any, plan: EvalPlan) -> Found:
+        """What the other ranks need of it; None for all chunks."""
+        chunks = range(plan.num_chunks) if remaining is None else remaining
+        return cls(
+            earlier=Earlier(files=(), remaining=tuple(chunks), left_out=()),
+            finished=None if finished is None else result_from(finished),
+        )
 
 
 class RunFolder:
@@ -43,50 +91,121 @@ class RunFolder:
 
     def __init__(self, path: Path, token: str, *, rank: int) -> None:
         self.path = path
-        self._is_main = rank == 0
         self.token = token
-        self.shared = _probe(path, token).exists()
+        self._rank = rank
+        self._launch_id: str | None = None
+        self._lease: Lease | None = None
+        self._renewed = monotonic()
+        self._noting = threading.Lock()
+        self.shared = self._probe.exists()
         # Ranks of another node share that node's disk with each other: each has a folder of its own there.
         self.journal = path / (_JOURNAL if self.shared else f"{_JOURNAL}-{rank}")
         if not self.shared:
             with _writable(path):
                 self.journal.mkdir(parents=True, exist_ok=True)
+                # Of a run that was killed; rank 0 cannot see them, so they serve nobody.
+                for file in self.journal.glob(f"*{SUFFIX}*"):
+                    file.unlink()
 
-    @staticmethod
-    def check_unused(path: Path) -> None:
-        """Check that a folder holds no run.
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        token: str,
+        plan: EvalPlan,
+        facts: Mapping[str, Any],
+        world: World,
+        *,
+        fresh: bool,
+        lease: bool = True,
+        step: Callable[[], None] = lambda: None,
+    ) -> tuple[RunFolder, Found]:
+        """Make the folder, or go on in it; rank 0 calls it.
+
+        Args:
+            path: the folder, absolute.
+            token: as for the class.
+            plan: the job's.
+            facts: the job's ``fingerprint``, and what it is made of: ``job`` and ``machine``.
+            world: this process's place.
+            fresh: remove an earlier run's files first.
+            lease: keep other runs out of the folder for as long as this one lasts.
+            step: called now and then, while waiting or reading.
 
         Raises:
-            UsageError: it does.
+            UsageError: the folder cannot be written, another run is at work in it, or it holds another job.
+            Stopped: the run was stopped, and its launcher has started its ranks again.
         """
-        if old := _files_of_a_run(path):
-            raise UsageError(
-                f"{path} holds an earlier run ({old[0].name}). Give another --out, "
-                "or --fresh to remove that run and start over."
-            )
-
-    @staticmethod
-    def create(path: Path, token: str, *, fresh: bool) -> None:
-        """Make the folder and its probe file; rank 0 calls it.
-
-        Raises:
-            UsageError: the folder cannot be written, or holds another run and ``fresh`` is not set.
-        """
-        if not fresh:
-            RunFolder.check_unused(path)
         with _writable(path):
-            for file in _files_of_a_run(path):
-                file.unlink()
             (path / _JOURNAL).mkdir(parents=True, exist_ok=True)
-            _probe(path, token).touch()
-            write_status(path, "running")
+            held = Lease.take(path, token, waiting=step) if lease else None
+        try:
+            if fresh:
+                with _writable(path):
+                    for file in _files_of_a_run(path):
+                        file.unlink()
+            found = _look(path, plan, facts, world, step)
+            with _writable(path):
+                if found.finished is None:
+                    launch = launch_of(world)
+                    content = {**facts, "launch": launch} if launch else facts
+                    write_text(path / _JOB, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+                    Status(state="running", launch_id=world.launch_id).write(path)
+                else:
+                    _tidy_up(
+                        path, [*found.stale, *(file.path for file in found.earlier.files)], world.launch_id
+                    )
+                _probe(path, token).touch()
+                folder = cls(path, token, rank=0)
+        except BaseException:
+            if held is not None:
+                held.release()
+            raise
+        folder._lease = held
+        folder._launch_id = world.launch_id
+        return folder, found
 
-    def note_failure(self, error: BaseException) -> None:
-        """Write into status.json that the run failed, and why; rank 0 only."""
-        if self._is_main:
+    @property
+    def _probe(self) -> Path:
+        return _probe(self.path, self.token)
+
+    @property
+    def stacks(self) -> Path:
+        """Where this rank writes its stacks, should it hang."""
+        return self.path / _STACKS / f"rank-{self._rank:05d}.txt"
+
+    def prefix(self, rank: int) -> str:
+        """The start of the names of a rank's journal files."""
+        return f"{self.token}-{rank:05d}"
+
+    def renew_lease(self) -> str | None:
+        """Show other runs that this one goes on; returns what is wrong, where another one has taken over."""
+        if self._lease is None or monotonic() - self._renewed < RENEW_EVERY_S:
+            return None
+        self._renewed = monotonic()
+        if self._lease.renew():
+            return None
+        return (
+            f"another run has taken over {self.path}: this one stood still for too long. What it has "
+            "finished is saved, and the other goes on from there."
+        )
+
+    def note_end(self, error: BaseException, chunks_saved: int | None = None) -> None:
+        """Write into status.json that the run failed or was stopped, and why."""
+        status = Status(
+            state="stopped" if isinstance(error, Stopped) else "failed",
+            exit_code=exit_code_of(error),
+            reason=f"stopped by {error}" if isinstance(error, Stopped) else message_of(error),
+            signal=str(error) if isinstance(error, Stopped) else None,
+            chunks_saved=chunks_saved,
+            launch_id=self._launch_id,
+        )
+        # Another run of the same job may have come to its end here: then that is the state.
+        before = read_status(self.path)
+        if before is None or before.state != "done":
             # Where the disk is what failed, this fails too; the first error is the one to report.
             with suppress(OSError):
-                write_status(self.path, "failed", exit_code=exit_code_of(error), reason=message_of(error))
+                status.write(self.path)
 
     def collect(self, backend: Backend, written: Sequence[Path], reports: Sequence[dict[str, Any]]) -> None:
         """Bring the journal files of ranks that do not share the folder to rank 0, a file a round.
@@ -105,25 +224,159 @@ class RunFolder:
             pieces = backend.gather(content, dst=0)
             for rank, piece in enumerate(pieces or []):
                 if len(piece):
-                    store_file(self.journal / f"{self.token}-{rank:05d}-{number:06d}{SUFFIX}", piece)
+                    store_file(self.journal / file_name(self.prefix(rank), number), piece)
         if not self.shared:
             for file in written:
                 file.unlink()
             _remove_if_empty(self.journal)
 
     def write(
-        self, result: Result, plan: EvalPlan, sample_id: Callable[[int], str], columns: Sequence[str]
+        self,
+        result: Result,
+        plan: EvalPlan,
+        sample_id: Callable[[int], str],
+        columns: Sequence[str],
+        found: Found,
+        reports: Sequence[dict[str, Any]],
+        step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write predictions.parquet, result.json and, last, status.json; then the journal has served."""
-        paths = sorted(self.journal.glob(f"{self.token}-*{SUFFIX}"))
-        files = [read_journal_file(path) for path in paths]
-        write_predictions(self.path / _PREDICTIONS, files, plan, sample_id, columns)
-        write_text(self.path / _RESULT, result.to_json())
-        write_status(self.path, "done", exit_code=0)
-        for path in paths:
-            path.unlink()
-        _probe(self.path, self.token).unlink()
-        _remove_if_empty(self.journal)
+        """Write predictions.parquet, result.json and, last, status.json; then the journal has served.
+
+        Args:
+            result: what is written.
+            plan: the run's.
+            sample_id: gives a sample's id.
+            columns: those of predictions.parquet.
+            found: what was there at the start.
+            reports: each rank's ``files``, a count.
+            step: called now and then.
+        """
+        # By name: a list of the folder may be seconds old where it is on NFS.
+        own = [
+            self.journal / file_name(self.prefix(rank), number)
+            for rank, report in enumerate(reports)
+            for number in range(report["files"])
+        ]
+        try:
+            files = [*found.earlier.files, *map(read_journal_file, own)]
+            write_predictions(self.path / _PREDICTIONS, files, plan, sample_id, columns, step)
+            write_text(self.path / _RESULT, result.to_json())
+        except OSError:
+            # Without a lease a second run of this job may have come first, and removed what it had merged.
+            if _finished(self.path, result.fingerprint) is None:
+                raise
+        served = [*own, *(file.path for file in found.earlier.files), *found.stale]
+        _tidy_up(self.path, served, self._launch_id)
+
+    def close(self) -> None:
+        """Remove what shows that this run is at work; a second call does nothing."""
+        lease, self._lease = self._lease, None
+        # Where the disk is what failed, this fails too; and what is left over hurts nobody.
+        with suppress(OSError):
+            self._probe.unlink(missing_ok=True)
+            _remove_if_empty(self.path / _JOURNAL)
+            _remove_if_empty(self.path / _STACKS)
+            if lease is not None:
+                lease.release()
+
+
+def _tidy_up(path: Path, served: Sequence[Path], launch_id: str | None) -> None:
+    """Say that the result is there, and remove what has served to make it."""
+    Status(state="done", exit_code=0, launch_id=launch_id).write(path)
+    for file in served:
+        file.unlink(missing_ok=True)
+
+
+def _look(
+    path: Path, plan: EvalPlan, facts: Mapping[str, Any], world: World, step: Callable[[], None]
+) -> Found:
+    """Find out what a folder holds, and whether this job may go on there."""
+    notes = []
+    try:
+        _check_same_job(path, facts)
+    except DualevalError as error:
+        if isinstance(error, UsageError):
+            raise
+        notes.append(f"{error}; it is written anew")
+    try:
+        finished = _finished(path, facts["fingerprint"])
+    except DualevalError as error:
+        finished = None
+        notes.append(f"{error}; it is left out")
+    status = read_status(path)
+    again = world.restarts > 0 and world.launch_id is not None
+    if again and status is not None and status.state == "stopped" and status.launch_id == world.launch_id:
+        # Whoever stopped it wants an end, and the launcher has taken the end for a failure.
+        raise Stopped(status.signal or "a signal")
+    journal = path / _JOURNAL
+    earlier = read_journal(journal, plan, facts["fingerprint"], step)
+    stale = tuple(
+        file
+        for file in journal.iterdir()
+        if _OWN_NAME.fullmatch(file.name) and file.is_file() and file not in earlier.foreign
+    )
+    notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in earlier.left_out]
+    return Found(earlier=earlier, finished=finished, stale=stale, notes=tuple(notes))
+
+
+def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
+    """Check that a folder holds no run, or one of this job.
+
+    Raises:
+        UsageError: it holds another job; names the fields that differ.
+        DualevalError: what says which job it holds is damaged.
+    """
+    try:
+        there = json.loads((path / _JOB).read_text("utf-8"))
+        kept = {"job": there["job"], "machine": there["machine"]}
+    except FileNotFoundError:
+        old = [file for file in _files_of_a_run(path) if file.name != _JOB]
+        if any(file.name in (_RESULT, STATUS, _PREDICTIONS) for file in old):
+            raise UsageError(
+                f"{path} holds an earlier run ({old[0].name}), but no {_JOB} that says of which job. Give "
+                "another --out, or --fresh to remove that run and start over."
+            ) from None
+        return
+    except (ValueError, KeyError, TypeError) as error:
+        raise DualevalError(f"{path / _JOB} is damaged ({type(error).__name__}: {error})") from error
+    # As JSON has them: a tuple comes back as a list.
+    own = json.loads(json.dumps({"job": facts["job"], "machine": facts["machine"]}))
+    differing = differences(kept, own)
+    if differing:
+        shown = "; ".join(f"{name}: {old} there, {new} now" for name, old, new in differing)
+        raise UsageError(
+            f"{path} holds another job ({shown}). Give another --out, or --fresh to remove that job's files "
+            "and start over."
+        )
+
+
+def _finished(path: Path, fingerprint: str) -> Result | None:
+    """The result of a run of this job that came to its end; raises DualevalError where it is damaged."""
+    try:
+        result = read_result(path / _RESULT)
+    except FileNotFoundError:
+        return None
+    return result if result.fingerprint == fingerprint else None
+
+
+def launch_of(world: World) -> dict[str, Any] | None:
+    """What ranks have in common that one launcher has started again; None where it starts none again."""
+    if world.launch_id is None:
+        return None
+    return {"id": world.launch_id, "host": socket.gethostname(), "agent": os.getppid()}
+
+
+def folder_of_launch(runs: Path, fingerprint: str, world: World) -> Path | None:
+    """Find the folder that ranks of the same launch and job made before they were started again."""
+    launch = launch_of(world)
+    if world.restarts == 0 or launch is None:
+        return None
+    for path in sorted(runs.glob(f"*-{fingerprint[:8]}"), reverse=True):
+        with suppress(OSError, ValueError):
+            job = json.loads((path / _JOB).read_text("utf-8"))
+            if job.get("fingerprint") == fingerprint and job.get("launch") == launch:
+                return path
+    return None
 
 
 @contextmanager
@@ -143,7 +396,7 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
     except OSError as error:
         # Somebody else's file, or what NFS keeps for one that is still open; the run itself is complete.
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             raise
 
 
@@ -153,12 +406,15 @@ def _probe(path: Path, token: str) -> Path:
 
 def _files_of_a_run(path: Path) -> list[Path]:
     """The files that a run leaves in its folder, the telling ones first; nothing of anybody else's."""
-    named = [path / name for name in (_RESULT, _STATUS, _PREDICTIONS)]
-    partial = [partial_of(file) for file in named]
+    names = (_RESULT, STATUS, _PREDICTIONS, _JOB)
+    named = [path / name for name in names]
+    partial = [file for name in names for file in path.glob(f"{name}.*.partial")]
+    partial += path.glob("lease.json.*")
     journal = sorted(
         file
         for folder in (path / _JOURNAL, *path.glob(f"{_JOURNAL}-[0-9]*"))
-        for kind in (SUFFIX, ".partial", ".run")
-        for file in folder.glob(f"*{kind}")
+        for file in folder.glob("*")
+        if _OWN_NAME.fullmatch(file.name)
     )
-    return [file for file in [*named, *partial, *journal] if file.is_file()]
+    stacks = sorted((path / _STACKS).glob("rank-[0-9]*.txt"))
+    return [file for file in [*named, *partial, *journal, *stacks] if file.is_file()]

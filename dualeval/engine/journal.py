@@ -4,9 +4,9 @@ A file holds the chunks finished since the last one: their numbers, one ledger d
 their per-sample rows. It is written beside its place, checksummed, synced and renamed, so a file that is
 there under its name is whole. Layout, integers little-endian:
 
-    8 bytes   magic "DUALEVL1"
+    8 bytes   magic "DUALEVL2"
     8 bytes   length of the header
-    header    UTF-8 JSON: fingerprint, chunks, rows (a count per chunk), entries, columns
+    header    UTF-8 JSON: fingerprint, chunks, rows (a count per chunk), failed, entries, columns
     entries   int64 ledger slots, then int64 values: the non-zero entries of the delta
     columns   each in C order, one after the other
     32 bytes  sha256 of everything before
@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 from dualeval.result import partial_of
 
-_MAGIC = b"DUALEVL1"
+_MAGIC = b"DUALEVL2"
 _CHECKSUM_BYTES = 32
 SUFFIX = ".journal"
+
+
+class FaultPoints:
+    """Where tests end the process in the midst of writing a file.
+
+    Attributes:
+        reached: called with "write", "fsync" or "rename", before it is done (within the writing: half done).
+    """
+
+    reached: Callable[[str], None] = staticmethod(lambda point: None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +77,9 @@ class JournalFile:
         fingerprint: of the job that wrote it.
         chunks: numbers of its chunks, in the order of its rows.
         rows: number of rows of each chunk.
+        failed: number of samples in them that could not be read.
+        slots: ledger slots of its delta, int64 of shape (entries,).
+        values: what it adds to them, likewise.
         columns: its columns by name.
     """
 
@@ -73,6 +87,9 @@ class JournalFile:
     fingerprint: str
     chunks: tuple[int, ...]
     rows: tuple[int, ...]
+    failed: int
+    slots: npt.NDArray[np.int64]
+    values: npt.NDArray[np.int64]
     columns: dict[str, Column]
 
     def read_rows(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
@@ -86,6 +103,11 @@ class JournalFile:
         return values.reshape(stop - start, *where.row_shape)
 
 
+def file_name(prefix: str, number: int) -> str:
+    """The name of a rank's file of that number."""
+    return f"{prefix}-{number:06d}{SUFFIX}"
+
+
 class JournalWriter:
     """Writes the files of one rank.
 
@@ -96,13 +118,18 @@ class JournalWriter:
     """
 
     def __init__(self, folder: Path, *, fingerprint: str, prefix: str) -> None:
-        self._folder = folder
+        self.folder = folder
         self._fingerprint = fingerprint
         self._prefix = prefix
         self.written: list[Path] = []
 
     def write(
-        self, chunks: Sequence[int], rows: Sequence[int], delta: Tensor, columns: Mapping[str, Tensor]
+        self,
+        chunks: Sequence[int],
+        rows: Sequence[int],
+        delta: Tensor,
+        columns: Mapping[str, Tensor],
+        failed: int = 0,
     ) -> None:
         """Write one file and wait until it is on the disk.
 
@@ -111,6 +138,10 @@ class JournalWriter:
             rows: number of rows of each of them.
             delta: ledger of these chunks alone, 1-d int64.
             columns: their rows, in the order of ``chunks``, on the CPU, first dimension ``sum(rows)``.
+            failed: number of samples in them that could not be read.
+
+        Raises:
+            OSError: it could not be written; nothing of it is left.
         """
         slots = delta.nonzero().flatten()
         arrays = [slots.numpy(), delta[slots].numpy(), *(column.numpy() for column in columns.values())]
@@ -120,6 +151,7 @@ class JournalWriter:
                 "fingerprint": self._fingerprint,
                 "chunks": list(chunks),
                 "rows": list(rows),
+                "failed": failed,
                 "entries": len(slots),
                 "columns": [
                     {"name": name, "dtype": array.dtype.str, "shape": list(array.shape[1:])}
@@ -127,24 +159,43 @@ class JournalWriter:
                 ],
             }
         ).encode()
-        path = self._folder / f"{self._prefix}-{len(self.written):06d}{SUFFIX}"
+        path = self.folder / file_name(self._prefix, len(self.written))
         partial = partial_of(path)
+        try:
+            # A run that came to its end here meanwhile has removed it. The output folder is not made again.
+            self.folder.mkdir(exist_ok=True)
+            self._write_whole(
+                partial,
+                [
+                    _MAGIC,
+                    len(header).to_bytes(8, "little"),
+                    header,
+                    *(array.reshape(-1).view(np.uint8).data for array in arrays),
+                ],
+            )
+            FaultPoints.reached("rename")
+            partial.rename(path)
+            _sync_folder(self.folder)
+        except OSError:
+            # On a full disk its space is needed, if only for status.json.
+            partial.unlink(missing_ok=True)
+            raise
+        self.written.append(path)
+
+    @staticmethod
+    def _write_whole(path: Path, parts: Sequence[bytes | memoryview]) -> None:
         digest = hashlib.sha256()
-        with partial.open("wb") as file:
-            for part in (
-                _MAGIC,
-                len(header).to_bytes(8, "little"),
-                header,
-                *(array.tobytes() for array in arrays),
-            ):
+        with path.open("wb") as file:
+            for number, part in enumerate(parts):
                 digest.update(part)
+                if number == len(parts) - 1:
+                    file.flush()
+                    FaultPoints.reached("write")
                 file.write(part)
             file.write(digest.digest())
             file.flush()
+            FaultPoints.reached("fsync")
             os.fsync(file.fileno())
-        partial.rename(path)
-        _sync_folder(self._folder)
-        self.written.append(path)
 
 
 def read_journal_file(path: Path) -> JournalFile:
@@ -152,6 +203,7 @@ def read_journal_file(path: Path) -> JournalFile:
 
     Raises:
         DualevalError: the file is not a whole file of this format.
+        OSError: it cannot be read.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -171,7 +223,9 @@ def read_journal_file(path: Path) -> JournalFile:
             raise DualevalError(f"{path} is damaged: its checksum does not fit its content")
     described = json.loads(header)
     total = sum(described["rows"])
-    offset = len(start) + header_length + 2 * 8 * described["entries"]
+    entries = described["entries"]
+    delta = np.fromfile(path, "<i8", count=2 * entries, offset=len(start) + header_length)
+    offset = len(start) + header_length + 2 * 8 * entries
     columns = {}
     for entry in described["columns"]:
         column = Column(
@@ -187,8 +241,88 @@ def read_journal_file(path: Path) -> JournalFile:
         fingerprint=described["fingerprint"],
         chunks=tuple(described["chunks"]),
         rows=tuple(described["rows"]),
+        failed=described["failed"],
+        slots=delta[:entries],
+        values=delta[entries:],
         columns=columns,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """What earlier runs of the same job have left in a journal.
+
+    Attributes:
+        files: the files that count, in name order; no chunk is in two of them.
+        remaining: numbers of the chunks that are in none, in order.
+        left_out: a sentence for each file that does not count.
+        foreign: those of them that belong to another job.
+    """
+
+    files: tuple[JournalFile, ...]
+    remaining: tuple[int, ...]
+    left_out: tuple[str, ...]
+    foreign: frozenset[Path] = frozenset()
+
+    def add_to(self, ledger: Tensor) -> None:
+        """Add what the files hold to a ledger's vector."""
+        for file in self.files:
+            ledger.index_add_(0, torch.from_numpy(file.slots), torch.from_numpy(file.values))
+
+
+def read_journal(
+    folder: Path, plan: EvalPlan, fingerprint: str, each: Callable[[], None] = lambda: None
+) -> Earlier:
+    """Read a folder of journal files, those of every run that wrote into it.
+
+    They are taken in name order. A file that names a chunk already taken is left out whole, so that no chunk
+    can count twice; one with a failed sample is left out, so that it is tried again.
+
+    Args:
+        folder: where they are.
+        plan: the job's.
+        fingerprint: the job's; a file with another one is foreign.
+        each: called after each file.
+    """
+    files = []
+    left_out = []
+    foreign = set()
+    taken = np.zeros(plan.num_chunks, np.bool_)
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            file = read_journal_file(path)
+            reason = _reason_to_leave_out(file, plan, fingerprint, taken)
+            if file.fingerprint != fingerprint:
+                foreign.add(path)
+        except (DualevalError, OSError) as error:
+            reason = str(error)
+        if reason is None:
+            files.append(file)
+            taken[list(file.chunks)] = True
+        elif reason:
+            left_out.append(reason)
+        each()
+    return Earlier(
+        files=tuple(files),
+        remaining=tuple(np.flatnonzero(~taken).tolist()),
+        left_out=tuple(left_out),
+        foreign=frozenset(foreign),
+    )
+
+
+def _reason_to_leave_out(
+    file: JournalFile, plan: EvalPlan, fingerprint: str, taken: npt.NDArray[np.bool_]
+) -> str | None:
+    """Why a whole file does not count: a sentence, empty where nobody has to hear of it; None if it does."""
+    if file.fingerprint != fingerprint:
+        return f"{file.path} belongs to another job, with fingerprint {file.fingerprint[:8]}"
+    if file.failed:
+        return ""
+    again = [chunk for chunk in file.chunks if taken[chunk]]
+    if again:
+        return f"{file.path} holds chunk {again[0]}, which another file holds already"
+    assert file.rows == tuple(len(plan.chunk_samples(chunk)) for chunk in file.chunks)
+    return None
 
 
 def file_bytes(path: Path) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import numpy.typing as npt
 from dualeval.engine.journal import JournalFile
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
-from dualeval.result import partial_of
 
 # Rows held at once; also the row group size of the Parquet file.
 WINDOW_ROWS = 16_384
@@ -27,6 +27,7 @@ def write_predictions(
     plan: EvalPlan,
     sample_id: Callable[[int], str],
     columns: Sequence[str],
+    step: Callable[[], None] = lambda: None,
 ) -> None:
     """Merge the rows of all chunks into one Parquet file in data-set order.
 
@@ -39,11 +40,13 @@ def write_predictions(
         plan: the run's plan.
         sample_id: gives a sample's stable id.
         columns: the columns to write, in this order.
+        step: called after each window of rows.
     """
     import pyarrow
     import pyarrow.parquet
 
-    partial = partial_of(path)
+    # A name of its own: a second run in the folder may be at the same place.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     writer = None
     own_pool = pyarrow.default_memory_pool()
     # Arrow's own allocator takes segments of several MB a thread, by chance more or fewer of them: 13 to
@@ -68,13 +71,17 @@ def write_predictions(
             writer.write_table(table)
             # Two windows at once would double the memory.
             del rows, arrays, table
+            step()
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     finally:
         try:
             if writer is not None:
                 writer.close()
         finally:
             pyarrow.set_memory_pool(own_pool)
-    partial.rename(path)
+    partial.replace(path)
 
 
 def _arrow(pyarrow: Any, values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | None) -> Any:

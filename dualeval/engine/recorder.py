@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic, perf_counter
 
 import torch
@@ -14,6 +16,7 @@ from dualeval.engine.journal import JournalWriter
 from dualeval.engine.ledger import Ledger
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import EVALUATED
+from dualeval.engine.progress import Progress
 from dualeval.errors import ExactlyOnceError
 from dualeval.metrics import Metric
 
@@ -33,35 +36,130 @@ class _Finished:
     evaluated: Tensor
 
 
-class Recorder:
-    """Takes the batches of one rank, in order, and folds whole chunks.
+class _Part:
+    """Finished chunks on their way into one journal file.
 
     Attributes:
-        ledger: everything folded so far.
+        chunks: their numbers.
+        failed: number of their samples that could not be read.
+        rows: number of their rows.
+        delta: their ledger; without the metrics of what is still to be folded.
+    """
+
+    def __init__(self, plan: EvalPlan, metrics: Sequence[Metric], names: Sequence[str]) -> None:
+        self._plan = plan
+        self._names = tuple(names)
+        self.delta = Ledger(plan, metrics)
+        self.chunks: list[int] = []
+        self.failed = 0
+        self.rows = 0
+        self._unfolded: list[_Finished] = []
+        self._unfolded_rows = 0
+        self._folded: list[dict[str, Tensor]] = []
+
+    def take(
+        self, chunk: int, batches: Sequence[_Finished], failed: int, empty: Mapping[str, Tensor] | None
+    ) -> None:
+        """Take a finished chunk; ``empty`` has the columns' dtypes and row shapes, once they are known."""
+        rows = len(self._plan.chunk_samples(chunk))
+        self.chunks.append(chunk)
+        self.delta.fold(chunk, rows - failed, failed)
+        self.failed += failed
+        self.rows += rows
+        self._unfolded.extend(batches)
+        self._unfolded_rows += rows
+        if self._unfolded_rows >= FOLD_SAMPLES:
+            self.fold(empty)
+
+    def fold(self, empty: Mapping[str, Tensor] | None) -> None:
+        """Bring the rows since the last fold into the delta."""
+        if not self._unfolded:
+            return
+        evaluated = torch.cat([finished.evaluated for finished in self._unfolded])
+        columns = {
+            name: torch.cat([_column(finished, name, like) for finished in self._unfolded])
+            for name, like in (empty or {}).items()
+        }
+        if evaluated.any():
+            whole = bool(evaluated.all())
+            self.delta.update(columns if whole else {name: c[evaluated] for name, c in columns.items()})
+        rows = {name: columns[name] for name in self._names if name in columns}
+        self._folded.append({EVALUATED: evaluated.to(torch.uint8), **rows})
+        self._unfolded, self._unfolded_rows = [], 0
+
+    def columns(self, empty: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """All rows, folded, in the order of ``chunks``."""
+        # Parts folded before this rank could read anything hold no columns: their rows are zeros.
+        known = empty or {}
+        names = [EVALUATED, *(name for name in self._names if name in known)]
+        return {
+            name: torch.cat(
+                [
+                    part[name]
+                    if name in part
+                    else known[name].new_zeros(len(part[EVALUATED]), *known[name].shape[1:])
+                    for part in self._folded
+                ]
+            )
+            for name in names
+        }
+
+    def clear(self) -> None:
+        """Forget what has been written."""
+        self.delta.values.zero_()
+        self.chunks, self._folded, self.failed, self.rows = [], [], 0, 0
+
+
+def _column(finished: _Finished, name: str, like: Tensor) -> Tensor:
+    if finished.columns is not None:
+        return finished.columns[name]
+    return like.new_zeros(finished.rows, *like.shape[1:])
+
+
+class Recorder:
+    """Takes the batches of one rank, a chunk's one after the other, and folds whole chunks.
+
+    One thread adds; another may flush, so that what is finished is saved also where the first one hangs.
+
+    Attributes:
+        ledger: everything written so far.
         failed: the failed samples so far.
+        chunks_saved: number of chunks written so far.
         metrics_s: seconds spent on the ledger.
         journal_s: seconds spent on journal files.
     """
 
     def __init__(
-        self, plan: EvalPlan, metrics: Sequence[Metric], rows: Sequence[str], writer: JournalWriter
+        self,
+        plan: EvalPlan,
+        metrics: Sequence[Metric],
+        rows: Sequence[str],
+        writer: JournalWriter,
+        progress: Progress | None = None,
     ) -> None:
         self._plan = plan
-        self._rows = tuple(rows)
+        self._metrics = tuple(metrics)
+        self._names = tuple(rows)
         self._writer = writer
+        self._progress = progress or Progress()
+        self._lock = threading.Lock()
         self.ledger = Ledger(plan, metrics)
-        self._delta = Ledger(plan, metrics)
         self.failed: list[FailedSample] = []
+        self.chunks_saved = 0
         self.metrics_s = 0.0
         self.journal_s = 0.0
         self._empty: dict[str, Tensor] | None = None  # the columns' dtypes and row shapes, once seen
+        self._chunk: list[_Finished] = []
         self._chunk_failed = 0
-        self._unfolded: list[_Finished] = []
-        self._unfolded_rows = 0
-        self._chunks: list[int] = []
-        self._folded: list[dict[str, Tensor]] = []
-        self._folded_rows = 0
+        self._whole = _Part(plan, self._metrics, self._names)
+        # In files of their own: a resumed run leaves these out and tries their samples again.
+        self._with_failures: _Part | None = None
         self._flushed_at = monotonic()
+
+    @property
+    def folder(self) -> Path:
+        """Where the journal's files are written."""
+        return self._writer.folder
 
     def add(
         self,
@@ -82,73 +180,63 @@ class Recorder:
         evaluated = torch.ones(len(samples), dtype=torch.bool)
         for sample in failed:
             evaluated[sample.index - samples.start] = False
-        self.failed.extend(failed)
-        self._chunk_failed += len(failed)
-        if columns is not None and self._empty is None:
-            self._empty = {name: column[:0] for name, column in columns.items()}
-        self._unfolded.append(_Finished(rows=len(samples), columns=columns, evaluated=evaluated))
-        self._unfolded_rows += len(samples)
-        if batch == self._plan.chunk_batches(chunk)[-1]:
-            self._finish_chunk(chunk)
+        with self._lock:
+            self.failed.extend(failed)
+            self._chunk_failed += len(failed)
+            if columns is not None and self._empty is None:
+                self._empty = {name: column[:0] for name, column in columns.items()}
+            self._chunk.append(_Finished(rows=len(samples), columns=columns, evaluated=evaluated))
+            if batch == self._plan.chunk_batches(chunk)[-1]:
+                self._finish_chunk(chunk)
 
     def _finish_chunk(self, chunk: int) -> None:
-        self._chunks.append(chunk)
-        total = len(self._plan.chunk_samples(chunk))
-        self._delta.fold(chunk, total - self._chunk_failed, self._chunk_failed)
-        self._chunk_failed = 0
-        if self._unfolded_rows >= FOLD_SAMPLES:
-            self._fold()
-        if self._folded_rows + self._unfolded_rows >= FLUSH_ROWS or (
-            monotonic() - self._flushed_at >= FLUSH_EVERY_S
-        ):
-            self.flush()
-
-    def _fold(self) -> None:
-        """Bring the rows since the last fold, all of whole chunks, into the delta."""
-        if not self._unfolded:
-            return
         start = perf_counter()
-        evaluated = torch.cat([finished.evaluated for finished in self._unfolded])
-        columns = {
-            name: torch.cat([self._column(finished, name, empty) for finished in self._unfolded])
-            for name, empty in (self._empty or {}).items()
-        }
-        if evaluated.any():
-            whole = bool(evaluated.all())
-            self._delta.update(columns if whole else {name: c[evaluated] for name, c in columns.items()})
-        rows = {name: columns[name] for name in self._rows if name in columns}
-        self._folded.append({EVALUATED: evaluated.to(torch.uint8), **rows})
-        self._folded_rows += self._unfolded_rows
-        self._unfolded, self._unfolded_rows = [], 0
+        part = self._whole
+        if self._chunk_failed:
+            if self._with_failures is None:
+                self._with_failures = _Part(self._plan, self._metrics, self._names)
+            part = self._with_failures
+        part.take(chunk, self._chunk, self._chunk_failed, self._empty)
+        self._chunk, self._chunk_failed = [], 0
         self.metrics_s += perf_counter() - start
+        if part.rows >= FLUSH_ROWS or monotonic() - self._flushed_at >= FLUSH_EVERY_S:
+            self._flush()
 
-    @staticmethod
-    def _column(finished: _Finished, name: str, empty: Tensor) -> Tensor:
-        if finished.columns is not None:
-            return finished.columns[name]
-        return empty.new_zeros(finished.rows, *empty.shape[1:])
+    def flush(self, wait_s: float = -1.0) -> bool:
+        """Write all whole chunks since the last flush, to one journal file, or two where samples failed.
 
-    def flush(self) -> None:
-        """Write all whole chunks since the last flush to one journal file."""
-        self._fold()
+        Args:
+            wait_s: most seconds to wait for another thread that is adding or writing; -1 for ever.
+
+        Returns:
+            whether everything finished is written; False where that other thread did not come to an end.
+
+        Raises:
+            OSError: a file could not be written; what it was to hold is kept, for another try.
+        """
+        if not self._lock.acquire(timeout=wait_s):
+            return False
+        try:
+            self._flush()
+        finally:
+            self._lock.release()
+        return True
+
+    def _flush(self) -> None:
         self._flushed_at = monotonic()
-        if not self._chunks:
-            return
-        start = perf_counter()
-        # Parts folded before this rank could read anything hold no columns: their rows are zeros.
-        names = [EVALUATED, *(name for name in self._rows if name in (self._empty or {}))]
-        columns = {
-            name: torch.cat([self._folded_column(part, name) for part in self._folded]) for name in names
-        }
-        rows = [len(self._plan.chunk_samples(chunk)) for chunk in self._chunks]
-        self._writer.write(self._chunks, rows, self._delta.values, columns)
-        self.ledger.values += self._delta.values
-        self._delta.values.zero_()
-        self._chunks, self._folded, self._folded_rows = [], [], 0
-        self.journal_s += perf_counter() - start
-
-    def _folded_column(self, part: Mapping[str, Tensor], name: str) -> Tensor:
-        if name in part:
-            return part[name]
-        assert self._empty is not None
-        return self._empty[name].new_zeros(len(part[EVALUATED]), *self._empty[name].shape[1:])
+        for part in (self._whole, self._with_failures):
+            if part is None or not part.chunks:
+                continue
+            start = perf_counter()
+            part.fold(self._empty)
+            folded = perf_counter()
+            self.metrics_s += folded - start
+            self._progress.step("journal", self._progress.place.chunk)
+            rows = [len(self._plan.chunk_samples(chunk)) for chunk in part.chunks]
+            self._writer.write(
+                part.chunks, rows, part.delta.values, part.columns(self._empty), failed=part.failed
+            )
+            self.ledger.values += part.delta.values
+            self.chunks_saved += len(part.chunks)
+            part.clear()
+            self.journal_s += perf_counter() - folded

@@ -1,0 +1,260 @@
+"""The lease of an output folder: one run at a time, and a dead run keeps nobody out."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from dualeval.engine import lease as lease_module
+from dualeval.engine.lease import Lease
+from dualeval.errors import UsageError
+from tests.conftest import Launch
+
+# Holds the lease of a folder until another run takes it over; with "child", a fork of it outlives it.
+HOLDER = """
+import os, signal, sys, time
+from pathlib import Path
+from dualeval.engine.lease import Lease
+
+lease = Lease.take(Path(sys.argv[1]), "holder")
+child = os.fork() if "child" in sys.argv else None
+if child == 0:
+    signal.pause()
+print(child, flush=True)
+while lease.renew():
+    time.sleep(0.02)
+lease.release()
+lease.release()
+"""
+
+# Six processes want one dead run's lease, again and again. Who has it keeps it until the others are through.
+RACE = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+from dualeval.engine import lease as lease_module
+from dualeval.engine.lease import Lease
+from dualeval.errors import UsageError
+
+SIZE, ROUNDS = 6, int(sys.argv[4])
+folder, dead = Path(sys.argv[1]), Path(sys.argv[2]).read_bytes()
+os.fsync = lambda descriptor: None  # a busy disk would make the holder look dead
+lease_module.LOOK_EVERY_S = 0.005
+lease_module.TAKE_OVER_AFTER_S = float(sys.argv[3])
+context = multiprocessing.get_context("fork")
+together, refused = context.Barrier(SIZE, timeout=30), context.Value("i", 0)
+
+def race(number):
+    for round in range(ROUNDS):
+        if number == 0:
+            refused.value = 0
+            (folder / "lease.json").write_bytes(dead)
+        together.wait()
+        try:
+            lease = Lease.take(folder, f"{number}-{round}")
+        except UsageError:
+            with refused.get_lock():
+                refused.value += 1
+        else:
+            while refused.value < SIZE - 1:
+                assert lease.renew(), "two had it"
+                time.sleep(0.001)
+            lease.release()
+        together.wait()
+        assert os.listdir(folder) == []
+        together.wait()
+
+processes = [context.Process(target=race, args=(number,)) for number in range(SIZE)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+sys.exit(any(process.exitcode for process in processes))
+"""
+
+
+def dead_lease(folder: Path, **changes: object) -> Path:
+    """Write a lease as a run leaves it that was killed; by default on this kernel, under a lock."""
+    lease = Lease.take(folder, "dead")
+    claim = read(folder) | {"pid": os.getppid()} | changes
+    lease.release()
+    path = folder / "lease.json"
+    path.write_bytes(json.dumps(claim).encode().ljust(511) + b"\n")
+    return path
+
+
+def read(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "lease.json").read_bytes()))
+
+
+def never() -> None:
+    raise AssertionError("a dead run's lease was waited for")
+
+
+def test_taken_renewed_and_released(tmp_path: Path) -> None:
+    lease = Lease.take(tmp_path, "mine", waiting=never)
+    path = tmp_path / "lease.json"
+    first = path.stat()
+    assert lease.renew() and lease.renew()
+    assert (path.stat().st_ino, path.stat().st_size) == (first.st_ino, first.st_size) == (first.st_ino, 512)
+    claim = read(tmp_path)
+    assert (claim["pid"], claim["token"], claim["counter"]) == (os.getpid(), "mine", 2)
+    lease.release()
+    assert list(tmp_path.iterdir()) == []
+    following = Lease.take(tmp_path, "next", waiting=never)
+    lease.release()
+    assert not lease.renew() and following.renew()
+    following.release()
+
+
+def test_a_living_run_is_not_disturbed(tmp_path: Path, launch: Launch) -> None:
+    with launch.started([sys.executable, "-c", HOLDER, tmp_path]) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        with pytest.raises(UsageError, match=rf"{tmp_path} .* {os.uname().nodename} \(pid {holder.pid}\)"):
+            Lease.take(tmp_path, "second")
+        assert read(tmp_path)["token"] == "holder" and holder.poll() is None
+        (tmp_path / "lease.json").unlink()
+        assert holder.wait(30) == 0
+
+
+@pytest.mark.parametrize("child", ["alone", "child"])
+def test_a_killed_run_gives_way_at_once(tmp_path: Path, launch: Launch, child: str) -> None:
+    with launch.started([sys.executable, "-c", HOLDER, tmp_path, child]) as holder:
+        assert holder.stdout is not None
+        orphan = holder.stdout.readline().strip()
+        holder.kill()
+        holder.wait(30)
+        Lease.take(tmp_path, "second", waiting=never).release()
+        if child == "child":
+            os.kill(int(orphan), signal.SIGKILL)
+
+
+def test_a_stopped_run_gives_way_in_time_and_learns_of_it(
+    tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "TAKE_OVER_AFTER_S", 0.3)
+    with launch.started([sys.executable, "-c", HOLDER, tmp_path]) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        holder.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, holder.pid, os.WSTOPPED)
+        start = monotonic()
+        lease = Lease.take(tmp_path, "second")
+        assert monotonic() - start >= 0.3
+        holder.send_signal(signal.SIGCONT)
+        assert holder.wait(30) == 0
+    assert lease.renew() and read(tmp_path)["token"] == "second"
+    lease.release()
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"pid": 1}', b"\xff" * 600])
+def test_what_no_lock_tells_of_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    monkeypatch.setattr(lease_module, "TAKE_OVER_AFTER_S", 0.2)
+    monkeypatch.setattr(lease_module, "LOOK_EVERY_S", 0.02)
+    path = dead_lease(tmp_path, boot="another kernel")
+    if content is not None:
+        path.write_bytes(content)
+    start = monotonic()
+    lease = Lease.take(tmp_path, "second")
+    assert monotonic() - start >= 0.2
+    assert list(tmp_path.iterdir()) == [path] and read(tmp_path)["token"] == "second"
+    lease.release()
+
+
+@pytest.mark.parametrize(("said", "pid"), [("node7 (pid 41)", 41), ("an unknown host", None)])
+def test_what_moves_is_alive(tmp_path: Path, said: str, pid: int | None) -> None:
+    (tmp_path / "other").mkdir()
+    moved = dead_lease(tmp_path / "other", host="node7", pid=pid, counter=7).read_bytes()
+    path = dead_lease(tmp_path, boot="another kernel")
+
+    def move() -> None:
+        path.write_bytes(moved if pid else b"torn")
+
+    with pytest.raises(UsageError) as refusal:
+        Lease.take(tmp_path, "second", waiting=move)
+    assert f" is in use by another run on {said}. " in str(refusal.value)
+
+
+def test_what_is_given_back_meanwhile_is_taken(tmp_path: Path) -> None:
+    path = dead_lease(tmp_path, boot="another kernel")
+    Lease.take(tmp_path, "second", waiting=path.unlink).release()
+
+
+def test_within_a_process_the_lock_tells_nothing(tmp_path: Path) -> None:
+    first = Lease.take(tmp_path, "first")
+
+    def renew() -> None:
+        assert first.renew()
+
+    with pytest.raises(UsageError):
+        Lease.take(tmp_path, "second", waiting=renew)
+    assert first.renew()
+    first.release()
+
+
+def test_without_locks_the_count_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def watched() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr("fcntl.lockf", no_locks)
+    path = dead_lease(tmp_path)
+    assert read(tmp_path)["boot"] == ""
+    monkeypatch.undo()
+    # Where this run can lock what its holder could not, a free lock is no sign of death.
+    with pytest.raises(InterruptedError):
+        Lease.take(tmp_path, "second", waiting=watched)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lease_renewed_at_the_last_moment_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = dead_lease(tmp_path)
+    inode = path.stat().st_ino
+    rename: Callable[[Path, Path], Path] = Path.rename
+
+    def renewed_first(self: Path, target: Path) -> Path:
+        self.write_bytes(self.read_bytes().replace(b'"counter": 0', b'"counter": 1'))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", renewed_first)
+    with pytest.raises(UsageError):
+        Lease.take(tmp_path, "second")
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_ino == inode and read(tmp_path)["counter"] == 1
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    with pytest.raises(FileNotFoundError):
+        Lease.take(folder, "first", waiting=never)
+    folder.mkdir()
+    lease = Lease.take(folder, "first")
+    shutil.rmtree(folder)
+    assert not lease.renew()
+    lease.release()
+    lease.release()
+
+
+@pytest.mark.parametrize("told", ["by the lock", "by standing still"])
+def test_of_many_newcomers_one_takes_over(tmp_path: Path, launch: Launch, told: str) -> None:
+    changes, after_s, rounds = ({}, 20, 10) if told == "by the lock" else ({"boot": "another kernel"}, 1, 2)
+    dead = dead_lease(tmp_path, **changes).replace(tmp_path / "dead")
+    (tmp_path / "out").mkdir()
+    finished = launch(
+        [sys.executable, "-c", RACE, tmp_path / "out", dead, str(after_s), str(rounds)], timeout=40
+    )
+    assert finished.returncode == 0, finished.stderr
