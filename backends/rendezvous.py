@@ -121,7 +121,8 @@ def shared_store(world: World, purpose: str) -> Iterator[tuple[Store, str, int |
     if world.launcher == "torchrun":
         assert world.master is not None
         store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
-        yield PrefixStore("dualeval", store), *world.master
+        # torchrun may keep one store for all its starts, with the addresses of ranks that have ended in it.
+        yield PrefixStore(f"dualeval/{world.restarts}", store), *world.master
         return
     server, offer = serve_store(world) if world.is_main else (None, None)
     with told_by_rank_0(world, offer) as offer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -159,8 +160,17 @@ class Status:
     launch_id: str | None = None
 
     def write(self, folder: Path) -> None:
-        """Write it into the run's output folder."""
-        write_text(folder / STATUS, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+        """Write it into the run's output folder; on a full disk over the one that is there."""
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        try:
+            write_text(folder / STATUS, text)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # Its block is there already. Not whole for a moment, but "running" would be wrong for ever.
+            with (folder / STATUS).open("r+", encoding="utf-8") as file:
+                file.write(text)
+                file.truncate()
 
 
 def read_status(folder: Path) -> Status | None:

@@ -360,6 +360,7 @@ def _end_after(error: Exception, control: ControlPlane, watch: Watch) -> int:
 
     if isinstance(error, Stopped) or control.stopping is not None:
         # Whatever went wrong while ranks were ending: they were told to.
+        control.stop(str(error))
         watch.wait_for_end()
     watch.main_ends(exit_code_of(error))
     first = error if isinstance(error, PeerError) else control.fail(error)

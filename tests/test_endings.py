@@ -1,0 +1,227 @@
+"""How a run ends early: by a signal, with nothing finished lost, and started again by its launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.conftest import ROOT, Launch
+from tests.faulty_models import FAULT, FLUSH_S
+
+ASSETS = ROOT / "dualeval" / "assets"
+MODEL = ["--model", "tests.faulty_models:fashion_cnn", "--weights", ASSETS / "fashion_cnn.safetensors"]
+# 100 batches of 20.
+JOB = [*MODEL, "--data", ASSETS, "--batch-size", "20", "--limit", "2000", "--no-progress"]
+RUN = [sys.executable, "-m", "dualeval", "run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+# 50 ms a batch, one batch at a time, and a journal file after a few of them.
+SLOWLY = {FAULT: "slow all 0", FLUSH_S: "0.2", "OMP_NUM_THREADS": "1"}
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def wanted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the job where nothing goes wrong."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert launch([*RUN, *JOB, "--out", out]).returncode == 0
+    return str(read(out / "result.json")["metrics_digest"])
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def await_that(found: Any, process: subprocess.Popen[str]) -> None:
+    """Wait until ``found()`` is true, for as long as the process runs."""
+    deadline = monotonic() + DEADLINE_S
+    while not found():
+        assert process.poll() is None, process.communicate()
+        assert monotonic() < deadline, "it did not come to that"
+        sleep(0.02)
+
+
+def await_line(wanted: str, process: subprocess.Popen[str]) -> None:
+    """Read what a process says until it says that."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if wanted in line:
+            return
+    raise AssertionError(f"it ended without saying {wanted!r}")
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks that a run has started, in their order; the process itself where it is the only one."""
+    started = [
+        child for child in psutil.Process(process.pid).children(recursive=True) if "RANK" in child.environ()
+    ]
+    return sorted(started, key=lambda child: int(child.environ()["RANK"])) or [psutil.Process(process.pid)]
+
+
+@contextmanager
+def at_work(
+    launch: Launch, command: list[Any], out: Path, fault: str = "slow all 0"
+) -> Iterator[subprocess.Popen[str]]:
+    """A run that has written a journal file."""
+    # Whoever started the tests may ignore some signals, and what they start would inherit that.
+    words = ["env", "--default-signal", *command, *JOB, "--out", out]
+    with launch.started(words, variables={**SLOWLY, FAULT: fault}) as process:
+        await_that(lambda: list(out.glob("journal/*.journal")), process)
+        yield process
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end; returns the exit code and what was said."""
+    _, said = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, said
+
+
+def goes_on(launch: Launch, out: Path, wanted: str, command: list[Any] | None = None) -> dict[str, Any]:
+    """The same command again comes to the same digest, from what was finished."""
+    done = launch([*(command or RUN), *JOB, "--out", out])
+    assert done.returncode == 0, done.stderr
+    result = read(out / "result.json")
+    assert result["metrics_digest"] == wanted
+    chunks = result["chunks"]
+    assert chunks["resumed"] + chunks["evaluated_now"] == chunks["total"] == 100
+    assert not list(out.glob("journal/*")) and not (out / "lease.json").exists()
+    return result
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_saves_and_ends(
+    launch: Launch, tmp_path: Path, wanted: str, number: signal.Signals, ranks: int
+) -> None:
+    out = tmp_path / "out"
+    command = [*RUN, *(["--nproc", "2"] if ranks == 2 else [])]
+    with at_work(launch, command, out) as process:
+        process.send_signal(number)
+        code, said = end(process)
+    assert code == 75, said
+    status = read(out / "status.json")
+    assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 75, number.name)
+    assert said.count(f"dualeval: stopped by {number.name}.") == 1
+    assert status["chunks_saved"] > 0
+    result = goes_on(launch, out, wanted, [*RUN, "--nproc", str(3 - ranks)])
+    assert result["chunks"]["resumed"] == status["chunks_saved"]
+
+
+def test_a_signal_in_the_middle_of_a_long_forward(launch: Launch, tmp_path: Path, wanted: str) -> None:
+    """One rank is in a forward of 10 s; the signal reaches the other one alone."""
+    out = tmp_path / "out"
+    with at_work(launch, [*RUN, "--nproc", "2"], out, "slow 0 0;long 1 10") as process:
+        await_line("fault: long", process)
+        ranks_of(process)[0].send_signal(signal.SIGTERM)
+        sent = monotonic()
+        code, said = end(process)
+        assert monotonic() - sent < 9, "the forward has 10 s to go"
+    assert code == 75, said
+    assert read(out / "status.json")["state"] == "stopped"
+    assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
+
+
+def test_a_second_sigint_stops_at_once(launch: Launch, tmp_path: Path, wanted: str) -> None:
+    out = tmp_path / "out"
+    with at_work(launch, RUN, out, "slow all 0;long all 10") as process:
+        await_line("fault: long", process)
+        process.send_signal(signal.SIGINT)
+        sleep(0.6)  # sooner, it would be a launcher's echo of the first
+        process.send_signal(signal.SIGINT)
+        code, said = end(process)
+    assert code == 130
+    assert "interrupted twice" in said
+    assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
+
+
+def test_other_signals_may_be_chosen(launch: Launch, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with at_work(launch, [*RUN, "--stop-signals", "SIGUSR1"], out) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert end(process)[0] == 75
+    assert read(out / "status.json")["signal"] == "SIGUSR1"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--stop-signals", "SIGKILL"], "'SIGKILL' is no signal to wait for"),
+        (["--stop-signals", "TERM"], "'TERM' is no signal to wait for"),
+        (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0: expected seconds, at least 1"),
+        (["--schedule", "fast"], "--schedule 'fast': expected one of static, dynamic"),
+    ],
+)
+def test_wrong_options(launch: Launch, tmp_path: Path, words: list[str], message: str) -> None:
+    done = launch([*RUN, *words], cwd=tmp_path)
+    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+
+
+def test_torchrun_goes_on_after_a_killed_rank(launch: Launch, tmp_path: Path, wanted: str) -> None:
+    """By itself, with --max-restarts, and without --out too."""
+    command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2", "-m", "dualeval", "run", *JOB]
+    with launch.started(command, cwd=tmp_path, variables=SLOWLY) as process:
+        await_that(lambda: list(tmp_path.glob("runs/*/journal/*.journal")), process)
+        ranks_of(process)[1].kill()
+        code, said = end(process)
+    assert code == 0, said
+    [out] = tmp_path.glob("runs/*")
+    result = read(out / "result.json")
+    assert result["metrics_digest"] == wanted
+    assert result["chunks"]["resumed"] > 0
+
+
+def test_torchrun_does_not_start_again_what_was_stopped(launch: Launch, tmp_path: Path) -> None:
+    """The signal reaches the ranks alone, as Slurm's does; the agent takes their end for a failure."""
+    out = tmp_path / "out"
+    command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2", "-m", "dualeval", "run"]
+    with at_work(launch, command, out) as process:
+        for rank in ranks_of(process):
+            rank.send_signal(signal.SIGUSR2)
+        code, said = end(process)
+    assert code == 1
+    assert said.count("dualeval: stopped by SIGUSR2.") == 3, "once, and each time that it was started again"
+    status = read(out / "status.json")
+    assert (status["state"], status["signal"]) == ("stopped", "SIGUSR2")
+    assert status["chunks_saved"] > 0
+
+
+@pytest.mark.needs("cluster")
+def test_a_full_disk_is_said_so(launch: Launch, tmp_path: Path, wanted: str) -> None:
+    """A disk of 40 kB takes some of the journal; where there is room the run goes on."""
+    out = tmp_path / "out"
+    out.mkdir()
+    mounted = (
+        f'mount -t tmpfs -o size=40k tmpfs "{out}" && "$@"; code=$?; cp -r "{out}" "{out}.kept"; exit $code'
+    )
+    command = ["unshare", "--mount", "bash", "-c", mounted, "bash", *RUN, *JOB, "--out", out]
+    done = launch(command, variables=SLOWLY)
+    assert done.returncode == 1, done.stderr
+    assert "cannot be written any more" in done.stderr
+    assert "No space left on device" in done.stderr
+    assert done.stderr.count("dualeval: error: ") == 1
+    assert "Traceback" not in done.stderr
+    kept = Path(f"{out}.kept")
+    status = read(kept / "status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert goes_on(launch, kept, wanted)["chunks"]["resumed"] > 0
+
+
+def test_a_run_under_nohup_is_not_stopped_by_what_is_ignored(launch: Launch, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shell = 'trap "" INT; exec "$@"'
+    with at_work(launch, ["bash", "-c", shell, "bash", *RUN], out) as process:
+        os.kill(process.pid, signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert end(process)[0] == 75
+    assert read(out / "status.json")["signal"] == "SIGTERM"
