@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from dualeval.backends import connect
 from dualeval.backends.base import Backend
+from dualeval.engine import recorder
 from dualeval.engine.control import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.errors import DualevalError
@@ -71,6 +73,37 @@ def apart(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, An
     out = folder / f"disk-of-{backend.world.rank}" / "out"
     result = Evaluator(TinyTask(997), backend, control, out=out, batch_size=16).run()
     return {"digest": result.metrics_digest, "left": sorted(path.name for path in out.glob("**/*"))}
+
+
+def apart_again(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """As ``apart``, after a run that broke when each rank had saved 20 of its chunks."""
+    out = folder / f"disk-of-{backend.world.rank}" / "out"
+    recorder.FLUSH_ROWS = 16
+    batches = 0
+
+    def before() -> None:
+        nonlocal batches
+        batches += 1
+        if breaks and batches > 20:
+            control.meet()
+            raise DualevalError("enough")
+
+    notes: list[str] = []
+    breaks = True
+    with suppress(DualevalError):
+        Evaluator(WatchedTask(997, before), backend, control, out=out, batch_size=16).run()
+    breaks = False
+    # Every rank has met the others in this run as often as they have.
+    control = open_control_plane(backend)
+    result = Evaluator(
+        WatchedTask(997, before), backend, control, out=out, batch_size=16, note=notes.append
+    ).run()
+    return {
+        "digest": result.metrics_digest,
+        "resumed": result.chunks["resumed"],
+        "notes": notes,
+        "left": sorted(path.name for path in out.glob("**/*")),
+    }
 
 
 def apart_on_two_nodes(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
@@ -146,6 +179,7 @@ SCENARIOS = {
     for scenario in (
         collectives,
         apart,
+        apart_again,
         apart_on_two_nodes,
         together,
         broken,

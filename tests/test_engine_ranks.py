@@ -61,6 +61,21 @@ def test_rows_reach_rank_0_without_a_shared_folder(
     assert table["target"].to_pylist() == [index * 31 % 7 for index in range(997)]
 
 
+def test_without_a_shared_folder_a_run_goes_on_from_what_rank_0_sees(
+    launch: Launch, tmp_path: Path, wanted: str
+) -> None:
+    first, second = run_ranks(launch, "apart_again", 2, tmp_path)
+    assert first["digest"] == second["digest"] == wanted
+    assert first["resumed"] == second["resumed"] == 20
+    [goes_on, apart] = first["notes"]
+    assert "20 of 63 chunks are finished already" in goes_on
+    assert apart.startswith("rank 1 of 2 cannot see ")
+    assert "is lost where the run is ended before" in apart
+    assert second["notes"] == []
+    assert first["left"] == ["job.json", "predictions.parquet", "result.json", "status.json"]
+    assert second["left"] == []
+
+
 def test_ranks_of_a_node_share_its_disk_and_leave_nothing(
     launch: Launch, tmp_path: Path, wanted: str
 ) -> None:
