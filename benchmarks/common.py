@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -103,6 +104,11 @@ def _end(process: subprocess.Popen[str]) -> None:
     for survivor in left:
         with suppress(psutil.NoSuchProcess):
             survivor.kill()
+
+
+def end_on_sigterm() -> None:
+    """Have SIGTERM end this process as Ctrl-C does: with what it has started, and without its folders."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def _cpu_of_children() -> float:

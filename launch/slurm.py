@@ -18,6 +18,10 @@ from dualeval.errors import UsageError
 SHIPPED = {"torch": "eval.sbatch", "horovod": "eval_horovod.sbatch"}
 _LIBRARIES = {"torch": "torch.distributed", "horovod": "Horovod"}
 
+# Seconds before the end of its time at which a job is warned. Ranks need 5 to save and end; and Slurm, which
+# looks once in a while, may be up to 60 s early.
+WARNING_S = 90
+
 _COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")
 _WORDS = ("job_name", "mem", "time", "partition", "account", "qos", "log")
 
@@ -45,8 +49,67 @@ if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
   export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 fi
 
-# exec: the job's exit code is the ranks', after scancel too. --export=ALL: the PATH from above reaches the
-# ranks after 'sbatch --export=NONE' too. --launcher: variables of torchrun may be left over in the shell.
+# The output folder, where a job that comes back goes on and status.json says how the ranks ended: that of the
+# last --out, as 'dualeval run' reads it; else one by the job's number, which a job that comes back keeps.
+out=
+is_out=
+words=()
+for word in "$@"; do
+  if [[ -n $is_out ]]; then
+    out=$word
+    is_out=
+  elif [[ $word == --out ]]; then
+    is_out=yes
+  elif [[ $word == --out=* ]]; then
+    out=${word#--out=}
+  elif [[ $word == --fresh && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
+    # Said of the first start: now it would remove what that one has finished.
+    continue
+  fi
+  words+=("$word")
+done
+if [[ -z $out ]]; then
+  out=runs/job-${SLURM_JOB_ID:?"there is no job; type 'sbatch' before this file, or --out FOLDER after it"}
+  words+=(--out "$out")
+fi
+
+# Which status.json is there: one that is older than the ranks says nothing of them.
+written() { stat --format='%i %y' "$out/status.json" 2> /dev/null || true; }
+# It has one key a line.
+says() { grep -qsE "^  \\"$1\\": $2,?$" "$out/status.json"; }
+before=$(written)
+
+# --export=ALL: the PATH from above reaches the ranks after 'sbatch --export=NONE' too. --launcher: variables
+# of torchrun may be left over in the shell. No trap: where this shell gets SIGTERM it ends, and Slurm then
+# ends the ranks as scancel does, with time to save; srun, were it passed on, would have them killed at once.
+code=0
+""".splitlines()
+
+_AFTERWARDS = """\
+# Only the warning brings a job back: scancel (SIGTERM) means an end, and a failure would come again. Where
+# nothing was finished before it, the next start would come no further.
+warned=
+if [[ $(written) == "$before" ]]; then
+  # 140: it came before Python took signals.
+  if ((code == 75 || code == 128 + 12)); then warned=early; fi
+elif says state '"stopped"' && says signal '"SIGUSR2"'; then
+  if says chunks_saved '[1-9][0-9]*'; then warned=late; else warned=early; fi
+fi
+
+if [[ $warned == early ]]; then
+  echo "dualeval: a signal came before anything was finished. If it was Slurm's warning before the end," \\
+    "type sbatch with more --time, or with a later warning (--signal=USR2@30)." >&2
+elif [[ $warned == late ]]; then
+  code=75
+  # Before: Slurm ends this script at once, or soon.
+  echo "dualeval: Slurm is asked to queue job $SLURM_JOB_ID again, which then goes on in $out." >&2
+  if scontrol requeue "$SLURM_JOB_ID"; then
+    sleep 60
+  else
+    echo "dualeval: Slurm does not queue this job again. To go on, type the same line with --out $out." >&2
+  fi
+fi
+exit "$code"
 """.splitlines()
 
 
@@ -117,18 +180,23 @@ def sbatch_text(job: SlurmJob) -> str:
         "# 'dualeval run', whose relative paths are from where sbatch was typed. Without any it",
         "# evaluates the 10,000 images that it brings along. With GPUs, ask for as many tasks as GPUs.",
         "#",
+        f"# {WARNING_S} s before its time is up Slurm warns the ranks: they save what they have and end.",
+        "# Then the job is queued again, and goes on in its output folder; so it does where a node is lost.",
+        "#",
         *(f"#SBATCH {directive}" for directive in directives(job)),
         "",
         *_SET_UP,
-        "exec srun --export=ALL --kill-on-bad-exit=1 "
-        f'dualeval run --launcher srun --backend {job.backend} "$@"',
+        "srun --export=ALL --kill-on-bad-exit=1 dualeval run "
+        f'--launcher srun --backend {job.backend} "${{words[@]}}" || code=$?',
+        "",
+        *_AFTERWARDS,
         "",
     ]
     return "\n".join(lines)
 
 
 def directives(job: SlurmJob) -> list[str]:
-    """List what a job asks for as options of sbatch, ``--name=value`` each."""
+    """List what a job asks for as options of sbatch, a word each."""
     asked = {
         "job-name": job.job_name,
         "nodes": job.nodes,
@@ -142,8 +210,11 @@ def directives(job: SlurmJob) -> list[str]:
         "qos": job.qos,
         "output": job.log,
         "open-mode": "append",
+        # To the steps: with "B:" it would go to the batch shell alone.
+        "signal": f"USR2@{WARNING_S}",
     }
-    return [f"--{name}={value}" for name, value in asked.items() if value is not None]
+    # Asked for, as a cluster's default may be (JobRequeue) that a job does not come back.
+    return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue"]
 
 
 def log_path(job: SlurmJob, folder: Path, job_id: str) -> Path:

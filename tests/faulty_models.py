@@ -1,7 +1,11 @@
 """Models that go wrong where a test says so: ``--model tests.faulty_models:fashion_cnn``.
 
-The variable DUALEVAL_TEST_FAULT holds words "KIND RANK BATCH": the rank (or "all") whose forward does it, and the
-first of its batches that does. The model itself is the embedded job's, and so are its bits.
+The variable DUALEVAL_TEST_FAULT holds words "KIND RANK NUMBER", and more of them after a semicolon: the rank
+(or "all") that does it, and how many of its batches come before; "slow:0.02" is slow by so many seconds.
+"write", "fsync" and "rename" end the process at that point of a journal file, with so many files before. The
+model itself is the embedded job's, and so are its bits.
+
+DUALEVAL_TEST_FLUSH_S is how often a journal file is written.
 """
 
 from __future__ import annotations
@@ -9,15 +13,21 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dualeval.engine import recorder
+from dualeval.engine.journal import FaultPoints
 from dualeval.launch import detect
 from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.vision_library import torchvision
 
 FAULT = "DUALEVAL_TEST_FAULT"
+FLUSH_S = "DUALEVAL_TEST_FLUSH_S"
 FOREVER_S = 3600
 
 
@@ -30,36 +40,103 @@ def _raise() -> None:
     raise RuntimeError("the model broke")
 
 
-KINDS = {
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+KINDS: dict[str, Callable[[], object]] = {
     "stall": lambda: time.sleep(FOREVER_S),
     "slow": lambda: time.sleep(0.05),
     "long": lambda: time.sleep(10),
     "lock": _hold_the_lock,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill": _kill,
     "raise": _raise,
     "memory": lambda: torch.empty(1 << 55, dtype=torch.uint8),
 }
+POINTS = ("write", "fsync", "rename")
+
+
+def began(kind: str) -> str:
+    """What a rank prints when its fault begins, but for the slow ones."""
+    return f"fault: {kind}"
+
+
+def _fault_of(kind: str) -> Callable[[], object]:
+    name, _, seconds = kind.partition(":")
+    if seconds:
+        assert name == "slow", kind
+        return lambda: time.sleep(float(seconds))
+    if name == "slow":
+        return KINDS[name]
+
+    def fault() -> None:
+        # One write: ranks share the stream.
+        sys.stderr.write(f"{began(name)}\n")
+        sys.stderr.flush()
+        KINDS[name]()
+
+    return fault
+
+
+def _end_at(point: str, number: int) -> None:
+    """Have this process end at a point of its journal file of that number, from 0."""
+    seen = 0
+
+    def reached(name: str) -> None:
+        nonlocal seen
+        if name == point:
+            seen += 1
+            if seen > number:
+                _kill()
+
+    FaultPoints.reached = reached
 
 
 class Faulty(FashionCNN):
-    """The embedded job's model, and a fault."""
+    """The embedded job's model, and its faults."""
 
     def __init__(self) -> None:
         super().__init__()
-        kind, rank, batch = os.environ.get(FAULT, "slow none 0").split()
-        self._fault = KINDS[kind]
         own = str(detect(os.environ).rank)
-        self._batch = int(batch) if rank in ("all", own) else None
+        self._faults: list[tuple[int, Callable[[], object]]] = []
         self._seen = 0
+        for words in filter(None, os.environ.get(FAULT, "").split(";")):
+            kind, rank, number = words.split()
+            if rank not in ("all", own):
+                continue
+            if kind in POINTS:
+                _end_at(kind, int(number))
+            else:
+                self._faults.append((int(number), _fault_of(kind)))
+        if FLUSH_S in os.environ:
+            recorder.FLUSH_EVERY_S = float(os.environ[FLUSH_S])
 
     def forward(self, images: Tensor) -> Tensor:
         self._seen += 1
-        # The first is the trial that the task makes.
-        if self._batch is not None and self._seen - 1 > self._batch:
-            self._fault()
+        for batch, fault in self._faults:
+            # The first is the trial that the task makes.
+            if self._seen - 1 > batch:
+                fault()
         return super().forward(images)
 
 
 def fashion_cnn() -> Faulty:
     return Faulty()
+
+
+class Means(nn.Module):
+    """The brightest channel: a model that takes no time, for loaders that stand still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mean((2, 3))
+
+
+def means() -> Means:
+    # Seconds of an import that would come within the first reading otherwise, and pass for a standstill.
+    torchvision()
+    return Means()

@@ -20,11 +20,12 @@ from tests.conftest import ROOT, Launch
 from tests.faulty_models import FAULT, FLUSH_S
 
 ASSETS = ROOT / "dualeval" / "assets"
-MODEL = ["--model", "tests.faulty_models:fashion_cnn", "--weights", ASSETS / "fashion_cnn.safetensors"]
+Words = list[str | Path]
+MODEL: Words = ["--model", "tests.faulty_models:fashion_cnn", "--weights", ASSETS / "fashion_cnn.safetensors"]
 # 100 batches of 20.
-JOB = [*MODEL, "--data", ASSETS, "--batch-size", "20", "--limit", "2000", "--no-progress"]
-RUN = [sys.executable, "-m", "dualeval", "run"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+JOB: Words = [*MODEL, "--data", ASSETS, "--batch-size", "20", "--limit", "2000", "--no-progress"]
+RUN: Words = [sys.executable, "-m", "dualeval", "run"]
+TORCHRUN: Words = [sys.executable, "-m", "torch.distributed.run"]
 # 50 ms a batch, one batch at a time, and a journal file after a few of them.
 SLOWLY = {FAULT: "slow all 0", FLUSH_S: "0.2", "OMP_NUM_THREADS": "1"}
 DEADLINE_S = 60.0
@@ -71,7 +72,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 @contextmanager
 def at_work(
-    launch: Launch, command: list[Any], out: Path, fault: str = "slow all 0"
+    launch: Launch, command: Words, out: Path, fault: str = "slow all 0"
 ) -> Iterator[subprocess.Popen[str]]:
     """A run that has written a journal file."""
     # Whoever started the tests may ignore some signals, and what they start would inherit that.
@@ -87,7 +88,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
-def goes_on(launch: Launch, out: Path, wanted: str, command: list[Any] | None = None) -> dict[str, Any]:
+def goes_on(launch: Launch, out: Path, wanted: str, command: Words | None = None) -> dict[str, Any]:
     """The same command again comes to the same digest, from what was finished."""
     done = launch([*(command or RUN), *JOB, "--out", out])
     assert done.returncode == 0, done.stderr
@@ -99,8 +100,9 @@ def goes_on(launch: Launch, out: Path, wanted: str, command: list[Any] | None = 
     return result
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGUSR2, 2)], ids=str
+)
 def test_a_signal_saves_and_ends(
     launch: Launch, tmp_path: Path, wanted: str, number: signal.Signals, ranks: int
 ) -> None:

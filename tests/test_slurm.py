@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dualeval.errors import UsageError
 from dualeval.launch.slurm import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
+from dualeval.result import Status
 from tests.conftest import ROOT, Finished, Launch
 
 COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")
@@ -47,6 +48,8 @@ def test_defaults_ask_for_one_task_and_nothing_of_the_cluster() -> None:
         "--ntasks-per-node=1",
         "--output=dualeval-%j.log",
         "--open-mode=append",
+        "--signal=USR2@90",
+        "--requeue",
     ]
 
 
@@ -85,7 +88,7 @@ def test_each_value_that_is_given_stands_in_one_directive(asked: dict[str, Any])
             assert len(found) == (name == "ntasks_per_node")
     # sbatch stops reading directives at the first command.
     assert text.rindex("#SBATCH ") < text.index("set -euo pipefail")
-    assert text.endswith(f' --backend {asked.get("backend", "torch")} "$@"\n')
+    assert f' --backend {asked.get("backend", "torch")} "${{words[@]}}" || code=$?\n' in text
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -134,7 +137,10 @@ def test_environ_for_sbatch_drops_the_variables_of_the_job_around_it() -> None:
 
 
 class Script:
-    """Runs a shipped script with a srun that says what it was given, in folders of the test's own."""
+    """Runs a shipped script with a srun that says what it was given, in folders of the test's own.
+
+    It is run in ``folder``, as job 7.
+    """
 
     def __init__(self, launch: Launch, folder: Path) -> None:
         self.launch = launch
@@ -145,7 +151,7 @@ class Script:
             made.mkdir()
         self.put(
             self.tools / "srun",
-            'printf "<%s>" "$@"; echo; type -P dualeval; echo "cores ${SRUN_CPUS_PER_TASK:-none}"; exit 75',
+            'printf "<%s>" "$@"; echo; type -P dualeval; echo "cores ${SRUN_CPUS_PER_TASK:-none}"; exit 3',
         )
 
     @staticmethod
@@ -162,6 +168,7 @@ class Script:
             variables={
                 "SLURM_SUBMIT_DIR": str(self.submitted),
                 "SLURM_CPUS_PER_TASK": "",
+                "SLURM_JOB_ID": "7",
                 "PATH": path,
                 **variables,
             },
@@ -185,7 +192,7 @@ def test_script_takes_the_environment_of_the_submit_folder(script: Script, backe
         "cores none",
     ]
     # srun's exit code is the job's.
-    assert (done.returncode, done.stderr) == (75, "")
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_script_takes_the_environment_on_the_path_first(script: Script) -> None:
@@ -210,20 +217,141 @@ def test_script_without_an_environment_says_what_to_type(script: Script) -> None
     assert script().returncode == 2
 
 
-def test_script_becomes_srun(script: Script) -> None:
-    script.put(script.submitted / ".venv/bin/dualeval", "")
-    script.put(script.tools / "srun", "echo $$")
-    done = script.launch(
-        ["bash", "-c", 'echo $$; exec bash "$0"', ROOT / "slurm" / SHIPPED["torch"]],
-        variables={"SLURM_SUBMIT_DIR": str(script.submitted), "PATH": f"{script.tools}:{SYSTEM}"},
-    )
-    shell, srun = done.stdout.split()
-    assert shell == srun
-
-
 def test_script_hands_cores_a_task_on_to_srun(script: Script) -> None:
     script.put(script.submitted / ".venv/bin/dualeval", "")
     assert script(SLURM_CPUS_PER_TASK="3").stdout.splitlines()[2] == "cores 3"
+
+
+def words_of(done: Finished) -> list[str]:
+    """What the script has handed to 'dualeval run', after the words of its own."""
+    words = done.stdout.splitlines()[0].removeprefix("<").removesuffix(">").split("><")
+    return words[words.index("torch") + 1 :]
+
+
+@pytest.fixture
+def found(script: Script) -> Script:
+    """A script that finds the command."""
+    script.put(script.submitted / ".venv/bin/dualeval", "")
+    return script
+
+
+OWN_OUT = ["--out", "runs/job-7"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "added"),
+    [
+        ([], OWN_OUT),
+        (["--limit", "5"], OWN_OUT),
+        (["--out=a"], []),
+        (["--out", "a"], []),
+        (["--out="], OWN_OUT),
+        (["--outer", "a"], OWN_OUT),
+        (["--out", "a b", "--limit", "5"], []),
+    ],
+)
+def test_script_gives_an_output_folder_where_there_is_none(
+    found: Script, typed: list[str], added: list[str]
+) -> None:
+    assert words_of(found(*typed)) == [*typed, *added]
+
+
+def test_script_outside_of_a_job_says_what_to_type(found: Script) -> None:
+    done = found(SLURM_JOB_ID="")
+    assert (done.returncode != 0, done.stdout) == (True, "")
+    assert "there is no job; type 'sbatch' before this file, or --out FOLDER after it" in done.stderr
+
+
+def test_script_starts_over_only_once(found: Script) -> None:
+    typed = ["--fresh", "--out", "--fresh", "--limit", "5"]
+    assert words_of(found(*typed)) == typed
+    assert words_of(found(*typed, SLURM_RESTART_COUNT="0")) == typed
+    assert words_of(found(*typed, SLURM_RESTART_COUNT="2")) == typed[1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How ranks end, and what the script is then to do.
+
+    Attributes:
+        code: srun's exit code.
+        before: what stands in status.json when the job begins.
+        status: what the ranks write there; None where they do not come so far.
+        comes_back: whether the job is queued again.
+        says: words in the log.
+        exit_code: the script's; None is srun's.
+    """
+
+    code: int
+    before: Status | None = None
+    status: Status | None = None
+    comes_back: bool = False
+    says: str = ""
+    exit_code: int | None = None
+
+
+def stopped(by: str, chunks: int | None) -> Status:
+    reason = f'stopped by {by}\n  "signal": "SIGUSR2",'
+    return Status(state="stopped", exit_code=75, reason=reason, signal=by, chunks_saved=chunks)
+
+
+WARNED = stopped("SIGUSR2", 3)
+EARLY = "a signal came before anything was finished"
+ENDS = {
+    "done": End(code=0, status=Status(state="done", exit_code=0)),
+    "done before": End(code=0, before=Status(state="done", exit_code=0)),
+    "another command": End(code=0),
+    "wrong words": End(code=2),
+    "wrong words after a warning": End(code=2, before=WARNED),
+    "failed": End(code=1, status=Status(state="failed", exit_code=1, reason="broke")),
+    "failed after a warning": End(code=1, before=WARNED, status=Status(state="failed", exit_code=1)),
+    "killed": End(code=137, before=WARNED, status=Status(state="running")),
+    "warned": End(code=75, status=WARNED, comes_back=True, says="asked to queue job 7 again", exit_code=75),
+    "warned again": End(code=75, before=WARNED, status=WARNED, comes_back=True, exit_code=75),
+    "warned, and a rank killed": End(code=137, status=WARNED, comes_back=True, exit_code=75),
+    "warned with ten chunks": End(code=75, status=stopped("SIGUSR2", 10), comes_back=True),
+    "warned with nothing": End(code=75, status=stopped("SIGUSR2", 0), says=EARLY),
+    "warned, nothing known": End(code=75, status=stopped("SIGUSR2", None), says=EARLY),
+    "warned before the folder": End(code=75, before=WARNED, says=EARLY),
+    "warned before Python": End(code=140, before=WARNED, says=EARLY),
+    "cancelled": End(code=75, status=stopped("SIGTERM", 3)),
+    "interrupted": End(code=75, status=stopped("SIGINT", 3)),
+}
+
+
+def run_to_end(script: Script, end: End, out: Path, requeue: str) -> Finished:
+    """Run a script whose ranks end so, in the output folder of an earlier run."""
+    out.mkdir(parents=True)
+    if end.before is not None:
+        end.before.write(out)
+    written = script.folder / "written"
+    written.mkdir()
+    if end.status is not None:
+        end.status.write(written)
+    script.put(script.tools / "srun", f'cp "{written}"/* "{out}/new" && mv "{out}/new" "{out}/status.json"')
+    if end.status is None:
+        script.put(script.tools / "srun", "true")
+    with (script.tools / "srun").open("a") as file:
+        file.write(f"exit {end.code}\n")
+    script.put(script.tools / "scontrol", f'echo "scontrol $*"; {requeue}')
+    script.put(script.tools / "sleep", 'echo "sleep $*"')
+    return script("--out", str(out.relative_to(script.folder)))
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_script_asks_for_a_warned_job_only(found: Script, name: str) -> None:
+    end = ENDS[name]
+    done = run_to_end(found, end, found.folder / "runs/the job", requeue="exit 0")
+    assert done.stdout == ("scontrol requeue 7\nsleep 60\n" if end.comes_back else "")
+    assert done.returncode == (end.code if end.exit_code is None else end.exit_code)
+    assert end.says in done.stderr
+    assert (done.stderr == "") == (not end.says and not end.comes_back)
+
+
+def test_script_says_how_to_go_on_where_slurm_refuses(found: Script) -> None:
+    done = run_to_end(found, ENDS["warned"], found.folder / "out", requeue="exit 1")
+    assert (done.returncode, done.stdout) == (75, "scontrol requeue 7\n")
+    assert "type the same line with --out out." in done.stderr
 
 
 def test_text_with_every_option_is_bash(launch: Launch, tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def test_job_is_handed_to_sbatch(sbatch: Sbatch, capsys: pytest.CaptureFixture[s
         *("--parsable", "--export=ALL", *directives(JOB), script),
         *("--limit", "5", "--out", "a b; echo $HOME", "--no-progress"),
     ]
+    # Over SBATCH_SIGNAL and SBATCH_NO_REQUEUE too.
+    assert {"--signal=USR2@90", "--requeue"} < set(sbatch.argv)
     assert sbatch.script == sbatch_text(JOB)
     assert sbatch.path == f"{BIN}:{sbatch.folder}:/usr/bin:/bin"
     printed = capsys.readouterr()

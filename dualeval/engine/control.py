@@ -47,6 +47,7 @@ _NO_NEWS = "-"
 _FAILURE = "failure"
 _STOP = "stop"
 _ENDED = "ended"
+_DONE = "done"
 _LEFT = "left"
 
 
@@ -60,6 +61,7 @@ class _Counted:
         each: called with every beat; returns what is wrong, where something is.
         done: this rank's samples so far.
         told: how many of them have been added.
+        claimed: chunks that were taken, where this rank is alone.
         last: set where the next report is to be the last.
         ended: set after that.
     """
@@ -71,6 +73,7 @@ class _Counted:
     ended: threading.Event
     done: int = 0
     told: int = 0
+    claimed: int = 0
 
 
 class ControlPlane:
@@ -95,6 +98,7 @@ class ControlPlane:
         news: set when another rank's failure or a stop has been heard of, for who watches.
         all_saved: set on rank 0 when all ranks have told that they have ``saved``; on the others when rank 0
             has written that down.
+        was_done: on the others, then: whether the run had come to its end before it was stopped.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class ControlPlane:
         self.answers = 0
         self.news = threading.Event()
         self.all_saved = threading.Event()
+        self.was_done = False
         self._rank = name.rank
         self._size = size
         self._store = store
@@ -130,7 +135,7 @@ class ControlPlane:
         self._saved: int | None = None
         self._saved_by_all: dict[int, int] = {}
         self._names: dict[int, Name] = {name.rank: name}
-        self._is_written = False
+        self._end: str | None = None
         self._end_told = threading.Event()
         self._left = False
         self._wake = threading.Event()
@@ -190,7 +195,10 @@ class ControlPlane:
             if monotonic() - start > limit_s:
                 return None
             if watch:
-                self.check()
+                self.raise_if_peer_failed()
+                # All may have come, a moment before the signal.
+                if self._stop is not None and not self._store.check([self._key(name)]):
+                    raise Stopped(self._stop)
             sleep(pause)
             pause = min(1.5 * pause, longest)
         return bytes(self._store.get(self._key(name))).decode()
@@ -199,8 +207,8 @@ class ControlPlane:
         """Take the next number of the run that is counted, from 0; no other rank gets it."""
         assert self._counted is not None, "chunks are claimed between begin_run and end_run"
         if self._store is None:
-            self._counted.told += 1
-            return self._counted.told - 1
+            self._counted.claimed += 1
+            return self._counted.claimed - 1
         with _rank_0_reachable(self.first):
             return int(self._store.add(f"{self._counted.key}/claims", 1)) - 1
 
@@ -248,9 +256,13 @@ class ControlPlane:
         """On rank 0: number of chunks saved by the ranks that have told so."""
         return sum(self._saved_by_all.values())
 
-    def tell_end(self) -> None:
-        """On rank 0: let the others end, whose end may have a launcher kill this rank at once."""
-        self._is_written = True
+    def tell_end(self, done: bool) -> None:
+        """On rank 0: let the others end, whose end may have a launcher kill this rank at once.
+
+        Args:
+            done: whether the run had come to its end before it was stopped.
+        """
+        self._end = _DONE if done else _ENDED
         self._wake.set()
         if self._store is not None and self._beats is not None and self._end_told.wait(_END_TOLD_WITHIN_S):
             # They look that often; and torch prints pages of frames where the store has gone before.
@@ -366,6 +378,7 @@ class ControlPlane:
 
     def _start_beats(self) -> None:
         client = None if self._store is None else self._store.clone()  # type: ignore[attr-defined]
+        self._closing = threading.Event()
         self._beats = threading.Thread(target=self._beat, args=(client,), name="dualeval-beats", daemon=True)
         self._beats.start()
 
@@ -376,7 +389,6 @@ class ControlPlane:
             # Limited: it may hang in a call to the store, and ends with the process.
             self._beats.join(_LAST_REPORT_WITHIN_S)
             self._beats = None
-            self._closing.clear()
 
     def _beat(self, client: TCPStore | None) -> None:
         """Tell this rank's signs, look for news, and on rank 0 at the signs of all."""
@@ -428,11 +440,12 @@ class ControlPlane:
         elif news == _STOP.encode() and self._stop is None:
             self._stop_told = True
             self.stop(client.get(self._key("stop")).decode())
-        elif news == _ENDED.encode():
+        elif news in (_ENDED.encode(), _DONE.encode()):
+            self.was_done = news == _DONE.encode()
             self.all_saved.set()
         self._observe(observer, [text.decode() for text in texts])
-        if self._is_written and not self._end_told.is_set():
-            client.set(self._key("news"), _ENDED)
+        if self._end is not None and not self._end_told.is_set():
+            client.set(self._key("news"), self._end)
             self._end_told.set()
         counted = self._counted
         if counted is None:

@@ -311,8 +311,9 @@ class _Run:
             evaluate_s = perf_counter() - start
             self._times.update(evaluate=evaluate_s, metrics=recorder.metrics_s, journal=recorder.journal_s)
             result = self._finish(folder, facts, found, recorder, writer, setup_s=setup_s)
-            self._close(folder)
+            # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
             self._control.meet()
+            self._close(folder)
             return result
         finally:
             self._control.end_run()

@@ -170,6 +170,12 @@ class RunFolder:
         return _probe(self.path, self.token)
 
     @property
+    def is_done(self) -> bool:
+        """Whether a run of this job has come to its end here."""
+        status = read_status(self.path)
+        return status is not None and status.state == "done"
+
+    @property
     def stacks(self) -> Path:
         """Where this rank writes its stacks, should it hang."""
         return self.path / _STACKS / f"rank-{self._rank:05d}.txt"

@@ -20,7 +20,7 @@ from dualeval.engine.ending import end_process
 from dualeval.engine.folder import RunFolder
 from dualeval.engine.heartbeat import WAITING, Clock, Standstill
 from dualeval.engine.recorder import Recorder
-from dualeval.errors import DualevalError, PeerError, Stopped
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, DualevalError, PeerError, Stopped
 
 # Seconds from a signal, or from the news of a failure, until the main thread is waited for no longer.
 GRACE_S = 3.0
@@ -101,6 +101,8 @@ class Watch:
         while not self._heard():
             self._arm()
             self._control.news.wait(_LOOK_EVERY_S)
+            # Before the look at what is new: what comes after that sets it again.
+            self._control.news.clear()
             now = clock.now()
             if self._control.timeout_s is not None and not self._heard():
                 still = own.seconds(self._control.steps(), now)
@@ -155,49 +157,61 @@ class Watch:
             # It speaks and leaves by itself, if it can.
             threading.Event().wait(_OUT_WITHIN_S - (monotonic() - start))
             end_process(self._ends_with)
+        if stopped and self._is_done:
+            # It was on its way out of a finished run.
+            threading.Event().wait(_OUT_WITHIN_S)
+            end_process(EXIT_DONE)
         problem = self._flush()
-        error = self._stop(start, problem) if stopped else self._control.failure
-        assert error is not None
-        self._tell(error)
-        end_process(error.exit_code)
-
-    def _stop(self, start: float, problem: str | None) -> DualevalError:
-        """Tell the others that this rank has saved what it had; rank 0 waits for all of them to say so."""
-        recorder = self._recorder
-        saved = 0 if recorder is None else recorder.chunks_saved
-        self._control.saved(saved)
-        within_s = _ALL_SAVED_WITHIN_S if self._control.name.rank == 0 else _STOPPED_WITHIN_S
-        self._control.all_saved.wait(max(0.0, within_s - (monotonic() - start)))
-        stop = Stopped(self._control.stopping or "")
-        if problem is not None:
-            return DualevalError(f"stopped by {stop}, but not everything was saved: {problem}")
-        missing = self._control.missing if self._control.name.rank == 0 else []
-        if missing:
-            return DualevalError(
-                f"stopped by {stop}, but nothing was heard of {', '.join(missing[:8])}: killed, or hanging"
-            )
-        return stop
-
-    def _tell(self, error: DualevalError) -> None:
-        """Say why this rank ends, on standard error and in status.json."""
-        rank = self._control.name.rank
-        if isinstance(error, Stopped):
-            if rank == 0:
-                folder = self._folder
-                where = "" if folder is None else f" What is finished is saved in {folder.path}:"
-                again = " Type" if folder is None else " type"
-                self._say(f"dualeval: stopped by {error}.{where}{again} the same command again to go on.")
-        else:
-            self._say(spoken(error, rank))
-        folder = self._folder
+        if stopped:
+            end_process(self._stop(start, problem))
+        failure = self._control.failure
+        assert failure is not None
+        self._say(spoken(failure, self._control.name.rank))
         # Where rank 0 is what failed, any other has to write it.
-        writes = rank == 0 or (isinstance(error, PeerError) and error.rank == 0)
-        if folder is not None and folder.shared and writes:
+        if self._control.name.rank == 0 or failure.rank == 0:
+            self._note(failure)
+        end_process(failure.exit_code)
+
+    def _stop(self, start: float, problem: str | None) -> int:
+        """Have all ranks save what they have, and rank 0 write it down; returns the exit code."""
+        control = self._control
+        control.saved(0 if self._recorder is None else self._recorder.chunks_saved)
+        if control.name.rank != 0:
+            control.all_saved.wait(max(0.0, _STOPPED_WITHIN_S - (monotonic() - start)))
+            folder = self._folder
+            seen = folder is not None and folder.shared and folder.is_done
+            return EXIT_DONE if control.was_done or seen else EXIT_STOPPED
+        control.all_saved.wait(max(0.0, _ALL_SAVED_WITHIN_S - (monotonic() - start)))
+        stop = Stopped(control.stopping or "")
+        folder = self._folder
+        if folder is not None and folder.is_done:
+            self._say(f"dualeval: {stop} came when the result was written: {folder.path}")
+            folder.close()
+            control.tell_end(done=True)
+            return EXIT_DONE
+        missing = ", ".join(control.missing[:8])
+        if problem is not None:
+            self._fail_to_stop(f"stopped by {stop}, but not everything was saved: {problem}")
+        elif missing:
+            self._fail_to_stop(f"stopped by {stop}, but nothing was heard of {missing}: killed, or hanging")
+        else:
+            where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
+            self._say(f"dualeval: stopped by {stop}. {where} the same command again to go on.")
+            self._note(stop)
+            control.tell_end(done=False)
+            return EXIT_STOPPED
+        return EXIT_FAILED
+
+    def _fail_to_stop(self, message: str) -> None:
+        self._say(f"dualeval: error: {message}")
+        self._note(DualevalError(message))
+
+    def _note(self, error: DualevalError) -> None:
+        """Write the end into status.json."""
+        folder = self._folder
+        if folder is not None and folder.shared:
             folder.note_end(error, self._control.saved_by_all if isinstance(error, Stopped) else None)
-            if rank == 0:
-                folder.close()
-        if isinstance(error, Stopped) and rank == 0:
-            self._control.tell_end()
+            folder.close()
 
     def _flush(self) -> str | None:
         """Save what is finished; returns what stands in the way."""

@@ -11,12 +11,13 @@ import secrets
 import select
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -33,6 +34,8 @@ PAUSE = 0.05
 ENDS = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"} | {
     *("BOOT_FAIL", "DEADLINE", "PREEMPTED")
 }
+# Slurm's states of a node that has work or takes some.
+SERVING = {"idle", "mixed", "allocated", "completing"}
 MUNGE_SOCKET = "/run/munge.socket"
 
 
@@ -101,21 +104,143 @@ class Cluster:
         question = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"]
         return self._ask(question, ENDS, timeout_s)
 
+    def wait_for_restart(self, job_id: str | int, restarts: int, timeout_s: float = PATIENCE) -> None:
+        """Wait until Slurm has requeued a job so many times, and then until it runs again or has ended.
+
+        Slurm alone would start it only when the job's earlier credentials have expired.
+        """
+        question = [
+            "squeue",
+            "--noheader",
+            "--states=all",
+            f"--jobs={job_id}",
+            "--Format=RestartCnt:4,State:20",
+        ]
+        begun = {f"{restarts:<4}{state}" for state in {"RUNNING", *ENDS}}
+        waiting = f"{restarts:<4}PENDING"
+        if self._ask(question, {waiting, *begun}, timeout_s) == waiting:
+            # A host refuses credentials from the second in which it gave up the earlier ones. A job that
+            # has begun meanwhile refuses this, as it may.
+            self._call(["scontrol", "update", f"jobid={job_id}", "starttime=now+1"])
+            self._ask(question, begun, timeout_s)
+
+    def cut(self, host: str) -> None:
+        """Pull a host's cable: from now on it and the others hear nothing of each other, but run on."""
+        self._set_cable(host, "down")
+
+    def heal(self, host: str) -> None:
+        """Put a host's cable back, where it is not."""
+        self._set_cable(host, "up")
+
+    @contextmanager
+    def without_cable(self, host: str) -> Iterator[None]:
+        """Cut a host off, from ``with`` to its end."""
+        try:
+            self.cut(host)
+            yield
+        finally:
+            self.heal(host)
+
+    def processes(self, host: str, *, daemons: bool = False) -> list[psutil.Process]:
+        """The living processes of a host, as this machine numbers them, but for its shell."""
+        inside = self._inside(host, "pid")
+        return [process for process in inside if daemons or process.info["name"] not in _DAEMONS]
+
+    @contextmanager
+    def stopped(self, host: str) -> Iterator[None]:
+        """Freeze all processes of a host, daemons too, from ``with`` to its end; its kernel still answers."""
+        try:
+            self._freeze(host, True)
+            yield
+        finally:
+            self._freeze(host, False)
+
+    def lose(self, host: str) -> None:
+        """Have Slurm lose a node: all that it runs there is gone at once, and its jobs are requeued or fail.
+
+        A job is requeued if it was submitted with ``--requeue``. What Slurm did not start there goes on.
+        """
+        ended = []
+        while lost := [
+            process for process in self.processes(host, daemons=True) if _is_slurms(process, host)
+        ]:
+            for process in lost:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            ended += lost
+            psutil.wait_procs(lost, timeout=GRACE)
+        assert ended, f"{host} is lost already"
+        # Slurm would find out by itself: after 26 s with a SlurmdTimeout of 5, and 300 is the default.
+        order = ["scontrol", "update", f"nodename={host}", "state=down", "reason=lost"]
+        done = self._call(order)
+        if done.returncode != 0:
+            raise RuntimeError(f"{shlex.join(order)}: {done.stderr.strip()}")
+
+    def bring_back(self, host: str) -> None:
+        """Start a lost node again, without any memory of its jobs, and wait until Slurm may use it.
+
+        Only where a test has a cluster of its own: to ``no_leaks`` a new daemon of a shared one is a leak.
+        """
+        _obey({self._shells[host]: f"rm -rf /run/slurmd/* /run/job/*\n{_SLURMD.format(host=host)}"})
+        self._ask(["sinfo", "--noheader", f"--nodes={host}", "--format=%T"], SERVING, PATIENCE)
+
+    def _set_cable(self, host: str, state: str) -> None:
+        # The bridge's shell would end with a command that fails.
+        assert host in self._shells, host
+        _obey({self._bridge: f"ip link set {host} {state}"})
+
+    def _inside(self, host: str, namespace: str) -> list[psutil.Process]:
+        """List the living processes that have, or give to children, a host's process namespace; no shell."""
+        shell = psutil.Process(self._shells[host].pid)
+        shells = [shell, *shell.children()]
+        own = Path(f"/proc/{self._shells[host].pid}/ns/pid_for_children").stat()
+        found = []
+        for process in psutil.process_iter(["name", "status"]):
+            # Gone meanwhile, or not for us to look at: no host's.
+            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                space = Path(f"/proc/{process.pid}/ns/{namespace}").stat()
+                alive = process not in shells and process.info["status"] != psutil.STATUS_ZOMBIE
+                if alive and os.path.samestat(space, own):
+                    found.append(process)
+        return found
+
+    def _freeze(self, host: str, frozen: bool) -> None:
+        """Stop all processes of a host or let them go on; returns when that is so for each of them."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            inner = self.processes(host, daemons=True)
+            # nsenter stops itself along with its child, but does not go on along with it.
+            outer = [process for process in self._inside(host, "pid_for_children") if process not in inner]
+            late = [
+                process
+                for process in inner + outer
+                if (process.info["status"] == psutil.STATUS_STOPPED) != frozen
+            ]
+            if not late:
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{host} should {'stop' if frozen else 'go on'}, but not so {late}")
+            for process in late:
+                if process in inner or not frozen:
+                    with suppress(psutil.NoSuchProcess):
+                        process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
+            time.sleep(0.01)
+
     def _start_hosts(self, stack: ExitStack) -> None:
         logs = self.folder / "logs"
-        bridge = _Shell(["--net"], self.variables, logs / "bridge.log")
-        stack.callback(bridge.end)
+        self._bridge = _Shell(["--net"], self.variables, logs / "bridge.log")
+        stack.callback(self._bridge.end)
         for host in self.hosts:
             kinds = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
             self._shells[host] = _Shell(kinds, self.variables, logs / f"{host}.log")
             stack.callback(self._shells[host].end)
-        _obey({bridge: "ip link add br0 type bridge\nip link set br0 up"})
+        _obey({self._bridge: "ip link add br0 type bridge\nip link set br0 up"})
         _obey({shell: self._furnish(host) for host, shell in self._shells.items()})
         cables = [
             f"ip link add {host} master br0 up type veth peer name eth0 netns {shell.pid}"
             for host, shell in self._shells.items()
         ]
-        _obey({bridge: "\n".join(cables)})
+        _obey({self._bridge: "\n".join(cables)})
         self._on_all("ip address add {address}/24 dev eth0\nip link set eth0 up")
 
     def _furnish(self, host: str) -> str:
@@ -168,7 +293,7 @@ class Cluster:
         # A node that finds no controller asks again only after a second.
         wait = "until scontrol ping > /dev/null; do kill -0 $!; sleep 0.01; done"
         _obey({self._shells["h0"]: f"slurmctld -D >> {log} 2>&1 &\n{wait}"})
-        self._on_all("slurmd -N {host}")
+        self._on_all(_SLURMD)
         self._ask(["sinfo", "--noheader", "--format=%T %D"], {f"idle {len(self.hosts)}"}, PATIENCE)
 
     def _on_all(self, commands: str) -> None:
@@ -184,15 +309,8 @@ class Cluster:
     def _ask(self, question: Sequence[str], answers: set[str], timeout_s: float) -> str:
         """Ask Slurm a question until it gives one of the answers; returns that."""
         deadline = time.monotonic() + timeout_s
-        command = self.on("h0", question)
         while True:
-            done = subprocess.run(
-                command,
-                env={**os.environ, **self.variables},
-                text=True,
-                capture_output=True,
-                timeout=PATIENCE,
-            )
+            done = self._call(question)
             if (answer := done.stdout.strip()) in answers:
                 return answer
             if time.monotonic() > deadline:
@@ -200,11 +318,18 @@ class Cluster:
                 raise RuntimeError(f"{shlex.join(question)} says {said}\n{tails(self.folder / 'logs')}")
             time.sleep(PAUSE)
 
+    def _call(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        variables = {**os.environ, **self.variables}
+        called = self.on("h0", command)
+        return subprocess.run(called, env=variables, text=True, capture_output=True, timeout=PATIENCE)
+
 
 # What nsenter and /proc call a host's namespaces; unshare is outside of the last, and its child in it.
 _NAMESPACES = {"net": "net", "uts": "uts", "ipc": "ipc", "mount": "mnt", "pid": "pid_for_children"}
 # What hosts on a shared file system do not share, and who may write there.
 _OWN_FOLDERS = {"/run": "755", "/dev/shm": "1777"}
+_DAEMONS = {"sshd", "munged", "slurmctld", "slurmscriptd", "slurmd"}
+_SLURMD = "slurmd -N {host}"
 
 
 class _Shell:
@@ -266,6 +391,15 @@ def _obey(commands: Mapping[_Shell, str]) -> None:
         shell.answer()
 
 
+def _is_slurms(process: psutil.Process, host: str) -> bool:
+    """Whether a process is Slurm's on its host: the daemon, and what a job has there, orphans included."""
+    try:
+        started = process.environ().get("SLURMD_NODENAME") == host
+        return started or process.info["name"] in {"slurmd", "slurmstepd"}
+    except psutil.NoSuchProcess:
+        return False
+
+
 def tails(folder: Path, characters: int = 2000) -> str:
     """The ends of all logs in a folder."""
     texts = {path.name: path.read_text(errors="replace").strip() for path in sorted(folder.iterdir())}
@@ -322,7 +456,8 @@ def slurm_conf(folder: Path, addresses: Mapping[str, str]) -> str:
             "SlurmdUser=root",
             "MailProg=/bin/true",
             "AuthType=auth/munge",
-            f"AuthInfo=socket={MUNGE_SOCKET},cred_expire=15",
+            # A requeued job waits for its credentials to expire. Slurm takes less than 5 s for 120 s.
+            f"AuthInfo=socket={MUNGE_SOCKET},cred_expire=5",
             "MpiDefault=none",
             "ProctrackType=proctrack/linuxproc",
             "TaskPlugin=task/none",
@@ -330,7 +465,8 @@ def slurm_conf(folder: Path, addresses: Mapping[str, str]) -> str:
             "SelectType=select/cons_tres",
             "SelectTypeParameters=CR_CPU",
             "SlurmdParameters=config_overrides",
-            "SchedulerParameters=batch_sched_delay=0",
+            # Not SlurmdTimeout: a host that is cut off or stopped for a while stays a node.
+            "SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1",
             "ReturnToService=2",
             "KillWait=5",
             "MinJobAge=300",

@@ -7,6 +7,8 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -29,6 +31,23 @@ def test_broken(cluster):
     signal.signal(signal.SIGUSR1, fail)
     print("up", flush=True)
     signal.pause()
+"""
+# Says something to a host without a pause until a file is there; the other writes down what it hears.
+TALK = """
+import pathlib, socket, sys, time
+with socket.create_connection((sys.argv[1], 29400)) as connection:
+    while not pathlib.Path("enough").exists():
+        connection.sendall(b".")
+        time.sleep(0.02)
+"""
+LISTEN = """
+import socket
+with socket.create_server(("", 29400)) as server, open("heard", "wb", buffering=0) as heard:
+    print("up", flush=True)
+    connection, _ = server.accept()
+    with connection:
+        while words := connection.recv(100):
+            heard.write(words)
 """
 RANKS = "from mpi4py.MPI import COMM_WORLD as world\nprint(world.allgather(world.rank), flush=True)\n"
 
@@ -100,6 +119,129 @@ def test_sbatch(script: str, state: str, cluster: Cluster, launch: Launch, tmp_p
         assert cluster.wait_for_job(int(job_id), 30) == state
     said = (tmp_path / f"slurm-{int(job_id)}.out").read_text()
     assert sorted(said.split()) == (cluster.hosts if state == "COMPLETED" else [])
+
+
+def until(found: Callable[[], bool]) -> None:
+    """Wait for something that comes soon."""
+    deadline = time.monotonic() + 20
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def names(cluster: Cluster, host: str, *, daemons: bool = False) -> list[str]:
+    """The names of a host's processes, but for what Slurm has yet to clear away after an earlier test."""
+    found = [str(process.info["name"]) for process in cluster.processes(host, daemons=daemons)]
+    return [name for name in found if name != "slurmstepd"]
+
+
+def test_processes_are_those_of_the_host(cluster: Cluster, launch: Launch) -> None:
+    assert set(names(cluster, "h0", daemons=True)) >= {"sshd", "munged", "slurmctld", "slurmd"}
+    assert set(names(cluster, "h1", daemons=True)) == {"sshd", "munged", "slurmd"}
+    with launch.started(cluster.on("h1", ["sleep", "60"])) as process:
+        until(lambda: names(cluster, "h1") == ["sleep"])
+        assert names(cluster, "h0") == []
+        for found in cluster.processes("h1"):
+            found.kill()
+        process.communicate(timeout=GRACE)
+    assert process.returncode != 0
+    until(lambda: names(cluster, "h1") == [])
+
+
+@pytest.mark.parametrize("fault", [Cluster.without_cable, Cluster.stopped])
+@pytest.mark.parametrize("silent", ["h0", "h1"])
+def test_a_host_falls_silent_and_is_back(
+    fault: Callable[[Cluster, str], AbstractContextManager[None]],
+    silent: str,
+    cluster: Cluster,
+    launch: Launch,
+    tmp_path: Path,
+) -> None:
+    heard = tmp_path / "heard"
+    listen = cluster.on("h0", [sys.executable, "-c", LISTEN])
+    talk = cluster.on("h1", [sys.executable, "-c", TALK, cluster.address("h0")])
+    with launch.started(listen, cwd=tmp_path) as listener:
+        assert listener.stdout is not None and listener.stdout.readline() == "up\n"
+        with launch.started(talk, cwd=tmp_path) as talker:
+            until(lambda: heard.stat().st_size > 5)
+            with fault(cluster, silent):
+                # What was on its way.
+                time.sleep(0.1)
+                before = heard.stat().st_size
+                time.sleep(0.5)
+                assert heard.stat().st_size == before
+                assert talker.poll() is None and listener.poll() is None
+            until(lambda: heard.stat().st_size > before + 5)
+            (tmp_path / "enough").touch()
+            assert talker.communicate(timeout=GRACE) == ("", "")
+        assert listener.communicate(timeout=GRACE) == ("", "")
+    assert talker.returncode == listener.returncode == 0
+
+
+def test_a_stopped_host_has_no_process_that_runs(cluster: Cluster, launch: Launch) -> None:
+    def states() -> set[str]:
+        return {process.info["status"] for process in cluster.processes("h1", daemons=True)}
+
+    # Its processes come and go all the time.
+    with launch.started(cluster.on("h1", ["sh", "-c", "while :; do sleep 0.001; done"])) as process:
+        until(lambda: "sh" in names(cluster, "h1"))
+        for _ in range(3):
+            with cluster.stopped("h1"):
+                assert states() == {psutil.STATUS_STOPPED}
+                # nsenter, which waits for it, stops as well.
+                assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+            assert psutil.STATUS_STOPPED not in states()
+            assert psutil.Process(process.pid).status() != psutil.STATUS_STOPPED
+        for found in cluster.processes("h1"):
+            if found.info["name"] == "sh":
+                found.kill()
+        process.communicate(timeout=GRACE)
+
+
+def test_faults_end_with_a_test_that_fails(cluster: Cluster, launch: Launch) -> None:
+    for fault in (cluster.without_cable, cluster.stopped):
+        with pytest.raises(ZeroDivisionError), fault("h1"):
+            _ = 1 / 0
+    assert on(cluster, "h0", "ssh", "h1", "hostname", launch=launch) == "h1\n"
+    said = on(cluster, "h0", "srun", "-N2", "--ntasks-per-node=1", "hostname", launch=launch)
+    assert sorted(said.split()) == cluster.hosts
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[Cluster]:
+    """A cluster that a test may damage."""
+    with Cluster() as cluster:
+        yield cluster
+
+
+def test_a_job_of_a_lost_node_is_requeued(own_cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
+    cluster = own_cluster
+
+    def ask(*command: str) -> str:
+        return on(cluster, "h0", *command, launch=launch).strip()
+
+    # What has left its step is lost as well; a step that is ended in another way would wait for it.
+    leave = '[ "$SLURM_PROCID${SLURM_RESTART_COUNT-}" != 1 ] || setsid sleep 60 &'
+    task = f"sh -c '{leave} exec sleep 60'"
+    command = ["sbatch", "--parsable", "--requeue", "-N2", "--ntasks-per-node=1", "--wrap", f"srun {task}"]
+    with launch.started(cluster.on("h0", command), variables=cluster.variables, cwd=tmp_path) as process:
+        job_id, errors = process.communicate(timeout=30)
+        assert process.returncode == 0, errors
+        until(lambda: names(cluster, "h1") == ["sleep", "sleep"])
+        cluster.lose("h1")
+        assert set(names(cluster, "h1", daemons=True)) == {"sshd", "munged"}
+        assert ask("sinfo", "--noheader", "--nodes=h1", "--format=%T") == "down"
+        cluster.bring_back("h1")
+        assert ask("sinfo", "--noheader", "--nodes=h1", "--format=%T") == "idle"
+        cluster.wait_for_restart(int(job_id), 1)
+        for restarts in (2, 3):
+            until(lambda: names(cluster, "h1") == ["sleep"])
+            ask("scontrol", "requeue", job_id.strip())
+            cluster.wait_for_restart(int(job_id), restarts)
+        until(lambda: names(cluster, "h1") == ["sleep"])
+        assert " Restarts=3 " in ask("scontrol", "show", "job", "--oneliner", job_id.strip())
+        ask("scancel", job_id.strip())
+        assert cluster.wait_for_job(int(job_id), 30) == "CANCELLED"
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
