@@ -22,6 +22,7 @@ test-long: $(VENV)/.assets $(VENV)/.bench stack
 	$(BIN)/python -m pytest
 	$(BIN)/python benchmarks/startup.py --rounds 3
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/faults.py --rounds 200
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
@@ -37,6 +38,8 @@ bench: $(VENV)/.assets $(VENV)/.bench stack
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/upkeep.py
+	$(BIN)/python benchmarks/schedules.py
 
 # Builds Horovod for the installed torch: minutes at first, seconds from the cache outside this clone. Called each
 # time: it looks for itself, in a second or two, whether torch, MPI or anything else has changed.

@@ -58,7 +58,6 @@ class _Counted:
     Attributes:
         key: where all ranks' samples are added up.
         show: called with that sum; None where nobody looks.
-        each: called with every beat; returns what is wrong, where something is.
         done: this rank's samples so far.
         told: how many of them have been added.
         claimed: chunks that were taken, where this rank is alone.
@@ -68,7 +67,6 @@ class _Counted:
 
     key: str
     show: Callable[[int], None] | None
-    each: Callable[[], str | None]
     last: threading.Event
     ended: threading.Event
     done: int = 0
@@ -128,6 +126,7 @@ class ControlPlane:
         self._meetings = 0
         self._counted_runs = 0
         self._counted: _Counted | None = None
+        self._each: Callable[[], str | None] | None = None
         self._peer_failure: PeerError | None = None
         self._own_failure: dict[str, Any] | None = None
         self._stop: str | None = None
@@ -339,26 +338,33 @@ class ControlPlane:
         assert self._counted is not None, "samples are counted between begin_run and end_run"
         self._counted.done += samples
 
-    def begin_run(
-        self, show: Callable[[int], None] | None = None, each: Callable[[], str | None] = lambda: None
-    ) -> None:
+    def attend(self, each: Callable[[], str | None] | None) -> None:
+        """Have something done with every beat, from the helper thread; None ends it.
+
+        Args:
+            each: returns what is wrong with this rank, where something is.
+        """
+        self._each = each
+        if each is not None:
+            self._start_beats()
+        elif self._store is None:
+            self._stop_beats()
+
+    def begin_run(self, show: Callable[[int], None] | None = None) -> None:
         """Count the samples of a run from here on.
 
         Args:
             show: called with the samples done over all ranks, every half second, from the helper thread; None
                 where nobody looks.
-            each: called as often, from there; returns what is wrong with this rank, where something is.
         """
         self._counted_runs += 1
         self._counted = _Counted(
             key=self._key(f"done/{self._counted_runs}"),
             show=show,
-            each=each,
             last=threading.Event(),
             ended=threading.Event(),
         )
-        if self._beats is None:
-            self._start_beats()
+        self._start_beats()
         self._wake.set()
 
     def end_run(self) -> None:
@@ -371,12 +377,14 @@ class ControlPlane:
         # Limited: the store may not answer any more.
         counted.ended.wait(_LAST_REPORT_WITHIN_S)
         self._counted = None
-        if self._store is None:
+        if self._store is None and self._each is None:
             self._stop_beats()
 
     # -- the helper thread -------------------------------------------------------------------------
 
     def _start_beats(self) -> None:
+        if self._beats is not None:
+            return
         client = None if self._store is None else self._store.clone()  # type: ignore[attr-defined]
         self._closing = threading.Event()
         self._beats = threading.Thread(target=self._beat, args=(client,), name="dualeval-beats", daemon=True)
@@ -497,15 +505,16 @@ class ControlPlane:
 
     def _report(self, total: int | None) -> None:
         """Pass on how far the run is, and let the run look whether all is well."""
+        each = self._each
+        wrong = None if each is None else each()
+        if wrong is not None:
+            self.give_up(wrong, rank=self._rank)
         counted = self._counted
         if counted is None:
             return
         last = counted.last.is_set()
         if counted.show is not None:
             counted.show(counted.done if total is None else total)
-        wrong = counted.each()
-        if wrong is not None:
-            self.give_up(wrong, rank=self._rank)
         if last:
             counted.ended.set()
 

@@ -150,6 +150,8 @@ class _Run:
         """Agree, evaluate, reduce, write."""
         facts = self._agree()
         folder, found = self._open_folder(facts)
+        # From here on: while rank 0 is at work, its lease shows it.
+        self._control.attend(folder.renew_lease)
         try:
             if found.finished is not None:
                 return self._finished(folder, found.finished)
@@ -167,6 +169,7 @@ class _Run:
     def _close(self, folder: RunFolder) -> None:
         if self._options._watch is not None:
             self._options._watch.release()
+        self._control.attend(None)
         folder.close()
 
     # -- before the loop ---------------------------------------------------------------------------
@@ -283,40 +286,45 @@ class _Run:
         if self._options._watch is not None:
             self._options._watch.keep(recorder, folder)
         setup_s = perf_counter() - self._options._started
-        show = self._options._show if self._world.is_main else None
-        before = sum(
-            len(self._plan.chunk_samples(chunk)) for file in found.earlier.files for chunk in file.chunks
-        )
-        self._control.begin_run(
-            None if show is None else lambda done: show(before + done, self._plan.num_samples),
-            each=folder.renew_lease,
-        )
         start = perf_counter()
+        self._loop_and_save(recorder, found)
+        evaluate_s = perf_counter() - start
+        self._times.update(evaluate=evaluate_s, metrics=recorder.metrics_s, journal=recorder.journal_s)
+        result = self._finish(folder, facts, found, recorder, writer, setup_s=setup_s)
+        # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
+        self._control.meet()
+        self._close(folder)
+        return result
+
+    def _loop_and_save(self, recorder: Recorder, found: Found) -> None:
+        """Evaluate what remains; whatever ends the loop, what was finished is saved."""
+        show = self._options._show if self._world.is_main else None
+        chunks = [chunk for file in found.earlier.files for chunk in file.chunks]
+        before = sum(len(self._plan.chunk_samples(chunk)) for chunk in chunks)
+        self._control.begin_run(
+            None if show is None else lambda done: show(before + done, self._plan.num_samples)
+        )
         try:
-            try:
-                self._loop(recorder, found.earlier.remaining)
-            except BaseException as error:
-                # Nothing that was finished is lost; and the first error is the one to report.
-                with suppress(OSError):
-                    recorder.flush()
-                if is_out_of_memory(error):
-                    self._out_of_memory(recorder, error)
-                raise
-            try:
+            self._loop(recorder, found.earlier.remaining)
+        except BaseException as error:
+            # The first error is the one to report.
+            with suppress(OSError):
                 recorder.flush()
-            except OSError as error:
-                self._unwritable(recorder, error)
-            if self._control.stopping is not None:
-                raise Stopped(self._control.stopping)
-            evaluate_s = perf_counter() - start
-            self._times.update(evaluate=evaluate_s, metrics=recorder.metrics_s, journal=recorder.journal_s)
-            result = self._finish(folder, facts, found, recorder, writer, setup_s=setup_s)
-            # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
-            self._control.meet()
-            self._close(folder)
-            return result
+            if is_out_of_memory(error):
+                self._out_of_memory(recorder, error)
+            raise
+        else:
+            self._save(recorder)
         finally:
             self._control.end_run()
+        if self._control.stopping is not None:
+            raise Stopped(self._control.stopping)
+
+    def _save(self, recorder: Recorder) -> None:
+        try:
+            recorder.flush()
+        except OSError as error:
+            self._unwritable(recorder, error)
 
     def _unwritable(self, recorder: Recorder, error: OSError) -> NoReturn:
         raise DualevalError(
