@@ -160,7 +160,7 @@ def test_other_signals_may_be_chosen(launch: Launch, tmp_path: Path) -> None:
     [
         (["--stop-signals", "SIGKILL"], "'SIGKILL' is no signal to wait for"),
         (["--stop-signals", "TERM"], "'TERM' is no signal to wait for"),
-        (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0: expected seconds, at least 1"),
+        (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0: expected seconds, 1 to 1,000,000"),
         (["--schedule", "fast"], "--schedule 'fast': expected one of static, dynamic"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import traceback
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 _MOST_AUTOMATIC_WORKERS = 8
 _LAST_WORDS_S = 0.5
 _LEAST_TIMEOUT_S = 1.0
+_LONGEST_TIMEOUT_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +61,10 @@ class _Manner:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise UsageError(f"--schedule {self.schedule!r}: expected one of {', '.join(SCHEDULES)}.")
-        if not _LEAST_TIMEOUT_S <= self.heartbeat_timeout < math.inf:
+        if not _LEAST_TIMEOUT_S <= self.heartbeat_timeout <= _LONGEST_TIMEOUT_S:
             raise UsageError(
-                f"--heartbeat-timeout {self.heartbeat_timeout:g}: expected seconds, at least "
-                f"{_LEAST_TIMEOUT_S:g} (a rank tells that it goes on twice a second)"
+                f"--heartbeat-timeout {self.heartbeat_timeout:g}: expected seconds, "
+                f"{_LEAST_TIMEOUT_S:g} to {_LONGEST_TIMEOUT_S:,.0f} (a rank tells twice a second how far it is)"
             )
         numbers_of(self.stop_signals)
 
