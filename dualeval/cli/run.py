@@ -64,7 +64,7 @@ class _Manner:
         if not _LEAST_TIMEOUT_S <= self.heartbeat_timeout <= _LONGEST_TIMEOUT_S:
             raise UsageError(
                 f"--heartbeat-timeout {self.heartbeat_timeout:g}: expected seconds, "
-                f"{_LEAST_TIMEOUT_S:g} to {_LONGEST_TIMEOUT_S:,.0f} (a rank tells twice a second how far it is)"
+                f"{_LEAST_TIMEOUT_S:g} to {_LONGEST_TIMEOUT_S:,.0f} (a rank tells twice a second where it is)"
             )
         numbers_of(self.stop_signals)
 

@@ -54,6 +54,8 @@ class ImageFolder:
                 f"data folder {root} holds no sample: found {found}; expected {root}/CLASS/IMAGE "
                 f"({' '.join(EXTENSIONS)})."
             )
+        # Not in the first reading: reading processes would each import it, for seconds without progress.
+        torchvision()
 
     def __len__(self) -> int:
         return len(self._samples)

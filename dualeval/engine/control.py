@@ -245,8 +245,8 @@ class ControlPlane:
     def saved(self, chunks: int) -> None:
         """Tell, from any thread, that this rank has saved what it had finished, and does nothing more."""
         self._saved = chunks
+        self._saved_by_all[self._rank] = chunks
         if self._store is None or self._beats is None:
-            self._saved_by_all[self._rank] = chunks
             self.all_saved.set()
         self._wake.set()
 

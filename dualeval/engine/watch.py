@@ -34,8 +34,10 @@ _OUT_WITHIN_S = 8.0
 _AT_LAST_S = 9.5
 _LOOK_EVERY_S = 0.25
 _FLUSH_WITHIN_S = 1.0
-# After the time-out: what the others say of this rank comes first.
-_NO_PYTHON_S = 3.0
+# After the time-out: this thread comes first, if it can; and mpirun leaves a rank one second after the others
+# have ended.
+_NO_PYTHON_S = 1.0
+_REDUCE_GRACE_S = 3.0
 
 
 class Watch:
@@ -129,7 +131,7 @@ class Watch:
                 self._has_dumped = True
                 faulthandler.dump_traceback(self._stacks or sys.stderr)
             # In a collective others may be the cause; they are told of first.
-            if place.stage != "reduce" or still > timeout_s + _NO_PYTHON_S:
+            if place.stage != "reduce" or still > timeout_s + _REDUCE_GRACE_S:
                 self._control.give_up(f"{name}: no progress for {still:.0f} s, {place}", rank=name.rank)
 
     def _arm(self) -> None:

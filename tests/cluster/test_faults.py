@@ -1,0 +1,397 @@
+"""Runs that are killed, stopped, cut off or stand still: named, ended, and gone on with to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+from _pytest.mark.structures import ParameterSet
+from PIL import Image
+
+from dualeval.engine.journal import read_journal_file
+from tests.cluster.hosts import Cluster
+from tests.conftest import Launch
+from tests.faults import (
+    GONE_WITHIN_S,
+    HEARTBEAT_S,
+    JOB,
+    KILL,
+    LOADED_S,
+    ON_ONE_HOST,
+    SAMPLES,
+    SMALL_JOB,
+    Run,
+    hurt_run,
+    is_alive,
+    kill,
+    look_into,
+    play,
+    uninterrupted,
+)
+from tests.faulty_models import FAULT, FLUSH_S, began
+
+ROUNDS = 5
+SEED = "DUALEVAL_TEST_SEED"
+# The embedded job, whatever the batch size.
+WHOLE_DIGEST = "494a415ade5b896dced39cf1a45387d76a54305607be719cd40c9dc3725d91ca"
+NEEDS = {"torch": [], "horovod": ["horovod"], "mpi": ["mpi"]}
+
+
+@pytest.fixture(scope="module")
+def digest(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the small job."""
+    return uninterrupted(launch, tmp_path_factory.mktemp("uninterrupted"))
+
+
+# -- kills -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seed() -> str:
+    """Of the rounds; set the variable to have the same again."""
+    return os.environ.get(SEED) or str(secrets.randbelow(10**6))
+
+
+@pytest.mark.needs("horovod", "mpi")
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_killed_at_random(launch: Launch, tmp_path: Path, digest: str, seed: str, number: int) -> None:
+    played = play(launch, tmp_path, KILL, f"{seed}/{number}", digest)
+    said = f"{SEED}={seed}\n{played}"
+    assert played.went_well, said
+    assert max(played.notice_s, default=0.0) < HEARTBEAT_S + GONE_WITHIN_S + LOADED_S, said
+
+
+@pytest.mark.long
+def test_the_faulty_model_is_the_embedded_one(launch: Launch, tmp_path: Path) -> None:
+    command = ["dualeval", "run", *JOB, "--out", "out"]
+    with hurt_run(launch, [command], 1, tmp_path) as run:
+        run.wait_for_end()
+    found = look_into(tmp_path / "out", 10_000, WHOLE_DIGEST)
+    assert not found.differs and not found.wrong, run.said()
+
+
+@pytest.mark.parametrize(
+    ("point", "backend"),
+    [
+        ("write", "torch"),
+        pytest.param("fsync", "mpi", marks=pytest.mark.needs("mpi")),
+        pytest.param("rename", "horovod", marks=pytest.mark.needs("horovod")),
+    ],
+)
+def test_killed_within_a_journal_file(
+    launch: Launch, tmp_path: Path, digest: str, point: str, backend: str
+) -> None:
+    out = tmp_path / "out"
+    fault = f"slow:0.02 all 0;{point} 0 2"
+    with hurt_run(launch, [["dualeval", "run", *SMALL_JOB, "--out", "out"]], 1, tmp_path, fault=fault) as run:
+        run.wait_for_end()
+    assert run.launchers[0].returncode == -9, run.said()
+    whole = sorted((out / "journal").glob("*.journal"))
+    assert len(whole) == 2
+    [partial] = [file for file in (out / "journal").iterdir() if file.name.endswith(".partial")]
+    finished = sum(len(read_journal_file(file).chunks) for file in whole)
+    assert finished > 0
+    if point == "write":
+        assert partial.stat().st_size > 0
+    with hurt_run(
+        launch, [[*ON_ONE_HOST[backend].format(n=2).split(), *SMALL_JOB, "--out", "out"]], 2, tmp_path
+    ) as run:
+        run.wait_for_end()
+    assert run.launchers[0].returncode == 0, run.said()
+    found = look_into(out, SAMPLES, digest)
+    assert (found.lost, found.twice, found.differs, found.wrong) == (0, 0, False, []), run.said()
+    # Neither less than was whole, nor anything of what was not.
+    assert found.resumed == finished
+    assert "left out" not in run.said()
+    assert not partial.exists()
+
+
+# -- standstills -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standstill:
+    """A way in which one rank is no longer there, or does not go on.
+
+    Attributes:
+        fault: in the words of ``tests.faulty_models``; None where a reading hangs.
+        rank: whose it is.
+        says: what the others say of it, a regular expression.
+        stack: what its own stacks contain; None where it cannot write them.
+        size: the number of ranks.
+        stopped: whether it stays, stopped, until somebody kills it.
+        workers: reading processes, where a reading hangs.
+        hosts: on how many it is tried.
+    """
+
+    fault: str | None
+    rank: int
+    says: str
+    stack: str | None = None
+    size: int = 3
+    stopped: bool = False
+    workers: int = 0
+    hosts: int = 1
+
+
+NO_PROGRESS = r"no progress for \d+ s, chunk \d+, stage forward"
+NO_SIGN = rf"{NO_PROGRESS}, and no sign of life"
+UNREACHABLE = r"can no longer be reached: it ended, or its host or network did"
+STANDSTILLS = {
+    "a reading": Standstill(
+        fault=None,
+        rank=1,
+        says=r"no progress for \d+ s, chunk 3, stage load",
+        stack="image_folder.py",
+        size=2,
+    ),
+    "a reading process": Standstill(
+        fault=None,
+        rank=1,
+        says=r"no progress for \d+ s, chunk 3, stage load",
+        stack="feed.py",
+        size=2,
+        workers=1,
+    ),
+    "a forward": Standstill(fault="stall 1 5", rank=1, says=NO_PROGRESS, stack="faulty_models.py", size=2),
+    "the lock": Standstill(fault="lock 1 5", rank=1, says=NO_SIGN, stack="faulty_models.py"),
+    "stopped": Standstill(fault="stop 1 5", rank=1, says=NO_SIGN, stopped=True),
+    "rank 0 stopped": Standstill(
+        fault="stop 0 5", rank=0, says=rf"(no answer for \d+ s|{NO_SIGN})", stopped=True
+    ),
+    "rank 0 killed": Standstill(fault="kill 0 5", rank=0, says=UNREACHABLE, hosts=2),
+    "killed": Standstill(fault="kill 2 5", rank=2, says=NO_SIGN, hosts=2),
+    "killed beside rank 0": Standstill(
+        fault="kill 1 5", rank=1, says="has ended without a word: it was killed, or crashed", hosts=2
+    ),
+}
+SIZE = 3
+# On two hosts: plain srun, which leaves the others be when a rank fails. Its ranks 0 and 1 are on h0.
+ON_TWO_HOSTS = {
+    "torch": "srun -N2 -n3 --output=rank-%t.log dualeval run",
+    "horovod": "srun -N2 -n3 --output=rank-%t.log dualeval run --backend horovod",
+    "mpi": "srun -N2 -n3 --output=rank-%t.log --mpi=pmix dualeval run --backend mpi",
+}
+QUICK = {
+    *(("a reading process", "torch"), ("a forward", "horovod"), ("the lock", "torch")),
+    *(("stopped", "horovod"), ("rank 0 stopped", "mpi"), ("rank 0 killed", "torch"), ("killed", "horovod")),
+}
+
+
+def each(kinds: Sequence[str], quick: set[tuple[str, str]]) -> list[ParameterSet]:
+    """Every kind with every backend; long, but for a few."""
+    return [
+        pytest.param(
+            kind,
+            backend,
+            id=f"{kind}, {backend}",
+            marks=[
+                pytest.mark.needs(*NEEDS[backend]),
+                *([] if (kind, backend) in quick else [pytest.mark.long]),
+            ],
+        )
+        for kind in kinds
+        for backend in ON_ONE_HOST
+    ]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of pictures, one of which is a pipe that nobody writes to: opening it takes for ever."""
+    folder = tmp_path_factory.mktemp("images")
+    for target, name in enumerate("abc"):
+        (folder / name).mkdir()
+        for number in range(8):
+            Image.new("RGB", (20, 20), (80 * target, 50, number)).save(folder / name / f"{number}.png")
+    (folder / "a/6.png").unlink()
+    os.mkfifo(folder / "a/6.png")
+    return folder
+
+
+def job_of(kind: Standstill, images: Path) -> list[str]:
+    """The words after 'dualeval run'."""
+    common = ["--heartbeat-timeout", f"{HEARTBEAT_S:g}", "--out", "out"]
+    if kind.fault is not None:
+        return [*JOB, *common]
+    # The pipe is in chunk 3, rank 1's of two.
+    words = "--model tests.faulty_models:means --weights random:0 --resize 20 --crop 20 --batch-size 2"
+    return [*words.split(), "--no-progress", "--data", str(images), "--workers", str(kind.workers), *common]
+
+
+def lines_of(said: str, rank: int) -> list[str]:
+    """What a rank says of the failure."""
+    own = "dualeval: error: " if rank == 0 else f"dualeval: rank {rank} ends: "
+    return [line.partition(own)[2] for line in said.splitlines() if own in line]
+
+
+def assert_said(run: Run, rank: int, named: Sequence[int], says: str) -> None:
+    """Check that a rank has named another one, with host and process, and why, once."""
+    said = run.said()
+    names = "|".join(map(str, named))
+    wanted = re.compile(rf"rank ({names}) on \S+ \(pid \d+\):? {says}")
+    found = [line for line in lines_of(said, rank) if wanted.match(line)]
+    assert len(found) == 1, f"rank {rank} should say, once: {wanted.pattern}\n{said}"
+
+
+def gone_in_time(run: Run, ranks: Sequence[int], since: float) -> None:
+    """Wait until ranks are gone; fails where they take too long."""
+    within_s = HEARTBEAT_S + GONE_WITHIN_S + LOADED_S - (time.monotonic() - since)
+    run.wait(lambda: not any(is_alive(run.ranks[rank]) for rank in ranks), f"the end of {ranks}", within_s)
+    print(f"gone {time.monotonic() - since:.1f} s after the beginning")
+
+
+@pytest.mark.needs("cluster")
+@pytest.mark.parametrize(
+    ("name", "backend"), each([name for name, kind in STANDSTILLS.items() if kind.hosts == 2], QUICK)
+)
+def test_a_rank_that_is_killed_is_named(
+    cluster: Cluster, launch: Launch, tmp_path: Path, images: Path, name: str, backend: str
+) -> None:
+    kind = STANDSTILLS[name]
+    command = cluster.on("h0", [*ON_TWO_HOSTS[backend].split(), *job_of(kind, images)])
+    check_standstill(launch, command, tmp_path, kind, cluster)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), each([name for name, kind in STANDSTILLS.items() if kind.hosts == 1], QUICK)
+)
+def test_a_rank_that_stands_still_is_named(
+    launch: Launch, tmp_path: Path, images: Path, name: str, backend: str
+) -> None:
+    kind = STANDSTILLS[name]
+    command = [*ON_ONE_HOST[backend].format(n=kind.size).split(), *job_of(kind, images)]
+    check_standstill(launch, command, tmp_path, kind)
+
+
+def check_standstill(
+    launch: Launch, command: list[str], folder: Path, kind: Standstill, cluster: Cluster | None = None
+) -> None:
+    """Have a rank stand still, and look at what the others do."""
+    word = None if kind.fault is None else began(kind.fault.split()[0])
+    with hurt_run(
+        launch,
+        [command],
+        kind.size,
+        folder,
+        fault=f"slow all 0;{kind.fault}" if kind.fault else "",
+        variables={} if cluster is None else cluster.variables,
+        find=None if cluster is None else lambda: processes_of(cluster),
+    ) as run:
+        run.wait(
+            lambda: len(run.ranks) == kind.size and (word is None or word in run.said()), "the standstill", 60
+        )
+        since = time.monotonic()
+        others = [rank for rank in range(kind.size) if rank != kind.rank]
+        gone_in_time(run, others if kind.stopped else range(kind.size), since)
+        # Its launcher may wait for it, torch's agent for 30 s.
+        kill(run.ranks[kind.rank])
+        run.wait(run.has_ended, "the end of the launcher", 20)
+    assert run.launchers[0].returncode != 0, run.said()
+    for rank in others:
+        assert_said(run, rank, [kind.rank], kind.says)
+    status = json.loads((folder / "out/status.json").read_text())
+    assert status["state"] == "failed" and re.search(kind.says, status["reason"]), status
+    if kind.stack is not None:
+        assert kind.stack in (folder / f"out/stacks/rank-{kind.rank:05d}.txt").read_text()
+
+
+# -- a cable that is cut -----------------------------------------------------------------------------------
+
+AGENT = f"{sys.executable} -m torch.distributed.run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h0:29511"
+AGENT += " --rdzv-id 7 --nproc-per-node {n} --no-python dualeval run"
+PASSED_ON = f"-x {FAULT} -x {FLUSH_S} -x OMP_NUM_THREADS"
+# Through a shell on the rank's own host: what mpirun passes on gets lost along with the cable.
+OWN_LOG = 'exec dualeval "$@" > rank-$OMPI_COMM_WORLD_RANK.log 2>&1'
+
+
+def cable_commands(cluster: Cluster, backend: str, job: Sequence[str]) -> list[list[str]]:
+    """What is typed on the hosts: torchrun on each, srun, and mpirun over ssh."""
+    if backend == "torch":
+        return [
+            cluster.on(host, [*AGENT.format(n=ranks).split(), *job])
+            for host, ranks in zip(cluster.hosts, (2, 1), strict=True)
+        ]
+    if backend == "horovod":
+        return [cluster.on("h0", [*ON_TWO_HOSTS["horovod"].split(), *job])]
+    words = f"mpirun -np 3 -H h0:2,h1:1 {PASSED_ON} sh -c".split()
+    return [cluster.on("h0", [*words, OWN_LOG, "dualeval", "run", "--backend", "mpi", *job])]
+
+
+@pytest.mark.needs("cluster")
+@pytest.mark.parametrize(("name", "backend"), each(["cable"], {("cable", "mpi")}))
+def test_a_host_that_is_cut_off_is_named(
+    cluster: Cluster, launch: Launch, tmp_path: Path, name: str, backend: str
+) -> None:
+    job = [*JOB, "--heartbeat-timeout", f"{HEARTBEAT_S:g}", "--out", "out"]
+    with hurt_run(
+        launch,
+        cable_commands(cluster, backend, job),
+        SIZE,
+        tmp_path,
+        fault="slow:0.1 all 0",
+        variables=cluster.variables,
+        find=lambda: processes_of(cluster),
+    ) as run:
+        # The first journal file of every rank says that they are all at work.
+        writers = tmp_path / "out/journal"
+        run.wait(
+            lambda: len({file.name.split("-")[1] for file in writers.glob("*.journal")}) == SIZE,
+            "a journal file of each rank",
+            60,
+        )
+        assert len(run.ranks) == SIZE
+        far = [rank for rank, process in run.ranks.items() if is_on(cluster, "h1", process)]
+        with cluster.without_cable("h1"):
+            gone_in_time(run, range(SIZE), time.monotonic())
+        end_launchers(cluster, run)
+    assert [launcher.returncode for launcher in run.launchers if launcher.returncode == 0] == []
+    # torchrun numbers hosts as they come.
+    apart = far if 0 not in far else [rank for rank in range(SIZE) if rank not in far]
+    for rank in range(SIZE):
+        if rank in apart:
+            assert_said(run, rank, [0], r"no (answer|progress) for \d+ s")
+        else:
+            assert_said(run, rank, apart, NO_SIGN.replace("forward", r"\w+"))
+
+
+def processes_of(cluster: Cluster) -> list[psutil.Process]:
+    return [process for host in cluster.hosts for process in cluster.processes(host)]
+
+
+def is_on(cluster: Cluster, host: str, process: psutil.Process) -> bool:
+    return process in cluster.processes(host)
+
+
+def end_launchers(cluster: Cluster, run: Run) -> None:
+    """Give launchers that were cut off from each other a moment, then end them."""
+    deadline = time.monotonic() + 1.0
+    while not run.has_ended():
+        if time.monotonic() > deadline:
+            for process in processes_of(cluster):
+                if process.info["name"] not in ("slurmstepd",):
+                    kill(process)
+        assert time.monotonic() < deadline + 20.0, run.said()
+        time.sleep(0.05)
+
+
+# -- a rank that raises ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "backend"), each(["raise"], {("raise", "torch")}))
+def test_a_rank_that_raises_is_named_by_all(launch: Launch, tmp_path: Path, name: str, backend: str) -> None:
+    command = [*ON_ONE_HOST[backend].format(n=SIZE).split(), *SMALL_JOB, "--out", "out"]
+    with hurt_run(launch, [command], SIZE, tmp_path, fault="slow all 0;raise 2 5") as run:
+        run.wait_for_end()
+    assert run.launchers[0].returncode == 1, run.said()
+    for rank in (0, 1):
+        assert_said(run, rank, [2], "RuntimeError: the model broke$")
+    assert run.said().count("Traceback (most recent call last)") == 1
