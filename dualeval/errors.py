@@ -62,14 +62,15 @@ class PeerError(DualevalError):
 
     Attributes:
         rank: the rank that failed first.
-        where: the same with its host and process, as "rank 3 on n2 (pid 4711)".
+        where: the same with its host and process, as "rank 3 on n2 (pid 4711)"; None where another rank has
+            noticed the failure, whose message begins with that.
     """
 
     def __init__(self, message: str, *, rank: int, exit_code: int, where: str | None = None) -> None:
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
-        self.where = where or f"rank {rank}"
+        self.where = where
 
 
 class Stopped(DualevalError):

@@ -375,9 +375,9 @@ def _end_after(error: Exception, control: ControlPlane, watch: Watch) -> int:
 
     if first.exit_code == EXIT_USAGE:
         control.leave_after_message(say)
-    elif first.rank == 0 and rank != 0:
+    elif first.rank == 0 and first.where is None and rank != 0:
         click.echo(spoken(first, rank), err=True)
-        # It knows already; and may be gone at any moment.
+        # It may be gone at any moment, and says nothing any more.
         control.leave()
     elif rank != 0:
         click.echo(spoken(first, rank), err=True)

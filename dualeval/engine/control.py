@@ -576,7 +576,6 @@ def _rank_0_reachable(first: Name) -> Iterator[None]:
             f"{first} can no longer be reached: it ended, or its host or network did",
             rank=0,
             exit_code=EXIT_FAILED,
-            where=str(first),
         ) from error
 
 

@@ -230,5 +230,5 @@ def spoken(error: DualevalError, rank: int) -> str:
     """What a rank says of the first failure: which rank, where, and why; once."""
     if not isinstance(error, PeerError):
         return f"dualeval: error: {error}"
-    text = str(error) if str(error).startswith("rank ") else f"{error.where}: {error}"
+    text = f"{error.where}: {error}" if error.where else str(error)
     return f"dualeval: error: {text}" if rank == 0 else f"dualeval: rank {rank} ends: {text}"
