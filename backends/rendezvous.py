@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ PATIENCE = timedelta(seconds=LATE_S)
 _ELSEWHERE = "dualeval/elsewhere"
 _ANSWER_S = 10.0
 _PAUSE_S = 0.05
+_SHORTEST_PAUSE_S = 0.005
+_PAUSE_PER_RANK_S = 1e-4
 
 
 @contextmanager
@@ -121,13 +124,52 @@ def shared_store(world: World, purpose: str) -> Iterator[tuple[Store, str, int |
     if world.launcher == "torchrun":
         assert world.master is not None
         store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
-        # torchrun may keep one store for all its starts, with the addresses of ranks that have ended in it.
-        yield PrefixStore(f"dualeval/{world.restarts}", store), *world.master
+        yield PrefixStore(f"dualeval/{_agree_on_name(store, world)}", store), *world.master
         return
     server, offer = serve_store(world) if world.is_main else (None, None)
     with told_by_rank_0(world, offer) as offer:
         client = server or join_store(offer, world.rank, purpose, PATIENCE)
         yield client, client.host, server.port if server else None
+
+
+def _agree_on_name(store: Store, world: World) -> str:
+    """Agree on a name that the ranks of this start have in common, and those of no other. A collective.
+
+    torchrun keeps one store for all its starts, with the addresses of ranks that have ended in it; and the
+    number of starts that it tells may differ from node to node.
+
+    Args:
+        store: of all ranks, and of those that were there before them.
+        world: this process's place.
+
+    Raises:
+        BackendError: a rank has not come.
+    """
+    own = secrets.token_hex(8)
+    store.set(f"dualeval/here/{world.rank}", own)
+    start = monotonic()
+    pause = max(_SHORTEST_PAUSE_S, world.size * _PAUSE_PER_RANK_S)
+    ranks = range(world.size)
+    here: list[str] = []
+    while monotonic() - start < PATIENCE.total_seconds():
+        if world.is_main:
+            # Of ranks that have ended, perhaps: theirs do not agree, and are written over.
+            now = [text.decode() for text in store.multi_get([f"dualeval/here/{rank}" for rank in ranks])]
+            if now != here:
+                here = now
+                store.set("dualeval/name", json.dumps([secrets.token_hex(8), *here]))
+        name, *named = json.loads(store.get("dualeval/name"))
+        if named == here or (not world.is_main and named[world.rank : world.rank + 1] == [own]):
+            store.set(f"dualeval/{name}/agreed/{world.rank}", "")
+            if world.is_main and store.check([f"dualeval/{name}/agreed/{rank}" for rank in ranks]):
+                store.set(f"dualeval/{name}/go", "")
+            if store.check([f"dualeval/{name}/go"]):
+                return str(name)
+        sleep(pause)
+    raise BackendError(
+        f"the {world.size} ranks have not met at torchrun's store in "
+        f"{PATIENCE.total_seconds() / 60:.0f} minutes"
+    )
 
 
 def interface_between_nodes(world: World, store: Store, port: int | None) -> str | None:

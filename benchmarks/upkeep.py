@@ -16,7 +16,6 @@ threads but the main one.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
 import os
 import statistics
@@ -141,14 +140,12 @@ def _evaluate(problem: Problem, backend: Backend, control: ControlPlane, out: Pa
 
 def _with(problem: Problem, backend: Backend, out: Path) -> Result:
     control = open_control_plane(backend, _TIMEOUT_S)
-    watch = Watch(control, lambda line: print(line, file=sys.stderr))
+    watch = Watch(control)
     result = _evaluate(problem, backend, control, out, watch=watch)
     control.leave()
-    # Its thread would go on, and be part of the next evaluation. It ends after one more look, as on the way
-    # out of a process, but for the end of the process: be_rank has taken that out.
-    watch.main_ends(0)
+    watch.stop()
+    # It ends after one more look, which would be part of the next evaluation.
     watch._thread.join()
-    faulthandler.cancel_dump_traceback_later()
     return result
 
 

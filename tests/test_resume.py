@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +307,9 @@ def test_restarted_ranks_find_the_folder_of_their_launch(
     assert run(TinyTask(SAMPLES), 1, "another").chunks["resumed"] == 0
     result = run(TinyTask(SAMPLES), 1)
     assert (result.chunks["resumed"], result.folder) == (23, str(folder))
-    Status(state="stopped", signal="SIGUSR2", launch_id="mine").write(folder)
+    status = read_status(folder)
+    assert status is not None
+    replace(status, state="stopped", signal="SIGUSR2").write(folder)
     with pytest.raises(Stopped, match="SIGUSR2"):
         run(TinyTask(SAMPLES), 2)
 

@@ -243,7 +243,7 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
             # srun loses words that it has not handed on when it ends the step.
             sleep(_LAST_WORDS_S)
         return error.exit_code
-    watch = Watch(control, lambda line: click.echo(line, err=True))
+    watch = Watch(control)
     signals.tell(control.stop)
     try:
         result = _run_engine(job, manner, backend, control, watch, cores)
@@ -254,6 +254,7 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
     control.progress.step("end")
     control.leave()
     backend.close()
+    watch.stop()
     if world.is_main:
         _show(result, manner)
     return EXIT_DONE
@@ -364,6 +365,7 @@ def _end_after(error: Exception, control: ControlPlane, watch: Watch) -> int:
         watch.wait_for_end()
     watch.main_ends(exit_code_of(error))
     first = error if isinstance(error, PeerError) else control.fail(error)
+    watch.main_ends(first.exit_code)
     if not isinstance(error, DualevalError):
         traceback.print_exception(error)
     rank = control.name.rank

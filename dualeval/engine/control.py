@@ -23,7 +23,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 
 from dualeval.engine.heartbeat import Clock, Monitor, Name, Pulse, Sign
 from dualeval.engine.progress import Progress
-from dualeval.errors import EXIT_FAILED, PeerError, Stopped, exit_code_of, message_of
+from dualeval.errors import EXIT_FAILED, DualevalError, PeerError, Stopped, exit_code_of, message_of
 from dualeval.store import join_store, serve_store
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _BEAT_WHILE_STOPPING_S = 0.05
 _END_TOLD_WITHIN_S = 0.3
 _LAST_REPORT_WITHIN_S = 2.0
 _SHORTEST_PAUSE_S = 0.001
+_SHORTEST_WAIT_S = 0.05
 _LONGEST_PAUSE_S = 0.05
 # Thousands of ranks waiting together look less often, so that rank 0 answers some 10,000 times a second.
 _PAUSE_PER_RANK_S = 1e-4
@@ -47,7 +48,6 @@ _NO_NEWS = "-"
 _FAILURE = "failure"
 _STOP = "stop"
 _ENDED = "ended"
-_DONE = "done"
 _LEFT = "left"
 
 
@@ -61,15 +61,19 @@ class _Counted:
         done: this rank's samples so far.
         told: how many of them have been added.
         claimed: chunks that were taken, where this rank is alone.
+        total: samples of all ranks, as far as is known here.
         last: set where the next report is to be the last.
-        ended: set after that.
+        summed: set when ``total`` holds what all had done then.
+        ended: set when that has been shown.
     """
 
     key: str
     show: Callable[[int], None] | None
     last: threading.Event
+    summed: threading.Event
     ended: threading.Event
     done: int = 0
+    total: int | None = None
     told: int = 0
     claimed: int = 0
 
@@ -96,7 +100,7 @@ class ControlPlane:
         news: set when another rank's failure or a stop has been heard of, for who watches.
         all_saved: set on rank 0 when all ranks have told that they have ``saved``; on the others when rank 0
             has written that down.
-        was_done: on the others, then: whether the run had come to its end before it was stopped.
+        end_code: on the others, then: what rank 0 ends with.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class ControlPlane:
         self.answers = 0
         self.news = threading.Event()
         self.all_saved = threading.Event()
-        self.was_done = False
+        self.end_code: int | None = None
         self._rank = name.rank
         self._size = size
         self._store = store
@@ -140,6 +144,9 @@ class ControlPlane:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._beats: threading.Thread | None = None
+        self._attending = threading.Lock()
+        self._attend_now = threading.Event()
+        self._attendant: threading.Thread | None = None
 
     def _key(self, name: str) -> str:
         return f"{self._token}/{name}"
@@ -213,8 +220,7 @@ class ControlPlane:
 
     def check(self) -> None:
         """Raise PeerError or Stopped where the helper thread has heard of it; costs nothing otherwise."""
-        if self._peer_failure is not None:
-            raise self._peer_failure
+        self.raise_if_peer_failed()
         if self._stop is not None:
             raise Stopped(self._stop)
 
@@ -250,18 +256,25 @@ class ControlPlane:
             self.all_saved.set()
         self._wake.set()
 
+    def fail_to_save(self, problem: str) -> None:
+        """Tell, from any thread and in place of ``saved``, that this rank cannot save what it had."""
+        failure = self._failure_of(DualevalError(f"what was finished could not be saved: {problem}"))
+        self._own_failure = failure
+        self._hear(_to_error(failure))
+        self.all_saved.set()
+
     @property
     def saved_by_all(self) -> int:
         """On rank 0: number of chunks saved by the ranks that have told so."""
         return sum(self._saved_by_all.values())
 
-    def tell_end(self, done: bool) -> None:
+    def tell_end(self, code: int) -> None:
         """On rank 0: let the others end, whose end may have a launcher kill this rank at once.
 
         Args:
-            done: whether the run had come to its end before it was stopped.
+            code: the exit code, of all of them.
         """
-        self._end = _DONE if done else _ENDED
+        self._end = f"{_ENDED} {code}"
         self._wake.set()
         if self._store is not None and self._beats is not None and self._end_told.wait(_END_TOLD_WITHIN_S):
             # They look that often; and torch prints pages of frames where the store has gone before.
@@ -279,7 +292,7 @@ class ControlPlane:
     @property
     def has_peers(self) -> bool:
         """Whether there are other ranks that this one has not left."""
-        return self._store is not None
+        return self._store is not None and not self._left
 
     def steps(self) -> int:
         """How far this rank's main thread is, as the others see it."""
@@ -304,12 +317,7 @@ class ControlPlane:
             The failure that was told first, which may be another rank's: the one to report. This rank's own
             where nobody can be told.
         """
-        failure = {
-            "rank": self._rank,
-            "exit_code": exit_code_of(error),
-            "message": message_of(error),
-            "where": str(self.name),
-        }
+        failure = self._failure_of(error)
         if self._store is None:
             return _to_error(failure)
         try:
@@ -317,6 +325,14 @@ class ControlPlane:
                 return self._tell_failure(self._store, failure)
         except PeerError:
             return _to_error(failure)
+
+    def _failure_of(self, error: BaseException) -> dict[str, Any]:
+        return {
+            "rank": self._rank,
+            "exit_code": exit_code_of(error),
+            "message": message_of(error),
+            "where": str(self.name),
+        }
 
     def _tell_failure(self, store: TCPStore, failure: dict[str, Any]) -> PeerError:
         if store.add(self._key("failures"), 1) == 1:
@@ -344,11 +360,10 @@ class ControlPlane:
         Args:
             each: returns what is wrong with this rank, where something is.
         """
-        self._each = each
-        if each is not None:
-            self._start_beats()
-        elif self._store is None:
-            self._stop_beats()
+        with self._attending:
+            self._each = each
+            if each is not None:
+                self._start_attendant()
 
     def begin_run(self, show: Callable[[int], None] | None = None) -> None:
         """Count the samples of a run from here on.
@@ -362,9 +377,12 @@ class ControlPlane:
             key=self._key(f"done/{self._counted_runs}"),
             show=show,
             last=threading.Event(),
+            summed=threading.Event(),
             ended=threading.Event(),
         )
-        self._start_beats()
+        if show is not None:
+            with self._attending:
+                self._start_attendant()
         self._wake.set()
 
     def end_run(self) -> None:
@@ -374,18 +392,21 @@ class ControlPlane:
             return
         counted.last.set()
         self._wake.set()
-        # Limited: the store may not answer any more.
-        counted.ended.wait(_LAST_REPORT_WITHIN_S)
+        # Limited: the store, or who reads what is shown, may not answer any more.
+        limit = monotonic() + _LAST_REPORT_WITHIN_S
+        while self._beats is not None and self._beats.is_alive() and monotonic() < limit:
+            if counted.summed.wait(_SHORTEST_WAIT_S):
+                break
+        self._attend_now.set()
+        if counted.show is not None:
+            counted.ended.wait(_LAST_REPORT_WITHIN_S)
         self._counted = None
-        if self._store is None and self._each is None:
-            self._stop_beats()
 
     # -- the helper thread -------------------------------------------------------------------------
 
     def _start_beats(self) -> None:
-        if self._beats is not None:
-            return
-        client = None if self._store is None else self._store.clone()  # type: ignore[attr-defined]
+        assert self._store is not None
+        client = self._store.clone()  # type: ignore[attr-defined]
         self._closing = threading.Event()
         self._beats = threading.Thread(target=self._beat, args=(client,), name="dualeval-beats", daemon=True)
         self._beats.start()
@@ -398,7 +419,7 @@ class ControlPlane:
             self._beats.join(_LAST_REPORT_WITHIN_S)
             self._beats = None
 
-    def _beat(self, client: TCPStore | None) -> None:
+    def _beat(self, client: TCPStore) -> None:
         """Tell this rank's signs, look for news, and on rank 0 at the signs of all."""
         every = _BEAT_EVERY_S if self.timeout_s is None else min(_BEAT_EVERY_S, self.timeout_s / 6)
         closing = self._closing
@@ -407,28 +428,27 @@ class ControlPlane:
             self._wake.wait(every if self._stop is None else _BEAT_WHILE_STOPPING_S)
             self._wake.clear()
             ending = closing.is_set()
-            total = None
-            if client is not None:
-                try:
-                    with _rank_0_reachable(self.first):
-                        if observer is None:
-                            observer = self._observer(client, every)
-                        total = self._exchange(client, observer)
-                except PeerError as unreachable:
-                    self._hear(unreachable)
-                    self.all_saved.set()
-                    client = None
-                else:
-                    self.answers += 1
-                    if self._peer_failure is not None and self._own_failure is None:
-                        # All is said; and torch prints pages of frames when rank 0 has gone meanwhile.
-                        client = None
-            self._report(total)
-            if ending:
+            try:
+                with _rank_0_reachable(self.first):
+                    if observer is None:
+                        observer = self._observer(client, every)
+                    self._exchange(client, observer)
+            except PeerError as unreachable:
+                self._hear(unreachable)
+                self.all_saved.set()
+                return
+            except Exception as error:
+                # Without this thread the others would take this rank for dead, a minute later.
+                self._hear(_to_error(self._failure_of(error)))
+                raise
+            self.answers += 1
+            # When all is said: torch prints pages of frames where rank 0 has gone meanwhile.
+            said = self._peer_failure is not None and self._own_failure is None
+            if ending or (said and (self._rank != 0 or self._end_told.is_set() or self._stop is None)):
                 return
 
-    def _exchange(self, client: TCPStore, observer: _Observer) -> int | None:
-        """One round with the store; returns the samples done over all ranks."""
+    def _exchange(self, client: TCPStore, observer: _Observer) -> None:
+        """One round with the store."""
         if self._own_failure is not None:
             failure, self._own_failure = self._own_failure, None
             self._tell_failure(client, failure)
@@ -445,23 +465,25 @@ class ControlPlane:
         )
         if news == _FAILURE.encode() and self._peer_failure is None:
             self._hear(self._first_failure(client))
+            # Nothing of what is waited for then will come.
+            self.all_saved.set()
         elif news == _STOP.encode() and self._stop is None:
             self._stop_told = True
             self.stop(client.get(self._key("stop")).decode())
-        elif news in (_ENDED.encode(), _DONE.encode()):
-            self.was_done = news == _DONE.encode()
+        elif news.startswith(_ENDED.encode()):
+            self.end_code = int(news.split()[1])
             self.all_saved.set()
         self._observe(observer, [text.decode() for text in texts])
         if self._end is not None and not self._end_told.is_set():
             client.set(self._key("news"), self._end)
             self._end_told.set()
         counted = self._counted
-        if counted is None:
-            return None
-        done = counted.done
-        total = int(client.add(counted.key, done - counted.told))
-        counted.told = done
-        return total
+        if counted is not None:
+            last, done = counted.last.is_set(), counted.done
+            counted.total = int(client.add(counted.key, done - counted.told))
+            counted.told = done
+            if last:
+                counted.summed.set()
 
     def _observer(self, client: TCPStore, every: float) -> _Observer:
         """Whom this rank watches: rank 0 all of them, the others rank 0."""
@@ -503,26 +525,42 @@ class ControlPlane:
             if observer.names[rank].space == self.name.space and observer.names[rank].has_ended()
         ]
 
-    def _report(self, total: int | None) -> None:
-        """Pass on how far the run is, and let the run look whether all is well."""
-        each = self._each
-        wrong = None if each is None else each()
-        if wrong is not None:
-            self.give_up(wrong, rank=self._rank)
-        counted = self._counted
-        if counted is None:
-            return
-        last = counted.last.is_set()
-        if counted.show is not None:
-            counted.show(counted.done if total is None else total)
-        if last:
-            counted.ended.set()
+    # -- what is to be done on this host, by a thread that may hang there ------------------------------
+
+    def _start_attendant(self) -> None:
+        if self._attendant is None:
+            self._attendant = threading.Thread(target=self._attend, name="dualeval-attendant", daemon=True)
+            self._attendant.start()
+
+    def _attend(self) -> None:
+        """Show how far the run is, and let it look whether all is well, as long as there is either."""
+        while True:
+            self._attend_now.wait(_BEAT_EVERY_S)
+            self._attend_now.clear()
+            with self._attending:
+                wrong = None if self._each is None else self._each()
+                counted = self._counted
+                if self._each is None and (counted is None or counted.show is None):
+                    self._attendant = None
+                    return
+            if wrong is not None:
+                self.give_up(wrong, rank=self._rank)
+            if counted is not None and counted.show is not None:
+                last = counted.last.is_set()
+                try:
+                    counted.show(counted.done if counted.total is None else counted.total)
+                except (OSError, ValueError):
+                    # Nobody reads it any more; the run goes on.
+                    counted.show = None
+                if last:
+                    counted.ended.set()
 
     # -- leaving -----------------------------------------------------------------------------------
 
     def leave(self, limit_s: float = 10.0) -> None:
         """Leave in order: rank 0, who serves the others, goes last. Later calls do nothing."""
         self._left = True
+        self.attend(None)
         self.end_run()
         self._stop_beats()
         if self._store is None:

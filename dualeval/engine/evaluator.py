@@ -150,8 +150,6 @@ class _Run:
         """Agree, evaluate, reduce, write."""
         facts = self._agree()
         folder, found = self._open_folder(facts)
-        # From here on: while rank 0 is at work, its lease shows it.
-        self._control.attend(folder.renew_lease)
         try:
             if found.finished is not None:
                 return self._finished(folder, found.finished)
@@ -163,12 +161,12 @@ class _Run:
             # Where rank 0 is what failed, another rank has to write it.
             if self._world.is_main or (folder.shared and isinstance(error, PeerError) and error.rank == 0):
                 folder.note_end(error)
-            self._close(folder)
+            self._close(folder, done=False)
             raise
 
-    def _close(self, folder: RunFolder) -> None:
+    def _close(self, folder: RunFolder, *, done: bool = True) -> None:
         if self._options._watch is not None:
-            self._options._watch.release()
+            self._options._watch.release(done=done)
         self._control.attend(None)
         folder.close()
 
@@ -217,6 +215,8 @@ class _Run:
                 lease=self._options._lease,
                 step=lambda: self._progress.step("setup"),
             )
+            # From here on: while rank 0 is at work, its lease shows it.
+            self._control.attend(folder.renew_lease)
             words = {
                 "path": str(folder.path),
                 "token": folder.token,
@@ -272,8 +272,8 @@ class _Run:
     def _finished(self, folder: RunFolder, result: Result) -> Result:
         if self._world.is_main:
             self._options._note(f"this job was finished before, in {folder.path}: nothing is evaluated")
-        self._close(folder)
         self._control.meet()
+        self._close(folder)
         return result
 
     # -- the loop ----------------------------------------------------------------------------------
@@ -307,8 +307,8 @@ class _Run:
         try:
             self._loop(recorder, found.earlier.remaining)
         except BaseException as error:
-            # The first error is the one to report.
-            with suppress(OSError):
+            # The first error is the one to report, whatever this one comes to.
+            with suppress(Exception):
                 recorder.flush()
             if is_out_of_memory(error):
                 self._out_of_memory(recorder, error)
@@ -467,7 +467,10 @@ class _Run:
             raise UsageError(
                 f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
             )
-        folder.collect(self._backend, writer.written, reports)
+        try:
+            folder.collect(self._backend, writer.written, reports, lambda: self._progress.step("reduce"))
+        except OSError as error:
+            self._unwritable(recorder, error)
         self._progress.step("write")
         result = self._result(folder, facts, found, recorder, reports, setup_s=setup_s)
         if self._world.is_main:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from dualeval.backends.base import Backend
     from dualeval.world import World
 
+_LEASE_WITHIN_S = 2.0
+# Of the fields of /proc/PID/stat behind the process's name.
+_START_TIME = 19
 _JOURNAL = "journal"
 _RESULT = "result.json"
 _JOB = "job.json"
@@ -96,16 +100,13 @@ class RunFolder:
         self._launch_id: str | None = None
         self._lease: Lease | None = None
         self._renewed = monotonic()
-        self._noting = threading.Lock()
+        self._renewing = threading.Lock()
         self.shared = self._probe.exists()
         # Ranks of another node share that node's disk with each other: each has a folder of its own there.
-        self.journal = path / (_JOURNAL if self.shared else f"{_JOURNAL}-{rank}")
+        self.journal = path / (_JOURNAL if self.shared else f"{_JOURNAL}-{rank}-{token}")
         if not self.shared:
             with _writable(path):
                 self.journal.mkdir(parents=True, exist_ok=True)
-                # Of a run that was killed; rank 0 cannot see them, so they serve nobody.
-                for file in self.journal.glob(f"*{SUFFIX}*"):
-                    file.unlink()
 
     @classmethod
     def open(
@@ -139,21 +140,28 @@ class RunFolder:
         with _writable(path):
             (path / _JOURNAL).mkdir(parents=True, exist_ok=True)
             held = Lease.take(path, token, waiting=step) if lease else None
+        renewed = monotonic()
+
+        def step_and_renew() -> None:
+            nonlocal renewed
+            step()
+            if held is not None and monotonic() - renewed > RENEW_EVERY_S:
+                renewed = monotonic()
+                held.renew()
+
         try:
             if fresh:
                 with _writable(path):
                     for file in _files_of_a_run(path):
                         file.unlink()
-            found = _look(path, plan, facts, world, step)
+            found = _look(path, plan, facts, world, step_and_renew)
             with _writable(path):
                 if found.finished is None:
-                    launch = launch_of(world)
-                    content = {**facts, "launch": launch} if launch else facts
-                    write_text(path / _JOB, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-                    Status(state="running", launch_id=world.launch_id).write(path)
+                    write_text(path / _JOB, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+                    Status(state="running", launch_id=launch_of(world)).write(path)
                 else:
                     _tidy_up(
-                        path, [*found.stale, *(file.path for file in found.earlier.files)], world.launch_id
+                        path, [*found.stale, *(file.path for file in found.earlier.files)], launch_of(world)
                     )
                 _probe(path, token).touch()
                 folder = cls(path, token, rank=0)
@@ -162,7 +170,7 @@ class RunFolder:
                 held.release()
             raise
         folder._lease = held
-        folder._launch_id = world.launch_id
+        folder._launch_id = launch_of(world)
         return folder, found
 
     @property
@@ -186,11 +194,15 @@ class RunFolder:
 
     def renew_lease(self) -> str | None:
         """Show other runs that this one goes on; returns what is wrong, where another one has taken over."""
-        if self._lease is None or monotonic() - self._renewed < RENEW_EVERY_S:
-            return None
-        self._renewed = monotonic()
-        if self._lease.renew():
-            return None
+        with self._renewing:
+            if self._lease is None or monotonic() - self._renewed < RENEW_EVERY_S:
+                return None
+            self._renewed = monotonic()
+            try:
+                if self._lease.renew():
+                    return None
+            except OSError as error:
+                return f"{self.path} cannot be written any more: {error.strerror or error}"
         return (
             f"another run has taken over {self.path}: this one stood still for too long. What it has "
             "finished is saved, and the other goes on from there."
@@ -213,7 +225,13 @@ class RunFolder:
             with suppress(OSError):
                 status.write(self.path)
 
-    def collect(self, backend: Backend, written: Sequence[Path], reports: Sequence[dict[str, Any]]) -> None:
+    def collect(
+        self,
+        backend: Backend,
+        written: Sequence[Path],
+        reports: Sequence[dict[str, Any]],
+        step: Callable[[], None] = lambda: None,
+    ) -> None:
         """Bring the journal files of ranks that do not share the folder to rank 0, a file a round.
 
         A collective where any rank does not share; nothing otherwise.
@@ -222,6 +240,7 @@ class RunFolder:
             backend: carries the files.
             written: this rank's files.
             reports: each rank's ``files`` (a count) and ``shared``, the same on every rank.
+            step: called with every round, and every file that is stored.
         """
         apart = [rank for rank, report in enumerate(reports) if not report["shared"]]
         for number in range(max((reports[rank]["files"] for rank in apart), default=0)):
@@ -231,10 +250,8 @@ class RunFolder:
             for rank, piece in enumerate(pieces or []):
                 if len(piece):
                     store_file(self.journal / file_name(self.prefix(rank), number), piece)
-        if not self.shared:
-            for file in written:
-                file.unlink()
-            _remove_if_empty(self.journal)
+                    step()
+            step()
 
     def write(
         self,
@@ -276,9 +293,15 @@ class RunFolder:
 
     def close(self) -> None:
         """Remove what shows that this run is at work; a second call does nothing."""
+        # Not for ever: a file system that hangs may hold up who renews it.
+        if self._renewing.acquire(timeout=_LEASE_WITHIN_S):
+            self._renewing.release()
         lease, self._lease = self._lease, None
         # Where the disk is what failed, this fails too; and what is left over hurts nobody.
         with suppress(OSError):
+            if not self.shared:
+                # Rank 0 cannot see it, so it serves nobody.
+                shutil.rmtree(self.journal)
             self._probe.unlink(missing_ok=True)
             _remove_if_empty(self.path / _JOURNAL)
             _remove_if_empty(self.path / _STACKS)
@@ -310,8 +333,8 @@ def _look(
         finished = None
         notes.append(f"{error}; it is left out")
     status = read_status(path)
-    again = world.restarts > 0 and world.launch_id is not None
-    if again and status is not None and status.state == "stopped" and status.launch_id == world.launch_id:
+    launch = launch_of(world)
+    if launch is not None and status is not None and (status.state, status.launch_id) == ("stopped", launch):
         # Whoever stopped it wants an end, and the launcher has taken the end for a failure.
         raise Stopped(status.signal or "a signal")
     journal = path / _JOURNAL
@@ -365,23 +388,30 @@ def _finished(path: Path, fingerprint: str) -> Result | None:
     return result if result.fingerprint == fingerprint else None
 
 
-def launch_of(world: World) -> dict[str, Any] | None:
-    """What ranks have in common that one launcher has started again; None where it starts none again."""
+def launch_of(world: World) -> str | None:
+    """What rank 0 has in common with the one before it that the same agent of torchrun has started.
+
+    The number of restarts is no help: an agent does not count those that another node has caused.
+
+    Returns:
+        the launch's name, and which process the agent is; None where nobody starts ranks again.
+    """
     if world.launch_id is None:
         return None
-    return {"id": world.launch_id, "host": socket.gethostname(), "agent": os.getppid()}
+    agent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    # A process id may be another one's later; along with the time of its start it is not.
+    return f"{world.launch_id} {socket.gethostname()} {os.getppid()} {agent[_START_TIME]}"
 
 
 def folder_of_launch(runs: Path, fingerprint: str, world: World) -> Path | None:
     """Find the folder that ranks of the same launch and job made before they were started again."""
     launch = launch_of(world)
-    if world.restarts == 0 or launch is None:
+    if launch is None:
         return None
     for path in sorted(runs.glob(f"*-{fingerprint[:8]}"), reverse=True):
-        with suppress(OSError, ValueError):
-            job = json.loads((path / _JOB).read_text("utf-8"))
-            if job.get("fingerprint") == fingerprint and job.get("launch") == launch:
-                return path
+        status = read_status(path)
+        if status is not None and status.launch_id == launch and status.state != "done":
+            return path
     return None
 
 

@@ -82,7 +82,13 @@ class _Part:
         }
         if evaluated.any():
             whole = bool(evaluated.all())
-            self.delta.update(columns if whole else {name: c[evaluated] for name, c in columns.items()})
+            before = self.delta.values.clone()
+            try:
+                self.delta.update(columns if whole else {name: c[evaluated] for name, c in columns.items()})
+            except BaseException:
+                # Some metrics have taken these rows, others have not; and they stay to be folded.
+                self.delta.values.copy_(before)
+                raise
         rows = {name: columns[name] for name in self._names if name in columns}
         self._folded.append({EVALUATED: evaluated.to(torch.uint8), **rows})
         self._unfolded, self._unfolded_rows = [], 0

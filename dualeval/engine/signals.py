@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from dualeval.engine.ending import end_process
+from dualeval.engine.ending import end_process, say
 from dualeval.errors import EXIT_STOPPED, UsageError
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
@@ -21,7 +20,9 @@ _NEVER = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.
 class Signals:
     """Blocks signals in this process, and waits for them in a thread.
 
-    Make it in the main thread before any other thread is there: they inherit what is blocked.
+    Make it in the main thread before any other thread is there: they inherit what is blocked, and so do
+    reading processes. These must not end by the SIGTERM that Slurm sends to all processes of a step: their
+    rank would take that for an error. They end with their rank (``ending.end_process``, and the kernel).
 
     Args:
         names: of the signals, as "SIGTERM".
@@ -53,11 +54,11 @@ class Signals:
                     self._first = number.name, monotonic()
                     if self._stop is None:
                         # Nothing has begun: there is nothing to save, and nobody knows yet whom to tell.
-                        sys.stderr.write(f"dualeval: stopped by {number.name}.\n")
+                        say(f"dualeval: stopped by {number.name}.")
                         end_process(EXIT_STOPPED)
                     self._stop(number.name)
                 elif number == signal.SIGINT and monotonic() - self._first[1] > _SECOND_AFTER_S:
-                    sys.stderr.write("dualeval: interrupted twice: ended at once.\n")
+                    say("dualeval: interrupted twice: ended at once.")
                     end_process(128 + signal.SIGINT)
 
 

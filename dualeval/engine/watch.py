@@ -10,13 +10,13 @@ from __future__ import annotations
 import faulthandler
 import sys
 import threading
-from collections.abc import Callable
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from time import monotonic
 
 from dualeval.engine.control import ControlPlane
-from dualeval.engine.ending import end_process
+from dualeval.engine.ending import end_process, say
 from dualeval.engine.folder import RunFolder
 from dualeval.engine.heartbeat import WAITING, Clock, Standstill
 from dualeval.engine.recorder import Recorder
@@ -37,7 +37,7 @@ _FLUSH_WITHIN_S = 1.0
 # After the time-out: this thread comes first, if it can; and mpirun leaves a rank one second after the others
 # have ended.
 _NO_PYTHON_S = 1.0
-_REDUCE_GRACE_S = 3.0
+_OWN_REDUCE_GRACE_S = 3.0
 
 
 class Watch:
@@ -45,12 +45,10 @@ class Watch:
 
     Args:
         control: what has been heard from other ranks and from signals.
-        say: prints a line for people.
     """
 
-    def __init__(self, control: ControlPlane, say: Callable[[str], None]) -> None:
+    def __init__(self, control: ControlPlane) -> None:
         self._control = control
-        self._say = say
         self._recorder: Recorder | None = None
         self._folder: RunFolder | None = None
         self._stacks: TextIOWrapper | None = None
@@ -58,6 +56,7 @@ class Watch:
         self._arming = threading.Lock()
         self._ends_with: int | None = None
         self._is_done = False
+        self._is_over = False
         self._has_dumped = False
         self._thread = threading.Thread(target=self._watch, name="dualeval-watch", daemon=True)
         self._thread.start()
@@ -65,23 +64,37 @@ class Watch:
     def keep(self, recorder: Recorder, folder: RunFolder) -> None:
         """Say what is to be saved before an end, and where stacks are written."""
         if self._control.timeout_s is not None:
-            folder.stacks.parent.mkdir(exist_ok=True)
-            self._stacks = folder.stacks.open("w")
+            # Else they go to standard error: a full disk is met soon enough.
+            with suppress(OSError), self._arming:
+                folder.stacks.parent.mkdir(exist_ok=True)
+                self._stacks = folder.stacks.open("w")
         self._recorder, self._folder = recorder, folder
 
-    def release(self) -> None:
-        """Say that the run has come to its end: nothing is to be saved, and a signal comes too late."""
-        self._is_done = True
+    def release(self, *, done: bool) -> None:
+        """Say that there is nothing to be saved any more.
+
+        Args:
+            done: whether the run has come to its end, so that a signal comes too late.
+        """
+        self._is_done = done
         self._recorder = self._folder = None
         with self._arming:
             stacks, self._stacks = self._stacks, None
-        if stacks is not None:
-            # It was armed for the file that is to be closed.
-            self._arm()
-            stacks.close()
-            path = Path(stacks.name)
-            if path.exists() and path.stat().st_size == 0:
-                path.unlink()
+            if stacks is None:
+                return
+            # It may be armed for the file that is to be closed; the next look arms it anew.
+            faulthandler.cancel_dump_traceback_later()
+            with suppress(OSError):
+                stacks.close()
+                path = Path(stacks.name)
+                if path.stat().st_size == 0:
+                    path.unlink()
+
+    def stop(self) -> None:
+        """Say that the run has come to its end and all ranks have left: nothing is left to be watched."""
+        self._is_over = True
+        with self._arming:
+            faulthandler.cancel_dump_traceback_later()
 
     def main_ends(self, code: int) -> None:
         """Say, from the main thread, that it is on its way to end the process with that exit code."""
@@ -90,6 +103,9 @@ class Watch:
 
     def wait_for_end(self) -> None:
         """Say, from the main thread, that a stop finds nothing more in hand; does not return."""
+        if self._is_done:
+            # The signal came when all was done: what remained was to leave.
+            end_process(EXIT_DONE)
         self._through.set()
         self._control.news.set()
         threading.Event().wait()
@@ -101,6 +117,8 @@ class Watch:
         own = Standstill(clock.now())
         answered = Standstill(clock.now())
         while not self._heard():
+            if self._is_over:
+                return
             self._arm()
             self._control.news.wait(_LOOK_EVERY_S)
             # Before the look at what is new: what comes after that sets it again.
@@ -127,11 +145,12 @@ class Watch:
             first = self._control.first
             self._control.give_up(f"{first}: no answer for {silent:.0f} s", rank=first.rank)
         elif still > timeout_s and place.stage not in WAITING:
-            if not self._has_dumped:
-                self._has_dumped = True
-                faulthandler.dump_traceback(self._stacks or sys.stderr)
-            # In a collective others may be the cause; they are told of first.
-            if place.stage != "reduce" or still > timeout_s + _REDUCE_GRACE_S:
+            with self._arming:
+                if not self._has_dumped:
+                    self._has_dumped = True
+                    faulthandler.dump_traceback(self._stacks or sys.stderr)
+            # In a collective others may be the cause; rank 0 has the time to tell of them first.
+            if place.stage != "reduce" or still > timeout_s + _OWN_REDUCE_GRACE_S:
                 self._control.give_up(f"{name}: no progress for {still:.0f} s, {place}", rank=name.rank)
 
     def _arm(self) -> None:
@@ -142,71 +161,73 @@ class Watch:
         timeout_s = self._control.timeout_s
         if timeout_s is not None:
             with self._arming:
+                if self._is_over:
+                    return
                 file = self._stacks or sys.stderr
                 faulthandler.dump_traceback_later(timeout_s + _NO_PYTHON_S, exit=True, file=file)
 
     def _end(self) -> None:
         """Give the main thread its time, save what is finished, and end the process."""
         start = monotonic()
-        # Whatever hangs from here on, a full disk or a file server included.
-        faulthandler.dump_traceback_later(_AT_LAST_S, exit=True, file=self._stacks or sys.stderr)
-        stopped = self._control.stopping is not None and self._control.failure is None
-        if stopped:
+        with self._arming:
+            # Whatever hangs from here on, a full disk or a file server included.
+            faulthandler.dump_traceback_later(_AT_LAST_S, exit=True, file=self._stacks or sys.stderr)
+        if self._control.failure is None:
             # A launcher may leave a second between SIGTERM and SIGKILL.
             self._flush()
         self._through.wait(GRACE_S)
-        if self._ends_with is not None:
-            # It speaks and leaves by itself, if it can.
+        if self._ends_with is not None or self._is_done:
+            # It leaves by itself, if it can: with an error of its own, or out of a finished run.
             threading.Event().wait(_OUT_WITHIN_S - (monotonic() - start))
-            end_process(self._ends_with)
-        if stopped and self._is_done:
-            # It was on its way out of a finished run.
-            threading.Event().wait(_OUT_WITHIN_S)
-            end_process(EXIT_DONE)
+            end_process(EXIT_DONE if self._ends_with is None else self._ends_with)
         problem = self._flush()
-        if stopped:
-            end_process(self._stop(start, problem))
+        code = None if self._control.failure is not None else self._stop(start, problem)
         failure = self._control.failure
-        assert failure is not None
-        self._say(spoken(failure, self._control.name.rank))
-        # Where rank 0 is what failed, any other has to write it.
-        if self._control.name.rank == 0 or failure.rank == 0:
-            self._note(failure)
-        end_process(failure.exit_code)
+        # A failure that a rank has told of is why a launcher ends the others by a signal.
+        if failure is not None and (code is None or failure.where is not None):
+            say(spoken(failure, self._control.name.rank))
+            # Where rank 0 is what failed, any other has to write it.
+            if self._control.name.rank == 0 or failure.rank == 0:
+                self._note(failure)
+            code = failure.exit_code
+        assert code is not None
+        if self._folder is not None and not self._folder.shared:
+            self._folder.close()
+        if self._control.name.rank == 0 and self._control.stopping is not None:
+            self._control.tell_end(code)
+        end_process(code)
 
     def _stop(self, start: float, problem: str | None) -> int:
         """Have all ranks save what they have, and rank 0 write it down; returns the exit code."""
         control = self._control
-        control.saved(0 if self._recorder is None else self._recorder.chunks_saved)
-        if control.name.rank != 0:
-            control.all_saved.wait(max(0.0, _STOPPED_WITHIN_S - (monotonic() - start)))
-            folder = self._folder
-            seen = folder is not None and folder.shared and folder.is_done
-            return EXIT_DONE if control.was_done or seen else EXIT_STOPPED
-        control.all_saved.wait(max(0.0, _ALL_SAVED_WITHIN_S - (monotonic() - start)))
-        stop = Stopped(control.stopping or "")
         folder = self._folder
+        if problem is None:
+            control.saved(0 if self._recorder is None else self._recorder.chunks_saved)
+        else:
+            control.fail_to_save(problem)
+        within_s = _ALL_SAVED_WITHIN_S if control.name.rank == 0 else _STOPPED_WITHIN_S
+        control.all_saved.wait(max(0.0, within_s - (monotonic() - start)))
+        if control.name.rank != 0:
+            is_done = folder is not None and folder.shared and folder.is_done
+            otherwise = EXIT_DONE if is_done else EXIT_STOPPED
+            return otherwise if control.end_code is None else control.end_code
+        if control.failure is not None and control.failure.where is not None:
+            return control.failure.exit_code
+        stop = Stopped(control.stopping or "")
         if folder is not None and folder.is_done:
-            self._say(f"dualeval: {stop} came when the result was written: {folder.path}")
             folder.close()
-            control.tell_end(done=True)
+            say(f"dualeval: {stop} came when the result was written: {folder.path}")
             return EXIT_DONE
         missing = ", ".join(control.missing[:8])
-        if problem is not None:
-            self._fail_to_stop(f"stopped by {stop}, but not everything was saved: {problem}")
-        elif missing:
-            self._fail_to_stop(f"stopped by {stop}, but nothing was heard of {missing}: killed, or hanging")
-        else:
-            where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
-            self._say(f"dualeval: stopped by {stop}. {where} the same command again to go on.")
-            self._note(stop)
-            control.tell_end(done=False)
-            return EXIT_STOPPED
-        return EXIT_FAILED
-
-    def _fail_to_stop(self, message: str) -> None:
-        self._say(f"dualeval: error: {message}")
-        self._note(DualevalError(message))
+        if missing:
+            message = f"stopped by {stop}, but nothing was heard of {missing}: killed, or hanging"
+            self._note(DualevalError(message))
+            say(f"dualeval: error: {message}")
+            return EXIT_FAILED
+        self._note(stop)
+        where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
+        say(f"dualeval: stopped by {stop}. {where} the same command again to go on.")
+        return EXIT_STOPPED
 
     def _note(self, error: DualevalError) -> None:
         """Write the end into status.json."""
