@@ -147,6 +147,19 @@ def test_a_second_sigint_stops_at_once(launch: Launch, tmp_path: Path, wanted: s
     assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
 
 
+def test_a_stop_needs_nobody_who_reads(launch: Launch, tmp_path: Path, wanted: str) -> None:
+    """As in ``dualeval run ... 2>&1 | tee log``, where Ctrl-C ends tee as well."""
+    out = tmp_path / "out"
+    with at_work(launch, [*RUN, "--progress"], out) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 75
+    assert read(out / "status.json")["state"] == "stopped"
+    assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
+
+
 def test_other_signals_may_be_chosen(launch: Launch, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with at_work(launch, [*RUN, "--stop-signals", "SIGUSR1"], out) as process:

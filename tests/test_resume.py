@@ -17,6 +17,7 @@ from dualeval.backends import connect
 from dualeval.engine import folder, recorder
 from dualeval.engine.control import open_control_plane
 from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.ledger import Ledger
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Result, Status, read_status
 from dualeval.world import World
@@ -327,6 +328,26 @@ def test_memory_that_is_not_there_is_explained(tmp_path: Path) -> None:
     for words in ("out of memory on cpu", "--batch-size 10", "--batch-size 5", "12 finished chunks"):
         assert words in str(caught.value)
     assert len(list((tmp_path / "journal").glob("*.journal"))) == 3
+
+
+def test_metrics_that_break_in_the_midst_count_nothing_twice(
+    tmp_path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, calls = Ledger.update, list[int]()
+
+    def broken(self: Ledger, columns: dict[str, Tensor]) -> None:
+        update(self, columns)
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise MemoryError("after some metrics have taken the rows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "update", broken)
+        with pytest.raises(DualevalError, match="out of memory"):
+            go_on(tmp_path / "out")
+    result = go_on(tmp_path / "out")
+    assert result.metrics_digest == wanted
+    assert result.chunks["resumed"] > 0
 
 
 def test_a_folder_that_has_gone_is_said_so(tmp_path: Path) -> None:

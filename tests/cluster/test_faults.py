@@ -115,6 +115,28 @@ def test_killed_within_a_journal_file(
     assert not partial.exists()
 
 
+def test_torchrun_starts_ranks_on_two_hosts_again(
+    cluster: Cluster, launch: Launch, tmp_path: Path, digest: str
+) -> None:
+    """One agent's rank is killed; the other agent, which counts no restart of its own, joins again."""
+    agent = "torchrun --nnodes 2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
+    typed = f"{agent} --rdzv-endpoint h0:29511 --rdzv-id 11 -m dualeval run".split()
+    commands = [cluster.on(host, [*typed, *SMALL_JOB, "--out", "out"]) for host in ("h0", "h1")]
+
+    def find() -> list[psutil.Process]:
+        return [*cluster.processes("h0"), *cluster.processes("h1")]
+
+    with hurt_run(launch, commands, 2, tmp_path, fault="slow:0.02 all 0", find=find) as run:
+        journal = tmp_path / "out/journal"
+        run.wait(lambda: len(run.ranks) == 2 and list(journal.glob("*.journal")), "the first journal file")
+        kill(run.ranks[1])
+        run.wait(run.has_ended, "the end of both agents")
+    assert [launcher.returncode for launcher in run.launchers] == [0, 0], run.said()
+    found = look_into(tmp_path / "out", SAMPLES, digest)
+    assert (found.lost, found.twice, found.differs, found.wrong) == (0, 0, False, []), run.said()
+    assert found.resumed > 0
+
+
 # -- standstills -------------------------------------------------------------------------------------------
 
 
