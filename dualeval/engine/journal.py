@@ -141,7 +141,7 @@ class JournalWriter:
             failed: number of samples in them that could not be read.
 
         Raises:
-            OSError: it could not be written; nothing of it is left.
+            OSError: it could not be written; nothing of it is left, or a whole file that counts once.
         """
         slots = delta.nonzero().flatten()
         arrays = [slots.numpy(), delta[slots].numpy(), *(column.numpy() for column in columns.values())]

@@ -30,7 +30,7 @@ class Place:
 
 
 class Progress:
-    """Where a rank is. Its main thread alone steps; any thread may look.
+    """Where a rank is. Its main thread steps, until another one saves what it had; any thread may look.
 
     Attributes:
         place: the last step.
