@@ -166,7 +166,8 @@ class Standstill:
 
 
 NO_PROGRESS = r"no progress for \d+ s, chunk \d+, stage forward"
-NO_SIGN = rf"{NO_PROGRESS}, and no sign of life"
+# The last stage that it has told of, up to half a second before.
+NO_SIGN = r"no progress for \d+ s, chunk \d+, stage \w+, and no sign of life"
 UNREACHABLE = r"can no longer be reached: it ended, or its host or network did"
 STANDSTILLS = {
     "a reading": Standstill(
