@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -399,9 +400,13 @@ class _Run:
         self._times.update(data=feed.wait_s, transfer=feed.transfer_s, compute=compute_s)
 
     def _claimed(self, remaining: Sequence[int]) -> Iterator[int]:
-        """Chunks that no other rank takes, as long as there are any."""
-        while (number := self._control.claim()) < len(remaining):
-            yield remaining[number]
+        """Chunks that no other rank takes, as long as there are any: the one in hand, and the next."""
+        # The next is asked for while this one is computed, so that nobody waits for rank 0's answer.
+        with ThreadPoolExecutor(1, "dualeval-claims") as pool:
+            following = pool.submit(self._control.claim)
+            while (number := following.result()) < len(remaining):
+                following = pool.submit(self._control.claim)
+                yield remaining[number]
 
     def _settle(
         self,
