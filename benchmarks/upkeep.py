@@ -176,9 +176,8 @@ def be_rank(samples: int, rounds: int, folder: Path) -> None:
     backend = connect(None, detect(os.environ), "cpu")
     try:
         problem = _problem(samples)
-        with patch.object(Watch, "_end", lambda self: None):
-            take_turns(1, _entries(problem.first(50 * problem.batch_size), backend, folder))
-            measured = take_turns(rounds, _entries(problem, backend, folder))
+        take_turns(1, _entries(problem.first(50 * problem.batch_size), backend, folder))
+        measured = take_turns(rounds, _entries(problem, backend, folder))
         if backend.world.is_main:
             (folder / "measured.json").write_text(json.dumps(measured))
     finally:

@@ -294,9 +294,10 @@ class RunFolder:
     def close(self) -> None:
         """Remove what shows that this run is at work; a second call does nothing."""
         # Not for ever: a file system that hangs may hold up who renews it.
-        if self._renewing.acquire(timeout=_LEASE_WITHIN_S):
-            self._renewing.release()
+        alone = self._renewing.acquire(timeout=_LEASE_WITHIN_S)
         lease, self._lease = self._lease, None
+        if alone:
+            self._renewing.release()
         # Where the disk is what failed, this fails too; and what is left over hurts nobody.
         with suppress(OSError):
             if not self.shared:

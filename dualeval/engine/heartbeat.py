@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualeval.engine.progress import Progress, Stage
+from dualeval.engine.progress import Progress, Stage, described
 from dualeval.network import host_identity
 
 # In these a rank may be for as long as the others need, or has no batch to count: its life alone is watched,
@@ -97,7 +97,7 @@ class Sign:
     @property
     def place(self) -> str:
         """Where the rank is, for people."""
-        return f"stage {self.stage}" if self.chunk is None else f"chunk {self.chunk}, stage {self.stage}"
+        return described(self.stage, self.chunk)
 
 
 class Pulse:

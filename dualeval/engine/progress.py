@@ -26,7 +26,12 @@ class Place:
     chunk: int | None = None
 
     def __str__(self) -> str:
-        return f"stage {self.stage}" if self.chunk is None else f"chunk {self.chunk}, stage {self.stage}"
+        return described(self.stage, self.chunk)
+
+
+def described(stage: str, chunk: int | None) -> str:
+    """Where a rank is, for people."""
+    return f"stage {stage}" if chunk is None else f"chunk {chunk}, stage {stage}"
 
 
 class Progress:
