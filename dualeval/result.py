@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Result:
         homogeneous: whether all ranks have the same device model, CPU capability and versions.
         timing: seconds; total, setup, evaluate, and the split of each rank.
         samples_per_s: evaluated samples over evaluate seconds.
+        work: what the metrics took, as counts, where a task counts something.
         warnings: what a reader of the numbers should know.
         folder: where rank 0 wrote the files.
     """
@@ -61,6 +62,7 @@ class Result:
     samples_per_s: float
     warnings: list[str]
     folder: str
+    work: dict[str, int] = field(default_factory=dict)
 
     @property
     def metrics_digest(self) -> str:

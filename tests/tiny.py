@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dualeval.metrics import Metric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
+from dualeval.tasks import Task
 
 CLASSES = 7
 FEATURES = 12
@@ -44,7 +45,7 @@ class TinyDataset:
         return hashlib.sha256(f"{count} {sorted(self._broken)}".encode()).hexdigest()
 
 
-class TinyTask:
+class TinyTask(Task):
     """A seeded linear classifier on a TinyDataset."""
 
     name = "tiny"

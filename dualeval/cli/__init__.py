@@ -17,6 +17,7 @@ import click
 from dualeval import __version__
 from dualeval.cli.doctor import doctor
 from dualeval.cli.run import run
+from dualeval.cli.score import score
 from dualeval.cli.setup_horovod import setup_horovod
 from dualeval.cli.submit import submit
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
@@ -35,6 +36,7 @@ def dualeval() -> None:
 
 
 dualeval.add_command(run)
+dualeval.add_command(score)
 dualeval.add_command(doctor)
 dualeval.add_command(setup_horovod)
 dualeval.add_command(submit)

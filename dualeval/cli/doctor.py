@@ -27,6 +27,8 @@ from dualeval.world import World
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+# Of every task, present or not.
+_LIBRARIES = ("torchvision", "pillow", "transformers", "tokenizers")
 _PAUSE_S = 0.05
 _HEAD_START_S = 2.0
 _GO = "go"
@@ -112,7 +114,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
     from dualeval.engine.agreement import machine_facts
 
     errors = [] if detection.error is None else [str(detection.error)]
-    versions = machine_facts(torch.device("cpu"))["versions"]
+    versions = machine_facts(torch.device("cpu"), _LIBRARIES)["versions"]
     facts: dict[str, Any] = {
         "rank": world.rank,
         "size": world.size,

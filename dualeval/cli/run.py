@@ -85,10 +85,15 @@ def _numbers(
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), help="Job file (TOML); flags win over it.")
 @click.option("--task", help=f"Kind of evaluation: {', '.join(TASKS)}.")
-@click.option("--model", help="torchvision classifier, fashion-cnn, or package.module:factory.")
+@click.option(
+    "--model",
+    help="torchvision classifier, fashion-cnn, package.module:factory; or a folder of a transformers model.",
+)
 @click.option("--weights", help="State_dict file (.pt, .pth, .safetensors), DEFAULT, or random:SEED.")
 @click.option("--download", is_flag=True, help="Allow --weights DEFAULT to fetch the weights.")
-@click.option("--data", help="Folder with one sub-folder of images a class, or with idx files.")
+@click.option(
+    "--data", help="Folder with one sub-folder of images a class, or with idx files; JSON file of SQuAD."
+)
 @click.option("--num-classes", type=int, help="Number of classes, where neither data nor weights tell.")
 @click.option(
     "--resize", type=int, help="Bring the shorter side to this many pixels.  [default: the model's]"
@@ -97,6 +102,13 @@ def _numbers(
 @click.option("--interpolation", help="nearest, bilinear, bicubic or lanczos.  [default: the model's]")
 @click.option("--mean", callback=_numbers, help="Mean a channel, with commas.  [default: the model's]")
 @click.option("--std", callback=_numbers, help="Standard deviation a channel.  [default: the model's]")
+@click.option("--max-length", type=int, help="Most tokens of a window of question and text.  [default: 384]")
+@click.option("--stride", type=int, help="Tokens that windows of one text share.  [default: 128]")
+@click.option("--n-best", type=int, help="Starts and ends of a window that are paired.  [default: 20]")
+@click.option("--max-answer-length", type=int, help="Most tokens of an answer.  [default: 30]")
+@click.option(
+    "--null-threshold", type=float, help="No answer where it scores better by more than this.  [default: 0]"
+)
 @click.option("--metric", multiple=True, help="Metric to compute; give it again for more.  [default: all]")
 @click.option("--batch-size", type=int, help="Samples a batch.  [default: 64]")
 @click.option("--limit", type=int, help="Evaluate only the first N samples.")
@@ -325,16 +337,34 @@ def _download(job: Job, world: World, control: ControlPlane) -> None:
 
 
 def _make_task(job: Job) -> Task:
+    own = job.own_options()
+    data = None if job.data is None else Path(job.data)
+    if job.task == "question-answering":
+        from dualeval.tasks.question_answering import QuestionAnswering
+
+        if job.model is None or data is None:
+            raise UsageError(
+                "--task question-answering needs --model DIR, a local folder with model and tokenizer, and "
+                "--data FILE, questions in the JSON format of SQuAD."
+            )
+        return QuestionAnswering(
+            model=Path(job.model),
+            data=data,
+            weights=job.weights,
+            metrics=job.metric,
+            batch_size=job.batch_size,
+            **own,
+        )
     from dualeval.tasks.image_classification import ImageClassification
 
-    own = {name: getattr(job, name) for name in ("resize", "crop", "interpolation", "mean", "std")}
+    own.pop("download")
     return ImageClassification(
         model=job.model,
         weights=job.weights,
-        data=None if job.data is None else Path(job.data),
-        num_classes=job.num_classes,
+        data=data,
+        num_classes=own.pop("num_classes", None),
         metrics=job.metric,
-        preprocessing={name: value for name, value in own.items() if value is not None},
+        preprocessing=own,
     )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from torch import nn
 
 from dualeval.errors import UsageError
 
-# Libraries whose version can change a result: they compute, decode or resize.
-_LIBRARIES = ("dualeval", "torch", "torchvision", "numpy", "pillow")
+# What every run computes with; a task names what else its results depend on.
+_LIBRARIES = ("dualeval", "torch", "numpy")
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -54,10 +54,15 @@ def source_fingerprint(objects: Iterable[object]) -> str:
     return digest.hexdigest()
 
 
-def machine_facts(device: torch.device) -> dict[str, Any]:
-    """What of this rank's machine can change a bit: device model, CPU capability, versions."""
+def machine_facts(device: torch.device, libraries: Sequence[str]) -> dict[str, Any]:
+    """What of this rank's machine can change a bit: device model, CPU capability, versions.
+
+    Args:
+        device: what computes.
+        libraries: packages whose version can change a result, besides torch and numpy.
+    """
     versions = {"python": platform.python_version()}
-    for library in _LIBRARIES:
+    for library in (*_LIBRARIES, *libraries):
         try:
             versions[library] = version(library)
         except PackageNotFoundError:  # run from a checkout that is not installed

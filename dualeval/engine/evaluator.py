@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from dualeval.backends.base import Backend
     from dualeval.tasks import Task
 
+_NAMED_AT_MOST = 5
 # Called with (samples done over all ranks, samples in all); on rank 0 only.
 Show = Callable[[int, int], None]
 
@@ -134,7 +136,9 @@ class _Run:
         self._dataset = self._task.dataset()
         self._plan = self._make_plan()
         self._metrics = tuple(self._task.metrics())
+        self._row_metrics = tuple(self._task.row_metrics())
         self._times: dict[str, float] = {}
+        self._postprocess_s = 0.0
         self._progress = evaluator._control.progress
 
     def _make_plan(self) -> EvalPlan:
@@ -182,12 +186,15 @@ class _Run:
             "data": self._dataset.fingerprint(self._plan.num_samples),
             "samples": self._plan.num_samples,
             "weights": model_fingerprint(self._model),
-            "metrics": [metric.name for metric in self._metrics],
+            "metrics": [
+                *(metric.name for metric in self._metrics),
+                *(metric.name for metric in self._row_metrics),
+            ],
             "batch_size": self._plan.batch_size,
             "precision": self._options._precision,
             "on_error": self._options._on_error,
         }
-        machine = machine_facts(self._backend.device)
+        machine = machine_facts(self._backend.device, self._task.libraries)
         self._control.meet()
         everyone = self._backend.all_gather_json(
             {"job": job, "machine": machine, "host": socket.gethostname()}
@@ -199,6 +206,7 @@ class _Run:
             "machine": machines[0],
             "hosts": [rank["host"] for rank in everyone],
             "homogeneous": all(other == machines[0] for other in machines),
+            "files": sorted(self._task.json_files),
             "fingerprint": sha256_of_json({"job": job, "machine": machines[0]}),
         }
 
@@ -290,7 +298,8 @@ class _Run:
         start = perf_counter()
         self._loop_and_save(recorder, found)
         evaluate_s = perf_counter() - start
-        self._times.update(evaluate=evaluate_s, metrics=recorder.metrics_s, journal=recorder.journal_s)
+        metrics_s = self._postprocess_s + recorder.metrics_s
+        self._times.update(evaluate=evaluate_s, metrics=metrics_s, journal=recorder.journal_s)
         result = self._finish(folder, facts, found, recorder, writer, setup_s=setup_s)
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
         self._control.meet()
@@ -421,6 +430,10 @@ class _Run:
         columns = None if pending is None else pending()
         waited = perf_counter() - start
         self._progress.step("metrics", number[0])
+        if columns is not None:
+            start = perf_counter()
+            columns = self._task.postprocess(columns, self._plan.batch_samples(number[1]))
+            self._postprocess_s += perf_counter() - start
         try:
             recorder.add(*number, columns, failed)
         except OSError as error:
@@ -477,21 +490,37 @@ class _Run:
         except OSError as error:
             self._unwritable(recorder, error)
         self._progress.step("write")
-        result = self._result(folder, facts, found, recorder, reports, setup_s=setup_s)
+        measured = [metric.compute(slots) for metric, slots in recorder.ledger.parts()]
+        measured += self._measured_by_rows(folder, found, reports)
+        result = self._result(folder, facts, found, recorder, measured, reports, setup_s=setup_s)
         if self._world.is_main:
             try:
                 folder.write(
-                    result,
-                    self._plan,
-                    self._dataset.id,
-                    self._task.rows,
-                    found,
-                    reports,
-                    step=lambda: self._progress.step("write"),
+                    result, self._plan, self._task, found, reports, step=lambda: self._progress.step("write")
                 )
             except OSError as error:
                 self._unwritable(recorder, error)
         return result
+
+    def _measured_by_rows(
+        self, folder: RunFolder, found: Found, reports: list[dict[str, Any]]
+    ) -> list[Measured]:
+        """What rank 0 makes of all samples' rows, told to every rank."""
+        if not self._row_metrics:
+            return []
+        words: list[dict[str, Any]] | None = None
+        if self._world.is_main:
+            names = sorted({name for metric in self._row_metrics for name in metric.columns})
+            columns = folder.read_columns(names, self._plan, found, reports)
+            words = [
+                asdict(metric.compute({name: columns[name] for name in metric.columns}))
+                for metric in self._row_metrics
+            ]
+        self._control.meet()
+        words = self._backend.broadcast_json(words, src=0)
+        assert words is not None
+        # JSON keeps every bit of a float.
+        return [Measured(**told) for told in words]
 
     def _result(
         self,
@@ -499,16 +528,17 @@ class _Run:
         facts: Mapping[str, Any],
         found: Found,
         recorder: Recorder,
+        measured: Sequence[Measured],
         reports: list[dict[str, Any]],
         *,
         setup_s: float,
     ) -> Result:
         # The slowest rank's: the run is not through before.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
-        measured = [metric.compute(slots) for metric, slots in recorder.ledger.parts()]
         evaluated, failed = recorder.ledger.totals()
         failures = sorted(tuple(entry) for report in reports for entry in report["failed"])
         nonfinite = {name: counts for part in measured for name, counts in part.nonfinite.items()}
+        odd = {kind: list(ids) for kind, ids in self._task.findings(self._plan.num_samples).items() if ids}
         machine = facts["machine"]
         return Result(
             metrics={name: value for part in measured for name, value in part.values.items()},
@@ -523,7 +553,7 @@ class _Run:
             },
             job=self._options._job,
             fingerprint=facts["fingerprint"],
-            data={"fingerprint": facts["job"]["data"], "samples": len(self._dataset)},
+            data={"fingerprint": facts["job"]["data"], "samples": len(self._dataset), "findings": odd},
             weights=facts["job"]["weights"],
             versions=machine["versions"],
             world={
@@ -542,14 +572,21 @@ class _Run:
             },
             samples_per_s=sum(len(self._plan.chunk_samples(chunk)) for chunk in found.earlier.remaining)
             / evaluate_s,
-            warnings=[*found.notes, *_warnings(measured, failed, facts["homogeneous"])],
+            work={name: count for part in measured for name, count in part.work.items()},
+            warnings=[*found.notes, *_warnings(measured, failed, odd, facts["homogeneous"])],
             folder=str(folder.path),
         )
 
 
-def _warnings(measured: list[Measured], failed: int, homogeneous: bool) -> Iterator[str]:
+def _warnings(
+    measured: Sequence[Measured], failed: int, odd: Mapping[str, Sequence[str]], homogeneous: bool
+) -> Iterator[str]:
     if failed:
         yield f"{failed} samples could not be read and are in no metric; result.json lists them"
+    for kind, ids in odd.items():
+        more = ", ..." if len(ids) > _NAMED_AT_MOST else ""
+        named = ", ".join(ids[:_NAMED_AT_MOST])
+        yield f"{kind.replace('_', ' ')}: {len(ids)} samples ({named}{more}), listed in result.json"
     for part in measured:
         yield from part.warnings
     if not homogeneous:

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 
 from dualeval.engine.agreement import differences
@@ -30,12 +31,13 @@ from dualeval.engine.journal import (
 )
 from dualeval.engine.lease import RENEW_EVERY_S, Lease
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.predictions import write_predictions
+from dualeval.engine.predictions import read_columns, write_json_file, write_predictions
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of
 from dualeval.result import STATUS, Result, Status, read_result, read_status, result_from, write_text
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
+    from dualeval.tasks import Task
     from dualeval.world import World
 
 _LEASE_WITHIN_S = 2.0
@@ -127,7 +129,8 @@ class RunFolder:
             path: the folder, absolute.
             token: as for the class.
             plan: the job's.
-            facts: the job's ``fingerprint``, and what it is made of: ``job`` and ``machine``.
+            facts: the job's ``fingerprint``, what it is made of (``job`` and ``machine``), and ``files``, the
+                names of those that it writes besides the ones of every job.
             world: this process's place.
             fresh: remove an earlier run's files first.
             lease: keep other runs out of the folder for as long as this one lasts.
@@ -257,8 +260,7 @@ class RunFolder:
         self,
         result: Result,
         plan: EvalPlan,
-        sample_id: Callable[[int], str],
-        columns: Sequence[str],
+        task: Task,
         found: Found,
         reports: Sequence[dict[str, Any]],
         step: Callable[[], None] = lambda: None,
@@ -268,21 +270,17 @@ class RunFolder:
         Args:
             result: what is written.
             plan: the run's.
-            sample_id: gives a sample's id.
-            columns: those of predictions.parquet.
+            task: says which columns and which other files are wanted.
             found: what was there at the start.
             reports: each rank's ``files``, a count.
             step: called now and then.
         """
-        # By name: a list of the folder may be seconds old where it is on NFS.
-        own = [
-            self.journal / file_name(self.prefix(rank), number)
-            for rank, report in enumerate(reports)
-            for number in range(report["files"])
-        ]
+        own = self._own_files(reports)
         try:
             files = [*found.earlier.files, *map(read_journal_file, own)]
-            write_predictions(self.path / _PREDICTIONS, files, plan, sample_id, columns, step)
+            write_predictions(self.path / _PREDICTIONS, files, plan, task, step)
+            for name, column in task.json_files.items():
+                write_json_file(self.path / name, files, plan, task, column, step)
             write_text(self.path / _RESULT, result.to_json())
         except OSError:
             # Without a lease a second run of this job may have come first, and removed what it had merged.
@@ -290,6 +288,21 @@ class RunFolder:
                 raise
         served = [*own, *(file.path for file in found.earlier.files), *found.stale]
         _tidy_up(self.path, served, self._launch_id)
+
+    def read_columns(
+        self, names: Sequence[str], plan: EvalPlan, found: Found, reports: Sequence[dict[str, Any]]
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Columns of all evaluated samples in data-set order; rank 0 calls it once all is collected."""
+        files = [*found.earlier.files, *map(read_journal_file, self._own_files(reports))]
+        return read_columns(files, plan, names)
+
+    def _own_files(self, reports: Sequence[dict[str, Any]]) -> list[Path]:
+        # By name: a list of the folder may be seconds old where it is on NFS.
+        return [
+            self.journal / file_name(self.prefix(rank), number)
+            for rank, report in enumerate(reports)
+            for number in range(report["files"])
+        ]
 
     def close(self) -> None:
         """Remove what shows that this run is at work; a second call does nothing."""
@@ -443,7 +456,7 @@ def _probe(path: Path, token: str) -> Path:
 
 def _files_of_a_run(path: Path) -> list[Path]:
     """The files that a run leaves in its folder, the telling ones first; nothing of anybody else's."""
-    names = (_RESULT, STATUS, _PREDICTIONS, _JOB)
+    names = (_RESULT, STATUS, _PREDICTIONS, *_files_of_its_task(path), _JOB)
     named = [path / name for name in names]
     partial = [file for name in names for file in path.glob(f"{name}.*.partial")]
     partial += path.glob("lease.json.*")
@@ -455,3 +468,13 @@ def _files_of_a_run(path: Path) -> list[Path]:
     )
     stacks = sorted((path / _STACKS).glob("rank-[0-9]*.txt"))
     return [file for file in [*named, *partial, *journal, *stacks] if file.is_file()]
+
+
+def _files_of_its_task(path: Path) -> list[str]:
+    """Names of the files that a folder's job writes for its task, as its job.json has them."""
+    try:
+        names = json.loads((path / _JOB).read_text("utf-8"))["files"]
+        # A file of that name may be anybody's: what it names is removed only inside its own folder.
+        return [name for name in names if re.fullmatch(r"\w+\.json", name)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

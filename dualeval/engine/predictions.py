@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,9 @@ import numpy.typing as npt
 from dualeval.engine.journal import JournalFile
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
+
+if TYPE_CHECKING:
+    from dualeval.tasks import Task
 
 # Rows held at once; also the row group size of the Parquet file.
 WINDOW_ROWS = 16_384
@@ -25,42 +30,44 @@ def write_predictions(
     path: Path,
     files: Sequence[JournalFile],
     plan: EvalPlan,
-    sample_id: Callable[[int], str],
-    columns: Sequence[str],
+    task: Task,
     step: Callable[[], None] = lambda: None,
 ) -> None:
     """Merge the rows of all chunks into one Parquet file in data-set order.
 
-    Columns: id (string), index (int64), then ``columns``; null in every one of these where the sample could
-    not be read. Whole under its name, or not there.
+    Columns: id (string), index (int64), then the task's ``rows`` and ``texts``; null in every one of these
+    where the sample could not be read. Whole under its name, or not there.
 
     Args:
         path: the file to write.
         files: journal files that hold every chunk of the plan once.
         plan: the run's plan.
-        sample_id: gives a sample's stable id.
-        columns: the columns to write, in this order.
+        task: gives the samples' ids and the columns.
         step: called after each window of rows.
     """
     import pyarrow
     import pyarrow.parquet
 
-    # A name of its own: a second run in the folder may be at the same place.
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    dataset = task.dataset()
+    partial = _partial_of_its_own(path)
     writer = None
     own_pool = pyarrow.default_memory_pool()
     # Arrow's own allocator takes segments of several MB a thread, by chance more or fewer of them: 13 to
     # 28 MB for 100,000 rows. The writer has no option for its pool, it takes the default one.
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     try:
-        for start, rows in _windows(files, plan, columns):
+        for start, rows in _windows(files, plan, task.rows):
             evaluated = rows[EVALUATED].astype(bool)
             stop = start + len(evaluated)
             missing = None if evaluated.all() else ~evaluated
             arrays = {
-                "id": pyarrow.array([sample_id(i) for i in range(start, stop)], pyarrow.string()),
+                "id": pyarrow.array([dataset.id(i) for i in range(start, stop)], pyarrow.string()),
                 "index": pyarrow.array(np.arange(start, stop, dtype=np.int64)),
-                **{name: _arrow(pyarrow, rows[name], missing) for name in columns},
+                **{name: _arrow(pyarrow, rows[name], missing) for name in task.rows},
+                **{
+                    name: pyarrow.array(texts, pyarrow.string(), mask=missing)
+                    for name, texts in task.texts(rows, start).items()
+                },
             }
             table = pyarrow.table(arrays)
             if writer is None:
@@ -82,6 +89,68 @@ def write_predictions(
         finally:
             pyarrow.set_memory_pool(own_pool)
     partial.replace(path)
+
+
+def write_json_file(
+    path: Path,
+    files: Sequence[JournalFile],
+    plan: EvalPlan,
+    task: Task,
+    column: str,
+    step: Callable[[], None] = lambda: None,
+) -> None:
+    """Write one column as a JSON object, sample id to value, in data-set order.
+
+    Samples that could not be read are left out. ASCII, a line a sample; whole under its name, or not there.
+
+    Args:
+        path: the file to write.
+        files: as for ``write_predictions``, as ``plan``, ``task`` and ``step``.
+        column: one of the task's ``rows`` or ``texts``; finite where it holds floats.
+    """
+    dataset = task.dataset()
+    partial = _partial_of_its_own(path)
+    try:
+        with partial.open("w", encoding="ascii") as file:
+            before = "{\n"
+            for start, rows in _windows(files, plan, task.rows):
+                values = rows[column].tolist() if column in rows else task.texts(rows, start)[column]
+                for place in np.flatnonzero(rows[EVALUATED]).tolist():
+                    entry = json.dumps({dataset.id(start + place): values[place]}, allow_nan=False)
+                    file.write(f"{before}{entry[1:-1]}")
+                    before = ",\n"
+                step()
+            file.write("{}\n" if before == "{\n" else "\n}\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.replace(path)
+
+
+def read_columns(
+    files: Sequence[JournalFile], plan: EvalPlan, columns: Sequence[str]
+) -> dict[str, npt.NDArray[Any]]:
+    """Read columns of all evaluated samples, in data-set order.
+
+    Args:
+        files: as for ``write_predictions``, as ``plan``.
+        columns: their names.
+
+    Returns:
+        By name, arrays whose first dimension is the evaluated samples.
+    """
+    parts: list[dict[str, npt.NDArray[Any]]] = []
+    for _, rows in _windows(files, plan, columns):
+        evaluated = rows[EVALUATED].astype(bool)
+        parts.append({name: rows[name][evaluated] for name in columns})
+    return {name: np.concatenate([part[name] for part in parts]) for name in columns}
+
+
+def _partial_of_its_own(path: Path) -> Path:
+    # A second run in the folder may be at the same place.
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
 
 
 def _arrow(pyarrow: Any, values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | None) -> Any:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["Measured", "Metric", "Value"]
+__all__ = ["Measured", "Metric", "RowMetric", "Value"]
 
 # Plain JSON, without NaN and infinities: these are not JSON, and are written as None plus counts.
 Value: TypeAlias = "float | int | str | list[Value] | dict[str, Value] | None"
@@ -27,12 +28,14 @@ class Measured:
         intervals: 95 % intervals (low, high) by key, for the keys that have one.
         nonfinite: by key, how many samples were ``nan``, ``pos_inf`` and ``neg_inf``; only keys with any.
         warnings: what a reader of the values should know, a sentence each.
+        work: what the values took, as counts; no part of the metrics or their digest.
     """
 
     values: dict[str, Value]
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     nonfinite: dict[str, dict[str, int]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    work: dict[str, int] = field(default_factory=dict)
 
 
 class Metric(Protocol):
@@ -61,4 +64,25 @@ class Metric(Protocol):
 
     def compute(self, ledger: Tensor) -> Measured:
         """Turn the slots of any sum of updated ledgers into values; the ledger is untouched."""
+        ...
+
+
+class RowMetric(Protocol):
+    """A metric of all samples together, such as one that has to put them in order.
+
+    Computed once, on rank 0, whose memory holds its columns of all samples then.
+
+    Attributes:
+        name: the name by which the metric is asked for.
+        columns: the columns that it reads.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
+        """Turn the rows of all evaluated samples, in data-set order, into values."""
         ...

@@ -64,7 +64,7 @@ def observe_logits(logits: Tensor, target: Tensor, top: int) -> dict[str, Tensor
     nan_logits = values.amax(dim=1).isnan()
     # Without the NaN, a float64 sum of float32 values is not finite only where one of them is infinite.
     inf_logits = torch.nansum(values, dim=1, dtype=torch.float64).mul_(0.0).isnan()
-    keys = _order_keys_in_place(values)
+    keys = order_keys_in_place(values)
     rank = (keys > keys.gather(1, target_index)).sum(dim=1, dtype=torch.int32)
     first = torch.topk(keys, min(top, logits.shape[1]), dim=1).indices.to(torch.int32)
     first.masked_fill_(nan_logits.unsqueeze(1), NO_CLASS)
@@ -88,7 +88,7 @@ def _loss_and_confidence(values: Tensor, target_index: Tensor) -> tuple[Tensor, 
     return loss, log_probabilities.amax(dim=1).exp_()  # the predicted class has the largest probability
 
 
-def _order_keys_in_place(values: Tensor) -> Tensor:
+def order_keys_in_place(values: Tensor) -> Tensor:
     """One int64 key for each float32 value, larger for the class that comes first; overwrites the values.
 
     Float bits, with the magnitude of the negative ones inverted, order like the floats as int32. With the

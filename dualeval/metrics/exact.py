@@ -1,15 +1,16 @@
-"""Exact sums of float32 values and of their squares, held as integers and rounded once at the end.
+"""Exact sums of floats and of their squares, held as integers and rounded once at the end.
 
-Every finite float32 is an integer times 2**-149, and its square an integer times 2**-298. A sum of such
-integers does not depend on the order of its terms. In the ledger it lies as limbs: a fixed-point number with
-32 bits to an int64 slot, lowest first, so that ledgers can be added before any carry is propagated
-(Kulisch's long accumulator; U. Kulisch, "Computer Arithmetic and Validity", 2013, chapter 8).
+Every finite float32 is an integer times 2**-149, and its square an integer times 2**-298; a float64 likewise,
+with 2**-1074 and 2**-2148. A sum of such integers does not depend on the order of its terms. In the ledger it
+lies as limbs: a fixed-point number with 32 bits to an int64 slot, lowest first, so that ledgers can be added
+before any carry is propagated (Kulisch's long accumulator; U. Kulisch, "Computer Arithmetic and Validity",
+2013, chapter 8).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -24,7 +25,10 @@ SUM_LIMBS = 10
 # Its square is below 2**554 units: 18 limbs, and likewise.
 SQUARE_LIMBS = 20
 SUM_UNIT_BITS = 149
-SQUARE_UNIT_BITS = 298
+# The largest float64 is below 2**2098 units, its square below 2**4196.
+DOUBLE_UNIT_BITS = 1074
+_DOUBLE_SUM_LIMBS = 67
+_DOUBLE_SQUARE_LIMBS = 133
 
 NONFINITE_KINDS = ("nan", "pos_inf", "neg_inf")
 NORMAL_95 = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
@@ -134,35 +138,67 @@ def to_limbs(value: int, count: int) -> list[int]:
     return [*limbs, value >> (_LIMB_BITS * (count - 1))]
 
 
+def units_of_double(value: float) -> int:
+    """A finite float64 as an integer times 2**-1074."""
+    numerator, denominator = value.as_integer_ratio()
+    # A power of two, 2**1074 at most.
+    return numerator << (DOUBLE_UNIT_BITS + 1 - denominator.bit_length())
+
+
+def _exact_sums_of_doubles(values: Tensor) -> ExactSums:
+    finite = values.isfinite()
+    terms = [units_of_double(value) for value in values[finite].tolist()]
+    return ExactSums(
+        sums=[sum(terms)],
+        square_sums=[sum(term * term for term in terms)],
+        nonfinite=(0, 0, 0) if finite.all() else _count_nonfinite(values),
+    )
+
+
 class ExactMean:
-    """The mean of a float32 column, equal to ``math.fsum(values) / N`` to the last bit.
+    """The mean of a float column, equal to ``factor * math.fsum(values) / N`` to the last bit.
 
     Its 95 % interval is mean ± 1.959963984540054 * sqrt(s**2 / N), the normal approximation, with s**2 the
     sample variance (divisor N - 1) from the exact integers: s**2 / N is rounded once. N < 2 has none.
     With any NaN or infinity in the column the value is None and the three counts are given.
 
-    Ledger: the number of samples, the counts of NaN, +inf and -inf, 10 limbs of the sum, 20 of the squares.
+    Ledger: the number of samples, the counts of NaN, +inf and -inf, the limbs of the sum, of the squares: 10
+    and 20 for float32; 67 and 133 for float64, whose sums are made in Python, about 1 us a value.
+
+    Args:
+        name: the key of the value.
+        column: the column's name.
+        dtype: the column's, float32 or float64.
+        factor: of value and interval: 100 for percent.
     """
 
-    def __init__(self, name: str, column: str) -> None:
+    def __init__(
+        self, name: str, column: str, dtype: torch.dtype = torch.float32, factor: float = 1.0
+    ) -> None:
         self.name = name
         self.column = column
-        self.size = 1 + len(NONFINITE_KINDS) + SUM_LIMBS + SQUARE_LIMBS
+        self._factor = factor
+        self._sum: Callable[[Tensor], ExactSums] = exact_sums
+        self._unit_bits, self._limbs = SUM_UNIT_BITS, (SUM_LIMBS, SQUARE_LIMBS)
+        if dtype == torch.float64:
+            self._sum = _exact_sums_of_doubles
+            self._unit_bits, self._limbs = DOUBLE_UNIT_BITS, (_DOUBLE_SUM_LIMBS, _DOUBLE_SQUARE_LIMBS)
+        self.size = 1 + len(NONFINITE_KINDS) + sum(self._limbs)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the samples of the column.
 
         Raises:
-            UsageError: the column is not float32.
+            UsageError: the column is not of the metric's dtype.
         """
         values = columns[self.column]
-        added = exact_sums(values)
+        added = self._sum(values)
         count, nonfinite, total, squares = self._read(ledger)
         slots = [
             count + len(values),
             *(before + new for before, new in zip(nonfinite, added.nonfinite, strict=True)),
-            *to_limbs(total + added.sums[0], SUM_LIMBS),
-            *to_limbs(squares + added.square_sums[0], SQUARE_LIMBS),
+            *to_limbs(total + added.sums[0], self._limbs[0]),
+            *to_limbs(squares + added.square_sums[0], self._limbs[1]),
         ]
         ledger.copy_(torch.tensor(slots, dtype=torch.int64))
 
@@ -174,23 +210,24 @@ class ExactMean:
         if count == 0:
             return Measured(values={self.name: None})
         # Python's int / int rounds correctly; the sum is rounded before the division, as fsum does it.
-        mean = total / (1 << SUM_UNIT_BITS) / count
+        mean = self._factor * (total / (1 << self._unit_bits)) / count
         if count < 2:
             return Measured(values={self.name: mean})
-        spread = Fraction(count * squares - total * total, count * count * (count - 1) << SQUARE_UNIT_BITS)
-        half_width = NORMAL_95 * math.sqrt(spread)
+        spread = Fraction(
+            count * squares - total * total, count * count * (count - 1) << (2 * self._unit_bits)
+        )
+        half_width = self._factor * (NORMAL_95 * math.sqrt(spread))
         return Measured(
             values={self.name: mean}, intervals={self.name: (mean - half_width, mean + half_width)}
         )
 
-    @staticmethod
-    def _read(ledger: Tensor) -> tuple[int, list[int], int, int]:
-        """Sample count, non-finite counts, sum in units of 2**-149, sum of squares in units of 2**-298."""
+    def _read(self, ledger: Tensor) -> tuple[int, list[int], int, int]:
+        """Sample count, non-finite counts, sum in its units, sum of squares in theirs."""
         slots: list[int] = ledger.tolist()
         limbs = 1 + len(NONFINITE_KINDS)
         return (
             slots[0],
             slots[1:limbs],
-            from_limbs(slots[limbs : limbs + SUM_LIMBS]),
-            from_limbs(slots[limbs + SUM_LIMBS :]),
+            from_limbs(slots[limbs : limbs + self._limbs[0]]),
+            from_limbs(slots[limbs + self._limbs[0] :]),
         )

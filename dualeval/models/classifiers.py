@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import DualevalError, UsageError
-from dualeval.models.weights import load_into, read_state_dict
+from dualeval.models.weights import load_into, read_state_dict, seed_of
 from dualeval.vision_library import torchvision
 
 EMBEDDED = "fashion-cnn"
-_RANDOM = "random:"
-_LARGEST_SEED = 2**64 - 1
 # torchvision's DenseNet files still have the names of its first version, denselayer1.norm.1 for .norm1.
 _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
 
@@ -113,8 +111,8 @@ def build(name: str, weights: str, num_classes: int | None) -> nn.Module:
     Raises:
         UsageError: model and weights do not fit, or do not exist.
     """
-    if weights.startswith(_RANDOM):
-        seed = _seed(weights)
+    seed = seed_of(weights)
+    if seed is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return create(name, num_classes).eval()
@@ -126,16 +124,6 @@ def build(name: str, weights: str, num_classes: int | None) -> nn.Module:
         model = create(name, num_classes, as_pretrained=weights == "DEFAULT")
     load_into(model, state, f"the weights {weights}")
     return model.eval()
-
-
-def _seed(weights: str) -> int:
-    text = weights.removeprefix(_RANDOM)
-    if not text.isdecimal() or int(text) > _LARGEST_SEED:
-        raise UsageError(
-            f"--weights {weights}: expected random:SEED with a whole number up to {_LARGEST_SEED}, "
-            "such as random:0"
-        )
-    return int(text)
 
 
 def _default_weights(name: str) -> Any:

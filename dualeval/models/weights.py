@@ -16,10 +16,29 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from dualeval.errors import UsageError
 
 _LISTED_AT_MOST = 8
+_RANDOM = "random:"
+_LARGEST_SEED = 2**64 - 1
 # Where training scripts put the state_dict inside a checkpoint; the first that is there is taken.
 _NESTED_UNDER = ("state_dict", "model_state_dict", "model", "model_ema")
 # Prefixes that wrappers (DataParallel and DistributedDataParallel; torch.compile) put before every name.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+
+def seed_of(weights: str) -> int | None:
+    """The seed in "random:SEED"; None where the text names weights that are there.
+
+    Raises:
+        UsageError: it is no seed.
+    """
+    if not weights.startswith(_RANDOM):
+        return None
+    text = weights.removeprefix(_RANDOM)
+    if not text.isdecimal() or int(text) > _LARGEST_SEED:
+        raise UsageError(
+            f"--weights {weights}: expected random:SEED with a whole number up to {_LARGEST_SEED}, "
+            "such as random:0"
+        )
+    return int(text)
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:

@@ -9,6 +9,17 @@ from dualeval.result import Result
 
 # Metrics that are proportions of samples, or averages of such; shown in percent, stored as fractions.
 _FRACTIONS = ("top", "micro_", "macro_", "ece")
+# Those of SQuAD, whose scripts give percent already.
+_PERCENT = (
+    "exact_match",
+    "f1",
+    "HasAns_exact",
+    "HasAns_f1",
+    "NoAns_exact",
+    "NoAns_f1",
+    "best_exact",
+    "best_f1",
+)
 
 
 def print_result(result: Result, console: Console | None = None) -> None:
@@ -31,6 +42,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
         f"{result.device['device']})",
         f"speed           {result.samples_per_s:,.0f} samples/s, {timing['evaluate_s']:.2f} s of "
         f"{timing['total_s']:.2f} s",
+        *([f"work            {_work(result)}"] if result.work else []),
         f"metrics_digest  {result.metrics_digest}",
         f"files           {result.folder}",
     ]
@@ -40,7 +52,15 @@ def print_result(result: Result, console: Console | None = None) -> None:
         console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False, style="yellow")
 
 
+def _work(result: Result) -> str:
+    return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in result.work.items())
+
+
 def _shown(name: str, value: float) -> str:
+    if name in _PERCENT:
+        return f"{value:.2f} %"
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{100 * value:.2f} %" if name.startswith(_FRACTIONS) else f"{value:.6f}"
 
 

@@ -5,13 +5,14 @@ The engine owns device, precision, inference mode and order; a task owns everyth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dualeval.metrics import Metric
+from dualeval.metrics import Metric, RowMetric
 
 
 class Dataset(Protocol):
@@ -35,15 +36,22 @@ class Dataset(Protocol):
 
 
 class Task(Protocol):
-    """What is evaluated.
+    """What is evaluated. A class of its own derives from this one, and inherits what has a body here.
+
+    Each batch goes through ``__getitems__`` of the data set and ``collate`` (in reading processes), then
+    ``forward`` and ``observe`` (on the device), then ``postprocess`` (on the host). What comes out of that is
+    counted by the metrics, and kept by the columns named in ``rows``.
 
     Attributes:
         name: the task's name in results and messages.
-        rows: the columns of ``observe`` that are written to predictions.parquet, in this order.
+        rows: the columns of ``postprocess`` that are written to predictions.parquet, in this order.
         decodes: whether reading a sample costs enough to be worth worker processes.
         concurrent: whether ``forward`` and ``observe`` may run on several batches at once, in threads with a
             copy of the model's modules each; that is how a CPU's cores are used. They must then keep nothing
             from one call to the next.
+        libraries: installed packages, besides torch and numpy, whose version can change a result.
+        json_files: files beside predictions.parquet, each one JSON object of a column's values by sample id,
+            without those that could not be read: file name to column, of ``rows`` or ``texts``.
     """
 
     @property
@@ -57,6 +65,14 @@ class Task(Protocol):
 
     @property
     def concurrent(self) -> bool: ...
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def json_files(self) -> Mapping[str, str]:
+        return {}
 
     def dataset(self) -> Dataset:
         """The data set; the same object at every call."""
@@ -80,8 +96,40 @@ class Task(Protocol):
     def observe(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
         """Per-sample columns on the device, first dimension the samples. No host synchronisation."""
 
+    def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> Mapping[str, Tensor]:
+        """Per-sample columns on the host, of those that ``observe`` gave: what takes more than tensors.
+
+        Called by one thread. The rows of samples that could not be read mean nothing, and must not fail.
+
+        Args:
+            columns: of one batch, on the CPU.
+            samples: the batch's indices in the data set.
+        """
+        return columns
+
     def metrics(self) -> Sequence[Metric]:
         """The metrics, which read the columns by name. Called after ``build_model``."""
+
+    def row_metrics(self) -> Sequence[RowMetric]:
+        """The metrics that need all samples at once; their columns are among ``rows``."""
+        return ()
+
+    def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> Mapping[str, Sequence[str | None]]:
+        """Columns of text for predictions.parquet, behind ``rows``; made only when it is written.
+
+        Args:
+            rows: some samples' rows, consecutive; zeros where a sample could not be read.
+            first: the first one's index in the data set.
+        """
+        return {}
+
+    def findings(self, count: int) -> Mapping[str, Sequence[str]]:
+        """What is odd about some of the first ``count`` samples, which are evaluated all the same.
+
+        Returns:
+            By kind, as ``no_label``, the ids of these samples; the result lists them, and warns.
+        """
+        return {}
 
     def fingerprint(self) -> dict[str, Any]:
         """What the task adds to the run's fingerprint: plain values, preprocessing among them."""

@@ -16,6 +16,7 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.models import classifiers
+from dualeval.tasks import Task
 
 if TYPE_CHECKING:
     from dualeval.data.image_folder import ImageFolder
@@ -33,7 +34,7 @@ EMBEDDED_WEIGHTS = ASSETS / "fashion_cnn.safetensors"
 _TOP = 5
 
 
-class ImageClassification:
+class ImageClassification(Task):
     """A classifier on images with one true class each.
 
     Args:
@@ -51,6 +52,7 @@ class ImageClassification:
     name = NAME
     rows = ("target", "prediction", "confidence", "loss", "top")
     concurrent = True
+    libraries = ("torchvision", "pillow")
 
     def __init__(
         self,

@@ -1,0 +1,88 @@
+"""``dualeval score``: score answers that are there already, without a model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dualeval.errors import EXIT_DONE, LaunchError, UsageError
+from dualeval.launch import examine
+from dualeval.world import World
+
+# The kinds of evaluation whose answers can be had as a file.
+TASKS = ("question-answering",)
+
+
+@click.command()
+@click.option("--task", default=TASKS[0], help=f"Kind of evaluation: {', '.join(TASKS)}.")
+@click.option("--data", required=True, type=click.Path(path_type=Path), help="Questions: JSON file of SQuAD.")
+@click.option(
+    "--predictions",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Answers: JSON object, question id to text.",
+)
+@click.option(
+    "--null-odds",
+    type=click.Path(path_type=Path),
+    help="How little each question is believed to have an answer: JSON object; adds the best thresholds.",
+)
+@click.option("--metric", multiple=True, help="Metric to compute; give it again for more.  [default: all]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Output folder.  [default: a new one in runs/]",
+)
+@click.option("--fresh", is_flag=True, help="Start over in --out: remove an earlier run's files first.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print result.json, and nothing else, on standard output."
+)
+@click.pass_context
+def score(context: click.Context, /, **flags: Any) -> None:
+    """Score a file of answers against a file of questions, as the official scripts do.
+
+    \b
+    dualeval score --data dev-v1.1.json --predictions predictions.json --out scores
+    """
+    from dualeval.backends import connect
+    from dualeval.engine.control import open_control_plane
+    from dualeval.engine.evaluator import Evaluator
+    from dualeval.report.table import print_result
+    from dualeval.tasks.question_answering import GivenAnswers
+
+    if flags["task"] not in TASKS:
+        raise UsageError(f"--task {flags['task']!r}: expected one of {', '.join(TASKS)}.")
+    found = examine(os.environ, None).place
+    if found.size > 1:
+        raise LaunchError(
+            f"'dualeval score' is one process, but {found.launcher} has started {found.size}. Type it by "
+            "itself."
+        )
+    task = GivenAnswers(
+        data=flags["data"],
+        predictions=flags["predictions"],
+        null_odds=flags["null_odds"],
+        metrics=flags["metric"],
+    )
+    job = {name: None if value is None else str(value) for name, value in flags.items() if name in _JOB}
+    with connect(None, World.alone(), "cpu") as backend, open_control_plane(backend) as control:
+        result = Evaluator(
+            task,
+            backend,
+            control,
+            out=flags["out"],
+            fresh=flags["fresh"],
+            note=lambda sentence: click.echo(f"dualeval: note: {sentence}", err=True),
+            job={**job, "metric": list(flags["metric"])},
+        ).run()
+    if flags["as_json"]:
+        click.echo(result.to_json(), nl=False)
+    else:
+        print_result(result)
+    context.exit(EXIT_DONE)
+
+
+_JOB = ("task", "data", "predictions", "null_odds")

@@ -1,0 +1,314 @@
+"""Questions in the JSON format of SQuAD v1.1 and v2.0, and files with a value for each of them.
+
+{"version": "v2.0", "data": [{"title": ..., "paragraphs": [{"context": ..., "qas": [
+    {"id": ..., "question": ..., "is_impossible": false, "answers": [{"text": ..., "answer_start": 0}]}
+]}]}]}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dualeval.errors import UsageError
+
+_SHOWN_AT_MOST = 5
+_KEY = re.compile(r'"((?:[^"\\\n]|\\.)*)"\s*:')
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+# Keys and places that lead to a value: ("data", 0, "paragraphs").
+_Way = tuple[str | int, ...]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One question on one text.
+
+    Attributes:
+        id: unique in its file.
+        question: as it stands in the file.
+        context: the text, the same object for all questions on it.
+        answers: the gold answers; none where the text holds no answer.
+        starts: where each of them is said to begin in the context, in characters.
+    """
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[str, ...]
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """The questions of one file, in its order.
+
+    Attributes:
+        questions: at least one.
+        unanswerable: the file is of v2.0: it says so, or holds questions without an answer.
+    """
+
+    questions: tuple[Question, ...]
+    unanswerable: bool
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def __getitem__(self, index: int) -> Question:
+        return self.questions[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Question]:
+        """Questions by their places."""
+        return [self.questions[index] for index in indices]
+
+    def id(self, index: int) -> str:
+        """The question's id in the file."""
+        return self.questions[index].id
+
+    def fingerprint(self, count: int) -> str:
+        """sha256, in hex, over id, question, context and gold answers of the first ``count`` questions."""
+        digest = hashlib.sha256(b"v2.0\n" if self.unanswerable else b"v1.1\n")
+        for question in self.questions[:count]:
+            fields = (question.id, question.question, question.context, *question.answers)
+            digest.update(json.dumps(fields).encode())
+        return digest.hexdigest()
+
+    def misplaced(self, count: int) -> list[str]:
+        """Ids of those of the first ``count`` questions with a gold answer that is not where it should be."""
+        return [
+            question.id
+            for question in self.questions[:count]
+            if any(
+                start < 0 or not question.context.startswith(text, start)
+                for text, start in zip(question.answers, question.starts, strict=True)
+            )
+        ]
+
+
+class _Wrong(Exception):
+    """What is wrong with a value; the way to it is put together on the way up."""
+
+    def __init__(self, said: str, way: _Way) -> None:
+        super().__init__(said)
+        self.way = way
+
+
+def read_questions(path: Path) -> Questions:
+    """Read a file of questions.
+
+    Raises:
+        UsageError: it cannot be read, is no JSON or not of this format (names line and key), holds no
+            question, or two questions of one id.
+    """
+    text = _read_text(path, "questions in the JSON format of SQuAD", "--data")
+    content = _parse(text, path)
+    try:
+        version = _get(content, "version", str, (), "") if isinstance(content, dict) else ""
+        questions = tuple(_questions(content))
+    except _Wrong as wrong:
+        raise UsageError(
+            f"{path}, line {_line_of(text, wrong.way)}: {_shown(wrong.way)} {wrong}. Expected the format of "
+            "SQuAD: data[].paragraphs[] with context and qas[], each with id, question and answers[] (text, "
+            "answer_start)."
+        ) from wrong
+    if not questions:
+        raise UsageError(f"{path} holds no question: its data[].paragraphs[].qas[] are empty.")
+    _refuse_twice([question.id for question in questions], f"{path}: question ids must be unique, but")
+    return Questions(
+        questions=questions,
+        unanswerable=version.lstrip("vV").startswith("2") or any(not q.answers for q in questions),
+    )
+
+
+def _questions(content: Any) -> Iterator[Question]:
+    way: _Way = ()
+    for number, article in enumerate(_get(content, "data", list, way)):
+        in_article = (*way, "data", number)
+        for place, paragraph in enumerate(_get(article, "paragraphs", list, in_article)):
+            in_paragraph = (*in_article, "paragraphs", place)
+            context = _get(paragraph, "context", str, in_paragraph)
+            for index, entry in enumerate(_get(paragraph, "qas", list, in_paragraph)):
+                yield _question(entry, context, (*in_paragraph, "qas", index))
+
+
+def _question(entry: Any, context: str, way: _Way) -> Question:
+    own = {key: _get(entry, key, str, way) for key in ("id", "question")}
+    answers = [
+        (
+            _get(answer, "text", str, (*way, "answers", place)),
+            _get(answer, "answer_start", int, (*way, "answers", place)),
+        )
+        for place, answer in enumerate(_get(entry, "answers", list, way))
+    ]
+    if _get(entry, "is_impossible", bool, way, False) and answers:
+        raise _Wrong("is true, but there are answers", (*way, "is_impossible"))
+    return Question(
+        **own,
+        context=context,
+        answers=tuple(text for text, _ in answers),
+        starts=tuple(start for _, start in answers),
+    )
+
+
+def read_predictions(path: Path) -> dict[str, str]:
+    """Read answers in the official format: one JSON object of question id to text, "" for no answer.
+
+    Raises:
+        UsageError: as for ``read_questions``.
+    """
+    content = _read_object(path, "--predictions", "question id to answer")
+    return {key: _checked(path, key, value, str, "a text") for key, value in content.items()}
+
+
+def read_null_odds(path: Path) -> dict[str, float]:
+    """Read how little each question is believed to have an answer: one JSON object of question id to number.
+
+    Raises:
+        UsageError: as for ``read_questions``.
+    """
+    content = _read_object(path, "--null-odds", "question id to number")
+    odds = {}
+    for key, value in content.items():
+        odds[key] = float(_checked(path, key, value, (int, float), "a number"))
+        if not math.isfinite(odds[key]):
+            raise UsageError(f"{path}: the value of {key!r} is {value}, expected a finite number")
+    return odds
+
+
+def _read_object(path: Path, flag: str, expected: str) -> dict[str, Any]:
+    pairs = _parse(_read_text(path, f"a JSON object, {expected},", flag), path, object_pairs_hook=_Pairs)
+    if not isinstance(pairs, _Pairs):
+        raise UsageError(f"{path} holds {_kind(pairs)}, expected one JSON object: {expected}")
+    _refuse_twice([key for key, _ in pairs], f"{path}: a question must have one value, but")
+    return dict(pairs)
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The entries of a JSON object, where a dict would keep the last one of each key."""
+
+
+def _checked(path: Path, key: str, value: Any, kind: type | tuple[type, ...], expected: str) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise UsageError(f"{path}: the value of {key!r} is {_kind(value)}, expected {expected}")
+    if wrong := next(
+        (text for text in (key, value) if isinstance(text, str) and not _is_unicode(text)), None
+    ):
+        raise UsageError(f"{path}: {wrong!a}, at {key!a}, is no Unicode text (half a surrogate pair)")
+    return value
+
+
+def _read_text(path: Path, what: str, flag: str) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}. Give {what} with {flag}.") from error
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise UsageError(
+            f"{path}, line {line}: no UTF-8 text (byte {error.start}: {error.reason})"
+        ) from error
+
+
+def _parse(text: str, path: Path, **options: Any) -> Any:
+    try:
+        return json.loads(text, **options)
+    except json.JSONDecodeError as error:
+        keys = _KEY.findall(text, max(0, error.pos - 100_000), error.pos)
+        after = f', after the key "{keys[-1]}"' if keys else ""
+        raise UsageError(
+            f"{path}, line {error.lineno}, column {error.colno}: no valid JSON{after}: {error.msg}"
+        ) from error
+    except RecursionError as error:
+        raise UsageError(
+            f"{path}: no valid JSON of this format: too many brackets within brackets"
+        ) from error
+
+
+def _get(entry: Any, key: str, kind: type[_T], way: _Way, default: _T | None = None) -> _T:
+    """The value of a key, checked."""
+    if not isinstance(entry, dict):
+        raise _Wrong(f"is {_kind(entry)}, expected an object", way)
+    if key not in entry:
+        if default is not None:
+            return default
+        raise _Wrong(f"has no key {key!r} (found: {', '.join(map(repr, entry)) or 'nothing'})", way)
+    value = entry[key]
+    # A bool is an int for Python.
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        expected = {str: "a text", int: "a whole number", list: "a list", bool: "true or false"}[kind]
+        raise _Wrong(f"is {_kind(value)}, expected {expected}", (*way, key))
+    if isinstance(value, str) and not _is_unicode(value):
+        raise _Wrong("is no Unicode text (half a surrogate pair)", (*way, key))
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, _Pairs | Mapping):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    return "a text" if isinstance(value, str) else f"the number {value}"
+
+
+def _refuse_twice(ids: Sequence[str], start: str) -> None:
+    if len(set(ids)) == len(ids):
+        return
+    seen: dict[str, int] = {}
+    for name in ids:
+        seen[name] = seen.get(name, 0) + 1
+    twice = [f"{name} ({count} times)" for name, count in seen.items() if count > 1]
+    more = f" and {len(twice) - _SHOWN_AT_MOST} more" if len(twice) > _SHOWN_AT_MOST else ""
+    raise UsageError(f"{start} there is {', '.join(twice[:_SHOWN_AT_MOST])}{more}. Remove all but one.")
+
+
+def _shown(way: _Way) -> str:
+    """The way as it is written in JavaScript: data[0].paragraphs[2]."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in way)
+    return text.removeprefix(".") or "the file"
+
+
+def _line_of(text: str, way: _Way) -> int:
+    """The line on which a value begins; the text is valid JSON that has it."""
+    decoder = json.JSONDecoder()
+
+    def skip(position: int, characters: int = 0) -> int:
+        """Past so many characters, and the white space around them."""
+        found = _BLANK.match(text, position + characters)
+        assert found is not None
+        return found.end()
+
+    position = skip(0)
+    for step in way:
+        position = skip(position, 1)
+        place = 0
+        while True:
+            if isinstance(step, str):
+                key, position = decoder.raw_decode(text, position)
+                position = skip(skip(position), 1)
+                # Of a key that is there twice the last counts; its first is near enough.
+                here = key == step
+            else:
+                here = place == step
+            if here:
+                break
+            _, position = decoder.raw_decode(text, position)
+            position = skip(skip(position), 1)
+            place += 1
+    return text.count("\n", 0, position) + 1

@@ -1,0 +1,186 @@
+"""Question and text to windows of tokens, and windows to what a model takes in one forward.
+
+A text that is too long for the model is cut into windows that overlap; each holds the whole question. All
+windows of a question are in its batch. Within a batch they are sorted by length and computed a group at a
+time, each padded to its longest only. Groups follow from the batch alone, so a window is computed in the same
+company at any number of processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
+# A batch makes about four groups: more would pad less, but leave a GPU too little to do at once.
+_GROUPS = 4
+_LEAST_GROUP = 8
+_NOT_CONTEXT = -1
+
+# What ``WindowEncoder.encode`` makes of a question, all its windows one after the other.
+EncodedQuestion = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFacts:
+    """What a tokenizer has decided for its model.
+
+    Attributes:
+        pad_id: the token that fills up.
+        pad_type_id: its token type.
+        null_id: the token whose place stands for "no answer": [CLS]; None takes the first place.
+        type_ids: whether the model is told which tokens are the question's.
+        left: whether it is filled up on the left; the context then comes before the question.
+    """
+
+    pad_id: int
+    pad_type_id: int
+    null_id: int | None
+    type_ids: bool
+    left: bool
+
+
+class WindowEncoder:
+    """Encodes questions into windows and joins windows to groups.
+
+    Args:
+        tokenizer: of the tokenizers library; its settings of truncation and padding are changed.
+        facts: about it.
+        max_length: most tokens of a window.
+        stride: tokens that a window shares with the one before.
+        batch_size: questions a batch; a group holds a quarter as many windows, at least 8.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, facts: TokenizerFacts, *, max_length: int, stride: int, batch_size: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._facts = facts
+        self._max_length = max_length
+        self._stride = stride
+        self._group = max(_LEAST_GROUP, batch_size // _GROUPS)
+        self._special = tokenizer.num_special_tokens_to_add(True)
+        tokenizer.no_padding()
+        # A tokenizer that comes with an embedding model brings a shorter limit of its own.
+        tokenizer.enable_truncation(
+            max_length, stride=stride, strategy="only_first" if facts.left else "only_second"
+        )
+
+    def fingerprint(self) -> str:
+        """sha256, in hex, over the tokenizer and its settings."""
+        return hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+
+    def encode(self, question: str, context: str) -> dict[str, Tensor]:
+        """Cut a question and its text into windows.
+
+        Returns:
+            ``ids`` and ``types`` int32 (tokens,); ``spans`` int32 (tokens, 2), the characters of the context
+            that a token stands for, -1 where it is not the context's; per window ``lengths`` (tokens) and
+            ``null`` (the place of [CLS]), int32 (windows,).
+
+        Raises:
+            ValueError: the question leaves too little room in a window.
+        """
+        # White space before a question would become tokens with some tokenizers; SQuAD has such questions.
+        question = question.lstrip()
+        own = self._tokenizer.encode(question, add_special_tokens=False)
+        room = self._max_length - self._special - len(own) - sum(map(len, own.overflowing))
+        # A window has to go on by one token at least. The library would end the process.
+        if room <= self._stride:
+            raise ValueError(
+                f"the question leaves room for {max(room, 0)} tokens of the text in a window of "
+                f"{self._max_length}, expected more than the {self._stride} that windows share: "
+                "set --max-length or --stride"
+            )
+        pair = (context, question) if self._facts.left else (question, context)
+        first = self._tokenizer.encode(*pair)
+        windows = [first, *first.overflowing]
+        return {
+            "ids": _flat([window.ids for window in windows]),
+            "types": _flat([window.type_ids for window in windows]),
+            "spans": torch.cat([self._spans(window) for window in windows]),
+            "lengths": torch.tensor([len(window) for window in windows], dtype=torch.int32),
+            "null": torch.tensor([self._null_place(window.ids) for window in windows], dtype=torch.int32),
+        }
+
+    def _spans(self, window: Encoding) -> Tensor:
+        context = 0 if self._facts.left else 1
+        spans = np.array(window.offsets, dtype=np.int32).reshape(-1, 2)
+        spans[[sequence != context for sequence in window.sequence_ids]] = _NOT_CONTEXT
+        return torch.from_numpy(spans)
+
+    def _null_place(self, ids: Sequence[int]) -> int:
+        wanted = self._facts.null_id
+        return ids.index(wanted) if wanted in ids else 0
+
+    def collate(self, samples: Sequence[EncodedQuestion]) -> dict[str, Any]:
+        """Make one batch of encoded questions; a sample whose windows are all empty has none.
+
+        Returns:
+            ``groups``: a list of dicts with ``inputs`` (what the model takes, int64 (windows, tokens)),
+            ``spans`` (int32 (windows, tokens, 2)) and ``null`` (int64 (windows,)); ``places``, int64
+            (questions, most windows of one): where each question's windows lie among those of all groups, -1
+            for none; and per question ``windows``, ``tokens`` and ``padded_tokens``, int32.
+        """
+        # (question, number of the window in it, first token, tokens)
+        windows = [
+            (place, number, stop - length, length)
+            for place, sample in enumerate(samples)
+            for number, (length, stop) in enumerate(
+                zip(sample["lengths"].tolist(), sample["lengths"].cumsum(0).tolist(), strict=True)
+            )
+            if length
+        ]
+        # The longest first: where memory does not suffice, it shows at once.
+        windows.sort(key=lambda window: (-window[3], window[0], window[1]))
+        counts = torch.zeros((3, len(samples)), dtype=torch.int32)
+        most = max((number for _, number, _, _ in windows), default=0) + 1
+        places = torch.full((len(samples), most), -1)
+        groups = []
+        for start in range(0, len(windows), self._group):
+            group = windows[start : start + self._group]
+            groups.append(self._join([(samples[window[0]], window) for window in group]))
+            for row, (question, number, _, length) in enumerate(group, start):
+                places[question, number] = row
+                counts[:, question] += torch.tensor([1, length, group[0][3]], dtype=torch.int32)
+        return {
+            "groups": groups,
+            "places": places,
+            "windows": counts[0],
+            "tokens": counts[1],
+            "padded_tokens": counts[2],
+        }
+
+    def _join(self, group: Sequence[tuple[EncodedQuestion, tuple[int, int, int, int]]]) -> dict[str, Any]:
+        """Windows, the longest first, as one padded block."""
+        facts = self._facts
+        shape = len(group), group[0][1][3]
+        ids = torch.full(shape, facts.pad_id)
+        types = torch.full(shape, facts.pad_type_id)
+        mask = torch.zeros(shape, dtype=torch.int64)
+        spans = torch.full((*shape, 2), _NOT_CONTEXT, dtype=torch.int32)
+        null = torch.zeros(len(group), dtype=torch.int64)
+        for row, (sample, (_, number, first, length)) in enumerate(group):
+            filled = shape[1] - length if facts.left else 0
+            target, source = slice(filled, filled + length), slice(first, first + length)
+            ids[row, target] = sample["ids"][source].long()
+            types[row, target] = sample["types"][source].long()
+            mask[row, target] = 1
+            spans[row, target] = sample["spans"][source]
+            null[row] = sample["null"][number] + filled
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if facts.type_ids:
+            inputs["token_type_ids"] = types
+        return {"inputs": inputs, "spans": spans, "null": null}
+
+
+def _flat(windows: Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor([token for window in windows for token in window], dtype=torch.int32)

@@ -1,0 +1,238 @@
+"""Exact match and F1 of answers to questions, as the official scripts of SQuAD v1.1 and v2.0 define them.
+
+P. Rajpurkar et al., "SQuAD: 100,000+ questions for machine comprehension of text", EMNLP 2016; P. Rajpurkar,
+R. Jia, P. Liang, "Know what you don't know: unanswerable questions for SQuAD", ACL 2018. The two scripts
+differ where a text consists of articles and punctuation only, and in what is right where there is no answer:
+``score_answer``.
+
+The columns, one value per question:
+
+    exact_match       bool     the answer is right
+    f1                float64  its F1, 0 to 1
+    has_answer        bool     the question has an answer
+    null_odds         float32  score of no answer minus that of the best span
+    span_exact_match  bool     as exact_match and f1, for the best span, whatever the threshold made of it
+    span_f1           float64
+    span_is_empty     bool     there is no such span
+    windows, tokens, padded_tokens  int32  what the question took; padded_tokens with those that only fill up
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dualeval.metrics import Measured, Value
+from dualeval.metrics.classification import wilson_interval
+from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactMean, units_of_double
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# Both scripts give percent.
+_PERCENT = 100.0
+# Keys as the official script of v2.0 has them.
+_PARTS = ("HasAns_", "NoAns_")
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, then without ASCII punctuation, the words a, an, the, and superfluous white space."""
+    lowered = text.lower().translate(_WITHOUT_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", lowered).split())
+
+
+def score_answer(answer: str, gold: Sequence[str], *, unanswerable: bool) -> tuple[bool, float]:
+    """Exact match and F1 of one answer: of each the best over the gold answers.
+
+    F1 is 2 p r / (p + r) in float64, of the words that both have, with their multiplicity, over the answer's
+    words (p) and over the gold answer's (r); 0 where they share none.
+
+    Args:
+        answer: "" for none.
+        gold: the right answers.
+        unanswerable: score as the script of v2.0 does: gold answers without words do not count; without any
+            gold answer the empty one is right; a text without words has F1 1 with another such, else 0. As
+            the script of v1.1 does otherwise: there must be a gold answer, and F1 is then 0 with any.
+    """
+    if unanswerable:
+        gold = [text for text in gold if normalize_answer(text)] or [""]
+    normalized = normalize_answer(answer)
+    words = normalized.split()
+    exact, f1 = False, 0.0
+    for text in dict.fromkeys(gold):
+        right = normalize_answer(text)
+        exact = exact or right == normalized
+        f1 = max(f1, _f1(words, right.split(), unanswerable))
+    return exact, f1
+
+
+def _f1(words: Sequence[str], gold: Sequence[str], unanswerable: bool) -> float:
+    if unanswerable and not (words and gold):
+        return float(words == gold)
+    shared = sum((Counter(words) & Counter(gold)).values())
+    if shared == 0:
+        return 0.0
+    precision = shared / len(words)
+    recall = shared / len(gold)
+    return 2 * precision * recall / (precision + recall)
+
+
+class ExactMatch:
+    """The percentage of questions whose answer is right, with its Wilson interval.
+
+    Ledger: the number of questions, the number of them that are right; with ``parts`` both again for the
+    questions that have an answer, and for those that have none.
+    """
+
+    name = "exact_match"
+
+    def __init__(self, *, parts: bool) -> None:
+        self._keys = (self.name, *(f"{part}exact" for part in _PARTS)) if parts else (self.name,)
+        self.size = 2 * len(self._keys)
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the samples of column ``exact_match``, and of ``has_answer`` with parts."""
+        for slots, chosen in zip(ledger.view(-1, 2), _groups(columns, len(self._keys)), strict=True):
+            right = columns[self.name][chosen]
+            slots[0] += len(right)
+            slots[1] += torch.count_nonzero(right)
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Key exact_match; with parts HasAns_exact and NoAns_exact too. None without samples."""
+        values: dict[str, Value] = {}
+        intervals = {}
+        for key, (samples, right) in zip(self._keys, ledger.view(-1, 2).tolist(), strict=True):
+            values[key] = _PERCENT * right / samples if samples else None
+            if samples:
+                low, high = wilson_interval(right, samples)
+                intervals[key] = (_PERCENT * low, _PERCENT * high)
+        return Measured(values=values, intervals=intervals)
+
+
+class F1:
+    """The mean F1 in percent, equal to ``100 * math.fsum(f1) / N``, with its interval, cut at 0 and 100.
+
+    Ledger: an ``ExactMean`` of float64; with ``parts`` two more, of the questions that have an answer and of
+    those that have none.
+    """
+
+    name = "f1"
+
+    def __init__(self, *, parts: bool) -> None:
+        keys = (self.name, *(f"{part}f1" for part in _PARTS)) if parts else (self.name,)
+        self._means = [ExactMean(key, self.name, torch.float64, _PERCENT) for key in keys]
+        self.size = sum(mean.size for mean in self._means)
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the samples of column ``f1``, and of ``has_answer`` with parts."""
+        count = len(self._means)
+        for mean, slots, chosen in zip(
+            self._means, ledger.view(count, -1), _groups(columns, count), strict=True
+        ):
+            mean.update(slots, {self.name: columns[self.name][chosen]})
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Key f1; with parts HasAns_f1 and NoAns_f1 too. None without samples."""
+        measured = [
+            mean.compute(slots)
+            for mean, slots in zip(self._means, ledger.view(len(self._means), -1), strict=True)
+        ]
+        return Measured(
+            values={key: value for part in measured for key, value in part.values.items()},
+            intervals={
+                key: (max(0.0, low), min(_PERCENT, high))
+                for part in measured
+                for key, (low, high) in part.intervals.items()
+            },
+        )
+
+
+def _groups(columns: Mapping[str, Tensor], count: int) -> list[Tensor | slice]:
+    """All samples; where two more groups are wanted, those with an answer, and those without."""
+    if count == 1:
+        return [slice(None)]
+    has_answer = columns["has_answer"]
+    return [slice(None), has_answer, ~has_answer]
+
+
+class AnswerCounts:
+    """How many questions have an answer (HasAns_total) and how many have none (NoAns_total).
+
+    Ledger: these two numbers.
+    """
+
+    name = "answer_counts"
+    size = 2
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the samples of column ``has_answer``."""
+        answerable = int(torch.count_nonzero(columns["has_answer"]))
+        ledger[0] += answerable
+        ledger[1] += len(columns["has_answer"]) - answerable
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Keys HasAns_total and NoAns_total."""
+        return Measured(
+            values={f"{part}total": count for part, count in zip(_PARTS, ledger.tolist(), strict=True)}
+        )
+
+
+class BestThresholds:
+    """The thresholds of null_odds that would give the best exact match and the best F1, and these.
+
+    As ``find_best_thresh`` of the script of v2.0: beginning with no answer to any question, questions are
+    answered in the order of their null_odds (equal ones in the order of the data set), and the first best
+    score on the way counts. The sums on the way are exact.
+    """
+
+    name = "best_thresholds"
+    columns = ("null_odds", "has_answer", "span_is_empty", "span_exact_match", "span_f1")
+
+    def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
+        """Keys best_exact, best_exact_thresh, best_f1 and best_f1_thresh; the scores in percent."""
+        odds, has_answer = columns["null_odds"], columns["has_answer"]
+        order = np.argsort(odds, kind="stable")
+        # A wrong answer costs the point of having given none. Python's integers: the units below are large.
+        without = np.where(columns["span_is_empty"], 0, -1).astype(object)
+        one = 1 << DOUBLE_UNIT_BITS
+        units = np.array([units_of_double(float(value)) for value in columns["span_f1"]], dtype=object)
+        values: dict[str, Value] = {}
+        for key, right, whole in (("exact", columns["span_exact_match"].astype(int), 1), ("f1", units, one)):
+            steps = np.where(has_answer, right, without * whole)[order]
+            best = start = int(np.count_nonzero(~has_answer)) * whole
+            threshold = 0.0
+            current = start
+            for place, step in zip(order.tolist(), steps.tolist(), strict=True):
+                current += step
+                if current > best:
+                    best, threshold = current, float(odds[place])
+            values[f"best_{key}"] = _PERCENT * (best / whole) / len(odds)
+            values[f"best_{key}_thresh"] = threshold
+        return Measured(values=values)
+
+
+class WindowWork:
+    """What the windows of the questions took; no metric of the answers.
+
+    Ledger: windows, tokens in them, and tokens computed with those that only fill windows up.
+    """
+
+    name = "window_work"
+    size = 3
+    _COLUMNS = ("windows", "tokens", "padded_tokens")
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the samples of columns ``windows``, ``tokens`` and ``padded_tokens``."""
+        for place, name in enumerate(self._COLUMNS):
+            ledger[place] += columns[name].sum(dtype=torch.int64)
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """No values; the three sums as work."""
+        return Measured(values={}, work=dict(zip(self._COLUMNS, ledger.tolist(), strict=True)))
