@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import math
@@ -176,7 +177,11 @@ def read_null_odds(path: Path) -> dict[str, float]:
     content = _read_object(path, "--null-odds", "question id to number")
     odds = {}
     for key, value in content.items():
-        odds[key] = float(_checked(path, key, value, (int, float), "a number"))
+        checked = _checked(path, key, value, (int, float), "a number")
+        try:
+            odds[key] = float(checked)
+        except OverflowError:
+            odds[key] = math.inf
         if not math.isfinite(odds[key]):
             raise UsageError(f"{path}: the value of {key!r} is {value}, expected a finite number")
     return odds
@@ -186,6 +191,10 @@ def _read_object(path: Path, flag: str, expected: str) -> dict[str, Any]:
     pairs = _parse(_read_text(path, f"a JSON object, {expected},", flag), path, object_pairs_hook=_Pairs)
     if not isinstance(pairs, _Pairs):
         raise UsageError(f"{path} holds {_kind(pairs)}, expected one JSON object: {expected}")
+    for key, value in pairs:
+        for text in (key, value):
+            if isinstance(text, str) and not _is_unicode(text):
+                raise UsageError(f"{path}: {text!a}, at {key!a}, is no Unicode text (half a surrogate pair)")
     _refuse_twice([key for key, _ in pairs], f"{path}: a question must have one value, but")
     return dict(pairs)
 
@@ -197,23 +206,21 @@ class _Pairs(list[tuple[str, Any]]):
 def _checked(path: Path, key: str, value: Any, kind: type | tuple[type, ...], expected: str) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise UsageError(f"{path}: the value of {key!r} is {_kind(value)}, expected {expected}")
-    if wrong := next(
-        (text for text in (key, value) if isinstance(text, str) and not _is_unicode(text)), None
-    ):
-        raise UsageError(f"{path}: {wrong!a}, at {key!a}, is no Unicode text (half a surrogate pair)")
     return value
 
 
 def _read_text(path: Path, what: str, flag: str) -> str:
     try:
-        return path.read_text("utf-8-sig")
+        content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}. Give {what} with {flag}.") from error
+    mark = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
+    try:
+        return content[mark:].decode()
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise UsageError(
-            f"{path}, line {line}: no UTF-8 text (byte {error.start}: {error.reason})"
-        ) from error
+        place = mark + error.start
+        line = content.count(b"\n", 0, place) + 1
+        raise UsageError(f"{path}, line {line}: no UTF-8 text (byte {place}: {error.reason})") from error
 
 
 def _parse(text: str, path: Path, **options: Any) -> Any:
@@ -225,6 +232,8 @@ def _parse(text: str, path: Path, **options: Any) -> Any:
         raise UsageError(
             f"{path}, line {error.lineno}, column {error.colno}: no valid JSON{after}: {error.msg}"
         ) from error
+    except ValueError as error:  # a number of more digits than Python converts
+        raise UsageError(f"{path}: no valid JSON of this format: {error}") from error
     except RecursionError as error:
         raise UsageError(
             f"{path}: no valid JSON of this format: too many brackets within brackets"
@@ -289,26 +298,27 @@ def _line_of(text: str, way: _Way) -> int:
     decoder = json.JSONDecoder()
 
     def skip(position: int, characters: int = 0) -> int:
-        """Past so many characters, and the white space around them."""
-        found = _BLANK.match(text, position + characters)
-        assert found is not None
-        return found.end()
+        """Past so many characters, and the white space behind them."""
+        blank = _BLANK.match(text, position + characters)
+        assert blank is not None
+        return blank.end()
 
     position = skip(0)
     for step in way:
         position = skip(position, 1)
-        place = 0
-        while True:
+        found = None
+        place: str | int = 0
+        # To the end: of a key that is there twice the last counts.
+        while text[position] not in "]}":
             if isinstance(step, str):
-                key, position = decoder.raw_decode(text, position)
+                place, position = decoder.raw_decode(text, position)
                 position = skip(skip(position), 1)
-                # Of a key that is there twice the last counts; its first is near enough.
-                here = key == step
-            else:
-                here = place == step
-            if here:
-                break
+            if place == step:
+                found = position
             _, position = decoder.raw_decode(text, position)
-            position = skip(skip(position), 1)
-            place += 1
+            position = skip(position)
+            position = skip(position, 1) if text[position] == "," else position
+            place = place if isinstance(place, str) else place + 1
+        assert found is not None
+        position = found
     return text.count("\n", 0, position) + 1

@@ -20,9 +20,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-# A batch makes about four groups: more would pad less, but leave a GPU too little to do at once.
-_GROUPS = 4
-_LEAST_GROUP = 8
+# Tokens that are computed in the time which one forward more takes: more groups pad less, but cost this.
+_FORWARD_TOKENS = 512
 _NOT_CONTEXT = -1
 
 # What ``WindowEncoder.encode`` makes of a question, all its windows one after the other.
@@ -56,7 +55,7 @@ class WindowEncoder:
         facts: about it.
         max_length: most tokens of a window.
         stride: tokens that a window shares with the one before.
-        batch_size: questions a batch; a group holds a quarter as many windows, at least 8.
+        batch_size: questions a batch, and most windows of a group.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class WindowEncoder:
         self._facts = facts
         self._max_length = max_length
         self._stride = stride
-        self._group = max(_LEAST_GROUP, batch_size // _GROUPS)
+        self._most = batch_size
         self._special = tokenizer.num_special_tokens_to_add(True)
         tokenizer.no_padding()
         # A tokenizer that comes with an embedding model brings a shorter limit of its own.
@@ -145,8 +144,8 @@ class WindowEncoder:
         most = max((number for _, number, _, _ in windows), default=0) + 1
         places = torch.full((len(samples), most), -1)
         groups = []
-        for start in range(0, len(windows), self._group):
-            group = windows[start : start + self._group]
+        for start, stop in grouped([length for *_, length in windows], self._most):
+            group = windows[start:stop]
             groups.append(self._join([(samples[window[0]], window) for window in group]))
             for row, (question, number, _, length) in enumerate(group, start):
                 places[question, number] = row
@@ -180,6 +179,33 @@ class WindowEncoder:
         if facts.type_ids:
             inputs["token_type_ids"] = types
         return {"inputs": inputs, "spans": spans, "null": null}
+
+
+def grouped(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Divide windows into groups so that they take the least: tokens with padding, and a constant a group.
+
+    Args:
+        lengths: tokens of each window, falling.
+        most: windows of a group.
+
+    Returns:
+        (first, stop) of each group, in order.
+    """
+    sizes = np.array(lengths, dtype=np.int64)
+    # Of the first n windows: what they take at least, and where their last group begins.
+    least = np.zeros(len(sizes) + 1, dtype=np.int64)
+    begins = np.zeros(len(sizes) + 1, dtype=np.int64)
+    for stop in range(1, len(sizes) + 1):
+        first = np.arange(max(0, stop - most), stop)
+        taken = least[first] + (stop - first) * sizes[first] + _FORWARD_TOKENS
+        best = int(taken.argmin())
+        least[stop], begins[stop] = taken[best], first[best]
+    groups = []
+    stop = len(sizes)
+    while stop:
+        groups.append((int(begins[stop]), stop))
+        stop = int(begins[stop])
+    return groups[::-1]
 
 
 def _flat(windows: Sequence[Sequence[int]]) -> Tensor:

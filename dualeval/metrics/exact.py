@@ -146,6 +146,8 @@ def units_of_double(value: float) -> int:
 
 
 def _exact_sums_of_doubles(values: Tensor) -> ExactSums:
+    if values.dtype != torch.float64:
+        raise UsageError(f"these exact sums are made of float64 values, found {values.dtype}: use .double()")
     finite = values.isfinite()
     terms = [units_of_double(value) for value in values[finite].tolist()]
     return ExactSums(
@@ -153,6 +155,14 @@ def _exact_sums_of_doubles(values: Tensor) -> ExactSums:
         square_sums=[sum(term * term for term in terms)],
         nonfinite=(0, 0, 0) if finite.all() else _count_nonfinite(values),
     )
+
+
+def _square_root(value: Fraction) -> float:
+    """Of a rational number that may itself be beyond a float64."""
+    if value == 0:
+        return 0.0
+    shift = (value.numerator.bit_length() - value.denominator.bit_length()) // 2
+    return math.ldexp(math.sqrt(value / Fraction(4) ** shift), shift)
 
 
 class ExactMean:
@@ -216,7 +226,7 @@ class ExactMean:
         spread = Fraction(
             count * squares - total * total, count * count * (count - 1) << (2 * self._unit_bits)
         )
-        half_width = self._factor * (NORMAL_95 * math.sqrt(spread))
+        half_width = self._factor * (NORMAL_95 * _square_root(spread))
         return Measured(
             values={self.name: mean}, intervals={self.name: (mean - half_width, mean + half_width)}
         )

@@ -10,7 +10,7 @@ The columns, one value per question:
     exact_match       bool     the answer is right
     f1                float64  its F1, 0 to 1
     has_answer        bool     the question has an answer
-    null_odds         float32  score of no answer minus that of the best span
+    null_odds         float32  score of no answer minus that of the best span; or float64, as a file has it
     span_exact_match  bool     as exact_match and f1, for the best span, whatever the threshold made of it
     span_f1           float64
     span_is_empty     bool     there is no such span

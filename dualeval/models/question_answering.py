@@ -55,6 +55,13 @@ def load_tokenizer(folder: Path) -> tuple[Any, TokenizerFacts]:
             )
         except Exception as error:  # what is missing or damaged decides what is raised
             raise UsageError(f"{folder} holds no tokenizer that can be read: {_first_line(error)}") from error
+    names = sorted(tokenizer.vocab_files_names.values())
+    if names and not any((folder / name).is_file() for name in names):
+        # The library then makes one that knows five tokens, and says nothing.
+        raise UsageError(
+            f"{folder} holds no tokenizer: there is none of {', '.join(names)}. Save it beside the model, "
+            "with tokenizer.save_pretrained(DIR)."
+        )
     if not tokenizer.is_fast:
         raise UsageError(
             f"the tokenizer in {folder}, {type(tokenizer).__name__}, is not fast: it cannot tell which "
@@ -126,15 +133,15 @@ def _refuse_gaps(folder: Path, report: dict[str, Any]) -> None:
         )
 
 
-def check_fits(folder: Path, model: nn.Module, tokens: int, max_length: int, type_ids: bool) -> None:
+def check_fits(folder: Path, model: nn.Module, tokens: int, facts: TokenizerFacts, max_length: int) -> None:
     """Try the model, on the CPU, on one window of full length.
 
     Args:
         folder: for messages.
         model: on the CPU.
         tokens: how many the tokenizer tells apart.
+        facts: about the tokenizer.
         max_length: tokens of the window.
-        type_ids: whether it is told which tokens are the question's.
 
     Raises:
         UsageError: it cannot take it, or gives no start and end logits.
@@ -146,11 +153,11 @@ def check_fits(folder: Path, model: nn.Module, tokens: int, max_length: int, typ
             f"the tokenizer in {folder} tells {tokens} tokens apart, its model only "
             f"{embedding.num_embeddings}. Give a model and a tokenizer that belong together."
         )
-    inputs = {
-        name: torch.ones((1, max_length), dtype=torch.int64) for name in ("input_ids", "attention_mask")
-    }
-    if type_ids:
-        inputs["token_type_ids"] = torch.ones((1, max_length), dtype=torch.int64)
+    ones = torch.ones((1, max_length), dtype=torch.int64)
+    # Not the padding token, which has no place of its own for some models.
+    inputs = {"input_ids": ones * ((facts.pad_id + 1) % tokens), "attention_mask": ones}
+    if facts.type_ids:
+        inputs["token_type_ids"] = ones
     try:
         with torch.inference_mode():
             outputs = model(**inputs)

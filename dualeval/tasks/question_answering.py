@@ -117,7 +117,7 @@ class QuestionAnswering(_Answers):
         data: a JSON file in the format of SQuAD.
         weights: None for those in the folder; else a state_dict file or "random:SEED".
         metrics: names of metrics; empty for all.
-        batch_size: questions a batch; a forward takes a quarter as many windows, at least 8.
+        batch_size: questions a batch, and most windows of a forward.
         max_length: most tokens of a window.
         stride: tokens that a window of a long text shares with the one before.
         n_best: starts and ends of a window that are paired.
@@ -211,7 +211,7 @@ class QuestionAnswering(_Answers):
             UsageError: model, weights, tokenizer and window do not fit together.
         """
         model = models.build(self._folder, self._weights)
-        models.check_fits(self._folder, model, self._tokens, self._max_length, self._facts.type_ids)
+        models.check_fits(self._folder, model, self._tokens, self._facts, self._max_length)
         return model.to(device)
 
     def forward(self, model: nn.Module, batch: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:

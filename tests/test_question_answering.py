@@ -1,0 +1,559 @@
+"""The task question-answering in one process: answers, scores, files, options, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dualeval.engine import recorder
+from dualeval.errors import UsageError
+from dualeval.metrics.squad import score_answer
+from dualeval.tasks.question_answering import GivenAnswers, QuestionAnswering
+from tests import questions
+from tests.test_evaluator import evaluate, rows
+
+BATCH = 4
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return questions.save_tiny_bert(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return questions.save_fine_tuned(tmp_path_factory.mktemp("fine_tuned"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Hard questions in both formats."""
+    folder = tmp_path_factory.mktemp("data")
+    return {
+        version: questions.write_questions(folder / f"{version}.json", unanswerable=version == "v2.0")
+        for version in ("v1.1", "v2.0")
+    }
+
+
+def run(model: Path, data: Path, out: Path, **options: Any) -> Any:
+    task = QuestionAnswering(model=model, data=data, batch_size=BATCH, **options)
+    return evaluate(task, out, batch_size=BATCH)
+
+
+def asked(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(context, question) of a file, in its order."""
+    return [
+        (paragraph["context"], qa)
+        for article in json.loads(path.read_text("utf-8"))["data"]
+        for paragraph in article["paragraphs"]
+        for qa in paragraph["qas"]
+    ]
+
+
+def answers_of(out: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads((out / "predictions.json").read_text("utf-8"))
+    return found
+
+
+# -- the whole path --------------------------------------------------------------------------------
+
+
+def test_a_model_that_knows_the_answers_gets_them_all(fine_tuned: Path, tmp_path: Path) -> None:
+    """Any slip between characters, tokens and windows would cost points."""
+    file = questions.squad_file()
+    result = run(fine_tuned, file, tmp_path / "out")
+    assert (result.metrics["exact_match"], result.metrics["f1"]) == (100.0, 100.0)
+    found = answers_of(tmp_path / "out")
+    gold = {qa["id"]: [answer["text"] for answer in qa["answers"]] for _, qa in asked(file)}
+    assert list(found) == list(gold)
+    assert all(found[name] in texts for name, texts in gold.items())
+    official = questions.official_script().evaluate(json.loads(file.read_text("utf-8"))["data"], found)
+    assert official == {"exact_match": 100.0, "f1": 100.0}
+
+
+@pytest.mark.parametrize(("max_length", "stride"), [(64, 16), (48, 24)])
+def test_it_still_does_in_windows_much_shorter_than_the_text(
+    fine_tuned: Path, tmp_path: Path, max_length: int, stride: int
+) -> None:
+    """Trained on whole texts, it need not know all of them; but each answer stands where its text is."""
+    result = run(fine_tuned, questions.squad_file(), tmp_path / "out", max_length=max_length, stride=stride)
+    assert result.work["windows"] > 15
+    assert result.metrics["f1"] > 25
+    table = rows(tmp_path / "out")
+    for (context, _), answer, start, end in zip(
+        asked(questions.squad_file()), table["answer"], table["start"], table["end"], strict=True
+    ):
+        assert context[start:end] == answer
+
+
+@pytest.mark.parametrize("version", ["v1.1", "v2.0"])
+def test_answers_are_those_of_a_plain_loop(
+    tiny: Path, data: dict[str, Path], tmp_path: Path, version: str
+) -> None:
+    """Which computes one window after the other, without padding, and looks for its best span in Python."""
+    run(tiny, data[version], tmp_path / "out")
+    table = rows(tmp_path / "out")
+    library = questions.transformers()
+    tokenizer = library.AutoTokenizer.from_pretrained(tiny)
+    model = library.AutoModelForQuestionAnswering.from_pretrained(tiny).eval()
+    for place, (context, qa) in enumerate(asked(data[version])):
+        text, score, null_score = plain_answer(tokenizer, model, qa["question"].lstrip(), context)
+        start, end = table["start"][place], table["end"][place]
+        assert context[start:end] == text, qa["id"]
+        if text:
+            assert table["score"][place] == pytest.approx(score, abs=1e-3)
+        if text and version == "v2.0":
+            assert table["null_odds"][place] == pytest.approx(null_score - score, abs=1e-3)
+            assert table["answer"][place] == ("" if table["null_odds"][place] > 0 else text)
+
+
+def plain_answer(tokenizer: Any, model: nn.Module, question: str, context: str) -> tuple[str, float, float]:
+    """The text of the best span, its score, and the least score of no answer."""
+    encoded = tokenizer(
+        question,
+        context,
+        truncation="only_second",
+        max_length=384,
+        stride=128,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+    best, text, null_score = -math.inf, "", math.inf
+    for window, ids in enumerate(encoded["input_ids"]):
+        inputs = {
+            name: torch.tensor([encoded[name][window]])
+            for name in ("input_ids", "token_type_ids", "attention_mask")
+        }
+        with torch.inference_mode():
+            outputs = model(**inputs)
+        start, end = outputs.start_logits[0].numpy(), outputs.end_logits[0].numpy()
+        null_score = min(null_score, float(start[0] + end[0]))
+        inside = [place for place in range(len(ids)) if encoded.sequence_ids(window)[place] == 1]
+        firsts = sorted(inside, key=lambda place: -start[place])[:20]
+        lasts = sorted(inside, key=lambda place: -end[place])[:20]
+        for first in firsts:
+            for last in lasts:
+                if 0 <= last - first < 30 and start[first] + end[last] > best:
+                    best = float(start[first] + end[last])
+                    offsets = encoded["offset_mapping"][window]
+                    text = context[offsets[first][0] : offsets[last][1]]
+    return text, best, null_score
+
+
+# -- scores and files ------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_the_official_script(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    result = run(tiny, data["v1.1"], tmp_path / "out")
+    content = json.loads(data["v1.1"].read_text("utf-8"))["data"]
+    official = questions.official_script().evaluate(content, answers_of(tmp_path / "out"))
+    assert result.metrics["exact_match"] == official["exact_match"]
+    assert result.metrics["f1"] == pytest.approx(official["f1"], abs=1e-9)
+    table = rows(tmp_path / "out")
+    assert result.metrics["f1"] == 100 * math.fsum(table["f1"]) / len(table["f1"])
+    assert 0 < result.metrics["f1"] < 100
+    assert table["answer"] == list(answers_of(tmp_path / "out").values())
+    assert table["id"] == list(answers_of(tmp_path / "out"))
+    assert not (tmp_path / "out/null_odds.json").exists()
+    assert "HasAns_exact" not in result.metrics
+
+
+def test_questions_without_an_answer(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    result = run(tiny, data["v2.0"], tmp_path / "out")
+    found = answers_of(tmp_path / "out")
+    scores = [
+        score_answer(found[qa["id"]], [answer["text"] for answer in qa["answers"]], unanswerable=True)
+        for _, qa in asked(data["v2.0"])
+    ]
+    answerable = [bool(qa["answers"]) for _, qa in asked(data["v2.0"])]
+    for key, chosen in (
+        ("", [True] * len(scores)),
+        ("HasAns_", answerable),
+        ("NoAns_", [not has for has in answerable]),
+    ):
+        part = [score for score, wanted in zip(scores, chosen, strict=True) if wanted]
+        exact = 100 * sum(right for right, _ in part) / len(part)
+        assert result.metrics[f"{key}exact" if key else "exact_match"] == exact
+        assert result.metrics[f"{key}f1"] == 100 * math.fsum(f1 for _, f1 in part) / len(part)
+    assert result.metrics["HasAns_total"] == sum(answerable)
+    assert result.metrics["NoAns_total"] == len(answerable) - sum(answerable)
+    odds = json.loads((tmp_path / "out/null_odds.json").read_text("utf-8"))
+    assert list(odds) == list(found)
+    assert {name for name, answer in found.items() if answer == ""} == {
+        name for name, value in odds.items() if value > 0
+    }
+
+
+def test_the_best_threshold_gives_the_best_score(
+    fine_tuned: Path, data: dict[str, Path], tmp_path: Path
+) -> None:
+    first = run(fine_tuned, data["v2.0"], tmp_path / "first")
+    for score, best in (("exact_match", "best_exact"), ("f1", "best_f1")):
+        # More than for no answer to any question.
+        assert first.metrics[best] > 100 * first.metrics["NoAns_total"] / first.samples["total"]
+        threshold = first.metrics[f"{best}_thresh"]
+        again = run(fine_tuned, data["v2.0"], tmp_path / score, null_threshold=threshold)
+        assert again.metrics[score] == pytest.approx(first.metrics[best], abs=1e-12)
+        assert again.metrics[best] == first.metrics[best]
+        assert again.fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("version", ["v1.1", "v2.0"])
+def test_scoring_the_file_gives_the_same_scores(
+    tiny: Path, data: dict[str, Path], tmp_path: Path, version: str
+) -> None:
+    # Every question is answered, so that the file tells as much as the model did.
+    threshold = {"null_threshold": 1e30} if version == "v2.0" else {}
+    out = tmp_path / "run"
+    answered = run(tiny, data[version], out, **threshold)
+    odds = out / "null_odds.json" if version == "v2.0" else None
+    task = GivenAnswers(data=data[version], predictions=out / "predictions.json", null_odds=odds)
+    scored = evaluate(task, tmp_path / "scored")
+    # An empty text has no span, and its odds are beyond any threshold.
+    wanted = {name: value for name, value in answered.metrics.items() if name != "nonfinite_logits"}
+    assert scored.metrics == wanted
+    assert scored.intervals == answered.intervals
+    assert rows(tmp_path / "scored")["answer"] == rows(out)["answer"]
+    assert scored.warnings == answered.warnings
+
+
+def test_padding_is_counted(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    result = run(tiny, data["v1.1"], tmp_path / "out")
+    task = QuestionAnswering(model=tiny, data=data["v1.1"], batch_size=BATCH)
+    computed = tokens = windows = 0
+    for start in range(0, len(task.dataset()), BATCH):
+        indices = range(start, min(start + BATCH, len(task.dataset())))
+        for group in task.collate(task.dataset().__getitems__(indices))["groups"]:
+            windows += len(group["null"])
+            computed += group["inputs"]["input_ids"].numel()
+            tokens += int(group["inputs"]["attention_mask"].sum())
+    assert result.work == {"windows": windows, "tokens": tokens, "padded_tokens": computed}
+    assert windows == sum(rows(tmp_path / "out")["windows"])
+    assert tokens < computed < 384 * windows
+
+
+def test_chosen_metrics(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    result = run(tiny, data["v2.0"], tmp_path / "out", metrics=["best_thresholds"])
+    assert list(result.metrics) == ["best_exact", "best_exact_thresh", "best_f1", "best_f1_thresh"]
+    assert result.work["windows"] > 0
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+class Ending(QuestionAnswering):
+    """Raises in the forward of one of its batches."""
+
+    __module__ = QuestionAnswering.__module__
+    left = 2
+
+    def forward(self, model: nn.Module, batch: dict[str, Any]) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("enough")
+        return super().forward(model, batch)
+
+
+def test_a_run_goes_on(
+    tiny: Path, data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best thresholds too, which take the rows of before and of now."""
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", BATCH)
+    whole = run(tiny, data["v2.0"], tmp_path / "whole")
+    options: dict[str, Any] = {"model": tiny, "data": data["v2.0"], "batch_size": BATCH}
+    out = tmp_path / "out"
+    # Batches in several threads would end at another number of them each time.
+    monkeypatch.setattr(Ending, "concurrent", False)
+    monkeypatch.setattr(QuestionAnswering, "concurrent", False)
+    with pytest.raises(RuntimeError, match="enough"):
+        evaluate(Ending(**options), out, batch_size=BATCH)
+    result = evaluate(QuestionAnswering(**options), out, batch_size=BATCH)
+    assert result.chunks["resumed"] == 2
+    assert result.metrics_digest == whole.metrics_digest
+    for name in ("predictions.json", "null_odds.json"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert rows(out) == rows(tmp_path / "whole")
+
+
+def test_a_question_that_leaves_no_room_is_left_out(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "long.json"
+    content = json.loads(questions.squad_file().read_text("utf-8"))
+    content["data"][0]["paragraphs"][1]["qas"][1]["question"] = "why " * 300
+    file.write_text(json.dumps(content))
+    broken = content["data"][0]["paragraphs"][1]["qas"][1]["id"]
+    with pytest.raises(UsageError, match=rf"{broken}.*room for 81 tokens.*--max-length.*--on-error skip"):
+        run(tiny, file, tmp_path / "stops")
+    task = QuestionAnswering(model=tiny, data=file, batch_size=BATCH)
+    result = evaluate(task, tmp_path / "out", batch_size=BATCH, on_error="skip")
+    assert result.samples == {"total": 5, "evaluated": 4, "failed": 1}
+    assert [entry["id"] for entry in result.failed] == [broken]
+    assert broken not in answers_of(tmp_path / "out")
+    assert len(answers_of(tmp_path / "out")) == 4
+    [answer] = [
+        answer
+        for name, answer in zip(*(rows(tmp_path / "out")[key] for key in ("id", "answer")), strict=True)
+        if name == broken
+    ]
+    assert answer is None
+
+
+def test_a_model_that_gives_nan_is_wrong_everywhere(
+    tiny: Path, data: dict[str, Path], tmp_path: Path
+) -> None:
+    """Also on questions without an answer, where saying nothing would be right."""
+    broken = shutil.copytree(tiny, tmp_path / "broken")
+    library = questions.transformers()
+    model = library.AutoModelForQuestionAnswering.from_pretrained(tiny)
+    model.qa_outputs.bias.data.fill_(math.nan)
+    model.save_pretrained(broken)
+    result = run(broken, data["v2.0"], tmp_path / "out")
+    assert (result.metrics["exact_match"], result.metrics["f1"]) == (0.0, 0.0)
+    assert result.metrics["NoAns_exact"] == 0.0
+    assert result.metrics["nonfinite_logits"]["nan"] == result.samples["total"]
+    assert set(answers_of(tmp_path / "out").values()) == {""}
+    odds = json.loads((tmp_path / "out/null_odds.json").read_text("utf-8"))
+    assert set(odds.values()) == {float(np.finfo(np.float32).max)}
+    assert any("NaN" in warning for warning in result.warnings)
+
+
+def test_gold_answers_out_of_place_are_counted_and_listed(tiny: Path, tmp_path: Path) -> None:
+    content = json.loads(questions.squad_file().read_text("utf-8"))
+    qas = content["data"][0]["paragraphs"][1]["qas"]
+    qas[0]["answers"][0]["answer_start"] += 1
+    qas[2]["answers"][0]["answer_start"] = -5
+    file = tmp_path / "moved.json"
+    file.write_text(json.dumps(content))
+    moved = run(tiny, file, tmp_path / "moved")
+    plain = run(tiny, questions.squad_file(), tmp_path / "plain")
+    assert moved.data["findings"] == {"gold_answer_not_at_its_place": [qas[0]["id"], qas[2]["id"]]}
+    assert any(qas[0]["id"] in warning and "2 samples" in warning for warning in moved.warnings)
+    assert plain.data["findings"] == {}
+    assert moved.metrics == plain.metrics, "the script looks at the text alone"
+
+
+# -- weights, precision, tokenizers -----------------------------------------------------------------
+
+
+def test_weights_from_elsewhere(tiny: Path, tmp_path: Path) -> None:
+    file = questions.squad_file()
+    own = run(tiny, file, tmp_path / "own")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / name, bare)
+    same = run(bare, file, tmp_path / "same", weights=str(tiny / "model.safetensors"))
+    assert (same.metrics_digest, same.weights) == (own.metrics_digest, own.weights)
+    seeds = [run(bare, file, tmp_path / f"seed{n}", weights=f"random:{n % 2}") for n in range(3)]
+    assert seeds[0].weights == seeds[2].weights != seeds[1].weights
+    with pytest.raises(UsageError, match=r"bare holds no model for question answering"):
+        run(bare, file, tmp_path / "none")
+
+
+def test_half_precision(tiny: Path, tmp_path: Path) -> None:
+    task = QuestionAnswering(model=tiny, data=questions.squad_file(), batch_size=BATCH)
+    full = evaluate(task, tmp_path / "full", batch_size=BATCH)
+    half = evaluate(task, tmp_path / "half", batch_size=BATCH, precision="amp-bf16")
+    scores = [rows(tmp_path / name)["score"] for name in ("full", "half")]
+    assert scores[0] != scores[1]
+    assert scores[0] == pytest.approx(scores[1], rel=0.1)
+    assert full.fingerprint != half.fingerprint
+
+
+def test_a_model_without_token_types(tmp_path: Path) -> None:
+    """RoBERTa's kind: byte-level tokens, <s> and </s>, places that begin behind the padding token's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    library = questions.transformers()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = [context for context, _ in asked(questions.squad_file())]
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=600, special_tokens=special))
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), trim_offsets=False)
+    fast = library.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        cls_token="<s>",
+        pad_token="<pad>",
+        sep_token="</s>",
+        unk_token="<unk>",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = library.RobertaConfig(
+        vocab_size=len(fast), max_position_embeddings=130, pad_token_id=1, type_vocab_size=1, **sizes
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = library.RobertaForQuestionAnswering(config)
+    for part in (fast, model):
+        part.save_pretrained(tmp_path / "model")
+    result = run(tmp_path / "model", questions.squad_file(), tmp_path / "out", max_length=128, stride=32)
+    assert result.work["windows"] > 5
+    for (context, _), answer in zip(
+        asked(questions.squad_file()), rows(tmp_path / "out")["answer"], strict=True
+    ):
+        # These tokens hold the space before them; no answer begins or ends with one.
+        assert answer in context
+        assert answer == answer.strip() != ""
+    with pytest.raises(UsageError, match=r"cannot take a window of 129 tokens.*--max-length"):
+        run(tmp_path / "model", questions.squad_file(), tmp_path / "wide", max_length=129, stride=32)
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def test_options_that_make_no_job(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    file = questions.squad_file()
+    cases: list[tuple[Mapping[str, Any], str]] = [
+        ({"model": tmp_path / "none"}, r"none does not exist.*save_pretrained"),
+        ({"model": tmp_path}, r"holds no config\.json"),
+        ({"data": tmp_path / "none.json"}, r"none\.json cannot be read.*--data"),
+        ({"stride": 381}, r"--stride 381 is not less than the 381 tokens that --max-length 384"),
+        ({"null_threshold": 1.0}, r"--null-threshold 1: every question of .*squad\.json has an answer"),
+        ({"metrics": ["exact"]}, r"no metric 'exact' here. Nearest: exact_match. Metrics: exact_match, f1"),
+        ({"metrics": ["best_thresholds"]}, r"no metric 'best_thresholds'"),
+        ({"weights": "random:x"}, r"random:SEED"),
+        ({"weights": str(tmp_path / "none.pt")}, r"none\.pt does not exist"),
+        ({"max_length": 513}, r"cannot take a window of 513 tokens"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(UsageError, match=message):
+            task = QuestionAnswering(**{"model": tiny, "data": file, **changes})
+            task.build_model(torch.device("cpu"))
+    assert "best_thresholds" in [
+        metric.name for metric in QuestionAnswering(model=tiny, data=data["v2.0"]).row_metrics()
+    ]
+
+
+def test_a_model_without_a_trained_head(tmp_path: Path) -> None:
+    """The library would draw its weights at random, and any number might come out."""
+    task = QuestionAnswering(model=questions.minilm_folder(), data=questions.squad_file())
+    with pytest.raises(
+        UsageError, match=r"lack 2 tensors.*qa_outputs\.bias, qa_outputs\.weight.*random:SEED"
+    ):
+        task.build_model(torch.device("cpu"))
+
+
+def test_a_tokenizer_that_is_not_fast(tiny: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "slow", ignore=shutil.ignore_patterns("tokenizer*"))
+    questions.transformers().ByT5Tokenizer().save_pretrained(folder)
+    with pytest.raises(UsageError, match=r"ByT5Tokenizer, is not fast.*tokenizer\.json"):
+        QuestionAnswering(model=folder, data=questions.squad_file())
+
+
+def test_a_folder_without_a_tokenizer(tiny: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "none", ignore=shutil.ignore_patterns("tokenizer*"))
+    # Of a folder without its files the library makes one that knows five tokens.
+    with pytest.raises(UsageError, match=r"none holds no tokenizer.*tokenizer\.json"):
+        QuestionAnswering(model=folder, data=questions.squad_file())
+
+
+def test_a_model_of_another_vocabulary(tmp_path: Path) -> None:
+    """Met in the midst of a run, a token that the model does not know would end a GPU's context."""
+    folder = questions.save_tiny_bert(tmp_path / "small", vocab_size=1000)
+    task = QuestionAnswering(model=folder, data=questions.squad_file())
+    with pytest.raises(UsageError, match=r"30522 tokens apart, its model only 1000"):
+        task.build_model(torch.device("cpu"))
+
+
+def test_a_model_that_needs_code_is_refused(tiny: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "code")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForQuestionAnswering": "mine.M"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text("raise SystemExit('run')")
+    task_or_model = r"code holds no (tokenizer|model for question answering) that can be read"
+    with pytest.raises(UsageError, match=task_or_model):
+        QuestionAnswering(model=folder, data=questions.squad_file()).build_model(torch.device("cpu"))
+
+
+# -- answers from a file ---------------------------------------------------------------------------
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_missing_predictions_are_wrong_and_listed(tmp_path: Path) -> None:
+    file = questions.squad_file()
+    gold = {qa["id"]: qa["answers"][0]["text"] for _, qa in asked(file)}
+    first, second, *_ = gold
+    given = {name: text for name, text in gold.items() if name not in (first, second)}
+    path = write(tmp_path / "given.json", {**given, "stray": "text"})
+    result = evaluate(GivenAnswers(data=file, predictions=path), tmp_path / "out")
+    official = questions.official_script().evaluate(json.loads(file.read_text("utf-8"))["data"], given)
+    assert result.metrics == official == {"exact_match": 60.0, "f1": 60.0}
+    assert result.data["findings"] == {
+        "no_prediction_so_wrong": [first, second],
+        "prediction_without_a_question": ["stray"],
+    }
+    assert any("no prediction so wrong: 2 samples" in warning for warning in result.warnings)
+    assert rows(tmp_path / "out")["answer"][:2] == [None, None]
+    assert rows(tmp_path / "out")["answer"][2:] == list(given.values())
+
+
+def test_a_missing_prediction_is_wrong_also_where_there_is_no_answer(
+    data: dict[str, Path], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "given.json", {"long": "1719", "nothing-0": ""})
+    result = evaluate(GivenAnswers(data=data["v2.0"], predictions=path), tmp_path / "out")
+    answerable = [bool(qa["answers"]) for _, qa in asked(data["v2.0"])]
+    assert result.metrics["HasAns_exact"] == 100 / sum(answerable)
+    assert result.metrics["NoAns_exact"] == 100 / answerable.count(False)
+    assert "best_exact" not in result.metrics
+
+
+def test_files_that_do_not_belong_together(data: dict[str, Path], tmp_path: Path) -> None:
+    file = questions.squad_file()
+    given = write(tmp_path / "given.json", {qa["id"]: "" for _, qa in asked(data["v2.0"])})
+    other = write(tmp_path / "other.json", {"x": "y"})
+    empty = write(tmp_path / "empty.json", {})
+    with pytest.raises(
+        UsageError, match=r"none of the 1 ids in .*other\.json .* 5 questions in .*squad\.json"
+    ):
+        GivenAnswers(data=file, predictions=other)
+    with pytest.raises(UsageError, match=r"none of the 0 ids"):
+        GivenAnswers(data=file, predictions=empty)
+    with pytest.raises(UsageError, match=r"empty\.json has no value for \d+ questions with a prediction"):
+        GivenAnswers(data=data["v2.0"], predictions=given, null_odds=empty)
+    answers = write(tmp_path / "answers.json", {qa["id"]: "" for _, qa in asked(file)})
+    with pytest.raises(UsageError, match=r"--null-odds .*every question of .* has an answer"):
+        GivenAnswers(data=file, predictions=answers, null_odds=empty)
+
+
+def test_other_answers_are_another_job(tmp_path: Path) -> None:
+    file = questions.squad_file()
+    ids = [qa["id"] for _, qa in asked(file)]
+    for text in ("one", "two"):
+        path = write(tmp_path / f"{text}.json", dict.fromkeys(ids, text))
+        task = GivenAnswers(data=file, predictions=path)
+        if text == "two":
+            with pytest.raises(UsageError, match=r"another job \(job\.task_options\.predictions"):
+                evaluate(task, tmp_path / "out")
+        evaluate(task, tmp_path / "out", fresh=True)
+
+
+def test_fresh_removes_the_files_of_a_task(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(tiny, data["v2.0"], out)
+    (out / "mine.json").write_text("{}")
+    ids = [qa["id"] for _, qa in asked(data["v1.1"])]
+    given = write(tmp_path / "given.json", dict.fromkeys(ids, "x"))
+    evaluate(GivenAnswers(data=data["v1.1"], predictions=given), out, fresh=True)
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("job.json", "mine.json", "predictions.parquet", "result.json", "status.json")
+    ]
