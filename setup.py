@@ -39,7 +39,7 @@ setup(
         # 'dualeval setup-horovod' builds it.
         "horovod": ["cffi>=1.4", "cloudpickle", "packaging", "psutil", "pyyaml", "setuptools", "wheel"],
         "mpi": ["mpi4py>=4"],
-        "qa": ["transformers>=4.40"],
+        "qa": ["transformers>=4.48"],
         "report": ["matplotlib>=3.8"],
         "dev": [
             "build",

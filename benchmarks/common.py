@@ -38,7 +38,7 @@ BIN = Path(sys.executable).parent  # not resolved: in a venv the interpreter is 
 
 _VERSIONS_OF = (
     *("dualeval", "torch", "torchvision", "torchmetrics", "accelerate", "numpy", "pyarrow"),
-    *("horovod", "mpi4py"),
+    *("transformers", "tokenizers", "horovod", "mpi4py"),
 )
 # One thread for each rank: on a shared machine a second one waits more than it works. Open MPI 4 and 5 start
 # more ranks than there are cores, and do so as root, only when told to.

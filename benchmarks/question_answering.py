@@ -40,7 +40,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -408,7 +407,6 @@ def main() -> None:
     arguments = parser.parse_args()
     end_on_sigterm()
     host = machine()
-    host["versions"] |= {name: version(name) for name in ("transformers", "tokenizers")}
     measured = measure(arguments.questions, arguments.rounds)
     body = _report(measured, arguments.rounds)
     print(body)

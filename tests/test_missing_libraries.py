@@ -1,4 +1,4 @@
-"""Horovod, MPI and mpi4py may be missing or broken: an error says what to type, and all else works."""
+"""Horovod, MPI, mpi4py, transformers missing or broken: an error says what to type, and all else works."""
 
 from __future__ import annotations
 
@@ -79,6 +79,14 @@ def test_a_broken_horovod_is_not_passed_over(launch: Launch, broken_horovod: dic
     done = launch([*command, "--backend", "mpi", "--json"], variables=broken_horovod)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["world"]["backend"] == "mpi"
+
+
+def test_transformers_is_missing(launch: Launch, tmp_path: Path) -> None:
+    """The files are looked at later: what is missing is said first."""
+    command: list[str | Path] = [BIN / "dualeval", "run", "--task", "question-answering"]
+    command += ["--model", tmp_path / "model", "--data", tmp_path / "data.json"]
+    words = ("needs the transformers library", "pip install 'dualeval[qa]'")
+    check_error(launch, command, without(tmp_path, "transformers"), *words)
 
 
 @pytest.mark.needs("mpi")

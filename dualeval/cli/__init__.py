@@ -85,7 +85,8 @@ def _say(message: str, words: Sequence[str]) -> None:
     """
     try:
         # Any other command is no rank's.
-        world = detect(os.environ, _launcher(words)) if {"run", "doctor"} & set(words) else World.alone()
+        may_be_a_rank = {"run", "doctor", "score"} & set(words)
+        world = detect(os.environ, _launcher(words)) if may_be_a_rank else World.alone()
     except UsageError:
         world = None
     if world is None or world.is_main:
