@@ -8,6 +8,7 @@ company at any number of processes.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,9 @@ class WindowEncoder:
         self._most = batch_size
         self._special = tokenizer.num_special_tokens_to_add(True)
         tokenizer.no_padding()
+        # Of one text alone the strategy below has nothing to cut.
+        self._uncut = copy.deepcopy(tokenizer)
+        self._uncut.no_truncation()
         # A tokenizer that comes with an embedding model brings a shorter limit of its own.
         tokenizer.enable_truncation(
             max_length, stride=stride, strategy="only_first" if facts.left else "only_second"
@@ -86,12 +90,12 @@ class WindowEncoder:
             ``null`` (the place of [CLS]), int32 (windows,).
 
         Raises:
-            ValueError: the question leaves too little room in a window.
+            ValueError: the question leaves too little room in a window, or there is no token at all.
         """
         # White space before a question would become tokens with some tokenizers; SQuAD has such questions.
         question = question.lstrip()
-        own = self._tokenizer.encode(question, add_special_tokens=False)
-        room = self._max_length - self._special - len(own) - sum(map(len, own.overflowing))
+        room = self._max_length - self._special
+        room -= len(self._uncut.encode(question, add_special_tokens=False))
         # A window has to go on by one token at least. The library would end the process.
         if room <= self._stride:
             raise ValueError(
@@ -101,6 +105,8 @@ class WindowEncoder:
             )
         pair = (context, question) if self._facts.left else (question, context)
         first = self._tokenizer.encode(*pair)
+        if not len(first):
+            raise ValueError("question and text hold no token")
         windows = [first, *first.overflowing]
         return {
             "ids": _flat([window.ids for window in windows]),
