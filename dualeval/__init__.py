@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dualeval.launch import detect as detect
     from dualeval.metrics import Measured as Measured
     from dualeval.metrics import Metric as Metric
+    from dualeval.metrics import RowMetric as RowMetric
     from dualeval.result import Result as Result
     from dualeval.tasks import Dataset as Dataset
     from dualeval.tasks import Task as Task
@@ -43,6 +44,7 @@ _HOME = {
     "Metric": "dualeval.metrics",
     "PeerError": "dualeval.errors",
     "Result": "dualeval.result",
+    "RowMetric": "dualeval.metrics",
     "Task": "dualeval.tasks",
     "UsageError": "dualeval.errors",
     "World": "dualeval.world",

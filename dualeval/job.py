@@ -98,7 +98,7 @@ class Job:
 
     def _refuse_options_of_other_tasks(self) -> None:
         for task, names in OPTIONS.items():
-            given = [name for name in sorted(names) if getattr(self, name) not in (None, False)]
+            given = [name for name in sorted(names) if _is_given(getattr(self, name))]
             if given and task != self.task:
                 raise UsageError(
                     f"{', '.join(map(_flag, given))} belongs to --task {task}, and the task is {self.task}. "
@@ -107,8 +107,8 @@ class Job:
 
     def own_options(self) -> dict[str, Any]:
         """The options of this task alone that were given."""
-        given = {name: getattr(self, name) for name in sorted(OPTIONS[self.task])}
-        return {name: value for name, value in given.items() if value is not None}
+        own = {name: getattr(self, name) for name in sorted(OPTIONS[self.task])}
+        return {name: value for name, value in own.items() if _is_given(value)}
 
     @classmethod
     def read(cls, path: Path | None, flags: Mapping[str, Any]) -> Job:
@@ -119,11 +119,12 @@ class Job:
         Raises:
             UsageError: the file is missing or malformed, or has an unknown key or a value of a wrong type.
         """
-        values = {} if path is None else _from_file(path)
-        # Identity, not equality: 0 is a value (and a wrong one for most), though it equals False.
-        absent = (None, (), False)
-        values.update({name: v for name, v in flags.items() if not any(v is nothing for nothing in absent)})
-        return cls(**values)
+        given = {name: value for name, value in flags.items() if _is_given(value)}
+        if path is None:
+            return cls(**given)
+        values = _from_file(path)
+        task = given.get("task", values.get("task", TASKS[0]))
+        return cls(**{**_resolved(values, task, path.parent), **given})
 
     def to_json(self) -> dict[str, Any]:
         """The job as plain JSON values."""
@@ -153,15 +154,22 @@ def _from_file(path: Path) -> dict[str, Any]:
                 f"--config {path}: unknown key {key!r}.{hint} Keys: {', '.join(f.name for f in fields(Job))}"
             )
         values[name] = _typed(value, hints[name], f"--config {path}: {key}")
-    # The model's name or, as the data, a path.
-    model_is_path = values.get("task") == "question-answering"
-    for name in ("data", *(["model"] if model_is_path else [])):
-        if name in values:
-            values[name] = str(path.parent / values[name])
+    return values
+
+
+def _resolved(values: Mapping[str, Any], task: str, folder: Path) -> dict[str, Any]:
+    """Values of a job file, with paths that count from its folder."""
+    # The model's name or, for this task, a path.
+    paths = ["data", *(["model"] if task == "question-answering" else [])]
     weights = values.get("weights", "DEFAULT")
     if weights != "DEFAULT" and not weights.startswith("random:"):
-        values["weights"] = str(path.parent / weights)
-    return values
+        paths.append("weights")
+    return {name: str(folder / value) if name in paths else value for name, value in values.items()}
+
+
+def _is_given(value: Any) -> bool:
+    # Identity, not equality: 0 is a value (and a wrong one for most), though it equals False.
+    return not any(value is nothing for nothing in (None, (), False))
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:

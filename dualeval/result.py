@@ -39,6 +39,7 @@ class Result:
         homogeneous: whether all ranks have the same device model, CPU capability and versions.
         timing: seconds; total, setup, evaluate, and the split of each rank.
         samples_per_s: evaluated samples over evaluate seconds.
+        units: by metric, "percent" for values of 0 to 100.
         work: what the metrics took, as counts, where a task counts something.
         warnings: what a reader of the numbers should know.
         folder: where rank 0 wrote the files.
@@ -62,6 +63,7 @@ class Result:
     samples_per_s: float
     warnings: list[str]
     folder: str
+    units: dict[str, str] = field(default_factory=dict)
     work: dict[str, int] = field(default_factory=dict)
 
     @property

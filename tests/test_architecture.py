@@ -137,6 +137,7 @@ def test_public_names() -> None:
         "Metric",
         "PeerError",
         "Result",
+        "RowMetric",
         "Task",
         "UsageError",
         "World",

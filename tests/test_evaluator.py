@@ -211,6 +211,47 @@ def test_a_task_that_loses_a_row_is_stopped(tmp_path: Path) -> None:
         evaluate(Losing(16), tmp_path / "out", batch_size=8)
 
 
+def test_what_is_no_task_is_refused(tmp_path: Path) -> None:
+    class Before:
+        """Has what a task needed once."""
+
+        name = "before"
+
+    with pytest.raises(UsageError, match=r"Before is no task: derive it from dualeval\.Task"):
+        evaluate(Before(), tmp_path / "out")  # type: ignore[arg-type]
+
+    class Unfinished(Task):
+        name = "unfinished"
+
+    with pytest.raises(TypeError, match=r"abstract.*build_model.*collate"):
+        Unfinished()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize("name", ["../values.json", "result.json", "lease.json", "values.txt", ""])
+def test_names_of_files_that_a_task_may_not_write(tmp_path: Path, name: str) -> None:
+    class Writing(TinyTask):
+        json_files = {name: "loss"}  # noqa: RUF012
+
+    with pytest.raises(UsageError, match=f"json_files has '{name}'"):
+        evaluate(Writing(5), tmp_path / "out")
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_file_of_a_tasks_own(tmp_path: Path) -> None:
+    class Writing(TinyTask):
+        json_files = {"my-losses.json": "loss"}  # noqa: RUF012
+
+    out = tmp_path / "out"
+    for _ in range(2):
+        evaluate(Writing(20, broken=[3]), out, batch_size=8, on_error="skip", fresh=True)
+    found = json.loads((out / "my-losses.json").read_text())
+    table = rows(out)
+    losses = dict(zip(table["id"], table["loss"], strict=True))
+    assert losses.pop("tiny/3") is None
+    assert found == losses
+    assert list(found) == list(losses)
+
+
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "journal").mkdir()
     for name in ("journal/notes.txt", "other.partial"):

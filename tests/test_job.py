@@ -211,3 +211,28 @@ def test_to_json_is_plain() -> None:
     read = json.loads(json.dumps(job.to_json()))
     assert (read["mean"], read["metric"], read["limit"], read["model"]) == ([0.5], ["top1"], 3, None)
     assert set(read) == set(Job.__dataclass_fields__)
+
+
+def test_options_of_another_task_are_refused() -> None:
+    for options, flag in (
+        ({"stride": 0}, "--stride"),
+        ({"null_threshold": 0.0}, "--null-threshold"),
+        ({"task": "question-answering", "download": True}, "--download"),
+    ):
+        with pytest.raises(UsageError, match=f"{flag} belongs to --task"):
+            Job(**options)
+    assert Job(task="question-answering", stride=0).own_options() == {"stride": 0}
+    assert Job().own_options() == {}
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_the_model_is_a_path_for_some_tasks(tmp_path: Path, in_file: bool) -> None:
+    task = "question-answering"
+    lines = ['model = "bert"', 'data = "dev.json"', *([f'task = "{task}"'] if in_file else [])]
+    path = write(tmp_path, "\n".join(lines))
+    job = Job.read(path, {} if in_file else {"task": task})
+    assert (job.model, job.data) == (str(tmp_path / "bert"), str(tmp_path / "dev.json"))
+    given = Job.read(path, {"task": task, "model": "here", "data": "there.json"})
+    assert (given.model, given.data) == ("here", "there.json")
+    if not in_file:
+        assert Job.read(path, {}).model == "bert"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from tests import questions
 from tests.conftest import BIN, ROOT, Finished, Launch
 from tests.launchers import needs, start
+from tests.test_digests import write_table
 
 DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
 # Four batches, the last of them with the shortest windows: three ranks have one or two each.
@@ -98,8 +99,7 @@ def check(found: Ran, wanted: Ran, size: int, backend: str) -> None:
 @pytest.mark.parametrize(
     ("size", "backend"),
     [
-        (2, "torch"),
-        (3, "torch"),
+        *((size, "torch") for size in (1, 2, 3)),
         *(pytest.param(size, "horovod", marks=pytest.mark.needs("horovod")) for size in (1, 2, 3)),
     ],
 )
@@ -122,7 +122,28 @@ def test_other_launchers(run: Run, wanted: Ran, launcher: str, backend: str, mor
     check(run(*more, before=start(launcher, 2)), wanted, 2, backend)
 
 
+@pytest.fixture(scope="module")
+def minilm(home: Path) -> list[str]:
+    """The flags of a job on real questions: a real encoder that has learnt them; three batches."""
+    folder = questions.save_fine_tuned(home / "minilm")
+    return ["--model", str(folder), "--data", str(questions.squad_file()), "--batch-size", "2"]
+
+
+@pytest.fixture(scope="module")
+def written_table() -> Iterator[list[tuple[object, ...]]]:
+    """Rows (model, launcher, backend, processes, digest), written to benchmarks/results/ at the end."""
+    rows: list[tuple[object, ...]] = []
+    yield rows
+    write_table(
+        "digests-question-answering",
+        "Digests of question answering",
+        ["model", "launcher", "backend", "processes", "metrics_digest"],
+        rows,
+    )
+
+
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [
@@ -130,9 +151,30 @@ def test_other_launchers(run: Run, wanted: Ran, launcher: str, backend: str, mor
         for launcher, backend in [("mpirun", "horovod"), ("horovodrun", "horovod"), ("torchrun", "torch")]
     ],
 )
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_launcher(run: Run, wanted: Ran, launcher: str, backend: str, size: int) -> None:
-    check(run("--backend", backend, before=start(launcher, size)), wanted, size, backend)
+def test_every_launcher(
+    launch: Launch,
+    run: Run,
+    wanted: Ran,
+    minilm: list[str],
+    home: Path,
+    tmp_path: Path,
+    written_table: list[tuple[object, ...]],
+    launcher: str,
+    backend: str,
+) -> None:
+    learnt: list[str] = []
+    for size in (1, 2, 3, 4):
+        words: list[str | Path] = [*start(launcher, size), BIN / "dualeval"]
+        found = run("--backend", backend, before=start(launcher, size))
+        check(found, wanted, size, backend)
+        done = launch([*words, *command(home, tmp_path / str(size), *minilm, "--backend", backend)])
+        assert done.returncode == 0, done.stderr
+        result = json.loads((tmp_path / str(size) / "result.json").read_text())
+        assert (result["metrics"]["exact_match"], result["metrics"]["f1"]) == (100.0, 100.0)
+        learnt.append(result["metrics_digest"])
+        for model, digest in [("tiny BERT", found.result["metrics_digest"]), ("MiniLM", learnt[-1])]:
+            written_table.append((model, launcher, backend, size, f"`{digest[:16]}`"))
+    assert len(set(learnt)) == 1
 
 
 def test_a_question_without_room_stops_all_ranks(launch: Launch, home: Path, tmp_path: Path) -> None:
@@ -312,6 +354,14 @@ def test_bad_input_of_score(launch: Launch, tmp_path: Path, words: list[str], sa
     for part in said:
         assert part in message
     assert not (tmp_path / "out").exists()
+
+
+def test_score_does_not_remove_what_it_reads(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "preds.json").write_text("{}")
+    words: list[str | Path] = ["score", "--data", questions.squad_file(), "--predictions", "preds.json"]
+    message = error(launch([*DUALEVAL, *words, "--out", ".", "--fresh"], cwd=tmp_path))
+    assert "--predictions preds.json lies in the output folder" in message
+    assert (tmp_path / "preds.json").exists()
 
 
 def test_score_is_one_process(launch: Launch, tmp_path: Path) -> None:

@@ -155,6 +155,18 @@ def test_the_table() -> None:
     }
 
 
+def test_percent_and_counts() -> None:
+    metrics = {"f1": 85.125, "mine": 0.5, "total": 12_345}
+    shown = result(metrics=metrics, intervals={"f1": (80.0, 90.0)}, units={"f1": "percent"})
+    assert rows(printed(shown)) == {
+        "f1": ["85.12 %", "80.00 % to 90.00 %"],
+        "mine": ["0.500000", ""],
+        "total": ["12,345", ""],
+    }
+    work = {"windows": 1234, "padded_tokens": 5}
+    assert "work            1,234 windows, 5 padded tokens" in printed(result(work=work)).splitlines()
+
+
 def test_the_lines_below() -> None:
     lines = printed(result()).splitlines()
     assert "samples         9,998 of 10,000 evaluated, 2 failed" in lines

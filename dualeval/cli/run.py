@@ -357,7 +357,7 @@ def _make_task(job: Job) -> Task:
         )
     from dualeval.tasks.image_classification import ImageClassification
 
-    own.pop("download")
+    own.pop("download", None)
     return ImageClassification(
         model=job.model,
         weights=job.weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from dualeval.errors import EXIT_DONE, LaunchError, UsageError
 from dualeval.launch import examine
 from dualeval.world import World
 
+_JOB = ("task", "data", "predictions", "null_odds")
 # The kinds of evaluation whose answers can be had as a file.
 TASKS = ("question-answering",)
 
@@ -51,7 +53,7 @@ def score(context: click.Context, /, **flags: Any) -> None:
     from dualeval.engine.control import open_control_plane
     from dualeval.engine.evaluator import Evaluator
     from dualeval.report.table import print_result
-    from dualeval.tasks.question_answering import GivenAnswers
+    from dualeval.tasks.given_answers import GivenAnswers
 
     if flags["task"] not in TASKS:
         raise UsageError(f"--task {flags['task']!r}: expected one of {', '.join(TASKS)}.")
@@ -61,6 +63,7 @@ def score(context: click.Context, /, **flags: Any) -> None:
             f"'dualeval score' is one process, but {found.launcher} has started {found.size}. Type it by "
             "itself."
         )
+    _keep_apart(flags)
     task = GivenAnswers(
         data=flags["data"],
         predictions=flags["predictions"],
@@ -85,4 +88,12 @@ def score(context: click.Context, /, **flags: Any) -> None:
     context.exit(EXIT_DONE)
 
 
-_JOB = ("task", "data", "predictions", "null_odds")
+def _keep_apart(flags: Mapping[str, Any]) -> None:
+    """Refuse an output folder that holds what is to be read: --fresh would remove it."""
+    out = flags["out"]
+    for name in ("data", "predictions", "null_odds"):
+        if out is not None and flags[name] is not None and flags[name].resolve().parent == out.resolve():
+            raise UsageError(
+                f"--{name.replace('_', '-')} {flags[name]} lies in the output folder {out}. Give another "
+                "--out."
+            )

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,11 +74,10 @@ class Questions:
         return self.questions[index].id
 
     def fingerprint(self, count: int) -> str:
-        """sha256, in hex, over id, question, context and gold answers of the first ``count`` questions."""
+        """sha256, in hex, over everything about the first ``count`` questions."""
         digest = hashlib.sha256(b"v2.0\n" if self.unanswerable else b"v1.1\n")
         for question in self.questions[:count]:
-            fields = (question.id, question.question, question.context, *question.answers)
-            digest.update(json.dumps(fields).encode())
+            digest.update(json.dumps(astuple(question)).encode())
         return digest.hexdigest()
 
     def misplaced(self, count: int) -> list[str]:

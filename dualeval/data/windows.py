@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualeval.data.squad import Questions
+
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
@@ -56,17 +58,21 @@ class WindowEncoder:
         facts: about it.
         max_length: most tokens of a window.
         stride: tokens that a window shares with the one before.
-        batch_size: questions a batch, and most windows of a group.
+        most_windows: of a group.
+
+    Attributes:
+        max_length: as given.
+        most_windows: as given.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, facts: TokenizerFacts, *, max_length: int, stride: int, batch_size: int
+        self, tokenizer: Tokenizer, facts: TokenizerFacts, *, max_length: int, stride: int, most_windows: int
     ) -> None:
         self._tokenizer = tokenizer
         self._facts = facts
-        self._max_length = max_length
+        self.max_length = max_length
+        self.most_windows = most_windows
         self._stride = stride
-        self._most = batch_size
         self._special = tokenizer.num_special_tokens_to_add(True)
         tokenizer.no_padding()
         # Of one text alone the strategy below has nothing to cut.
@@ -90,17 +96,17 @@ class WindowEncoder:
             ``null`` (the place of [CLS]), int32 (windows,).
 
         Raises:
-            ValueError: the question leaves too little room in a window, or there is no token at all.
+            ValueError: the question leaves a text that has to be cut too little room, or there is no token.
         """
         # White space before a question would become tokens with some tokenizers; SQuAD has such questions.
         question = question.lstrip()
-        room = self._max_length - self._special
-        room -= len(self._uncut.encode(question, add_special_tokens=False))
-        # A window has to go on by one token at least. The library would end the process.
-        if room <= self._stride:
+        room = self.max_length - self._special - self._tokens_of(question)
+        # A window has to go on by one token at least, where there is more than one. The library would end the
+        # process.
+        if room <= self._stride and self._tokens_of(context) > room:
             raise ValueError(
                 f"the question leaves room for {max(room, 0)} tokens of the text in a window of "
-                f"{self._max_length}, expected more than the {self._stride} that windows share: "
+                f"{self.max_length}, expected more than the {self._stride} that windows share: "
                 "set --max-length or --stride"
             )
         pair = (context, question) if self._facts.left else (question, context)
@@ -115,6 +121,9 @@ class WindowEncoder:
             "lengths": torch.tensor([len(window) for window in windows], dtype=torch.int32),
             "null": torch.tensor([self._null_place(window.ids) for window in windows], dtype=torch.int32),
         }
+
+    def _tokens_of(self, text: str) -> int:
+        return len(self._uncut.encode(text, add_special_tokens=False))
 
     def _spans(self, window: Encoding) -> Tensor:
         context = 0 if self._facts.left else 1
@@ -150,7 +159,7 @@ class WindowEncoder:
         most = max((number for _, number, _, _ in windows), default=0) + 1
         places = torch.full((len(samples), most), -1)
         groups = []
-        for start, stop in grouped([length for *_, length in windows], self._most):
+        for start, stop in grouped([length for *_, length in windows], self.most_windows):
             group = windows[start:stop]
             groups.append(self._join([(samples[window[0]], window) for window in group]))
             for row, (question, number, _, length) in enumerate(group, start):
@@ -185,6 +194,39 @@ class WindowEncoder:
         if facts.type_ids:
             inputs["token_type_ids"] = types
         return {"inputs": inputs, "spans": spans, "null": null}
+
+
+class EncodedQuestions:
+    """Questions as windows of tokens.
+
+    Args:
+        questions: what is asked.
+        encoder: makes the windows.
+    """
+
+    def __init__(self, questions: Questions, encoder: WindowEncoder) -> None:
+        self._questions = questions
+        self._encoder = encoder
+
+    def __len__(self) -> int:
+        return len(self._questions)
+
+    def id(self, index: int) -> str:
+        """The question's id in the file."""
+        return self._questions.id(index)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Encode questions with their texts.
+
+        Raises:
+            ValueError: as ``WindowEncoder.encode``.
+        """
+        chosen = self._questions.__getitems__(indices)
+        return [self._encoder.encode(question.question, question.context) for question in chosen]
+
+    def fingerprint(self, count: int) -> str:
+        """sha256, in hex, over everything about the first ``count`` questions."""
+        return self._questions.fingerprint(count)
 
 
 def grouped(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:

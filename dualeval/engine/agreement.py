@@ -37,12 +37,13 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def source_fingerprint(objects: Iterable[object]) -> str:
-    """sha256 over the source files that define the classes of some objects, with the modules' names.
+    """sha256 over the source files that define the classes of some objects, and the classes that these derive
+    from, with the modules' names.
 
     Weights say nothing of what a forward does with them; a file that was edited before a run is resumed does.
     """
     digest = hashlib.sha256()
-    for module in sorted({type(item).__module__ for item in objects}):
+    for module in sorted({kind.__module__ for item in objects for kind in type(item).__mro__}):
         digest.update(f"{module}\0".encode())
         found = sys.modules.get(module)
         try:

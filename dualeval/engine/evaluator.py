@@ -31,10 +31,10 @@ from dualeval.engine.watch import Watch
 from dualeval.errors import DualevalError, PeerError, Stopped, UsageError
 from dualeval.metrics import Measured
 from dualeval.result import Result, sha256_of_json
+from dualeval.tasks import Task
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
-    from dualeval.tasks import Task
 
 _NAMED_AT_MOST = 5
 # Called with (samples done over all ranks, samples in all); on rank 0 only.
@@ -65,6 +65,9 @@ class Evaluator:
         job: the options as the caller wants them recorded in the result.
         show: progress display, called on rank 0 from a thread of its own.
         started: ``perf_counter()`` at the start of the run, where that was before this call.
+
+    Raises:
+        UsageError: the task is none.
     """
 
     def __init__(
@@ -88,6 +91,11 @@ class Evaluator:
         show: Show | None = None,
         started: float | None = None,
     ) -> None:
+        if not isinstance(task, Task):
+            raise UsageError(
+                f"{type(task).__name__} is no task: derive it from dualeval.Task, which has what a task need "
+                "not say."
+            )
         self._task = task
         self._backend = backend
         self._control = control
@@ -511,7 +519,9 @@ class _Run:
         words: list[dict[str, Any]] | None = None
         if self._world.is_main:
             names = sorted({name for metric in self._row_metrics for name in metric.columns})
-            columns = folder.read_columns(names, self._plan, found, reports)
+            columns = folder.read_columns(
+                names, self._plan, found, reports, lambda: self._progress.step("write")
+            )
             words = [
                 asdict(metric.compute({name: columns[name] for name in metric.columns}))
                 for metric in self._row_metrics
@@ -537,6 +547,7 @@ class _Run:
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
         evaluated, failed = recorder.ledger.totals()
         failures = sorted(tuple(entry) for report in reports for entry in report["failed"])
+        units = {name: unit for part in measured for name, unit in part.units.items()}
         nonfinite = {name: counts for part in measured for name, counts in part.nonfinite.items()}
         odd = {kind: list(ids) for kind, ids in self._task.findings(self._plan.num_samples).items() if ids}
         machine = facts["machine"]
@@ -544,6 +555,7 @@ class _Run:
             metrics={name: value for part in measured for name, value in part.values.items()},
             intervals={name: interval for part in measured for name, interval in part.intervals.items()},
             nonfinite=nonfinite,
+            units=units,
             samples={"total": self._plan.num_samples, "evaluated": evaluated, "failed": failed},
             failed=[{"id": self._dataset.id(index), "error": error} for index, error in failures],
             chunks={

@@ -29,7 +29,7 @@ from dualeval.engine.journal import (
     read_journal_file,
     store_file,
 )
-from dualeval.engine.lease import RENEW_EVERY_S, Lease
+from dualeval.engine.lease import LEASE, RENEW_EVERY_S, Lease
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import read_columns, write_json_file, write_predictions
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of
@@ -49,6 +49,8 @@ _JOB = "job.json"
 _PREDICTIONS = "predictions.parquet"
 _STACKS = "stacks"
 # What this program calls the files in its journal; any other file there is somebody else's.
+# What a task may call a file of its own.
+_TASK_FILE = re.compile(r"[A-Za-z0-9_-]+\.json")
 _OWN_NAME = re.compile(
     rf"[0-9a-f]{{8}}-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(\.partial)?|[0-9a-f]{{8}}\.run"
 )
@@ -137,9 +139,11 @@ class RunFolder:
             step: called now and then, while waiting or reading.
 
         Raises:
-            UsageError: the folder cannot be written, another run is at work in it, or it holds another job.
+            UsageError: the folder cannot be written, another run is at work in it, it holds another job, or
+                files of the names that this one would write.
             Stopped: the run was stopped, and its launcher has started its ranks again.
         """
+        _check_file_names(facts["files"])
         with _writable(path):
             (path / _JOURNAL).mkdir(parents=True, exist_ok=True)
             held = Lease.take(path, token, waiting=step) if lease else None
@@ -290,11 +294,16 @@ class RunFolder:
         _tidy_up(self.path, served, self._launch_id)
 
     def read_columns(
-        self, names: Sequence[str], plan: EvalPlan, found: Found, reports: Sequence[dict[str, Any]]
+        self,
+        names: Sequence[str],
+        plan: EvalPlan,
+        found: Found,
+        reports: Sequence[dict[str, Any]],
+        step: Callable[[], None] = lambda: None,
     ) -> dict[str, npt.NDArray[Any]]:
         """Columns of all evaluated samples in data-set order; rank 0 calls it once all is collected."""
         files = [*found.earlier.files, *map(read_journal_file, self._own_files(reports))]
-        return read_columns(files, plan, names)
+        return read_columns(files, plan, names, step)
 
     def _own_files(self, reports: Sequence[dict[str, Any]]) -> list[Path]:
         # By name: a list of the folder may be seconds old where it is on NFS.
@@ -379,6 +388,12 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
                 f"{path} holds an earlier run ({old[0].name}), but no {_JOB} that says of which job. Give "
                 "another --out, or --fresh to remove that run and start over."
             ) from None
+        foreign = [name for name in facts["files"] if (path / name).exists()]
+        if foreign:
+            raise UsageError(
+                f"{path} holds {' and '.join(foreign)}, which this run would overwrite, and no {_JOB}: it is "
+                "not a run's. Give another --out."
+            ) from None
         return
     except (ValueError, KeyError, TypeError) as error:
         raise DualevalError(f"{path / _JOB} is damaged ({type(error).__name__}: {error})") from error
@@ -391,6 +406,15 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
             f"{path} holds another job ({shown}). Give another --out, or --fresh to remove that job's files "
             "and start over."
         )
+
+
+def _check_file_names(names: Sequence[str]) -> None:
+    for name in names:
+        if not _TASK_FILE.fullmatch(name) or name in (_RESULT, STATUS, _JOB, LEASE):
+            raise UsageError(
+                f"a task's json_files has {name!r}: expected a name such as predictions.json, without a "
+                f"folder, and none of {', '.join((_RESULT, STATUS, _JOB, LEASE))}"
+            )
 
 
 def _finished(path: Path, fingerprint: str) -> Result | None:
@@ -459,7 +483,7 @@ def _files_of_a_run(path: Path) -> list[Path]:
     names = (_RESULT, STATUS, _PREDICTIONS, *_files_of_its_task(path), _JOB)
     named = [path / name for name in names]
     partial = [file for name in names for file in path.glob(f"{name}.*.partial")]
-    partial += path.glob("lease.json.*")
+    partial += path.glob(f"{LEASE}.*")
     journal = sorted(
         file
         for folder in (path / _JOURNAL, *path.glob(f"{_JOURNAL}-[0-9]*"))
@@ -475,6 +499,6 @@ def _files_of_its_task(path: Path) -> list[str]:
     try:
         names = json.loads((path / _JOB).read_text("utf-8"))["files"]
         # A file of that name may be anybody's: what it names is removed only inside its own folder.
-        return [name for name in names if re.fullmatch(r"\w+\.json", name)]
+        return [name for name in names if _TASK_FILE.fullmatch(name)]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -28,7 +28,7 @@ RENEW_EVERY_S = 2.0
 # A lease that stands still for so long is a dead run's, or that of a run that hangs.
 TAKE_OVER_AFTER_S = 20.0
 LOOK_EVERY_S = 0.25
-_NAME = "lease.json"
+LEASE = "lease.json"
 # Bytes. Every rewriting covers the one before it.
 _LENGTH = 512
 # NFS says ESTALE of a file that another host has removed.
@@ -62,7 +62,7 @@ class Lease:
             UsageError: another run is at work in the folder.
             OSError: the folder cannot be written.
         """
-        path = folder / _NAME
+        path = folder / LEASE
         while True:
             try:
                 return cls._create(path, token)

@@ -1,4 +1,4 @@
-"""predictions.parquet: the ranks' rows put into data-set order, a window of rows at a time."""
+"""The ranks' rows in data-set order, a window of rows at a time: predictions.parquet, and files like it."""
 
 from __future__ import annotations
 
@@ -130,12 +130,15 @@ def write_json_file(
 
 
 def read_columns(
-    files: Sequence[JournalFile], plan: EvalPlan, columns: Sequence[str]
+    files: Sequence[JournalFile],
+    plan: EvalPlan,
+    columns: Sequence[str],
+    step: Callable[[], None] = lambda: None,
 ) -> dict[str, npt.NDArray[Any]]:
     """Read columns of all evaluated samples, in data-set order.
 
     Args:
-        files: as for ``write_predictions``, as ``plan``.
+        files: as for ``write_predictions``, as ``plan`` and ``step``.
         columns: their names.
 
     Returns:
@@ -145,6 +148,7 @@ def read_columns(
     for _, rows in _windows(files, plan, columns):
         evaluated = rows[EVALUATED].astype(bool)
         parts.append({name: rows[name][evaluated] for name in columns})
+        step()
     return {name: np.concatenate([part[name] for part in parts]) for name in columns}
 
 

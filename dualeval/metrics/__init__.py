@@ -27,6 +27,7 @@ class Measured:
         values: the metric's values by key; None where there is no finite value.
         intervals: 95 % intervals (low, high) by key, for the keys that have one.
         nonfinite: by key, how many samples were ``nan``, ``pos_inf`` and ``neg_inf``; only keys with any.
+        units: by key, "percent" for values of 0 to 100; a key without one is a fraction, or has no unit.
         warnings: what a reader of the values should know, a sentence each.
         work: what the values took, as counts; no part of the metrics or their digest.
     """
@@ -34,6 +35,7 @@ class Measured:
     values: dict[str, Value]
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     nonfinite: dict[str, dict[str, int]] = field(default_factory=dict)
+    units: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     work: dict[str, int] = field(default_factory=dict)
 

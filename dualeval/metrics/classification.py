@@ -34,6 +34,7 @@ from dualeval.metrics.exact import (
     nonfinite_counts,
     to_limbs,
 )
+from dualeval.metrics.ordering import order_keys_in_place
 
 NO_CLASS = -1  # the predicted class of a sample with a NaN logit
 LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows with the square
@@ -86,18 +87,6 @@ def _loss_and_confidence(values: Tensor, target_index: Tensor) -> tuple[Tensor, 
     log_probabilities = torch.log_softmax(values, dim=1)
     loss = log_probabilities.gather(1, target_index).squeeze(1).neg_()
     return loss, log_probabilities.amax(dim=1).exp_()  # the predicted class has the largest probability
-
-
-def order_keys_in_place(values: Tensor) -> Tensor:
-    """One int64 key for each float32 value, larger for the class that comes first; overwrites the values.
-
-    Float bits, with the magnitude of the negative ones inverted, order like the floats as int32. With the
-    index below them no two keys of a row are equal, so topk, whose choice among equals is open, has none.
-    """
-    bits = values.view(torch.int32)
-    bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
-    first_wins = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
-    return torch.add(first_wins, bits, alpha=1 << 32)
 
 
 def classification_metric(name: str, num_classes: int) -> Metric:

@@ -45,11 +45,11 @@ _PIECE = 1 << 17  # a squared fraction is below 2**46: so many of them stay belo
 
 @dataclass(frozen=True, kw_only=True)
 class ExactSums:
-    """Exact sums of float32 values, by group.
+    """Exact sums of float values, by group.
 
     Attributes:
-        sums: per group, the sum of the finite values in units of 2**-149.
-        square_sums: per group, the sum of their squares in units of 2**-298.
+        sums: per group, the sum of the finite values in units of 2**-149 (of float64: 2**-1074).
+        square_sums: per group, the sum of their squares in units of 2**-298 (2**-2148).
         nonfinite: over all groups, how many values were NaN, +inf and -inf; they are in no sum.
     """
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualeval.metrics.classification import order_keys_in_place
+from dualeval.metrics.ordering import order_keys_in_place
 
 _NOWHERE = -1
 _WORST = torch.iinfo(torch.int64).min

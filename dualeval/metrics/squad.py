@@ -113,7 +113,7 @@ class ExactMatch:
             if samples:
                 low, high = wilson_interval(right, samples)
                 intervals[key] = (_PERCENT * low, _PERCENT * high)
-        return Measured(values=values, intervals=intervals)
+        return Measured(values=values, intervals=intervals, units=dict.fromkeys(values, "percent"))
 
 
 class F1:
@@ -145,6 +145,7 @@ class F1:
             for mean, slots in zip(self._means, ledger.view(len(self._means), -1), strict=True)
         ]
         return Measured(
+            units={mean.name: "percent" for mean in self._means},
             values={key: value for part in measured for key, value in part.values.items()},
             intervals={
                 key: (max(0.0, low), min(_PERCENT, high))
@@ -215,7 +216,7 @@ class BestThresholds:
                     best, threshold = current, float(odds[place])
             values[f"best_{key}"] = _PERCENT * (best / whole) / len(odds)
             values[f"best_{key}_thresh"] = threshold
-        return Measured(values=values)
+        return Measured(values=values, units={"best_exact": "percent", "best_f1": "percent"})
 
 
 class WindowWork:

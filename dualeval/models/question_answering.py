@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dualeval.data.windows import TokenizerFacts
 from dualeval.errors import UsageError
@@ -53,6 +53,8 @@ def load_tokenizer(folder: Path) -> tuple[Any, TokenizerFacts]:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
+        except MemoryError:
+            raise
         except Exception as error:  # what is missing or damaged decides what is raised
             raise UsageError(f"{folder} holds no tokenizer that can be read: {_first_line(error)}") from error
     names = sorted(tokenizer.vocab_files_names.values())
@@ -106,7 +108,7 @@ def build(folder: Path, weights: str | None) -> nn.Module:
                 model = transformers.AutoModelForQuestionAnswering.from_config(
                     config, trust_remote_code=False
                 )
-        except UsageError:
+        except (UsageError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # what is missing or damaged decides what is raised
             raise UsageError(
@@ -133,18 +135,18 @@ def _refuse_gaps(folder: Path, report: dict[str, Any]) -> None:
         )
 
 
-def check_fits(folder: Path, model: nn.Module, tokens: int, facts: TokenizerFacts, max_length: int) -> None:
-    """Try the model, on the CPU, on one window of full length.
+def check_vocabulary(folder: Path, model: nn.Module, tokens: int) -> None:
+    """Check that a model knows all tokens of its tokenizer.
+
+    Met in the midst of a run, one that it does not know would end a GPU's context.
 
     Args:
         folder: for messages.
-        model: on the CPU.
+        model: of the transformers library.
         tokens: how many the tokenizer tells apart.
-        facts: about the tokenizer.
-        max_length: tokens of the window.
 
     Raises:
-        UsageError: it cannot take it, or gives no start and end logits.
+        UsageError: it does not.
     """
     transformer: Any = model
     embedding = transformer.get_input_embeddings()
@@ -153,28 +155,36 @@ def check_fits(folder: Path, model: nn.Module, tokens: int, facts: TokenizerFact
             f"the tokenizer in {folder} tells {tokens} tokens apart, its model only "
             f"{embedding.num_embeddings}. Give a model and a tokenizer that belong together."
         )
-    ones = torch.ones((1, max_length), dtype=torch.int64)
-    # Not the padding token, which has no place of its own for some models.
-    inputs = {"input_ids": ones * ((facts.pad_id + 1) % tokens), "attention_mask": ones}
-    if facts.type_ids:
-        inputs["token_type_ids"] = ones
+
+
+def try_out(folder: Path, model: nn.Module, windows: Mapping[str, Tensor]) -> None:
+    """Run a model once.
+
+    Args:
+        folder: for messages.
+        model: on the CPU.
+        windows: what it takes.
+
+    Raises:
+        UsageError: it cannot take them, or gives no start and end logits.
+    """
+    shape = tuple(windows["input_ids"].shape)
     try:
         with torch.inference_mode():
-            outputs = model(**inputs)
-    except torch.OutOfMemoryError:
+            outputs = model(**windows)
+    except (MemoryError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
         raise UsageError(
-            f"the model in {folder} cannot take a window of {max_length} tokens: {_first_line(error)}. Give "
-            "--max-length of the model's size."
+            f"the model in {folder} cannot take a window of {shape[1]} tokens: {_first_line(error)}"
         ) from error
     for name in ("start_logits", "end_logits"):
         found = getattr(outputs, name, None)
-        if found is None or tuple(found.shape) != (1, max_length):
-            shape = None if found is None else tuple(found.shape)
+        if found is None or tuple(found.shape) != shape:
+            gave = "no" if found is None else tuple(found.shape)
             raise UsageError(
-                f"the model in {folder} gave {name} {shape} for one window of {max_length} tokens, expected "
-                f"{(1, max_length)}."
+                f"the model in {folder} gave {gave} {name} for windows of shape {shape}, expected one a "
+                "token."
             )
 
 

@@ -9,17 +9,6 @@ from dualeval.result import Result
 
 # Metrics that are proportions of samples, or averages of such; shown in percent, stored as fractions.
 _FRACTIONS = ("top", "micro_", "macro_", "ece")
-# Those of SQuAD, whose scripts give percent already.
-_PERCENT = (
-    "exact_match",
-    "f1",
-    "HasAns_exact",
-    "HasAns_f1",
-    "NoAns_exact",
-    "NoAns_f1",
-    "best_exact",
-    "best_f1",
-)
 
 
 def print_result(result: Result, console: Console | None = None) -> None:
@@ -28,8 +17,8 @@ def print_result(result: Result, console: Console | None = None) -> None:
     table = Table("metric", "value", "95 % interval")
     for name, value in result.metrics.items():
         if isinstance(value, (int, float)):
-            interval = result.intervals.get(name)
-            table.add_row(name, _shown(name, value), _interval(name, interval) if interval else "")
+            ends = [_shown(name, end, result) for end in result.intervals.get(name, ())]
+            table.add_row(name, _shown(name, value, result), " to ".join(ends))
         elif value is None:
             counts = ", ".join(f"{n} {kind}" for kind, n in result.nonfinite.get(name, {}).items() if n)
             table.add_row(name, f"not finite ({counts})" if counts else "none", "")
@@ -56,14 +45,9 @@ def _work(result: Result) -> str:
     return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in result.work.items())
 
 
-def _shown(name: str, value: float) -> str:
-    if name in _PERCENT:
+def _shown(name: str, value: float, result: Result) -> str:
+    if result.units.get(name) == "percent":
         return f"{value:.2f} %"
     if isinstance(value, int):
         return f"{value:,}"
     return f"{100 * value:.2f} %" if name.startswith(_FRACTIONS) else f"{value:.6f}"
-
-
-def _interval(name: str, interval: tuple[float, float]) -> str:
-    low, high = (_shown(name, end) for end in interval)
-    return f"{low} to {high}"

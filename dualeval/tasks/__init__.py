@@ -5,8 +5,9 @@ The engine owns device, precision, inference mode and order; a task owns everyth
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 import torch
@@ -35,8 +36,9 @@ class Dataset(Protocol):
         """sha256, in hex, over id, size in bytes and label of the first ``count`` samples, in order."""
 
 
+@runtime_checkable
 class Task(Protocol):
-    """What is evaluated. A class of its own derives from this one, and inherits what has a body here.
+    """What is evaluated. A task derives from this class, and need not say what is not abstract here.
 
     Each batch goes through ``__getitems__`` of the data set and ``collate`` (in reading processes), then
     ``forward`` and ``observe`` (on the device), then ``postprocess`` (on the host). What comes out of that is
@@ -55,15 +57,19 @@ class Task(Protocol):
     """
 
     @property
+    @abstractmethod
     def name(self) -> str: ...
 
     @property
+    @abstractmethod
     def rows(self) -> tuple[str, ...]: ...
 
     @property
+    @abstractmethod
     def decodes(self) -> bool: ...
 
     @property
+    @abstractmethod
     def concurrent(self) -> bool: ...
 
     @property
@@ -74,15 +80,18 @@ class Task(Protocol):
     def json_files(self) -> Mapping[str, str]:
         return {}
 
+    @abstractmethod
     def dataset(self) -> Dataset:
         """The data set; the same object at every call."""
 
+    @abstractmethod
     def collate(self, samples: Any) -> Any:
         """Make one batch (tensors in dicts, lists or tuples) of what ``__getitems__`` gave.
 
         Runs in worker processes where there are any.
         """
 
+    @abstractmethod
     def build_model(self, device: torch.device) -> nn.Module:
         """The model in evaluation mode on ``device``, with its weights.
 
@@ -90,9 +99,11 @@ class Task(Protocol):
             UsageError: the weights, the model and the data do not fit together.
         """
 
+    @abstractmethod
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Run the model on a batch that is on the device. No host synchronisation."""
 
+    @abstractmethod
     def observe(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
         """Per-sample columns on the device, first dimension the samples. No host synchronisation."""
 
@@ -107,6 +118,7 @@ class Task(Protocol):
         """
         return columns
 
+    @abstractmethod
     def metrics(self) -> Sequence[Metric]:
         """The metrics, which read the columns by name. Called after ``build_model``."""
 
@@ -131,5 +143,6 @@ class Task(Protocol):
         """
         return {}
 
+    @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """What the task adds to the run's fingerprint: plain values, preprocessing among them."""

@@ -1,0 +1,141 @@
+"""The task question-answering with answers that are there already: they are scored, nothing is computed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from dualeval.data.squad import Questions, read_null_odds, read_predictions, read_questions
+from dualeval.errors import UsageError
+from dualeval.metrics import RowMetric
+from dualeval.metrics.squad import BestThresholds
+from dualeval.tasks.scored_answers import ScoredAnswers
+
+# Behind all odds that a run writes.
+_NEVER = float(np.finfo(np.float32).max)
+
+
+class GivenAnswers(ScoredAnswers):
+    """Answers that are there already.
+
+    Args:
+        data: a JSON file in the format of SQuAD.
+        predictions: a JSON object of question id to answer.
+        null_odds: a JSON object of question id to number, as a run writes it; None for no best thresholds.
+        metrics: names of metrics; empty for all.
+
+    Raises:
+        UsageError: a file is not of its format, or they do not belong together.
+    """
+
+    decodes = False
+    concurrent = False
+
+    def __init__(
+        self, *, data: Path, predictions: Path, null_odds: Path | None = None, metrics: Sequence[str] = ()
+    ) -> None:
+        self._answers = read_predictions(predictions)
+        self._odds = None if null_odds is None else read_null_odds(null_odds)
+        super().__init__(read_questions(data), metrics)
+        asked = {question.id for question in self._questions.questions}
+        if not asked & self._answers.keys():
+            raise UsageError(
+                f"none of the {len(self._answers)} ids in {predictions} is that of one of the {len(asked)} "
+                f"questions in {data}. Give the predictions for these questions."
+            )
+        self._unasked = [name for name in self._answers if name not in asked]
+        if self._odds is not None:
+            if not self._unanswerable:
+                raise UsageError(
+                    f"--null-odds {null_odds}: every question of {data} has an answer (SQuAD v1.1). Leave it "
+                    "out."
+                )
+            if without := [name for name in self._answers if name in asked and name not in self._odds]:
+                raise UsageError(
+                    f"{null_odds} has no value for {len(without)} questions with a prediction: "
+                    f"{', '.join(without[:5])}{', ...' if len(without) > 5 else ''}"
+                )
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """How each answer is scored."""
+        of_nulls = ("span_exact_match", "span_f1", "span_is_empty", "null_odds")
+        return (
+            *("exact_match", "f1"),
+            *(("has_answer",) if self._unanswerable else ()),
+            *(of_nulls if self._odds is not None else ()),
+        )
+
+    def dataset(self) -> Questions:
+        """The questions."""
+        return self._questions
+
+    def collate(self, samples: Any) -> dict[str, Tensor]:
+        """Nothing is computed."""
+        return {}
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        """No model."""
+        return nn.Module()
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """Nothing is computed."""
+        return batch
+
+    def observe(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+        """Nothing is computed."""
+        return {}
+
+    def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Tensor]:
+        """Score the answers; a question that has none in the file is wrong."""
+        ids = [self._questions.id(index) for index in samples]
+        given = [self._answers.get(name) for name in ids]
+        found = self._scored(given, samples)
+        if self._odds is not None:
+            found |= {f"span_{name}": column for name, column in found.items()}
+            found["span_is_empty"] = torch.tensor([answer == "" for answer in given])
+            # What is not answered is answered last.
+            odds = [
+                _NEVER if answer is None else self._odds[name]
+                for name, answer in zip(ids, given, strict=True)
+            ]
+            found["null_odds"] = torch.tensor(odds, dtype=torch.float64)
+        if self._unanswerable:
+            found["has_answer"] = self._has_answer(samples)
+        return found
+
+    def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> dict[str, list[str | None]]:
+        """The answers; None for none in the file."""
+        count = len(rows["exact_match"])
+        return {"answer": [self._answers.get(self._questions.id(first + place)) for place in range(count)]}
+
+    def findings(self, count: int) -> dict[str, list[str]]:
+        """Questions without a prediction, predictions without a question, gold answers out of place."""
+        missing = [
+            question.id for question in self._questions.questions[:count] if question.id not in self._answers
+        ]
+        return {
+            "no_prediction_so_wrong": missing,
+            "prediction_without_a_question": self._unasked,
+            **super().findings(count),
+        }
+
+    def _all_row_metrics(self) -> list[RowMetric]:
+        return [BestThresholds()] if self._odds is not None else []
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What is scored."""
+        return {
+            "predictions": hashlib.sha256(json.dumps(self._answers).encode()).hexdigest(),
+            "null_odds": None
+            if self._odds is None
+            else hashlib.sha256(json.dumps(self._odds).encode()).hexdigest(),
+        }

@@ -1,0 +1,83 @@
+"""What the tasks that score answers to questions have in common."""
+
+from __future__ import annotations
+
+import difflib
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dualeval.data.squad import Questions
+from dualeval.errors import UsageError
+from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.squad import F1, AnswerCounts, ExactMatch, score_answer
+from dualeval.tasks import Task
+
+NAME = "question-answering"
+
+
+class ScoredAnswers(Task):
+    """Columns and metrics of answers to questions, wherever the answers come from.
+
+    Args:
+        questions: what is asked.
+        metrics: names of metrics; empty for all.
+
+    Raises:
+        UsageError: a metric is not known.
+    """
+
+    name = NAME
+
+    def __init__(self, questions: Questions, metrics: Sequence[str]) -> None:
+        self._questions = questions
+        known = [metric.name for metric in self._all_metrics()]
+        known += [metric.name for metric in self._all_row_metrics()]
+        for name in metrics:
+            if name not in known:
+                near = difflib.get_close_matches(name, known)
+                hint = f" Nearest: {', '.join(near)}." if near else ""
+                raise UsageError(f"there is no metric {name!r} here.{hint} Metrics: {', '.join(known)}")
+        self._wanted = frozenset(metrics or known)
+
+    @property
+    def _unanswerable(self) -> bool:
+        return self._questions.unanswerable
+
+    def _all_metrics(self) -> list[Metric]:
+        found: list[Metric] = [ExactMatch(parts=self._unanswerable), F1(parts=self._unanswerable)]
+        return [*found, AnswerCounts()] if self._unanswerable else found
+
+    @abstractmethod
+    def _all_row_metrics(self) -> list[RowMetric]:
+        """Those of ``row_metrics``, wanted or not."""
+
+    def metrics(self) -> list[Metric]:
+        """The metrics asked for, or all that the data allow."""
+        return [metric for metric in self._all_metrics() if metric.name in self._wanted]
+
+    def row_metrics(self) -> list[RowMetric]:
+        """The best thresholds, where there are questions without an answer."""
+        return [metric for metric in self._all_row_metrics() if metric.name in self._wanted]
+
+    def findings(self, count: int) -> dict[str, list[str]]:
+        """Questions with a gold answer that is not at its ``answer_start``; its text counts all the same."""
+        return {"gold_answer_not_at_its_place": self._questions.misplaced(count)}
+
+    def _scored(self, answers: Sequence[str | None], samples: range) -> dict[str, Tensor]:
+        """exact_match and f1 of answers to consecutive questions; None is wrong whatever is right."""
+        scores = [
+            (False, 0.0)
+            if answer is None
+            else score_answer(answer, self._questions[index].answers, unanswerable=self._unanswerable)
+            for index, answer in zip(samples, answers, strict=True)
+        ]
+        return {
+            "exact_match": torch.tensor([exact for exact, _ in scores]),
+            "f1": torch.tensor([f1 for _, f1 in scores], dtype=torch.float64),
+        }
+
+    def _has_answer(self, samples: range) -> Tensor:
+        return torch.tensor([bool(self._questions[index].answers) for index in samples])

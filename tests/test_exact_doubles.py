@@ -1,0 +1,161 @@
+"""The exact mean of float64, against math.fsum and rational arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dualeval.errors import UsageError
+from dualeval.metrics import Measured
+from dualeval.metrics.exact import NORMAL_95, ExactMean, from_limbs
+from tests.measuring import ledger_of, measure, same_bits
+
+# Whose squares are float64 numbers, or smaller than all of these; smallest and largest among them.
+MODERATE = 1e150
+moderate = st.one_of(
+    st.floats(-MODERATE, MODERATE),
+    st.floats(-1.0, 1.0),
+    st.floats(-(2.0**-1022), 2.0**-1022),
+    st.sampled_from([5e-324, -5e-324, 2.0**-1022, 0.0, -0.0, MODERATE, -MODERATE, 1 / 3]),
+)
+finite = st.one_of(moderate, st.floats(allow_nan=False, allow_infinity=False))
+LARGEST = 1.7976931348623157e308
+
+
+def doubles(values: Sequence[float]) -> dict[str, Tensor]:
+    return {"value": torch.tensor(values, dtype=torch.float64)}
+
+
+def mean_of(factor: float = 1.0) -> ExactMean:
+    return ExactMean("mean", "value", torch.float64, factor)
+
+
+def expected_half_width(values: Sequence[float]) -> float:
+    exact = [Fraction(value) for value in values]
+    count = len(exact)
+    mean = sum(exact, Fraction()) / count
+    variance = sum(((value - mean) ** 2 for value in exact), Fraction()) / (count - 1)
+    spread = variance / count
+    with localcontext() as context:
+        # Beyond any float64, and back.
+        context.prec, context.Emax, context.Emin = 50, 10_000, -10_000
+        return NORMAL_95 * float((Decimal(spread.numerator) / Decimal(spread.denominator)).sqrt())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(moderate, min_size=1, max_size=30), st.sampled_from([1.0, 100.0, 0.3]), st.integers(0, 1000))
+def test_mean_of_doubles_and_its_interval(values: list[float], factor: float, seed: int) -> None:
+    measured = measure(mean_of(factor), doubles(values), seed)
+    expected = factor * math.fsum(values) / len(values)
+    assert same_bits(measured.values["mean"], expected)
+    if len(values) == 1:
+        assert measured.intervals == {}
+        return
+    half_width = factor * expected_half_width(values)
+    low, high = measured.intervals["mean"]
+    tolerance = 4 * math.ulp(max(abs(low), abs(high), half_width))
+    assert low == pytest.approx(expected - half_width, rel=0, abs=tolerance)
+    assert high == pytest.approx(expected + half_width, rel=0, abs=tolerance)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(finite, max_size=30), st.integers(0, 1000))
+def test_ledgers_of_doubles_hold_the_rational_sums(values: list[float], seed: int) -> None:
+    # All that are finite: sums here may exceed the largest float64.
+    for random in (None, Random(seed)):
+        ledger = ledger_of(mean_of(), doubles(values), random).tolist()
+        assert ledger[:4] == [len(values), 0, 0, 0]
+        exact = [Fraction(value) for value in values]
+        assert Fraction(from_limbs(ledger[4:71]), 2**1074) == sum(exact, Fraction())
+        squares = sum((value * value for value in exact), Fraction())
+        assert Fraction(from_limbs(ledger[71:]), 2**2148) == squares
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [MODERATE, 1.0, -MODERATE],
+        [MODERATE, 5e-324, -MODERATE],
+        [-5e-324, 5e-324, 5e-324, 5e-324],
+        [1.0, 2.0**-53, 2.0**-106],
+        [1.0, 2.0**-53],
+        [0.1] * 10,
+        [-0.0],
+        [5e-324],
+        [LARGEST],
+        [-LARGEST],
+    ],
+)
+def test_hard_sums_of_doubles(values: list[float]) -> None:
+    measured = measure(mean_of(), doubles(values))
+    assert same_bits(measured.values["mean"], math.fsum(values) / len(values))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(finite, min_size=1, max_size=10), st.integers(0, 1000))
+def test_mean_of_any_doubles(values: list[float], seed: int) -> None:
+    try:
+        expected = math.fsum(values) / len(values)
+    except OverflowError:  # no float64 is near enough
+        reject()
+    assert same_bits(measure(mean_of(), doubles(values), seed).values["mean"], expected)
+
+
+def test_mean_of_doubles_whose_squares_are_none() -> None:
+    assert measure(mean_of(), doubles([1e200, -1e200, 3.0])).values == {"mean": 1.0}
+
+
+def test_variance_of_doubles_survives_a_large_mean() -> None:
+    # In float64, the mean of squares less the square of the mean is noise here.
+    low, high = measure(mean_of(), doubles([2.0**40, 2.0**40 + 1.0] * 50)).intervals["mean"]
+    assert high - low == pytest.approx(2 * NORMAL_95 * math.sqrt(0.25 / 99), abs=2.0**-11)
+    low, high = measure(mean_of(), doubles([1.0, 1.0 + 2.0**-52])).intervals["mean"]
+    assert low < 1.0 < high
+
+
+def test_nonfinite_doubles_are_counted() -> None:
+    values = [1.0, math.nan, math.inf, -math.inf, math.inf, -math.nan, -2.5]
+    assert measure(mean_of(), doubles(values)) == Measured(
+        values={"mean": None}, nonfinite={"mean": {"nan": 2, "pos_inf": 2, "neg_inf": 1}}
+    )
+    ledger = ledger_of(mean_of(), doubles(values))
+    assert ledger[0] == 7
+    assert torch.equal(ledger[4:], ledger_of(mean_of(), doubles([1.0, -2.5]))[4:])
+    for value, kind in ((math.nan, "nan"), (math.inf, "pos_inf"), (-math.inf, "neg_inf")):
+        measured = measure(mean_of(), doubles([1.0, value]))
+        counts = dict.fromkeys(("nan", "pos_inf", "neg_inf"), 0) | {kind: 1}
+        assert measured == Measured(values={"mean": None}, nonfinite={"mean": counts})
+
+
+def test_no_doubles() -> None:
+    assert measure(mean_of(), doubles([])) == Measured(values={"mean": None})
+
+
+def test_a_billion_ledgers_of_doubles_add_up() -> None:
+    values = [LARGEST, -1.5, 5e-324, -LARGEST, 0.1, 1e-200, 3e200]
+    ledger = ledger_of(mean_of(), doubles(values))
+    merged = ledger * 2**30
+    mean_of().update(merged, doubles(values))
+    found = merged.tolist()
+    exact = [Fraction(value) for value in values]
+    assert found[0] == 7 * (2**30 + 1)
+    assert Fraction(from_limbs(found[4:71]), 2**1074) == sum(exact, Fraction()) * (2**30 + 1)
+    assert Fraction(from_limbs(found[71:]), 2**2148) == (2**30 + 1) * sum(one * one for one in exact)
+    for limbs in (found[4:71], found[71:]):
+        assert all(0 <= limb < 2**32 for limb in limbs[:-1])
+        assert -(2**31) <= limbs[-1] < 2**31
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_column_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(UsageError, match="float64"):
+        ledger_of(mean_of(), {"value": torch.ones(3, dtype=dtype)})

@@ -1,0 +1,289 @@
+"""Groups of windows that a model computes at once, against plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dualeval.data.windows import (
+    _FORWARD_TOKENS,
+    EncodedQuestion,
+    TokenizerFacts,
+    WindowEncoder,
+    grouped,
+)
+from dualeval.engine.feed import zeros_like
+from tests.made_tokenizers import ACCENTS, CONTEXT_WORDS, NAMES, RIVER, Made, make_all, same_bits, split
+
+Sample = dict[str, Tensor]
+
+FACTS = TokenizerFacts(pad_id=7, pad_type_id=3, null_id=2, type_ids=True, left=False)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+    return make_all(tmp_path_factory.mktemp("tokenizers"))
+
+
+@pytest.fixture(scope="module")
+def collator(made: dict[str, Made]) -> Callable[..., WindowEncoder]:
+    """Makes encoders whose ``collate`` is tested: of any facts, and of a tokenizer that does not matter."""
+    tokenizer = made["word_level"].tokenizer()
+
+    def make(facts: TokenizerFacts, most_windows: int) -> WindowEncoder:
+        return WindowEncoder(tokenizer, facts, max_length=64, stride=8, most_windows=most_windows)
+
+    return make
+
+
+def sample_of(lengths: Sequence[int], seed: int) -> Sample:
+    """A question with windows of these lengths; no two of its tokens are alike, nor like another seed's."""
+    tokens = sum(lengths)
+    ids = torch.arange(tokens, dtype=torch.int32) + 1000 * seed + 10
+    spans = torch.stack([ids * 2, ids * 2 + 1], dim=1)
+    null = torch.tensor([(length - 1) // 2 for length in lengths], dtype=torch.int32)
+    return {
+        "ids": ids,
+        "types": ids % 2,
+        "spans": spans,
+        "lengths": torch.tensor(lengths, dtype=torch.int32),
+        "null": null,
+    }
+
+
+def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """All windows of a batch in their order, each one a dict of lists."""
+    rows = []
+    for group in batch["groups"]:
+        for row in range(len(group["null"])):
+            inputs = {name: value[row].tolist() for name, value in group["inputs"].items()}
+            rows.append({**inputs, "spans": group["spans"][row].tolist(), "null": int(group["null"][row])})
+    return rows
+
+
+def join_by_hand(
+    samples: Sequence[EncodedQuestion], facts: TokenizerFacts, sizes: Sequence[int]
+) -> tuple[list[dict[str, Any]], list[list[int]], list[list[int]]]:
+    """Rows, places and counts of groups of these sizes, in plain Python."""
+    windows = [
+        (-len(window["ids"]), question, number, window)
+        for question, sample in enumerate(samples)
+        if sample["lengths"].any()
+        for number, window in enumerate(split(sample))
+    ]
+    windows.sort(key=lambda window: window[:3])
+    most = max([number + 1 for _, _, number, _ in windows], default=1)
+    places = [[-1] * most for _ in samples]
+    counts = [[0, 0, 0] for _ in samples]
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        group = windows[len(rows) : len(rows) + size]
+        longest = max(len(window["ids"]) for *_, window in group)
+        for _, question, number, window in group:
+            length = len(window["ids"])
+            before = longest - length if facts.left else 0
+            after = longest - length - before
+
+            def padded(values: list[Any], fill: Any, before: int = before, after: int = after) -> list[Any]:
+                return [fill] * before + values + [fill] * after
+
+            row = {
+                "input_ids": padded(window["ids"], facts.pad_id),
+                "attention_mask": padded([1] * length, 0),
+                "spans": padded(window["spans"], [-1, -1]),
+                "null": window["null"] + before,
+            }
+            if facts.type_ids:
+                row["token_type_ids"] = padded(window["types"], facts.pad_type_id)
+            places[question][number] = len(rows)
+            rows.append(row)
+            counts[question] = [
+                count + more for count, more in zip(counts[question], (1, length, longest), strict=True)
+            ]
+    assert len(rows) == len(windows)
+    return rows, places, counts
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_collate(collator: Callable[..., WindowEncoder], data: st.DataObject) -> None:
+    lengths = data.draw(
+        st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=4), min_size=1, max_size=12)
+    )
+    # Some are so long that they are not padded to.
+    longer = data.draw(st.sampled_from([1, 1, 40]))
+    samples = [
+        sample_of([length * (longer if seed % 2 else 1) for length in windows], seed)
+        for seed, windows in enumerate(lengths)
+    ]
+    for place in data.draw(st.sets(st.integers(0, len(samples) - 1), max_size=2)):
+        samples[place] = zeros_like(samples[place])
+    most_windows = data.draw(st.sampled_from([1, 3, 8, 32]))
+    facts = replace(FACTS, left=data.draw(st.booleans()), type_ids=data.draw(st.booleans()))
+    batch = collator(facts, most_windows).collate(samples)
+
+    sizes = [len(group["null"]) for group in batch["groups"]]
+    assert all(0 < size <= most_windows for size in sizes)
+    rows, places, counts = join_by_hand(samples, facts, sizes)
+    assert rows_of(batch) == rows
+    assert batch["places"].tolist() == places
+    columns = [batch[name].tolist() for name in ("windows", "tokens", "padded_tokens")]
+    assert [list(row) for row in zip(*columns, strict=True)] == counts
+    # The law, apart from the reference.
+    blocks = [group["inputs"]["input_ids"] for group in batch["groups"]]
+    assert sum(block.numel() for block in blocks) == int(batch["padded_tokens"].sum())
+    filled = [int(row.sum()) for group in batch["groups"] for row in group["inputs"]["attention_mask"]]
+    assert filled == sorted(filled, reverse=True)
+    assert [block.shape[1] for block in blocks] == [
+        int(group["inputs"]["attention_mask"].sum(dim=1).max()) for group in batch["groups"]
+    ]
+    assert sorted(place for row in places for place in row if place >= 0) == list(range(len(rows)))
+
+
+def cost(lengths: Sequence[int], groups: Sequence[tuple[int, int]]) -> int:
+    """Tokens with padding, and as many a group as another forward takes."""
+    return sum((stop - first) * max(lengths[first:stop]) + _FORWARD_TOKENS for first, stop in groups)
+
+
+def divisions(count: int, most: int) -> list[list[tuple[int, int]]]:
+    """All ways to divide so many windows into groups that follow each other."""
+    found = []
+    for chosen in range(1 << (count - 1)):
+        ends = [place + 1 for place in range(count - 1) if chosen >> place & 1]
+        groups = list(pairwise([0, *ends, count]))
+        if all(stop - first <= most for first, stop in groups):
+            found.append(groups)
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.one_of(st.integers(1, 12), st.integers(1, 1200)), min_size=1, max_size=8),
+    most=st.integers(1, 9),
+)
+def test_no_division_into_groups_takes_less(lengths: list[int], most: int) -> None:
+    lengths = sorted(lengths, reverse=True)
+    groups = grouped(lengths, most)
+    assert groups in divisions(len(lengths), most)
+    assert cost(lengths, groups) == min(cost(lengths, other) for other in divisions(len(lengths), most))
+
+
+def test_groups_of_known_windows() -> None:
+    more = _FORWARD_TOKENS
+    assert grouped([], 8) == []
+    assert grouped([5], 8) == [(0, 1)]
+    assert grouped([5] * 20, 32) == [(0, 20)]
+    assert [stop - first for first, stop in grouped([5] * 20, 1)] == [1] * 20
+    assert len(grouped([5] * 20, 8)) == 3
+    # Padding to the longest is worth a forward only where it is more than that.
+    assert grouped([more + 2, 1], 8) == [(0, 1), (1, 2)]
+    assert grouped([more, 1], 8) == [(0, 2)]
+    assert grouped([more] * 4 + [more // 2] * 4 + [1], 8) == [(0, 4), (4, 9)]
+
+
+def test_places_lead_to_each_questions_windows(made: dict[str, Made]) -> None:
+    for name in NAMES:
+        encoder = made[name].encoder(max_length=44, stride=8, most_windows=3)
+        texts = [RIVER, "c1 c2", ACCENTS, "", RIVER[:150], " ".join(CONTEXT_WORDS), RIVER[70:]]
+        samples = [encoder.encode(f"q{number}", text) for number, text in enumerate(texts)]
+        batch = encoder.collate(samples)
+        rows = rows_of(batch)
+        assert len(rows) > len(texts)
+        for sample, places in zip(samples, batch["places"].tolist(), strict=True):
+            windows = split(sample)
+            assert [place >= 0 for place in places] == [
+                number < len(windows) for number in range(len(places))
+            ]
+            for window, place in zip(windows, places, strict=False):
+                kept = [at for at, real in enumerate(rows[place]["attention_mask"]) if real]
+                assert [rows[place]["input_ids"][at] for at in kept] == window["ids"]
+                assert [rows[place]["spans"][at] for at in kept] == window["spans"]
+                assert kept.index(rows[place]["null"]) == window["null"]
+
+
+def test_filled_up_on_the_left(collator: Callable[..., WindowEncoder]) -> None:
+    encoder = collator(replace(FACTS, left=True), 8)
+    batch = encoder.collate([sample_of([2], 0), sample_of([4], 1)])
+    [group] = batch["groups"]
+    assert group["inputs"]["input_ids"].tolist() == [[1010, 1011, 1012, 1013], [7, 7, 10, 11]]
+    assert group["inputs"]["token_type_ids"].tolist() == [[0, 1, 0, 1], [3, 3, 0, 1]]
+    assert group["inputs"]["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+    assert group["spans"][1].tolist() == [[-1, -1], [-1, -1], [20, 21], [22, 23]]
+    assert group["null"].tolist() == [1, 2]
+    assert batch["places"].tolist() == [[1], [0]]
+    assert batch["padded_tokens"].tolist() == [4, 4]
+
+
+def test_dtypes_of_a_batch(collator: Callable[..., WindowEncoder]) -> None:
+    batch = collator(FACTS, 8).collate([sample_of([3, 2], 0)])
+    [group] = batch["groups"]
+    assert {name: value.dtype for name, value in group["inputs"].items()} == dict.fromkeys(
+        ("input_ids", "attention_mask", "token_type_ids"), torch.int64
+    )
+    assert (group["spans"].dtype, group["null"].dtype) == (torch.int32, torch.int64)
+    assert batch["places"].dtype == torch.int64
+    assert {batch[name].dtype for name in ("windows", "tokens", "padded_tokens")} == {torch.int32}
+    assert batch.keys() == {"groups", "places", "windows", "tokens", "padded_tokens"}
+
+
+def test_windows_of_one_question_may_be_in_several_groups(collator: Callable[..., WindowEncoder]) -> None:
+    long = 2 * _FORWARD_TOKENS
+    batch = collator(FACTS, 8).collate([sample_of([long, long, 3], 0), sample_of([4], 1)])
+    assert [group["inputs"]["input_ids"].shape for group in batch["groups"]] == [(2, long), (2, 4)]
+    assert batch["places"].tolist() == [[0, 1, 3], [2, -1, -1]]
+    assert [batch[name].tolist() for name in ("windows", "tokens", "padded_tokens")] == [
+        [3, 1],
+        [2 * long + 3, 4],
+        [2 * long + 4, 4],
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=12),
+    like=st.integers(0, 11),
+    at=st.integers(0, 12),
+)
+def test_a_sample_of_zeros_has_no_windows_and_moves_no_other(
+    collator: Callable[..., WindowEncoder], lengths: list[list[int]], like: int, at: int
+) -> None:
+    encoder = collator(FACTS, 8)
+    samples = [sample_of(windows, seed) for seed, windows in enumerate(lengths)]
+    at = min(at, len(samples))
+    failed = zeros_like(samples[like % len(samples)])
+    without = encoder.collate(samples)
+    found = encoder.collate([*samples[:at], failed, *samples[at:]])
+    assert same_bits(found["groups"], without["groups"])
+    others = [place for place in range(len(samples) + 1) if place != at]
+    assert (found["places"][at] == -1).all()
+    for name in ("places", "windows", "tokens", "padded_tokens"):
+        assert same_bits(found[name][others], without[name])
+    assert [int(found[name][at]) for name in ("windows", "tokens", "padded_tokens")] == [0, 0, 0]
+
+
+def test_a_batch_of_zeros_has_no_groups(collator: Callable[..., WindowEncoder]) -> None:
+    batch = collator(FACTS, 8).collate([zeros_like(sample_of([3, 2], seed)) for seed in range(3)])
+    assert batch["groups"] == []
+    assert batch["places"].tolist() == [[-1]] * 3
+    assert batch["padded_tokens"].tolist() == [0, 0, 0]
+
+
+def test_collate_is_deterministic_and_leaves_its_samples_alone(
+    collator: Callable[..., WindowEncoder],
+) -> None:
+    lengths = [[5, 5, 3], [5, 3], [3], [5, 5], [3, 5], [4]]
+    samples, again = ([sample_of(windows, seed) for seed, windows in enumerate(lengths)] for _ in range(2))
+    encoder = collator(FACTS, 8)
+    first = encoder.collate(samples)
+    encoder.collate(samples[::-1])
+    assert same_bits(encoder.collate(samples), first)
+    assert same_bits(collator(FACTS, 8).collate(again), first)
+    assert same_bits(samples, again)
