@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -209,6 +210,7 @@ def test_options_that_make_no_job(tiny: Path, data: dict[str, Path], tmp_path: P
         ({"model": tmp_path / "none"}, r"none does not exist.*save_pretrained"),
         ({"model": tmp_path}, r"holds no config\.json"),
         ({"data": tmp_path / "none.json"}, r"none\.json cannot be read.*--data"),
+        ({"stride": 380, "max_length": 384, "weights": "random:x"}, r"random:SEED"),
         ({"stride": 381}, r"--stride 381 is not less than the 381 tokens that --max-length 384"),
         ({"null_threshold": 1.0}, r"--null-threshold 1: every question of .*squad\.json has an answer"),
         (
@@ -234,13 +236,20 @@ def test_options_that_make_no_job(tiny: Path, data: dict[str, Path], tmp_path: P
     ]
 
 
-def test_another_grouping_is_another_job(tiny: Path) -> None:
-    """It changes the padding, and so the last bits."""
-    tasks = [
-        QuestionAnswering(model=tiny, data=questions.squad_file(), batch_size=size) for size in (4, 8, 8)
+def test_what_changes_bits_is_another_job(tiny: Path, tmp_path: Path) -> None:
+    """The grouping by its padding; of a model's configuration the weights say nothing."""
+    heads = shutil.copytree(tiny, tmp_path / "heads")
+    config = json.loads((heads / "config.json").read_text())
+    (heads / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4}))
+    same = shutil.copytree(tiny, tmp_path / "same")
+    changes: list[dict[str, Any]] = [
+        *({}, {"batch_size": 8}, {"max_length": 200}, {"stride": 64}, {"n_best": 3}),
+        *({"max_answer_length": 9}, {"model": heads}),
     ]
-    first, second, third = (task.fingerprint() for task in tasks)
-    assert first != second == third
+    base: dict[str, Any] = {"model": tiny, "data": questions.squad_file()}
+    found = [QuestionAnswering(**{**base, **change}).fingerprint() for change in changes]
+    assert all(one != other for one, other in itertools.combinations(found, 2))
+    assert QuestionAnswering(**{**base, "model": same}).fingerprint() == found[0]
 
 
 def test_a_file_of_somebody_else_is_not_overwritten(tiny: Path, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class WindowEncoder:
 
     Attributes:
         max_length: as given.
+        stride: as given.
         most_windows: as given.
     """
 
@@ -72,7 +73,7 @@ class WindowEncoder:
         self._facts = facts
         self.max_length = max_length
         self.most_windows = most_windows
-        self._stride = stride
+        self.stride = stride
         self._special = tokenizer.num_special_tokens_to_add(True)
         tokenizer.no_padding()
         # Of one text alone the strategy below has nothing to cut.
@@ -85,7 +86,7 @@ class WindowEncoder:
 
     def fingerprint(self) -> str:
         """sha256, in hex, over the tokenizer and its settings."""
-        return hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+        return hashlib.sha256(f"{self._tokenizer.to_str()}\n{self._facts}".encode()).hexdigest()
 
     def encode(self, question: str, context: str) -> dict[str, Tensor]:
         """Cut a question and its text into windows.
@@ -103,10 +104,10 @@ class WindowEncoder:
         room = self.max_length - self._special - self._tokens_of(question)
         # A window has to go on by one token at least, where there is more than one. The library would end the
         # process.
-        if room <= self._stride and self._tokens_of(context) > room:
+        if room <= self.stride and self._tokens_of(context) > room:
             raise ValueError(
                 f"the question leaves room for {max(room, 0)} tokens of the text in a window of "
-                f"{self.max_length}, expected more than the {self._stride} that windows share: "
+                f"{self.max_length}, expected more than the {self.stride} that windows share: "
                 "set --max-length or --stride"
             )
         pair = (context, question) if self._facts.left else (question, context)

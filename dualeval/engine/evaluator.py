@@ -25,6 +25,7 @@ from dualeval.engine.control import ControlPlane
 from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.folder import Found, RunFolder, folder_of_launch
 from dualeval.engine.journal import JournalWriter
+from dualeval.engine.outcome import make_result
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.watch import Watch
@@ -36,7 +37,6 @@ from dualeval.tasks import Task
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
 
-_NAMED_AT_MOST = 5
 # Called with (samples done over all ranks, samples in all); on rank 0 only.
 Show = Callable[[int, int], None]
 
@@ -500,7 +500,25 @@ class _Run:
         self._progress.step("write")
         measured = [metric.compute(slots) for metric, slots in recorder.ledger.parts()]
         measured += self._measured_by_rows(folder, found, reports)
-        result = self._result(folder, facts, found, recorder, measured, reports, setup_s=setup_s)
+        result = make_result(
+            self._task,
+            self._plan,
+            measured,
+            facts,
+            found,
+            reports,
+            totals=(evaluated, failed),
+            world={
+                "size": self._world.size,
+                "nodes": len(set(facts["hosts"])),
+                "launcher": self._world.launcher,
+                "backend": self._backend.name,
+            },
+            job=self._options._job,
+            folder=folder.path,
+            setup_s=setup_s,
+            total_s=perf_counter() - self._options._started,
+        )
         if self._world.is_main:
             try:
                 folder.write(
@@ -531,75 +549,3 @@ class _Run:
         assert words is not None
         # JSON keeps every bit of a float.
         return [Measured(**told) for told in words]
-
-    def _result(
-        self,
-        folder: RunFolder,
-        facts: Mapping[str, Any],
-        found: Found,
-        recorder: Recorder,
-        measured: Sequence[Measured],
-        reports: list[dict[str, Any]],
-        *,
-        setup_s: float,
-    ) -> Result:
-        # The slowest rank's: the run is not through before.
-        evaluate_s = max(report["times"]["evaluate"] for report in reports)
-        evaluated, failed = recorder.ledger.totals()
-        failures = sorted(tuple(entry) for report in reports for entry in report["failed"])
-        units = {name: unit for part in measured for name, unit in part.units.items()}
-        nonfinite = {name: counts for part in measured for name, counts in part.nonfinite.items()}
-        odd = {kind: list(ids) for kind, ids in self._task.findings(self._plan.num_samples).items() if ids}
-        machine = facts["machine"]
-        return Result(
-            metrics={name: value for part in measured for name, value in part.values.items()},
-            intervals={name: interval for part in measured for name, interval in part.intervals.items()},
-            nonfinite=nonfinite,
-            units=units,
-            samples={"total": self._plan.num_samples, "evaluated": evaluated, "failed": failed},
-            failed=[{"id": self._dataset.id(index), "error": error} for index, error in failures],
-            chunks={
-                "total": self._plan.num_chunks,
-                "evaluated_now": len(found.earlier.remaining),
-                "resumed": self._plan.num_chunks - len(found.earlier.remaining),
-            },
-            job=self._options._job,
-            fingerprint=facts["fingerprint"],
-            data={"fingerprint": facts["job"]["data"], "samples": len(self._dataset), "findings": odd},
-            weights=facts["job"]["weights"],
-            versions=machine["versions"],
-            world={
-                "size": self._world.size,
-                "nodes": len(set(facts["hosts"])),
-                "launcher": self._world.launcher,
-                "backend": self._backend.name,
-            },
-            device={key: machine[key] for key in ("device", "model", "cpu_capability")},
-            homogeneous=facts["homogeneous"],
-            timing={
-                "total_s": perf_counter() - self._options._started,
-                "setup_s": setup_s,
-                "evaluate_s": evaluate_s,
-                "ranks": [report["times"] for report in reports],
-            },
-            samples_per_s=sum(len(self._plan.chunk_samples(chunk)) for chunk in found.earlier.remaining)
-            / evaluate_s,
-            work={name: count for part in measured for name, count in part.work.items()},
-            warnings=[*found.notes, *_warnings(measured, failed, odd, facts["homogeneous"])],
-            folder=str(folder.path),
-        )
-
-
-def _warnings(
-    measured: Sequence[Measured], failed: int, odd: Mapping[str, Sequence[str]], homogeneous: bool
-) -> Iterator[str]:
-    if failed:
-        yield f"{failed} samples could not be read and are in no metric; result.json lists them"
-    for kind, ids in odd.items():
-        more = ", ..." if len(ids) > _NAMED_AT_MOST else ""
-        named = ", ".join(ids[:_NAMED_AT_MOST])
-        yield f"{kind.replace('_', ' ')}: {len(ids)} samples ({named}{more}), listed in result.json"
-    for part in measured:
-        yield from part.warnings
-    if not homogeneous:
-        yield "the ranks differ in device model, CPU capability or versions: metrics agree to tolerance only"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,13 @@ def check_folder(folder: Path) -> None:
             f"--model {folder} {found}. Expected a local folder as save_pretrained writes it, with the model "
             "and its tokenizer; 'hf download NAME --local-dir DIR' fetches one."
         )
+
+
+def config_fingerprint(folder: Path) -> str:
+    """sha256, in hex, over the values in config.json."""
+    return sha256(
+        json.dumps(json.loads((folder / _CONFIG).read_bytes()), sort_keys=True).encode()
+    ).hexdigest()
 
 
 def load_tokenizer(folder: Path) -> tuple[Any, TokenizerFacts]:

@@ -82,7 +82,7 @@ class QuestionAnswering(ScoredAnswers):
         self._max_answer_length = max_answer_length
         self._null_threshold = null_threshold or 0.0
         tokenizer, facts = models.load_tokenizer(model)
-        self._tokens = tokenizer.get_vocab_size()
+        self._tokens = 1 + max(tokenizer.get_vocab().values())
         special = tokenizer.num_special_tokens_to_add(True)
         if not stride < max_length - special:
             raise UsageError(
@@ -124,18 +124,18 @@ class QuestionAnswering(ScoredAnswers):
         """
         model = models.build(self._folder, self._weights)
         models.check_vocabulary(self._folder, model, self._tokens)
-        models.try_out(self._folder, model, self._windows_of("a"))
+        models.try_out(self._folder, model, self._windows_on("a"))
         try:
-            models.try_out(self._folder, model, self._windows_of("a " * self._encoder.max_length))
+            models.try_out(self._folder, model, self._windows_on("a " * self._encoder.max_length))
         except UsageError as error:
             raise UsageError(
                 f"{error}. It takes shorter ones: give --max-length of the model's size."
             ) from error
         return model.to(device)
 
-    def _windows_of(self, context: str) -> Mapping[str, Tensor]:
-        """The longest windows of a question, as the model takes them."""
-        batch = self._encoder.collate([self._encoder.encode("a", context)])
+    def _windows_on(self, context: str) -> Mapping[str, Tensor]:
+        """The longest windows of a text, as the model takes them; the question leaves all room to it."""
+        batch = self._encoder.collate([self._encoder.encode("", context)])
         windows: Mapping[str, Tensor] = batch["groups"][0]["inputs"]
         return windows
 
@@ -216,9 +216,13 @@ class QuestionAnswering(ScoredAnswers):
         return chosen if any(metric.name == WindowWork.name for metric in chosen) else [*chosen, WindowWork()]
 
     def fingerprint(self) -> dict[str, Any]:
-        """What windows and answers depend on, the tokenizer with its settings among it."""
+        """What windows, logits and answers depend on, besides the weights."""
         return {
+            # Weights say nothing of how many heads they are divided among.
+            "config": models.config_fingerprint(self._folder),
             "tokenizer": self._encoder.fingerprint(),
+            "max_length": self._encoder.max_length,
+            "stride": self._encoder.stride,
             "most_windows": self._encoder.most_windows,
             "n_best": self._n_best,
             "max_answer_length": self._max_answer_length,

@@ -1,0 +1,100 @@
+"""From what the ranks have counted and reported to the result that is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dualeval.engine.folder import Found
+from dualeval.engine.plan import EvalPlan
+from dualeval.metrics import Measured
+from dualeval.result import Result
+from dualeval.tasks import Task
+
+_NAMED_AT_MOST = 5
+
+
+def make_result(
+    task: Task,
+    plan: EvalPlan,
+    measured: Sequence[Measured],
+    facts: Mapping[str, Any],
+    found: Found,
+    reports: Sequence[Mapping[str, Any]],
+    *,
+    totals: tuple[int, int],
+    world: Mapping[str, Any],
+    job: Mapping[str, Any],
+    folder: Path,
+    setup_s: float,
+    total_s: float,
+) -> Result:
+    """Put a run's result together; the same on every rank, but for the seconds before the loop.
+
+    Args:
+        task: names the samples.
+        plan: the run's.
+        measured: what each metric says.
+        facts: about job and machines, as the ranks have agreed on them.
+        found: what was in the folder at the start.
+        reports: each rank's ``times`` and ``failed``.
+        totals: samples evaluated, samples failed.
+        world: as in the result, as ``job`` and ``folder``.
+        setup_s: seconds before the loop.
+        total_s: seconds in all.
+    """
+    dataset = task.dataset()
+    evaluated, failed = totals
+    # The slowest rank's: the run is not through before.
+    evaluate_s = max(report["times"]["evaluate"] for report in reports)
+    failures = sorted(tuple(entry) for report in reports for entry in report["failed"])
+    odd = {kind: list(ids) for kind, ids in task.findings(plan.num_samples).items() if ids}
+    remaining = found.earlier.remaining
+    machine = facts["machine"]
+    return Result(
+        metrics={name: value for part in measured for name, value in part.values.items()},
+        intervals={name: interval for part in measured for name, interval in part.intervals.items()},
+        nonfinite={name: counts for part in measured for name, counts in part.nonfinite.items()},
+        units={name: unit for part in measured for name, unit in part.units.items()},
+        samples={"total": plan.num_samples, "evaluated": evaluated, "failed": failed},
+        failed=[{"id": dataset.id(index), "error": error} for index, error in failures],
+        chunks={
+            "total": plan.num_chunks,
+            "evaluated_now": len(remaining),
+            "resumed": plan.num_chunks - len(remaining),
+        },
+        job=dict(job),
+        fingerprint=facts["fingerprint"],
+        data={"fingerprint": facts["job"]["data"], "samples": len(dataset), "findings": odd},
+        weights=facts["job"]["weights"],
+        versions=machine["versions"],
+        world=dict(world),
+        device={key: machine[key] for key in ("device", "model", "cpu_capability")},
+        homogeneous=facts["homogeneous"],
+        timing={
+            "total_s": total_s,
+            "setup_s": setup_s,
+            "evaluate_s": evaluate_s,
+            "ranks": [report["times"] for report in reports],
+        },
+        samples_per_s=sum(len(plan.chunk_samples(chunk)) for chunk in remaining) / evaluate_s,
+        work={name: count for part in measured for name, count in part.work.items()},
+        warnings=[*found.notes, *_warnings(measured, failed, odd, facts["homogeneous"])],
+        folder=str(folder),
+    )
+
+
+def _warnings(
+    measured: Sequence[Measured], failed: int, odd: Mapping[str, Sequence[str]], homogeneous: bool
+) -> Iterator[str]:
+    if failed:
+        yield f"{failed} samples could not be read and are in no metric; result.json lists them"
+    for kind, ids in odd.items():
+        more = ", ..." if len(ids) > _NAMED_AT_MOST else ""
+        named = ", ".join(ids[:_NAMED_AT_MOST])
+        yield f"{kind.replace('_', ' ')}: {len(ids)} samples ({named}{more}), listed in result.json"
+    for part in measured:
+        yield from part.warnings
+    if not homogeneous:
+        yield "the ranks differ in device model, CPU capability or versions: metrics agree to tolerance only"
