@@ -104,6 +104,11 @@ CASES = {
 }
 # These say no before any process is started, or are about starting itself.
 PLAIN_ONLY = {"nproc beyond reason", "half-set torchrun", "backend without launcher"}
+# Of those that ranks find, one for each place: options, data, weights, model, output folder, a sample.
+ON_RANKS = {
+    *("unknown precision", "missing data folder", "weights that do not fit", "input size"),
+    *("unwritable output", "no image"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +147,12 @@ def run_case(launch: Launch, case: BadInput, inputs: Path, tmp_path: Path, *, np
 
 @pytest.mark.parametrize(
     ("name", "nproc"),
-    [(name, nproc) for name in CASES for nproc in (False, True) if not (nproc and name in PLAIN_ONLY)],
+    [
+        pytest.param(name, nproc, marks=[pytest.mark.long] if nproc and name not in ON_RANKS else [])
+        for name in CASES
+        for nproc in (False, True)
+        if not (nproc and name in PLAIN_ONLY)
+    ],
     ids=lambda value: {False: "plain", True: "nproc"}.get(value, value),
 )
 def test_bad_input(launch: Launch, inputs: Path, tmp_path: Path, name: str, nproc: bool) -> None:

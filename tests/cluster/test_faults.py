@@ -39,7 +39,7 @@ from tests.faults import (
 )
 from tests.faulty_models import FAULT, FLUSH_S, began
 
-ROUNDS = 5
+ROUNDS = 3
 SEED = "DUALEVAL_TEST_SEED"
 # The embedded job, whatever the batch size.
 WHOLE_DIGEST = "494a415ade5b896dced39cf1a45387d76a54305607be719cd40c9dc3725d91ca"

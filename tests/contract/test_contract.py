@@ -41,8 +41,13 @@ class Group:
         return [*start(self.launcher, self.size), *worker]
 
     @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        # Four ranks take half of all the time, and three have shown nearly all that they can.
+        return [*needs(self.launcher, self.backend), *([pytest.mark.long] if self.size > 3 else [])]
+
+    @property
     def parameter(self) -> ParameterSet:
-        return pytest.param(self, id=str(self), marks=needs(self.launcher, self.backend))
+        return pytest.param(self, id=str(self), marks=self.marks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +110,7 @@ def outcome(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 @pytest.mark.parametrize(
     ("group", "check"),
     [
-        pytest.param(group, name, id=f"{group}-{name}", marks=needs(group.launcher, group.backend))
+        pytest.param(group, name, id=f"{group}-{name}", marks=group.marks)
         for group in GROUPS
         for name, check in CHECKS.items()
         if check.applies(group.backend, group.size)
