@@ -218,6 +218,7 @@ def test_options_of_another_task_are_refused() -> None:
         ({"stride": 0}, "--stride"),
         ({"null_threshold": 0.0}, "--null-threshold"),
         ({"task": "question-answering", "download": True}, "--download"),
+        ({"task": "question-answering", "resize": 3}, "--resize"),
     ):
         with pytest.raises(UsageError, match=f"{flag} belongs to --task"):
             Job(**options)
@@ -236,3 +237,12 @@ def test_the_model_is_a_path_for_some_tasks(tmp_path: Path, in_file: bool) -> No
     assert (given.model, given.data) == ("here", "there.json")
     if not in_file:
         assert Job.read(path, {}).model == "bert"
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("max_length", 1), ("n_best", 1), ("max_answer_length", 1), ("stride", 0)]
+)
+def test_numbers_of_windows_and_answers(name: str, least: int) -> None:
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(UsageError, match=f"{flag} {least - 1}: expected a whole number of at least {least}"):
+        Job(task="question-answering", **{name: least - 1})  # type: ignore[arg-type]
