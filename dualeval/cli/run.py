@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualeval.cli import options
 from dualeval.engine.signals import DEFAULT_SIGNALS, Signals, numbers_of
 from dualeval.errors import (
     EXIT_DONE,
@@ -109,7 +110,7 @@ def _numbers(
 @click.option(
     "--null-threshold", type=float, help="No answer where it scores better by more than this.  [default: 0]"
 )
-@click.option("--metric", multiple=True, help="Metric to compute; give it again for more.  [default: all]")
+@options.METRIC
 @click.option("--batch-size", type=int, help="Samples a batch.  [default: 64]")
 @click.option("--limit", type=int, help="Evaluate only the first N samples.")
 @click.option("--precision", help=f"{', '.join(PRECISIONS)}.  [default: fp32]")
@@ -123,7 +124,7 @@ def _numbers(
     type=click.Path(path_type=Path),
     help="Output folder; a run that was begun there goes on.  [default: a new one in runs/]",
 )
-@click.option("--fresh", is_flag=True, help="Start over in --out: remove an earlier run's files first.")
+@options.FRESH
 @click.option(
     "--schedule",
     default=SCHEDULES[0],
@@ -145,9 +146,7 @@ def _numbers(
 @click.option("--launcher", help=f"Who started the ranks: {', '.join(PROBES)}.  [default: detected]")
 @click.option("--nproc", type=int, help="Start that many processes here, as torchrun or horovodrun would.")
 @click.option("--progress/--no-progress", default=True, help="Show how far the run is.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print result.json, and nothing else, on standard output."
-)
+@options.AS_JSON
 @click.option("--dry-run", is_flag=True, help="Print the job as resolved, and stop.")
 @click.pass_context
 def run(context: click.Context, /, **flags: Any) -> None:
@@ -268,7 +267,7 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
     backend.close()
     watch.stop()
     if world.is_main:
-        _show(result, manner)
+        options.show(result, as_json=manner.as_json)
     return EXIT_DONE
 
 
@@ -374,15 +373,6 @@ def _workers(job: Job, task: Task, cores: int) -> int:
     if not task.decodes:
         return 0
     return min(_MOST_AUTOMATIC_WORKERS, cores)
-
-
-def _show(result: Result, manner: _Manner) -> None:
-    from dualeval.report.table import print_result
-
-    if manner.as_json:
-        click.echo(result.to_json(), nl=False)
-    else:
-        print_result(result)
 
 
 def _end_after(error: Exception, control: ControlPlane, watch: Watch) -> int:

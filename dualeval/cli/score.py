@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from dualeval.cli import options
 from dualeval.errors import EXIT_DONE, LaunchError, UsageError
 from dualeval.launch import examine
 from dualeval.world import World
@@ -32,16 +33,14 @@ TASKS = ("question-answering",)
     type=click.Path(path_type=Path),
     help="How little each question is believed to have an answer: JSON object; adds the best thresholds.",
 )
-@click.option("--metric", multiple=True, help="Metric to compute; give it again for more.  [default: all]")
+@options.METRIC
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     help="Output folder.  [default: a new one in runs/]",
 )
-@click.option("--fresh", is_flag=True, help="Start over in --out: remove an earlier run's files first.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print result.json, and nothing else, on standard output."
-)
+@options.FRESH
+@options.AS_JSON
 @click.pass_context
 def score(context: click.Context, /, **flags: Any) -> None:
     """Score a file of answers against a file of questions, as the official scripts do.
@@ -52,7 +51,6 @@ def score(context: click.Context, /, **flags: Any) -> None:
     from dualeval.backends import connect
     from dualeval.engine.control import open_control_plane
     from dualeval.engine.evaluator import Evaluator
-    from dualeval.report.table import print_result
     from dualeval.tasks.given_answers import GivenAnswers
 
     if flags["task"] not in TASKS:
@@ -81,10 +79,7 @@ def score(context: click.Context, /, **flags: Any) -> None:
             note=lambda sentence: click.echo(f"dualeval: note: {sentence}", err=True),
             job={**job, "metric": list(flags["metric"])},
         ).run()
-    if flags["as_json"]:
-        click.echo(result.to_json(), nl=False)
-    else:
-        print_result(result)
+    options.show(result, as_json=flags["as_json"])
     context.exit(EXIT_DONE)
 
 

@@ -61,16 +61,12 @@ def score_answer(answer: str, gold: Sequence[str], *, unanswerable: bool) -> tup
             gold answer the empty one is right; a text without words has F1 1 with another such, else 0. As
             the script of v1.1 does otherwise: there must be a gold answer, and F1 is then 0 with any.
     """
-    if unanswerable:
-        gold = [text for text in gold if normalize_answer(text)] or [""]
     normalized = normalize_answer(answer)
+    right = {normalize_answer(text) for text in gold}
+    if unanswerable:
+        right = right - {""} or {""}
     words = normalized.split()
-    exact, f1 = False, 0.0
-    for text in dict.fromkeys(gold):
-        right = normalize_answer(text)
-        exact = exact or right == normalized
-        f1 = max(f1, _f1(words, right.split(), unanswerable))
-    return exact, f1
+    return normalized in right, max(_f1(words, text.split(), unanswerable) for text in right)
 
 
 def _f1(words: Sequence[str], gold: Sequence[str], unanswerable: bool) -> float:
