@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dualeval.choices import ON_ERROR, PRECISIONS, check_choice, check_count
 from dualeval.errors import UsageError
 
 # The options that have a meaning for one task only.
@@ -23,9 +24,6 @@ OPTIONS = {
     ),
 }
 TASKS = tuple(OPTIONS)
-PRECISIONS = ("fp32", "tf32", "amp-bf16", "amp-fp16")
-ON_ERROR = ("stop", "skip")
-SCHEDULES = ("static", "dynamic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +50,10 @@ class Job:
         metric: names of metrics; empty for the task's default ones.
         batch_size: samples a batch.
         limit: evaluate only the first samples.
-        precision: one of ``PRECISIONS``.
+        precision: one of ``choices.PRECISIONS``.
         device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
         workers: reading processes of each rank; None decides by task and cores.
-        on_error: what a sample that cannot be read does, one of ``ON_ERROR``.
+        on_error: what a sample that cannot be read does, one of ``choices.ON_ERROR``.
         download: whether default weights may be fetched.
     """
 
@@ -85,14 +83,14 @@ class Job:
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("limit", 1), ("workers", 0), ("num_classes", 1)):
-            _at_least(name, getattr(self, name), least)
+            check_count(_flag(name), getattr(self, name), least)
         for name in ("resize", "crop", "max_length", "n_best", "max_answer_length"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("stride", self.stride, 0)
-        _one_of("task", self.task, TASKS)
+            check_count(_flag(name), getattr(self, name), 1)
+        check_count("--stride", self.stride, 0)
+        check_choice(_flag("task"), self.task, TASKS)
         self._refuse_options_of_other_tasks()
-        _one_of("precision", self.precision, PRECISIONS)
-        _one_of("on_error", self.on_error, ON_ERROR)
+        check_choice(_flag("precision"), self.precision, PRECISIONS)
+        check_choice(_flag("on_error"), self.on_error, ON_ERROR)
         if self.std is not None and not (self.std and all(0 < value < math.inf for value in self.std)):
             raise UsageError(f"{_flag('std')} {self.std}: expected numbers above 0, one a channel")
 
@@ -190,15 +188,3 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise UsageError(f"{_flag(name)} {value}: expected a whole number of at least {least}")
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        near = difflib.get_close_matches(value, known, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise UsageError(f"{_flag(name)} {value!r}: expected one of {', '.join(known)}.{hint}")

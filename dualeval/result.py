@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from dualeval.errors import DualevalError
 from dualeval.metrics import Value
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STATUS = "status.json"
 
 
@@ -36,13 +37,20 @@ class Result:
         versions: of Python and of the libraries that compute.
         world: size, nodes, launcher, backend.
         device: kind and model of the devices.
-        homogeneous: whether all ranks have the same device model, CPU capability and versions.
+        homogeneous: whether one kind of machine has computed all: device model, CPU capability, bits, versions.
+        machines: each kind of machine that has computed a part, as ``device`` and ``versions`` name it, with the
+            number of its ``chunks``.
         timing: seconds; total, setup, evaluate, and the split of each rank.
         samples_per_s: evaluated samples over evaluate seconds.
         units: by metric, "percent" for values of 0 to 100.
         work: what the metrics took, as counts, where a task counts something.
         warnings: what a reader of the numbers should know.
         folder: where rank 0 wrote the files.
+        finished_at: when the run came to its end, UTC, ISO 8601.
+        earlier: an earlier run has made this result, and this one has only printed it.
+        replay: what evaluating one finished batch anew has shown: "same bits", "within tolerance", "skipped", or
+            "nothing to compare"; None where nothing was finished before.
+        files: by name, ``bytes`` and ``sha256`` of the files beside result.json; complete on rank 0 only.
     """
 
     metrics: dict[str, Value]
@@ -65,6 +73,11 @@ class Result:
     folder: str
     units: dict[str, str] = field(default_factory=dict)
     work: dict[str, int] = field(default_factory=dict)
+    machines: list[dict[str, Any]] = field(default_factory=list)
+    finished_at: str | None = None
+    earlier: bool = False
+    replay: str | None = None
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def metrics_digest(self) -> str:
@@ -126,6 +139,35 @@ def result_from(content: Any) -> Result:
 def partial_of(path: Path) -> Path:
     """Where a file is written until it is whole."""
     return path.with_name(path.name + ".partial")
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where its file system can say so."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and user-space file systems sync files, but no folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def checksum_of(path: Path, step: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Size and sha256 of a file; ``step`` is called with every piece that is read.
+
+    Returns:
+        {"bytes": size, "sha256": hex}
+    """
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+            size += len(piece)
+            step()
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def write_text(path: Path, text: str) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dualeval"
 
 # Each room and the rooms it may import from, besides itself and the ground floor.
-GROUND = {"errors", "world", "network", "store", "vision_library"}
+GROUND = {"choices", "errors", "world", "network", "store", "vision_library"}
 ALLOWED = {
     "cli": {"job", "launch", "backends", "engine", "tasks", "models", "report", "result"},
     "engine": {"metrics", "result", "tasks", "backends.base"},
@@ -28,6 +28,7 @@ ALLOWED = {
     "job": set(),
     "backends": set(),
     "launch": set(),
+    "choices": set(),
     "errors": set(),
     "world": set(),
     "network": set(),

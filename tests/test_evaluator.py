@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from dualeval import job
+from dualeval import choices
 from dualeval.backends import connect
 from dualeval.engine import journal, numerics, plan, predictions, recorder
 from dualeval.engine.control import open_control_plane
@@ -262,5 +262,5 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "journal/notes.txt").read_text() == (tmp_path / "other.partial").read_text() == "kept"
 
 
-def test_precisions_are_those_of_the_job() -> None:
-    assert tuple(numerics.PRECISIONS) == job.PRECISIONS
+def test_precisions_are_those_of_the_options() -> None:
+    assert tuple(numerics.PRECISIONS) == choices.PRECISIONS

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice
 from dualeval.cli import options
 from dualeval.engine.signals import DEFAULT_SIGNALS, Signals, numbers_of
 from dualeval.errors import (
@@ -26,7 +27,7 @@ from dualeval.errors import (
     UsageError,
     exit_code_of,
 )
-from dualeval.job import ON_ERROR, PRECISIONS, SCHEDULES, TASKS, Job
+from dualeval.job import TASKS, Job
 from dualeval.launch import PROBES, examine
 from dualeval.network import host_identity
 from dualeval.world import World
@@ -60,8 +61,7 @@ class _Manner:
     started: float
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise UsageError(f"--schedule {self.schedule!r}: expected one of {', '.join(SCHEDULES)}.")
+        check_choice("--schedule", self.schedule, SCHEDULES)
         if not _LEAST_TIMEOUT_S <= self.heartbeat_timeout <= _LONGEST_TIMEOUT_S:
             raise UsageError(
                 f"--heartbeat-timeout {self.heartbeat_timeout:g}: expected seconds, "

@@ -4,9 +4,9 @@ A file holds the chunks finished since the last one: their numbers, one ledger d
 their per-sample rows. It is written beside its place, checksummed, synced and renamed, so a file that is
 there under its name is whole. Layout, integers little-endian:
 
-    8 bytes   magic "DUALEVL2"
+    8 bytes   magic "DUALEVL3"
     8 bytes   length of the header
-    header    UTF-8 JSON: fingerprint, chunks, rows (a count per chunk), failed, entries, columns
+    header    UTF-8 JSON: fingerprint, machine, chunks, rows (a count per chunk), failed, entries, columns
     entries   int64 ledger slots, then int64 values: the non-zero entries of the delta
     columns   each in C order, one after the other
     32 bytes  sha256 of everything before
@@ -29,9 +29,9 @@ from torch import Tensor
 
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
-from dualeval.result import partial_of
+from dualeval.result import partial_of, sync_folder
 
-_MAGIC = b"DUALEVL2"
+_MAGIC = b"DUALEVL3"
 _CHECKSUM_BYTES = 32
 SUFFIX = ".journal"
 
@@ -74,7 +74,9 @@ class JournalFile:
 
     Attributes:
         path: where it is.
+        checksum: sha256 of its content, 32 bytes.
         fingerprint: of the job that wrote it.
+        machine: what its rows were computed on.
         chunks: numbers of its chunks, in the order of its rows.
         rows: number of rows of each chunk.
         failed: number of samples in them that could not be read.
@@ -84,7 +86,9 @@ class JournalFile:
     """
 
     path: Path
+    checksum: bytes
     fingerprint: str
+    machine: dict[str, Any]
     chunks: tuple[int, ...]
     rows: tuple[int, ...]
     failed: int
@@ -114,12 +118,14 @@ class JournalWriter:
     Args:
         folder: where; it must exist.
         fingerprint: the job's; written into every file.
+        machine: what this rank computes on, plain values; written into every file.
         prefix: start of every file's name, unique to this rank of this run.
     """
 
-    def __init__(self, folder: Path, *, fingerprint: str, prefix: str) -> None:
+    def __init__(self, folder: Path, *, fingerprint: str, machine: Mapping[str, Any], prefix: str) -> None:
         self.folder = folder
         self._fingerprint = fingerprint
+        self._machine = dict(machine)
         self._prefix = prefix
         self.written: list[Path] = []
 
@@ -149,6 +155,7 @@ class JournalWriter:
         header = json.dumps(
             {
                 "fingerprint": self._fingerprint,
+                "machine": self._machine,
                 "chunks": list(chunks),
                 "rows": list(rows),
                 "failed": failed,
@@ -175,7 +182,7 @@ class JournalWriter:
             )
             FaultPoints.reached("rename")
             partial.rename(path)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except OSError:
             # On a full disk its space is needed, if only for status.json.
             partial.unlink(missing_ok=True)
@@ -219,7 +226,8 @@ def read_journal_file(path: Path) -> JournalFile:
         while left > 0 and (part := file.read(min(left, 1 << 20))):
             digest.update(part)
             left -= len(part)
-        if digest.digest() != file.read(_CHECKSUM_BYTES):
+        checksum = file.read(_CHECKSUM_BYTES)
+        if digest.digest() != checksum:
             raise DualevalError(f"{path} is damaged: its checksum does not fit its content")
     described = json.loads(header)
     total = sum(described["rows"])
@@ -238,7 +246,9 @@ def read_journal_file(path: Path) -> JournalFile:
         offset += total * column.row_bytes
     return JournalFile(
         path=path,
+        checksum=checksum,
         fingerprint=described["fingerprint"],
+        machine=described["machine"],
         chunks=tuple(described["chunks"]),
         rows=tuple(described["rows"]),
         failed=described["failed"],
@@ -325,6 +335,19 @@ def _reason_to_leave_out(
     return None
 
 
+def read_again(file: JournalFile) -> JournalFile:
+    """Check a file once more, from its first to its last byte.
+
+    Raises:
+        DualevalError: it is not what it was.
+        OSError: it cannot be read.
+    """
+    again = read_journal_file(file.path)
+    if again.checksum != file.checksum:
+        raise DualevalError(f"{file.path} is another file than at the start of the run")
+    return again
+
+
 def file_bytes(path: Path) -> Tensor:
     """A whole file as a 1-d uint8 tensor."""
     return torch.from_numpy(np.fromfile(path, dtype=np.uint8))
@@ -338,11 +361,3 @@ def store_file(path: Path, content: Tensor) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

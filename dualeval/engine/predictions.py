@@ -88,6 +88,8 @@ def write_predictions(
                 writer.close()
         finally:
             pyarrow.set_memory_pool(own_pool)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
     partial.replace(path)
 
 
