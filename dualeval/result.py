@@ -37,9 +37,10 @@ class Result:
         versions: of Python and of the libraries that compute.
         world: size, nodes, launcher, backend.
         device: kind and model of the devices.
-        homogeneous: whether one kind of machine has computed all: device model, CPU capability, bits, versions.
-        machines: each kind of machine that has computed a part, as ``device`` and ``versions`` name it, with the
-            number of its ``chunks``.
+        homogeneous: whether one kind of machine has computed all: device model, CPU capability, bits,
+            versions.
+        machines: each kind of machine that has computed a part, as ``device`` and ``versions`` name it, with
+            the number of its ``chunks``.
         timing: seconds; total, setup, evaluate, and the split of each rank.
         samples_per_s: evaluated samples over evaluate seconds.
         units: by metric, "percent" for values of 0 to 100.
@@ -48,8 +49,8 @@ class Result:
         folder: where rank 0 wrote the files.
         finished_at: when the run came to its end, UTC, ISO 8601.
         earlier: an earlier run has made this result, and this one has only printed it.
-        replay: what evaluating one finished batch anew has shown: "same bits", "within tolerance", "skipped", or
-            "nothing to compare"; None where nothing was finished before.
+        replay: what evaluating one finished batch anew has shown: "same bits", "within tolerance",
+            "skipped", or "nothing to compare"; None where nothing was finished before.
         files: by name, ``bytes`` and ``sha256`` of the files beside result.json; complete on rank 0 only.
     """
 

@@ -191,15 +191,15 @@ def test_numeric_settings_are_put_back(tmp_path: Path) -> None:
 
 def test_rows_of_a_chunk_twice_are_refused(tmp_path: Path) -> None:
     the_plan = plan.EvalPlan(num_samples=2, batch_size=1)
-    writer = journal.JournalWriter(tmp_path, fingerprint="", prefix="x")
+    writer = journal.JournalWriter(tmp_path, fingerprint="", machine={}, prefix="x")
     row = {"evaluated": torch.ones(1, dtype=torch.uint8)}
     for chunk in (0, 0):
         writer.write([chunk], [1], torch.zeros(1, dtype=torch.int64), row)
     files = [journal.read_journal_file(path) for path in writer.written]
     with pytest.raises(Exception, match=r"chunk 0 is in .* and again in"):
-        predictions.write_predictions(tmp_path / "p", files, the_plan, TinyTask(2))
+        predictions.write_predictions(tmp_path / "p", files, the_plan, TinyTask(2), ())
     with pytest.raises(Exception, match=r"no journal file holds the rows of chunks \[1\]"):
-        predictions.write_predictions(tmp_path / "p", files[:1], the_plan, TinyTask(2))
+        predictions.write_predictions(tmp_path / "p", files[:1], the_plan, TinyTask(2), ())
 
 
 def test_a_task_that_loses_a_row_is_stopped(tmp_path: Path) -> None:

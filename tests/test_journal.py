@@ -14,7 +14,9 @@ from dualeval.errors import DualevalError
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     (tmp_path / "journal").mkdir()
-    writer = JournalWriter(tmp_path / "journal", fingerprint="f" * 64, prefix="t-00000")
+    writer = JournalWriter(
+        tmp_path / "journal", fingerprint="f" * 64, machine={"model": "m"}, prefix="t-00000"
+    )
     delta = torch.zeros(50, dtype=torch.int64)
     delta[3], delta[40] = 7, -2
     columns = {
@@ -30,6 +32,7 @@ def path(tmp_path: Path) -> Path:
 def test_what_is_written_is_read(path: Path) -> None:
     file = read_journal_file(path)
     assert (file.fingerprint, file.chunks, file.rows) == ("f" * 64, (4, 9), (2, 1))
+    assert file.machine == {"model": "m"}
     assert file.read_rows("evaluated", 0, 3).tolist() == [1, 1, 0]
     assert file.read_rows("top", 1, 3).tolist() == [[3, 4], [5, 6]]
     assert file.read_rows("loss", 2, 3).tolist() == [2.0]

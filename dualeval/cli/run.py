@@ -51,6 +51,8 @@ class _Manner:
 
     out: Path | None
     fresh: bool
+    replay: bool
+    mix_machines: bool
     backend: str | None
     allow_shared_gpu: bool
     progress: bool
@@ -126,6 +128,16 @@ def _numbers(
 )
 @options.FRESH
 @click.option(
+    "--replay/--no-replay",
+    default=True,
+    help="Before going on in --out, evaluate one finished batch anew and compare it.  [default: replay]",
+)
+@click.option(
+    "--mix-machines",
+    is_flag=True,
+    help="Let devices or versions differ between ranks, or from what --out holds.",
+)
+@click.option(
     "--schedule",
     default=SCHEDULES[0],
     help="static: each rank the same number of chunks; dynamic: a slow rank takes fewer.  [default: static]",
@@ -171,7 +183,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
             name: flags.pop(name)
             for name in (
                 *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json"),
-                *("schedule", "heartbeat_timeout"),
+                *("schedule", "heartbeat_timeout", "replay", "mix_machines"),
             )
         },
     )
@@ -316,6 +328,8 @@ def _run_engine(
             on_error=job.on_error,
             schedule=manner.schedule,
             fresh=manner.fresh,
+            replay=manner.replay,
+            mix_machines=manner.mix_machines,
             watch=watch,
             note=lambda sentence: click.echo(f"dualeval: note: {sentence}", err=True),
             job=job.to_json(),

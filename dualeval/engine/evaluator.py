@@ -9,25 +9,29 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dualeval.engine import numerics
+from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, check_count
+from dualeval.engine import numerics, replay, trial
 from dualeval.engine.agreement import check_same_job, machine_facts, model_fingerprint, source_fingerprint
 from dualeval.engine.compute import Compute, Pending, is_out_of_memory, usable_threads
 from dualeval.engine.control import ControlPlane
 from dualeval.engine.feed import FailedSample, Feed, Reader
-from dualeval.engine.folder import Found, RunFolder, folder_of_launch
-from dualeval.engine.journal import JournalWriter
+from dualeval.engine.folder import PREDICTIONS, Found, RunFolder, folder_of_launch
+from dualeval.engine.journal import JournalFile, JournalWriter
+from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
 from dualeval.engine.outcome import make_result
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.recorder import Recorder
+from dualeval.engine.predictions import read_columns
+from dualeval.engine.recorder import Recorder, check_rows
 from dualeval.engine.watch import Watch
 from dualeval.errors import DualevalError, PeerError, Stopped, UsageError
 from dualeval.metrics import Measured
@@ -58,6 +62,10 @@ class Evaluator:
         schedule: how chunks go to ranks: "static", chunk c to rank c mod size, or "dynamic", to the rank that
             has time for it.
         fresh: remove an earlier run's files from ``out`` first.
+        replay: before going on from what is finished in ``out``, or giving back a finished result, evaluate
+            one finished batch anew and compare it with its rows.
+        mix_machines: let ranks of different device types or versions compute one result, and go on from what
+            another kind of machine has computed.
         lease: keep other runs out of ``out`` for as long as this one lasts. Without it two runs there do the
             same work twice, for one right result.
         watch: saves what is finished, and ends this process, where it cannot end by itself.
@@ -67,7 +75,7 @@ class Evaluator:
         started: ``perf_counter()`` at the start of the run, where that was before this call.
 
     Raises:
-        UsageError: the task is none.
+        UsageError: the task is none, or an option has a value that it cannot have.
     """
 
     def __init__(
@@ -84,6 +92,8 @@ class Evaluator:
         on_error: str = "stop",
         schedule: str = "static",
         fresh: bool = False,
+        replay: bool = True,
+        mix_machines: bool = False,
         lease: bool = True,
         watch: Watch | None = None,
         note: Callable[[str], None] = lambda sentence: None,
@@ -96,10 +106,19 @@ class Evaluator:
                 f"{type(task).__name__} is no task: derive it from dualeval.Task, which has what a task need "
                 "not say."
             )
+        for option, value, least in (
+            ("batch_size", batch_size, 1),
+            ("limit", limit, 1),
+            ("workers", workers, 0),
+        ):
+            check_count(option, value, least)
+        check_choice("precision", precision, PRECISIONS)
+        check_choice("on_error", on_error, ON_ERROR)
+        check_choice("schedule", schedule, SCHEDULES)
         self._task = task
         self._backend = backend
         self._control = control
-        self._out = out
+        self._out = None if out is None else Path(out)
         self._batch_size = batch_size
         self._limit = limit
         self._precision = precision
@@ -107,6 +126,8 @@ class Evaluator:
         self._on_error = on_error
         self._schedule = schedule
         self._fresh = fresh
+        self._replay = replay
+        self._mix_machines = mix_machines
         self._lease = lease
         self._watch = watch
         self._note = note
@@ -145,6 +166,9 @@ class _Run:
         self._plan = self._make_plan()
         self._metrics = tuple(self._task.metrics())
         self._row_metrics = tuple(self._task.row_metrics())
+        self._kept = tuple(self._task.rows)
+        trial.check_names([*self._metrics, *self._row_metrics], self._kept)
+        self._tried = False
         self._times: dict[str, float] = {}
         self._postprocess_s = 0.0
         self._progress = evaluator._control.progress
@@ -164,9 +188,10 @@ class _Run:
         facts = self._agree()
         folder, found = self._open_folder(facts)
         try:
+            proof = self._prove(folder, facts, found)
             if found.finished is not None:
-                return self._finished(folder, found.finished)
-            return self._evaluate_into(folder, facts, found)
+                return self._finished(folder, replace(found.finished, earlier=True, replay=proof))
+            return self._evaluate_into(folder, facts, found, proof)
         except BaseException as error:
             if isinstance(error, Stopped) and self._options._watch is not None:
                 # It writes that down itself, when all ranks have saved what they had.
@@ -207,15 +232,17 @@ class _Run:
         everyone = self._backend.all_gather_json(
             {"job": job, "machine": machine, "host": socket.gethostname()}
         )
-        check_same_job([rank["job"] for rank in everyone], [rank["host"] for rank in everyone])
+        hosts = [rank["host"] for rank in everyone]
+        check_same_job([rank["job"] for rank in everyone], hosts)
         machines = [rank["machine"] for rank in everyone]
+        check_kinds_of_ranks(machines, hosts, mix=self._options._mix_machines)
         return {
             "job": job,
             "machine": machines[0],
-            "hosts": [rank["host"] for rank in everyone],
-            "homogeneous": all(other == machines[0] for other in machines),
+            "machines": machines,
+            "hosts": hosts,
             "files": sorted(self._task.json_files),
-            "fingerprint": sha256_of_json({"job": job, "machine": machines[0]}),
+            "fingerprint": sha256_of_json(job),
         }
 
     def _open_folder(self, facts: Mapping[str, Any]) -> tuple[RunFolder, Found]:
@@ -230,6 +257,7 @@ class _Run:
                 self._world,
                 fresh=self._options._fresh,
                 lease=self._options._lease,
+                mix_machines=self._options._mix_machines,
                 step=lambda: self._progress.step("setup"),
             )
             # From here on: while rank 0 is at work, its lease shows it.
@@ -286,20 +314,70 @@ class _Run:
                 "what they finish is sent when all is done, and is lost where the run is ended before"
             )
 
+    def _prove(self, folder: RunFolder, facts: Mapping[str, Any], found: Found) -> str | None:
+        """Rank 0 evaluates one finished batch anew; returns how that went, None where nothing is finished."""
+        if found.finished is None and len(found.earlier.remaining) == self._plan.num_chunks:
+            return None
+        if not self._options._replay:
+            return replay.SKIPPED
+        outcome: str | None = None
+        if self._world.is_main:
+            self._progress.step("setup")
+            if found.finished is None:
+                stored = replay.batch_of_journal(found.earlier.files, self._plan, facts["fingerprint"])
+            else:
+                stored = replay.batch_of_predictions(
+                    folder.path / PREDICTIONS, self._plan, facts["fingerprint"], found.finished.machines
+                )
+            outcome, note = replay.prove(
+                stored,
+                self._evaluated_alone,
+                machine=facts["machine"],
+                precision=self._options._precision,
+                place=folder.path,
+                name=self._dataset.id,
+            )
+            if note is not None:
+                self._options._note(note)
+        self._control.meet()
+        return str(self._backend.broadcast_json(outcome, src=0))
+
+    def _evaluated_alone(self, samples: range) -> dict[str, npt.NDArray[Any]]:
+        """The columns of one batch."""
+        device = self._backend.device
+        # In a reading process where the loop reads in some: what a data set opens may not outlive a fork.
+        feed = Feed(
+            Reader(self._dataset, self._task),
+            [samples],
+            workers=min(self._options._workers, 1),
+            device=device,
+        )
+        [batch] = feed
+        if batch.failed and (batch.data is None or self._options._on_error == "stop"):
+            raise self._unreadable(batch.failed[0])
+        with Compute(self._task, self._model, device, self._options._precision, 1) as compute:
+            columns = self._task.postprocess(compute.start(batch.data)(), samples)
+        return {name: columns[name].numpy() for name in self._kept}
+
     def _finished(self, folder: RunFolder, result: Result) -> Result:
         if self._world.is_main:
-            self._options._note(f"this job was finished before, in {folder.path}: nothing is evaluated")
+            self._options._note(f"this job was finished before, in {folder.path}: its result is shown again")
         self._control.meet()
         self._close(folder)
         return result
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def _evaluate_into(self, folder: RunFolder, facts: Mapping[str, Any], found: Found) -> Result:
+    def _evaluate_into(
+        self, folder: RunFolder, facts: Mapping[str, Any], found: Found, proof: str | None
+    ) -> Result:
         writer = JournalWriter(
-            folder.journal, fingerprint=facts["fingerprint"], prefix=folder.prefix(self._world.rank)
+            folder.journal,
+            fingerprint=facts["fingerprint"],
+            machine=facts["machines"][self._world.rank],
+            prefix=folder.prefix(self._world.rank),
         )
-        recorder = Recorder(self._plan, self._metrics, self._task.rows, writer, self._progress)
+        recorder = Recorder(self._plan, self._metrics, self._kept, writer, self._progress)
         if self._options._watch is not None:
             self._options._watch.keep(recorder, folder)
         setup_s = perf_counter() - self._options._started
@@ -308,7 +386,7 @@ class _Run:
         evaluate_s = perf_counter() - start
         metrics_s = self._postprocess_s + recorder.metrics_s
         self._times.update(evaluate=evaluate_s, metrics=metrics_s, journal=recorder.journal_s)
-        result = self._finish(folder, facts, found, recorder, writer, setup_s=setup_s)
+        result = self._finish(folder, facts, found, recorder, writer, proof, setup_s=setup_s)
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
         self._control.meet()
         self._close(folder)
@@ -442,12 +520,31 @@ class _Run:
             start = perf_counter()
             columns = self._task.postprocess(columns, self._plan.batch_samples(number[1]))
             self._postprocess_s += perf_counter() - start
+            if not self._tried:
+                self._try(number[1], columns, failed)
         try:
             recorder.add(*number, columns, failed)
         except OSError as error:
             self._unwritable(recorder, error)
         self._control.add_done(len(self._plan.batch_samples(number[1])))
         return waited
+
+    def _try(self, batch: int, columns: Mapping[str, Tensor], failed: tuple[FailedSample, ...]) -> None:
+        """Take this rank's first batch through all that comes after the last one."""
+        samples = self._plan.batch_samples(batch)
+        evaluated = torch.ones(len(samples), dtype=torch.bool)
+        evaluated[[sample.index - samples.start for sample in failed]] = False
+        if not evaluated.any():
+            return
+        trial.check_columns(columns, self._kept, len(samples))
+        check_rows(columns, batch, samples)
+        notes = trial.try_first_batch(
+            self._task, self._metrics, self._row_metrics, self._kept, columns, samples, evaluated
+        )
+        self._tried = True
+        if self._world.is_main:
+            for sentence in notes:
+                self._options._note(sentence)
 
     def _unreadable(self, sample: FailedSample) -> UsageError:
         return UsageError(
@@ -464,6 +561,7 @@ class _Run:
         found: Found,
         recorder: Recorder,
         writer: JournalWriter,
+        proof: str | None,
         *,
         setup_s: float,
     ) -> Result:
@@ -483,6 +581,7 @@ class _Run:
                 "times": self._times,
                 "failed": [[sample.index, sample.error] for sample in recorder.failed],
                 "files": len(writer.written),
+                "chunks": recorder.chunks_saved,
                 "shared": folder.shared,
             }
         )
@@ -498,8 +597,12 @@ class _Run:
         except OSError as error:
             self._unwritable(recorder, error)
         self._progress.step("write")
-        measured = [metric.compute(slots) for metric, slots in recorder.ledger.parts()]
-        measured += self._measured_by_rows(folder, found, reports)
+        measured = [
+            trial.plain(metric.name, metric.compute(slots)) for metric, slots in recorder.ledger.parts()
+        ]
+        files = self._merged_files(folder, found, reports, facts["fingerprint"], recorder)
+        measured += self._measured_by_rows(files)
+        trial.check_keys(measured)
         result = make_result(
             self._task,
             self._plan,
@@ -507,6 +610,13 @@ class _Run:
             facts,
             found,
             reports,
+            machines=chunks_by_machine(
+                [
+                    *((file.machine, len(file.chunks)) for file in found.earlier.files),
+                    *zip(facts["machines"], (report["chunks"] for report in reports), strict=True),
+                ]
+            ),
+            replay=proof,
             totals=(evaluated, failed),
             world={
                 "size": self._world.size,
@@ -521,27 +631,47 @@ class _Run:
         )
         if self._world.is_main:
             try:
-                folder.write(
-                    result, self._plan, self._task, found, reports, step=lambda: self._progress.step("write")
+                result = folder.write(
+                    result,
+                    self._plan,
+                    self._task,
+                    self._kept,
+                    found,
+                    files,
+                    step=lambda: self._progress.step("write"),
                 )
             except OSError as error:
                 self._unwritable(recorder, error)
         return result
 
-    def _measured_by_rows(
-        self, folder: RunFolder, found: Found, reports: list[dict[str, Any]]
-    ) -> list[Measured]:
+    def _merged_files(
+        self,
+        folder: RunFolder,
+        found: Found,
+        reports: list[dict[str, Any]],
+        fingerprint: str,
+        recorder: Recorder,
+    ) -> list[JournalFile]:
+        """On rank 0 all files of the journal, each checked; on the others none."""
+        if not self._world.is_main:
+            return []
+        try:
+            return folder.merged_files(found, reports, fingerprint, step=lambda: self._progress.step("write"))
+        except OSError as error:
+            self._unwritable(recorder, error)
+
+    def _measured_by_rows(self, files: list[JournalFile]) -> list[Measured]:
         """What rank 0 makes of all samples' rows, told to every rank."""
         if not self._row_metrics:
             return []
         words: list[dict[str, Any]] | None = None
         if self._world.is_main:
             names = sorted({name for metric in self._row_metrics for name in metric.columns})
-            columns = folder.read_columns(
-                names, self._plan, found, reports, lambda: self._progress.step("write")
-            )
+            columns = read_columns(files, self._plan, names, lambda: self._progress.step("write"))
             words = [
-                asdict(metric.compute({name: columns[name] for name in metric.columns}))
+                asdict(
+                    trial.plain(metric.name, metric.compute({name: columns[name] for name in metric.columns}))
+                )
                 for metric in self._row_metrics
             ]
         self._control.meet()

@@ -11,29 +11,41 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
 import torch
 
 from dualeval.engine.agreement import differences
 from dualeval.engine.journal import (
     SUFFIX,
     Earlier,
+    JournalFile,
     file_bytes,
     file_name,
+    read_again,
     read_journal,
     read_journal_file,
     store_file,
 )
 from dualeval.engine.lease import LEASE, RENEW_EVERY_S, Lease
+from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.predictions import read_columns, write_json_file, write_predictions
+from dualeval.engine.predictions import write_json_file, write_predictions
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of
-from dualeval.result import STATUS, Result, Status, read_result, read_status, result_from, write_text
+from dualeval.result import (
+    STATUS,
+    Result,
+    Status,
+    checksum_of,
+    read_result,
+    read_status,
+    result_from,
+    sync_folder,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
@@ -46,7 +58,7 @@ _START_TIME = 19
 _JOURNAL = "journal"
 _RESULT = "result.json"
 _JOB = "job.json"
-_PREDICTIONS = "predictions.parquet"
+PREDICTIONS = "predictions.parquet"
 _STACKS = "stacks"
 # What this program calls the files in its journal; any other file there is somebody else's.
 # What a task may call a file of its own.
@@ -123,6 +135,7 @@ class RunFolder:
         *,
         fresh: bool,
         lease: bool = True,
+        mix_machines: bool = False,
         step: Callable[[], None] = lambda: None,
     ) -> tuple[RunFolder, Found]:
         """Make the folder, or go on in it; rank 0 calls it.
@@ -131,16 +144,17 @@ class RunFolder:
             path: the folder, absolute.
             token: as for the class.
             plan: the job's.
-            facts: the job's ``fingerprint``, what it is made of (``job`` and ``machine``), and ``files``, the
-                names of those that it writes besides the ones of every job.
+            facts: the job's ``fingerprint``, what it is made of (``job``), ``machine``, which is rank 0's,
+                and ``files``, the names of those that it writes besides the ones of every job.
             world: this process's place.
             fresh: remove an earlier run's files first.
             lease: keep other runs out of the folder for as long as this one lasts.
+            mix_machines: go on from what another kind of machine has computed.
             step: called now and then, while waiting or reading.
 
         Raises:
-            UsageError: the folder cannot be written, another run is at work in it, it holds another job, or
-                files of the names that this one would write.
+            UsageError: the folder cannot be written, another run is at work in it, it holds another job, work
+                of another kind of machine, or files of the names that this one would write.
             Stopped: the run was stopped, and its launcher has started its ranks again.
         """
         _check_file_names(facts["files"])
@@ -161,10 +175,11 @@ class RunFolder:
                 with _writable(path):
                     for file in _files_of_a_run(path):
                         file.unlink()
-            found = _look(path, plan, facts, world, step_and_renew)
+            found = _look(path, plan, facts, world, mix_machines, step_and_renew)
             with _writable(path):
                 if found.finished is None:
-                    write_text(path / _JOB, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+                    named = {name: facts[name] for name in ("fingerprint", "job", "machine", "files")}
+                    write_text(path / _JOB, json.dumps(named, indent=2, ensure_ascii=False) + "\n")
                     Status(state="running", launch_id=launch_of(world)).write(path)
                 else:
                     _tidy_up(
@@ -260,50 +275,87 @@ class RunFolder:
                     step()
             step()
 
+    def merged_files(
+        self,
+        found: Found,
+        reports: Sequence[dict[str, Any]],
+        fingerprint: str,
+        step: Callable[[], None] = lambda: None,
+    ) -> list[JournalFile]:
+        """Check all journal files that the result is made of, those of earlier runs once more.
+
+        Args:
+            found: what was there at the start.
+            reports: each rank's ``files``, a count.
+            fingerprint: the job's.
+            step: called with every file.
+
+        Returns:
+            the files; none where another run of this job has come to its end here, and removed them.
+
+        Raises:
+            DualevalError: one of them is damaged, or has been replaced.
+            OSError: one of them cannot be read.
+        """
+        files = []
+        try:
+            for file in found.earlier.files:
+                files.append(read_again(file))
+                step()
+            for path in self._own_files(reports):
+                files.append(read_journal_file(path))
+                step()
+        except DualevalError as error:
+            raise DualevalError(
+                f"{error}. Type the same command again: only the chunks of that file are evaluated anew."
+            ) from error
+        except OSError:
+            # Without a lease a second run of this job may have come first, and removed what it had merged.
+            if _finished(self.path, fingerprint) is None:
+                raise
+            return []
+        return files
+
     def write(
         self,
         result: Result,
         plan: EvalPlan,
         task: Task,
+        kept: Sequence[str],
         found: Found,
-        reports: Sequence[dict[str, Any]],
+        files: Sequence[JournalFile],
         step: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> Result:
         """Write predictions.parquet, result.json and, last, status.json; then the journal has served.
 
         Args:
             result: what is written.
             plan: the run's.
-            task: says which columns and which other files are wanted.
+            task: says which texts and which other files are wanted.
+            kept: the columns of the journal that are written.
             found: what was there at the start.
-            reports: each rank's ``files``, a count.
+            files: as ``merged_files`` gave them.
             step: called now and then.
+
+        Returns:
+            the result with the checksums of the files beside it.
         """
-        own = self._own_files(reports)
         try:
-            files = [*found.earlier.files, *map(read_journal_file, own)]
-            write_predictions(self.path / _PREDICTIONS, files, plan, task, step)
-            for name, column in task.json_files.items():
-                write_json_file(self.path / name, files, plan, task, column, step)
-            write_text(self.path / _RESULT, result.to_json())
+            if files:
+                write_predictions(self.path / PREDICTIONS, files, plan, task, kept, step)
+                for name, column in task.json_files.items():
+                    write_json_file(self.path / name, files, plan, task, kept, column, step)
+                names = (PREDICTIONS, *task.json_files)
+                result = replace(result, files={name: checksum_of(self.path / name, step) for name in names})
+                write_text(self.path / _RESULT, result.to_json())
+                # Their names, too, must be on the disk before the journal goes.
+                sync_folder(self.path)
         except OSError:
-            # Without a lease a second run of this job may have come first, and removed what it had merged.
+            # As in merged_files, a moment later.
             if _finished(self.path, result.fingerprint) is None:
                 raise
-        served = [*own, *(file.path for file in found.earlier.files), *found.stale]
-        _tidy_up(self.path, served, self._launch_id)
-
-    def read_columns(
-        self,
-        names: Sequence[str],
-        plan: EvalPlan,
-        found: Found,
-        reports: Sequence[dict[str, Any]],
-        step: Callable[[], None] = lambda: None,
-    ) -> dict[str, npt.NDArray[Any]]:
-        """Columns of all evaluated samples in data-set order; rank 0 calls it once all is collected."""
-        files = [*found.earlier.files, *map(read_journal_file, self._own_files(reports))]
-        return read_columns(files, plan, names, step)
+        _tidy_up(self.path, [*(file.path for file in files), *found.stale], self._launch_id)
+        return result
 
     def _own_files(self, reports: Sequence[dict[str, Any]]) -> list[Path]:
         # By name: a list of the folder may be seconds old where it is on NFS.
@@ -340,7 +392,12 @@ def _tidy_up(path: Path, served: Sequence[Path], launch_id: str | None) -> None:
 
 
 def _look(
-    path: Path, plan: EvalPlan, facts: Mapping[str, Any], world: World, step: Callable[[], None]
+    path: Path,
+    plan: EvalPlan,
+    facts: Mapping[str, Any],
+    world: World,
+    mix_machines: bool,
+    step: Callable[[], None],
 ) -> Found:
     """Find out what a folder holds, and whether this job may go on there."""
     notes = []
@@ -352,9 +409,11 @@ def _look(
         notes.append(f"{error}; it is written anew")
     try:
         finished = _finished(path, facts["fingerprint"])
+        if finished is not None:
+            _check_files(path, finished, step)
     except DualevalError as error:
         finished = None
-        notes.append(f"{error}; it is left out")
+        notes.append(f"{error}; it is left out, and made again")
     status = read_status(path)
     launch = launch_of(world)
     if launch is not None and status is not None and (status.state, status.launch_id) == ("stopped", launch):
@@ -368,6 +427,8 @@ def _look(
         if _OWN_NAME.fullmatch(file.name) and file.is_file() and file not in earlier.foreign
     )
     notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in earlier.left_out]
+    parts = [file.machine for file in earlier.files] if finished is None else finished.machines
+    check_kinds_of_parts(path, parts, facts["machine"], mix=mix_machines)
     return Found(earlier=earlier, finished=finished, stale=stale, notes=tuple(notes))
 
 
@@ -380,10 +441,10 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
     """
     try:
         there = json.loads((path / _JOB).read_text("utf-8"))
-        kept = {"job": there["job"], "machine": there["machine"]}
+        kept = {"job": there["job"]}
     except FileNotFoundError:
         old = [file for file in _files_of_a_run(path) if file.name != _JOB]
-        if any(file.name in (_RESULT, STATUS, _PREDICTIONS) for file in old):
+        if any(file.name in (_RESULT, STATUS, PREDICTIONS) for file in old):
             raise UsageError(
                 f"{path} holds an earlier run ({old[0].name}), but no {_JOB} that says of which job. Give "
                 "another --out, or --fresh to remove that run and start over."
@@ -398,7 +459,7 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
     except (ValueError, KeyError, TypeError) as error:
         raise DualevalError(f"{path / _JOB} is damaged ({type(error).__name__}: {error})") from error
     # As JSON has them: a tuple comes back as a list.
-    own = json.loads(json.dumps({"job": facts["job"], "machine": facts["machine"]}))
+    own = json.loads(json.dumps({"job": facts["job"]}))
     differing = differences(kept, own)
     if differing:
         shown = "; ".join(f"{name}: {old} there, {new} now" for name, old, new in differing)
@@ -424,6 +485,27 @@ def _finished(path: Path, fingerprint: str) -> Result | None:
     except FileNotFoundError:
         return None
     return result if result.fingerprint == fingerprint else None
+
+
+def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
+    """Check the files beside a result.json against the checksums in it.
+
+    Raises:
+        DualevalError: one is not there, or is damaged.
+    """
+    for name, wanted in result.files.items():
+        try:
+            found = checksum_of(path / name, step)
+        except OSError as error:
+            raise DualevalError(f"{path / name} cannot be read: {error.strerror or error}") from error
+        if found["bytes"] != wanted["bytes"]:
+            raise DualevalError(
+                f"{path / name} is damaged: it has {found['bytes']} bytes, expected {wanted['bytes']}"
+            )
+        if found != wanted:
+            raise DualevalError(
+                f"{path / name} is damaged: its content does not fit its checksum in {_RESULT}"
+            )
 
 
 def launch_of(world: World) -> str | None:
@@ -480,7 +562,7 @@ def _probe(path: Path, token: str) -> Path:
 
 def _files_of_a_run(path: Path) -> list[Path]:
     """The files that a run leaves in its folder, the telling ones first; nothing of anybody else's."""
-    names = (_RESULT, STATUS, _PREDICTIONS, *_files_of_its_task(path), _JOB)
+    names = (_RESULT, STATUS, PREDICTIONS, *_files_of_its_task(path), _JOB)
     named = [path / name for name in names]
     partial = [file for name in names for file in path.glob(f"{name}.*.partial")]
     partial += path.glob(f"{LEASE}.*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ def make_result(
     found: Found,
     reports: Sequence[Mapping[str, Any]],
     *,
+    machines: Sequence[Mapping[str, Any]],
+    replay: str | None,
     totals: tuple[int, int],
     world: Mapping[str, Any],
     job: Mapping[str, Any],
@@ -39,6 +42,8 @@ def make_result(
         facts: about job and machines, as the ranks have agreed on them.
         found: what was in the folder at the start.
         reports: each rank's ``times`` and ``failed``.
+        machines: each kind of machine that has computed chunks; on rank 0 those of earlier runs, too.
+        replay: how the comparison of a finished batch went.
         totals: samples evaluated, samples failed.
         world: as in the result, as ``job`` and ``folder``.
         setup_s: seconds before the loop.
@@ -71,7 +76,10 @@ def make_result(
         versions=machine["versions"],
         world=dict(world),
         device={key: machine[key] for key in ("device", "model", "cpu_capability")},
-        homogeneous=facts["homogeneous"],
+        homogeneous=len(machines) == 1,
+        machines=[dict(kind) for kind in machines],
+        finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        replay=replay,
         timing={
             "total_s": total_s,
             "setup_s": setup_s,
@@ -80,13 +88,13 @@ def make_result(
         },
         samples_per_s=sum(len(plan.chunk_samples(chunk)) for chunk in remaining) / evaluate_s,
         work={name: count for part in measured for name, count in part.work.items()},
-        warnings=[*found.notes, *_warnings(measured, failed, odd, facts["homogeneous"])],
+        warnings=[*found.notes, *_warnings(measured, failed, odd, len(machines))],
         folder=str(folder),
     )
 
 
 def _warnings(
-    measured: Sequence[Measured], failed: int, odd: Mapping[str, Sequence[str]], homogeneous: bool
+    measured: Sequence[Measured], failed: int, odd: Mapping[str, Sequence[str]], machines: int
 ) -> Iterator[str]:
     if failed:
         yield f"{failed} samples could not be read and are in no metric; result.json lists them"
@@ -96,5 +104,9 @@ def _warnings(
         yield f"{kind.replace('_', ' ')}: {len(ids)} samples ({named}{more}), listed in result.json"
     for part in measured:
         yield from part.warnings
-    if not homogeneous:
-        yield "the ranks differ in device model, CPU capability or versions: metrics agree to tolerance only"
+    if machines > 1:
+        yield (
+            f"{machines} kinds of machine have computed this (machines in result.json: device model, CPU "
+            "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest can "
+            "be compared with none"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,24 +31,26 @@ def write_predictions(
     files: Sequence[JournalFile],
     plan: EvalPlan,
     task: Task,
+    kept: Sequence[str],
     step: Callable[[], None] = lambda: None,
 ) -> None:
     """Merge the rows of all chunks into one Parquet file in data-set order.
 
-    Columns: id (string), index (int64), then the task's ``rows`` and ``texts``; null in every one of these
+    Columns: id (string), index (int64), then those of ``kept`` and the task's ``texts``; null in every one
+        of these
     where the sample could not be read. Whole under its name, or not there.
 
     Args:
         path: the file to write.
         files: journal files that hold every chunk of the plan once.
         plan: the run's plan.
-        task: gives the samples' ids and the columns.
+        task: gives the samples' ids and the texts.
+        kept: the columns of the journal that are written.
         step: called after each window of rows.
     """
     import pyarrow
     import pyarrow.parquet
 
-    dataset = task.dataset()
     partial = _partial_of_its_own(path)
     writer = None
     own_pool = pyarrow.default_memory_pool()
@@ -56,20 +58,8 @@ def write_predictions(
     # 28 MB for 100,000 rows. The writer has no option for its pool, it takes the default one.
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     try:
-        for start, rows in _windows(files, plan, task.rows):
-            evaluated = rows[EVALUATED].astype(bool)
-            stop = start + len(evaluated)
-            missing = None if evaluated.all() else ~evaluated
-            arrays = {
-                "id": pyarrow.array([dataset.id(i) for i in range(start, stop)], pyarrow.string()),
-                "index": pyarrow.array(np.arange(start, stop, dtype=np.int64)),
-                **{name: _arrow(pyarrow, rows[name], missing) for name in task.rows},
-                **{
-                    name: pyarrow.array(texts, pyarrow.string(), mask=missing)
-                    for name, texts in task.texts(rows, start).items()
-                },
-            }
-            table = pyarrow.table(arrays)
+        for start, rows in _windows(files, plan, kept):
+            table = _table(pyarrow, task, kept, rows, start)
             if writer is None:
                 # No dictionaries: ids and losses hardly repeat, and a dictionary is kept for the whole file.
                 writer = pyarrow.parquet.ParquetWriter(
@@ -77,7 +67,7 @@ def write_predictions(
                 )
             writer.write_table(table)
             # Two windows at once would double the memory.
-            del rows, arrays, table
+            del rows, table
             step()
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -93,11 +83,50 @@ def write_predictions(
     partial.replace(path)
 
 
+def parquet_bytes(task: Task, kept: Sequence[str], rows: Mapping[str, npt.NDArray[Any]], start: int) -> int:
+    """Write rows as ``write_predictions`` would, into memory; returns the file's size.
+
+    Args:
+        task: as there, as ``kept``.
+        rows: consecutive rows by column, ``EVALUATED`` among them.
+        start: index of the first one's sample.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    table = _table(pyarrow, task, kept, rows, start)
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink)
+    return len(sink.getvalue())
+
+
+def _table(
+    pyarrow: Any, task: Task, kept: Sequence[str], rows: Mapping[str, npt.NDArray[Any]], start: int
+) -> Any:
+    """Consecutive rows as an Arrow table."""
+    dataset = task.dataset()
+    evaluated = rows[EVALUATED].astype(bool)
+    stop = start + len(evaluated)
+    missing = None if evaluated.all() else ~evaluated
+    return pyarrow.table(
+        {
+            "id": pyarrow.array([dataset.id(i) for i in range(start, stop)], pyarrow.string()),
+            "index": pyarrow.array(np.arange(start, stop, dtype=np.int64)),
+            **{name: _arrow(pyarrow, rows[name], missing) for name in kept},
+            **{
+                name: pyarrow.array(texts, pyarrow.string(), mask=missing)
+                for name, texts in task.texts(rows, start).items()
+            },
+        }
+    )
+
+
 def write_json_file(
     path: Path,
     files: Sequence[JournalFile],
     plan: EvalPlan,
     task: Task,
+    kept: Sequence[str],
     column: str,
     step: Callable[[], None] = lambda: None,
 ) -> None:
@@ -107,19 +136,16 @@ def write_json_file(
 
     Args:
         path: the file to write.
-        files: as for ``write_predictions``, as ``plan``, ``task`` and ``step``.
-        column: one of the task's ``rows`` or ``texts``; finite where it holds floats.
+        files: as for ``write_predictions``, as ``plan``, ``task``, ``kept`` and ``step``.
+        column: one of ``kept`` or of the task's ``texts``; finite where it holds floats.
     """
-    dataset = task.dataset()
     partial = _partial_of_its_own(path)
     try:
         with partial.open("w", encoding="ascii") as file:
             before = "{\n"
-            for start, rows in _windows(files, plan, task.rows):
-                values = rows[column].tolist() if column in rows else task.texts(rows, start)[column]
-                for place in np.flatnonzero(rows[EVALUATED]).tolist():
-                    entry = json.dumps({dataset.id(start + place): values[place]}, allow_nan=False)
-                    file.write(f"{before}{entry[1:-1]}")
+            for start, rows in _windows(files, plan, kept):
+                for entry in json_entries(task, rows, start, column):
+                    file.write(f"{before}{entry}")
                     before = ",\n"
                 step()
             file.write("{}\n" if before == "{\n" else "\n}\n")
@@ -129,6 +155,19 @@ def write_json_file(
         partial.unlink(missing_ok=True)
         raise
     partial.replace(path)
+
+
+def json_entries(task: Task, rows: Mapping[str, npt.NDArray[Any]], start: int, column: str) -> Iterator[str]:
+    """The lines of ``write_json_file`` for consecutive rows, without commas; failed samples have none.
+
+    Raises:
+        KeyError: there is no such column.
+        ValueError: a value is NaN or infinite.
+    """
+    dataset = task.dataset()
+    values = rows[column].tolist() if column in rows else task.texts(rows, start)[column]
+    for place in np.flatnonzero(rows[EVALUATED]).tolist():
+        yield json.dumps({dataset.id(start + place): values[place]}, allow_nan=False)[1:-1]
 
 
 def read_columns(
@@ -152,6 +191,49 @@ def read_columns(
         parts.append({name: rows[name][evaluated] for name in columns})
         step()
     return {name: np.concatenate([part[name] for part in parts]) for name in columns}
+
+
+def read_predictions(path: Path, samples: range) -> tuple[npt.NDArray[np.bool_], dict[str, npt.NDArray[Any]]]:
+    """Read consecutive rows of a predictions.parquet, without id, index and texts.
+
+    Args:
+        path: the file.
+        samples: indices of the rows in the data set.
+
+    Returns:
+        Which of them were evaluated, bool of shape (samples,), and by name the columns of those, as the run
+        had them.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        names = [field.name for field in file.schema_arrow if not pyarrow.types.is_string(field.type)]
+        names.remove("index")
+        groups: list[int] = []
+        first = start = 0
+        for number in range(file.num_row_groups):
+            rows = file.metadata.row_group(number).num_rows
+            if start < samples.stop and start + rows > samples.start:
+                first = first if groups else start
+                groups.append(number)
+            start += rows
+        table = file.read_row_groups(groups, columns=names).slice(samples.start - first, len(samples))
+    columns = {name: table[name].combine_chunks() for name in names}
+    valid = [column.is_valid().to_numpy(zero_copy_only=False) for column in columns.values()]
+    evaluated = np.logical_and.reduce(valid) if valid else np.zeros(len(samples), np.bool_)
+    return evaluated, {
+        name: _numpy(column.filter(pyarrow.array(evaluated))) for name, column in columns.items()
+    }
+
+
+def _numpy(column: Any) -> npt.NDArray[Any]:
+    """A column of an Arrow table without nulls, of the dtype and row shape that ``_arrow`` was given."""
+    size = getattr(column.type, "list_size", None)
+    if size is None:
+        values: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+        return values
+    return _numpy(column.flatten()).reshape(-1, size)
 
 
 def _partial_of_its_own(path: Path) -> Path:

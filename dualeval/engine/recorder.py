@@ -122,6 +122,21 @@ def _column(finished: _Finished, name: str, like: Tensor) -> Tensor:
     return like.new_zeros(finished.rows, *like.shape[1:])
 
 
+def check_rows(columns: Mapping[str, Tensor], batch: int, samples: range) -> None:
+    """Check that the columns of a batch have one row a sample.
+
+    Raises:
+        ExactlyOnceError: one has more or fewer; names it.
+    """
+    for name, column in columns.items():
+        if len(column) != len(samples):
+            raise ExactlyOnceError(
+                f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) has "
+                f"{len(column)} values, expected {len(samples)}: the task's collate, forward and observe "
+                "must keep one row a sample, in order"
+            )
+
+
 class Recorder:
     """Takes the batches of one rank, a chunk's one after the other, and folds whole chunks.
 
@@ -174,15 +189,14 @@ class Recorder:
         columns: Mapping[str, Tensor] | None,
         failed: Sequence[FailedSample],
     ) -> None:
-        """Take a batch whose columns (on the CPU) are complete."""
+        """Take a batch whose columns (on the CPU) are complete.
+
+        Raises:
+            ExactlyOnceError: as ``check_rows``.
+            OSError: finished chunks could not be written.
+        """
         samples = self._plan.batch_samples(batch)
-        for name, column in (columns or {}).items():
-            if len(column) != len(samples):
-                raise ExactlyOnceError(
-                    f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) has "
-                    f"{len(column)} values, expected {len(samples)}: the task's collate, forward and observe "
-                    "must keep one row a sample, in order"
-                )
+        check_rows(columns or {}, batch, samples)
         evaluated = torch.ones(len(samples), dtype=torch.bool)
         for sample in failed:
             evaluated[sample.index - samples.start] = False

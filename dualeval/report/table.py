@@ -14,6 +14,8 @@ _FRACTIONS = ("top", "micro_", "macro_", "ece")
 def print_result(result: Result, console: Console | None = None) -> None:
     """Print the scalar metrics with their intervals, the samples, the digest and where the files are."""
     console = console or Console()
+    if result.earlier:
+        console.print(_of_earlier_run(result), soft_wrap=True, highlight=False, markup=False)
     table = Table("metric", "value", "95 % interval")
     for name, value in result.metrics.items():
         if isinstance(value, (int, float)):
@@ -32,7 +34,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
         f"speed           {result.samples_per_s:,.0f} samples/s, {timing['evaluate_s']:.2f} s of "
         f"{timing['total_s']:.2f} s",
         *([f"work            {_work(result)}"] if result.work else []),
-        f"metrics_digest  {result.metrics_digest}",
+        f"metrics_digest  {result.metrics_digest}{_comparable(result)}",
         f"files           {result.folder}",
     ]
     for line in lines:
@@ -41,8 +43,27 @@ def print_result(result: Result, console: Console | None = None) -> None:
         console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False, style="yellow")
 
 
+def _of_earlier_run(result: Result) -> str:
+    """The first line where nothing was evaluated but one batch."""
+    when = "" if result.finished_at is None else f" at {result.finished_at}"
+    proof = {
+        None: "",
+        "same bits": "; one batch was evaluated anew, and has the same bits",
+        "within tolerance": "; one batch was evaluated anew, and agrees to tolerance",
+        "nothing to compare": "; it has no rows that could be evaluated anew and compared",
+        "skipped": "; not compared with what the job gives now (--no-replay)",
+    }[result.replay]
+    return f"Finished before{when} and shown again{proof}."
+
+
 def _work(result: Result) -> str:
     return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in result.work.items())
+
+
+def _comparable(result: Result) -> str:
+    if result.homogeneous:
+        return ""
+    return f" (comparable with none: {len(result.machines)} kinds of machine)"
 
 
 def _shown(name: str, value: float, result: Result) -> str:

@@ -1,0 +1,87 @@
+"""Which machines have computed a result, and which may add to it.
+
+A machine is what ``agreement.machine_facts`` says of a rank: device type and model, CPU capability, the bits
+of a few kernels, versions. Machines of one kind (device type and versions) may add to each other's results:
+last bits can differ, and the result says so. Machines of different kinds may only where the user wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dualeval.engine.agreement import differences
+from dualeval.errors import UsageError
+
+Machine = Mapping[str, Any]
+
+
+def kind_of(machine: Machine) -> dict[str, Any]:
+    """Device type and versions of a machine."""
+    return {"device": machine["device"], "versions": dict(machine["versions"])}
+
+
+def check_kinds_of_ranks(machines: Sequence[Machine], hosts: Sequence[str], *, mix: bool) -> None:
+    """Check that all ranks are of one kind.
+
+    Args:
+        machines: of each rank.
+        hosts: likewise.
+        mix: the user lets kinds be mixed.
+
+    Raises:
+        UsageError: they are not; names the first rank that differs from rank 0, and in what.
+    """
+    for rank, machine in enumerate(machines):
+        found = differences(kind_of(machines[0]), kind_of(machine))
+        if found and not mix:
+            shown = "; ".join(f"{name}: {first} on rank 0, {own} there" for name, first, own in found)
+            raise UsageError(
+                f"rank {rank} on {hosts[rank]} computes on another kind of machine than rank 0 on {hosts[0]} "
+                f"({shown}). Start all ranks on the same devices and versions, or add --mix-machines: the "
+                "result then says homogeneous: false."
+            )
+
+
+def check_kinds_of_parts(folder: object, parts: Iterable[Machine], own: Machine, *, mix: bool) -> None:
+    """Check that what is in a folder was computed on this kind of machine.
+
+    Args:
+        folder: where it is, for the message.
+        parts: the machines that have computed it.
+        own: this machine.
+        mix: the user lets kinds be mixed.
+
+    Raises:
+        UsageError: it was not; names what differs.
+    """
+    for machine in parts:
+        found = differences(kind_of(machine), kind_of(own))
+        if found and not mix:
+            shown = "; ".join(f"{name}: {there} there, {now} now" for name, there, now in found)
+            raise UsageError(
+                f"{folder} holds work from another kind of machine ({shown}). Give another --out, or --fresh "
+                "to start over; --mix-machines goes on from it, and the result then says homogeneous: false."
+            )
+
+
+def chunks_by_machine(parts: Iterable[tuple[Machine, int]]) -> list[dict[str, Any]]:
+    """Add up the chunks of equal machines.
+
+    Args:
+        parts: a machine, and how many chunks it has computed; those with none are left out.
+
+    Returns:
+        Each machine's facts with ``chunks``, in the order of the first part of each.
+    """
+    counted: list[dict[str, Any]] = []
+    for machine, chunks in parts:
+        if not chunks:
+            continue
+        for known in counted:
+            if {**machine, "chunks": known["chunks"]} == known:
+                known["chunks"] += chunks
+                break
+        else:
+            counted.append({**machine, "chunks": chunks})
+    return counted
