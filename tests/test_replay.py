@@ -1,0 +1,256 @@
+"""Before a run goes on, or a finished one is shown again, one batch is evaluated anew and compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dualeval.engine import agreement, recorder, replay
+from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.journal import read_journal_file
+from dualeval.errors import UsageError
+from dualeval.result import Result, read_status
+from tests.test_evaluator import evaluate
+from tests.tiny import TinyTask
+
+SAMPLES = 200
+BATCH = 10
+
+# What a model reads, as from a helper module, a file or the environment, and no identity names: a factor, and
+# the number of batches after which it breaks.
+unnamed = {"factor": 1.0, "batches": math.inf}
+
+
+class Reading(TinyTask):
+    """A task whose forward reads something that no identity names."""
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        unnamed["batches"] -= 1
+        if unnamed["batches"] < 0:
+            raise RuntimeError("enough")
+        return super().forward(model, batch) * unnamed["factor"]
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 30)
+    monkeypatch.setitem(unnamed, "factor", 1.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+def begin(out: Path) -> None:
+    unnamed["batches"] = 13
+    with pytest.raises(RuntimeError, match="enough"):
+        finish(out)
+    unnamed["batches"] = math.inf
+
+
+def finish(out: Path, **options: Any) -> Result:
+    return evaluate(Reading(SAMPLES), out, batch_size=BATCH, **options)
+
+
+@pytest.fixture(params=[begin, finish], ids=["begun", "finished"])
+def there(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with a run that has not come to its end, or has."""
+    make: Callable[[Path], object] = request.param
+    make(tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_the_same_numbers_go_on(there: Path) -> None:
+    assert finish(there).replay == "same bits"
+
+
+def test_a_first_run_compares_nothing(tmp_path: Path) -> None:
+    result = finish(tmp_path)
+    assert (result.replay, result.earlier) == (None, False)
+
+
+def test_other_numbers_are_refused_by_name(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in there.rglob("*") if path.suffix in (".journal", ".parquet")}
+    monkeypatch.setitem(unnamed, "factor", 1.000001)
+    with pytest.raises(UsageError) as caught:
+        finish(there)
+    for words in ("sample tiny/", "(index ", "column 'confidence': 0.", " there, 0.", " now", "--fresh"):
+        assert words in str(caught.value)
+    assert {path: path.read_bytes() for path in before} == before, "nothing that was finished is lost"
+    monkeypatch.setitem(unnamed, "factor", 1.0)
+    assert finish(there).replay == "same bits"
+
+
+def test_it_can_be_left_out_and_the_result_says_so(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(unnamed, "factor", 2.0)
+    assert finish(there, replay=False).replay == "skipped"
+
+
+def test_a_refused_run_that_was_finished_stays_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(tmp_path)
+    monkeypatch.setitem(unnamed, "factor", 2.0)
+    with pytest.raises(UsageError):
+        finish(tmp_path)
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status.state == "done"
+
+
+def played_machine(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    real = agreement.machine_facts
+
+    def facts(*args: Any) -> dict[str, Any]:
+        return {**real(*args), **changes}
+
+    monkeypatch.setattr("dualeval.engine.evaluator.machine_facts", facts)
+
+
+def test_another_machine_is_compared_to_tolerance(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played_machine(monkeypatch, model="another CPU")
+    monkeypatch.setitem(unnamed, "factor", 1.000001)
+    assert finish(there).replay == "within tolerance"
+    monkeypatch.setitem(unnamed, "factor", 1.5)
+
+
+def test_another_machine_is_refused_beyond_tolerance(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played_machine(monkeypatch, model="another CPU")
+    monkeypatch.setitem(unnamed, "factor", 1.5)
+    with pytest.raises(UsageError, match="holds other numbers"):
+        finish(there)
+
+
+def test_a_model_that_gives_other_bits_each_time_is_compared_to_tolerance(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = TinyTask.forward
+
+    def noisy(self: TinyTask, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = forward(self, model, batch)
+        return logits + 1e-5 * torch.rand(logits.shape)
+
+    monkeypatch.setattr(TinyTask, "forward", noisy)
+    notes: list[str] = []
+    assert finish(there, note=notes.append).replay == "within tolerance"
+    assert any("does not give the same bits twice" in note for note in notes)
+
+
+def test_a_sample_that_cannot_be_read_any_more_is_named(there: Path) -> None:
+    task = Reading(SAMPLES)
+    task.dataset()._broken = set(range(SAMPLES))
+    fingerprint = TinyTask(SAMPLES).dataset().fingerprint(SAMPLES)
+    task.dataset().fingerprint = lambda count: fingerprint  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match=r"sample tiny/\d+ \(index \d+\) cannot be read"):
+        evaluate(task, there, batch_size=BATCH)
+
+
+def test_failed_samples_are_not_compared(tmp_path: Path) -> None:
+    def run() -> Result:
+        task = Reading(SAMPLES, broken=[*range(0, SAMPLES, 2), *range(20)])
+        return evaluate(task, tmp_path, batch_size=BATCH, on_error="skip")
+
+    run()
+    again = run()
+    assert (again.earlier, again.replay) == (True, "same bits")
+
+
+def test_each_batch_is_read_back_from_journal_and_parquet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever batch is drawn, its stored rows are the ones of its samples."""
+    begin(tmp_path / "begun")
+    files = tuple(map(read_journal_file, sorted((tmp_path / "begun/journal").glob("*.journal"))))
+    finish(tmp_path / "done")
+    wanted = pyarrow.parquet.read_table(tmp_path / "done/predictions.parquet")
+    seen: dict[str, set[int]] = {"begun": set(), "done": set()}
+    plan = recorder.EvalPlan(num_samples=SAMPLES, batch_size=BATCH)
+    for draw in range(20):
+        batches = {
+            "begun": replay.batch_of_journal(files, plan, f"{draw:x}"),
+            "done": replay.batch_of_predictions(
+                tmp_path / "done/predictions.parquet", plan, f"{draw:x}", [{"model": "m", "chunks": 20}]
+            ),
+        }
+        for name, stored in batches.items():
+            seen[name].add(stored.samples.start)
+            rows = wanted.slice(stored.samples.start, BATCH).to_pydict()
+            for column, values in stored.columns.items():
+                assert values.tolist() == rows[column], column
+        assert batches["done"].machines == ({"model": "m"},)
+    assert seen == {"begun": set(range(0, 130, 10)), "done": set(range(0, SAMPLES, 10))}
+
+
+@pytest.mark.parametrize(
+    ("there", "now", "same"),
+    [
+        ([0.0, 1.0], [-0.0, 1.0], False),
+        ([float("nan"), 1.0], [float("nan"), 1.0], True),
+        ([1.0, 2.0], [1.0, np.nextafter(np.float32(2), np.float32(3))], False),
+    ],
+    ids=["minus zero", "NaN", "last bit"],
+)
+def test_bits_are_compared(there: list[float], now: list[float], same: bool) -> None:
+    stored = replay.StoredBatch(
+        samples=range(2),
+        evaluated=np.ones(2, np.bool_),
+        columns={"loss": np.array(there, np.float32)},
+        machines=({},),
+    )
+
+    def prove() -> tuple[str, str | None]:
+        return replay.prove(
+            stored,
+            lambda samples: {"loss": np.array(now, np.float32)},
+            machine={},
+            precision="fp32",
+            place="out",
+            name=str,
+        )
+
+    if same:
+        assert prove() == ("same bits", None)
+    else:
+        with pytest.raises(UsageError, match="column 'loss'"):
+            prove()
+
+
+def test_a_column_of_another_dtype_is_a_difference() -> None:
+    stored = replay.StoredBatch(
+        samples=range(1),
+        evaluated=np.ones(1, np.bool_),
+        columns={"loss": np.zeros(1, np.float32)},
+        machines=({"model": "other"},),
+    )
+    with pytest.raises(UsageError, match="column 'loss'"):
+        replay.prove(
+            stored,
+            lambda samples: {"loss": np.zeros(1, np.float64)},
+            machine={},
+            precision="fp32",
+            place="out",
+            name=str,
+        )
+
+
+def test_options_of_python_are_those_of_the_command_line(tmp_path: Path) -> None:
+    for options, words in (
+        ({"on_error": "raise"}, "on_error 'raise': expected one of stop, skip"),
+        ({"schedule": "dynamc"}, "schedule 'dynamc': expected one of static, dynamic. Did you mean dynamic?"),
+        ({"precision": "bf16"}, "precision 'bf16': expected one of .* Did you mean amp-bf16?"),
+        ({"batch_size": 0}, "batch_size 0: expected a whole number of at least 1"),
+        ({"batch_size": 2.0}, "batch_size 2.0: expected a whole number"),
+        ({"limit": 0}, "limit 0: expected"),
+        ({"limit": -3}, "limit -3: expected"),
+        ({"workers": -1}, "workers -1: expected"),
+        ({"workers": True}, "workers True: expected"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            evaluate(TinyTask(3), tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+    assert Evaluator.__doc__ is not None
