@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dualeval.engine import agreement, recorder, replay
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.journal import read_journal_file
+from dualeval.engine.plan import EvalPlan
 from dualeval.errors import UsageError
 from dualeval.result import Result, read_status
 from tests.test_evaluator import evaluate
@@ -169,7 +170,7 @@ def test_each_batch_is_read_back_from_journal_and_parquet(
     finish(tmp_path / "done")
     wanted = pyarrow.parquet.read_table(tmp_path / "done/predictions.parquet")
     seen: dict[str, set[int]] = {"begun": set(), "done": set()}
-    plan = recorder.EvalPlan(num_samples=SAMPLES, batch_size=BATCH)
+    plan = EvalPlan(num_samples=SAMPLES, batch_size=BATCH)
     for draw in range(20):
         batches = {
             "begun": replay.batch_of_journal(files, plan, f"{draw:x}"),

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 # The columns that predictions.parquet and the journal have by themselves.
 _RESERVED = ("id", "index", EVALUATED)
 _LARGEST_RANK = 2
+# What numpy and Parquet both have.
+_WRITABLE = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64),
+)
 
 
 def check_names(metrics: Sequence[Metric | RowMetric], kept: Sequence[str]) -> None:
@@ -116,13 +121,11 @@ def check_columns(columns: Mapping[str, Tensor], kept: Sequence[str], samples: i
                 f"the column {name!r} has shape {tuple(column.shape)}, expected (samples,) or (samples, "
                 "values): flatten the rest"
             )
-        try:
-            column.numpy()
-        except (TypeError, RuntimeError) as error:
+        if column.dtype not in _WRITABLE:
             raise UsageError(
                 f"the column {name!r} is of {column.dtype}, which cannot be written: expected bool, "
                 "integers, float16, float32 or float64. Cast it, as with .float()."
-            ) from error
+            )
 
 
 def _try_metric(metric: Metric, columns: Mapping[str, Tensor]) -> Measured:
@@ -207,7 +210,7 @@ def plain(metric: str, measured: Measured) -> Measured:
         measured,
         values={key: _plain(metric, key, value) for key, value in measured.values.items()},
         intervals={
-            key: tuple(_plain(metric, f"the interval of {key}", end) for end in ends)
+            key: tuple(_plain(metric, f"the interval of {key}", ends))
             for key, ends in measured.intervals.items()
         },
         nonfinite=_plain(metric, "nonfinite", measured.nonfinite),
