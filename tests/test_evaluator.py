@@ -197,9 +197,9 @@ def test_rows_of_a_chunk_twice_are_refused(tmp_path: Path) -> None:
         writer.write([chunk], [1], torch.zeros(1, dtype=torch.int64), row)
     files = [journal.read_journal_file(path) for path in writer.written]
     with pytest.raises(Exception, match=r"chunk 0 is in .* and again in"):
-        predictions.write_predictions(tmp_path / "p", files, the_plan, TinyTask(2))
+        predictions.write_predictions(tmp_path / "p", files, the_plan, TinyTask(2), ())
     with pytest.raises(Exception, match=r"no journal file holds the rows of chunks \[1\]"):
-        predictions.write_predictions(tmp_path / "p", files[:1], the_plan, TinyTask(2))
+        predictions.write_predictions(tmp_path / "p", files[:1], the_plan, TinyTask(2), ())
 
 
 def test_a_task_that_loses_a_row_is_stopped(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from dualeval.engine import numerics
 from dualeval.engine.agreement import check_same_job, machine_facts, model_fingerprint, source_fingerprint
+from dualeval.engine.columns import columns_of, kept_columns
 from dualeval.engine.compute import Compute, Pending, is_out_of_memory, usable_threads
 from dualeval.engine.control import ControlPlane
 from dualeval.engine.feed import FailedSample, Feed, Reader
@@ -145,6 +146,7 @@ class _Run:
         self._plan = self._make_plan()
         self._metrics = tuple(self._task.metrics())
         self._row_metrics = tuple(self._task.row_metrics())
+        self._kept = kept_columns(self._task, self._metrics, self._row_metrics)
         self._times: dict[str, float] = {}
         self._postprocess_s = 0.0
         self._progress = evaluator._control.progress
@@ -198,6 +200,7 @@ class _Run:
                 *(metric.name for metric in self._metrics),
                 *(metric.name for metric in self._row_metrics),
             ],
+            "columns": list(self._kept),
             "batch_size": self._plan.batch_size,
             "precision": self._options._precision,
             "on_error": self._options._on_error,
@@ -215,6 +218,11 @@ class _Run:
             "hosts": [rank["host"] for rank in everyone],
             "homogeneous": all(other == machines[0] for other in machines),
             "files": sorted(self._task.json_files),
+            "task_class": f"{type(self._task).__module__}.{type(self._task).__qualname__}",
+            "metrics": [
+                *(metric.name for metric in self._metrics),
+                *(metric.name for metric in self._row_metrics),
+            ],
             "fingerprint": sha256_of_json({"job": job, "machine": machines[0]}),
         }
 
@@ -299,7 +307,7 @@ class _Run:
         writer = JournalWriter(
             folder.journal, fingerprint=facts["fingerprint"], prefix=folder.prefix(self._world.rank)
         )
-        recorder = Recorder(self._plan, self._metrics, self._task.rows, writer, self._progress)
+        recorder = Recorder(self._plan, self._metrics, self._kept, writer, self._progress)
         if self._options._watch is not None:
             self._options._watch.keep(recorder, folder)
         setup_s = perf_counter() - self._options._started
@@ -522,7 +530,13 @@ class _Run:
         if self._world.is_main:
             try:
                 folder.write(
-                    result, self._plan, self._task, found, reports, step=lambda: self._progress.step("write")
+                    result,
+                    self._plan,
+                    self._task,
+                    self._kept,
+                    found,
+                    reports,
+                    step=lambda: self._progress.step("write"),
                 )
             except OSError as error:
                 self._unwritable(recorder, error)
@@ -540,10 +554,7 @@ class _Run:
             columns = folder.read_columns(
                 names, self._plan, found, reports, lambda: self._progress.step("write")
             )
-            words = [
-                asdict(metric.compute({name: columns[name] for name in metric.columns}))
-                for metric in self._row_metrics
-            ]
+            words = [asdict(metric.compute(columns_of(metric, columns))) for metric in self._row_metrics]
         self._control.meet()
         words = self._backend.broadcast_json(words, src=0)
         assert words is not None

@@ -33,7 +33,18 @@ from dualeval.engine.lease import LEASE, RENEW_EVERY_S, Lease
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import read_columns, write_json_file, write_predictions
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of
-from dualeval.result import STATUS, Result, Status, read_result, read_status, result_from, write_text
+from dualeval.result import (
+    JOB,
+    PREDICTIONS,
+    RESULT,
+    STATUS,
+    Result,
+    Status,
+    read_result,
+    read_status,
+    result_from,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
@@ -44,9 +55,7 @@ _LEASE_WITHIN_S = 2.0
 # Of the fields of /proc/PID/stat behind the process's name.
 _START_TIME = 19
 _JOURNAL = "journal"
-_RESULT = "result.json"
-_JOB = "job.json"
-_PREDICTIONS = "predictions.parquet"
+_RESULT, _JOB, _PREDICTIONS = RESULT, JOB, PREDICTIONS
 _STACKS = "stacks"
 # What this program calls the files in its journal; any other file there is somebody else's.
 # What a task may call a file of its own.
@@ -265,6 +274,7 @@ class RunFolder:
         result: Result,
         plan: EvalPlan,
         task: Task,
+        columns: Sequence[str],
         found: Found,
         reports: Sequence[dict[str, Any]],
         step: Callable[[], None] = lambda: None,
@@ -274,7 +284,8 @@ class RunFolder:
         Args:
             result: what is written.
             plan: the run's.
-            task: says which columns and which other files are wanted.
+            task: says which other files are wanted.
+            columns: the columns of predictions.parquet.
             found: what was there at the start.
             reports: each rank's ``files``, a count.
             step: called now and then.
@@ -282,7 +293,7 @@ class RunFolder:
         own = self._own_files(reports)
         try:
             files = [*found.earlier.files, *map(read_journal_file, own)]
-            write_predictions(self.path / _PREDICTIONS, files, plan, task, step)
+            write_predictions(self.path / _PREDICTIONS, files, plan, task, columns, step)
             for name, column in task.json_files.items():
                 write_json_file(self.path / name, files, plan, task, column, step)
             write_text(self.path / _RESULT, result.to_json())

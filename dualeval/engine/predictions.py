@@ -31,18 +31,20 @@ def write_predictions(
     files: Sequence[JournalFile],
     plan: EvalPlan,
     task: Task,
+    columns: Sequence[str],
     step: Callable[[], None] = lambda: None,
 ) -> None:
     """Merge the rows of all chunks into one Parquet file in data-set order.
 
-    Columns: id (string), index (int64), then the task's ``rows`` and ``texts``; null in every one of these
+    Columns: id (string), index (int64), then ``columns`` and the task's ``texts``; null in every one of these
     where the sample could not be read. Whole under its name, or not there.
 
     Args:
         path: the file to write.
         files: journal files that hold every chunk of the plan once.
         plan: the run's plan.
-        task: gives the samples' ids and the columns.
+        task: gives the samples' ids and texts.
+        columns: the columns to write, as ``kept_columns`` gives them.
         step: called after each window of rows.
     """
     import pyarrow
@@ -56,14 +58,14 @@ def write_predictions(
     # 28 MB for 100,000 rows. The writer has no option for its pool, it takes the default one.
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     try:
-        for start, rows in _windows(files, plan, task.rows):
+        for start, rows in _windows(files, plan, columns):
             evaluated = rows[EVALUATED].astype(bool)
             stop = start + len(evaluated)
             missing = None if evaluated.all() else ~evaluated
             arrays = {
                 "id": pyarrow.array([dataset.id(i) for i in range(start, stop)], pyarrow.string()),
                 "index": pyarrow.array(np.arange(start, stop, dtype=np.int64)),
-                **{name: _arrow(pyarrow, rows[name], missing) for name in task.rows},
+                **{name: _arrow(pyarrow, rows[name], missing) for name in columns},
                 **{
                     name: pyarrow.array(texts, pyarrow.string(), mask=missing)
                     for name, texts in task.texts(rows, start).items()
