@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dualeval.backends.base import Backend as Backend
     from dualeval.engine.control import open_control_plane as open_control_plane
     from dualeval.engine.evaluator import Evaluator as Evaluator
+    from dualeval.engine.rescoring import rescore as rescore
     from dualeval.errors import BackendError as BackendError
     from dualeval.errors import DualevalError as DualevalError
     from dualeval.errors import ExactlyOnceError as ExactlyOnceError
@@ -51,6 +52,7 @@ _HOME = {
     "connect": "dualeval.backends",
     "detect": "dualeval.launch",
     "open_control_plane": "dualeval.engine.control",
+    "rescore": "dualeval.engine.rescoring",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

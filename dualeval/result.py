@@ -17,6 +17,9 @@ from dualeval.metrics import Value
 
 SCHEMA_VERSION = 2
 STATUS = "status.json"
+RESULT = "result.json"
+JOB = "job.json"
+PREDICTIONS = "predictions.parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +127,29 @@ def result_from(content: Any) -> Result:
     Raises:
         DualevalError: a field is missing or unknown, or the metrics do not fit the digest.
     """
+    result, digest = stated_result(content)
+    if result.metrics_digest != digest:
+        raise DualevalError("its metrics do not fit its metrics_digest")
+    return result
+
+
+def stated_result(content: Any) -> tuple[Result, str]:
+    """Make a result of the content of a result.json, as it is, and return the digest that it states too.
+
+    Raises:
+        DualevalError: a field is missing or unknown.
+    """
     try:
         values = dict(content)
         version, digest = values.pop("schema_version"), values.pop("metrics_digest")
         if version != SCHEMA_VERSION:
             raise DualevalError(f"its schema version is {version}, expected {SCHEMA_VERSION}")
         result = Result(**values)
-        if result.metrics_digest != digest:
-            raise DualevalError("its metrics do not fit its metrics_digest")
+        # A value of another kind than JSON's own shows here.
+        _ = result.metrics_digest
     except (ValueError, TypeError, KeyError) as error:
         raise DualevalError(f"{type(error).__name__}: {error}") from error
-    return result
+    return result, str(digest)
 
 
 def partial_of(path: Path) -> Path:

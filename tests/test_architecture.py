@@ -145,6 +145,7 @@ def test_public_names() -> None:
         "connect",
         "detect",
         "open_control_plane",
+        "rescore",
     ]
     for name in dualeval.__all__:
         assert getattr(dualeval, name) is not None

@@ -20,6 +20,7 @@ from dualeval.cli.run import run
 from dualeval.cli.score import score
 from dualeval.cli.setup_horovod import setup_horovod
 from dualeval.cli.submit import submit
+from dualeval.cli.verify import verify
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
 from dualeval.launch import detect
 from dualeval.world import World
@@ -37,6 +38,7 @@ def dualeval() -> None:
 
 dualeval.add_command(run)
 dualeval.add_command(score)
+dualeval.add_command(verify)
 dualeval.add_command(doctor)
 dualeval.add_command(setup_horovod)
 dualeval.add_command(submit)

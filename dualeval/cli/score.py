@@ -1,9 +1,10 @@
-"""``dualeval score``: score answers that are there already, without a model."""
+"""``dualeval score``: metrics of what is there already: a run's rows, or a file of answers; no model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,17 @@ from dualeval.launch import examine
 from dualeval.world import World
 
 _JOB = ("task", "data", "predictions", "null_odds")
+_REQUIRED = ("data", "predictions")
 # The kinds of evaluation whose answers can be had as a file.
 TASKS = ("question-answering",)
 
 
 @click.command()
-@click.option("--task", default=TASKS[0], help=f"Kind of evaluation: {', '.join(TASKS)}.")
-@click.option("--data", required=True, type=click.Path(path_type=Path), help="Questions: JSON file of SQuAD.")
+@click.argument("run", required=False, type=click.Path(path_type=Path))
+@click.option("--task", help=f"Kind of evaluation: {', '.join(TASKS)}.  [default: {TASKS[0]}]")
+@click.option("--data", type=click.Path(path_type=Path), help="Questions: JSON file of SQuAD.")
 @click.option(
     "--predictions",
-    required=True,
     type=click.Path(path_type=Path),
     help="Answers: JSON object, question id to text.",
 )
@@ -37,17 +39,70 @@ TASKS = ("question-answering",)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Output folder.  [default: a new one in runs/]",
+    help="Output folder.  [default: a new one in runs/; for RUN none, and nothing is written]",
 )
 @options.FRESH
 @options.AS_JSON
 @click.pass_context
-def score(context: click.Context, /, **flags: Any) -> None:
-    """Score a file of answers against a file of questions, as the official scripts do.
+def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
+    """Compute metrics of a finished RUN from its rows, or score a file of answers; there is no forward.
 
     \b
+    dualeval score runs/r18 --metric top3
     dualeval score --data dev-v1.1.json --predictions predictions.json --out scores
+
+    RUN is a run's output folder, which is not changed: its own metrics, or those of --metric, come to the
+    same bits as in a run. Answers are scored as the official scripts of SQuAD do.
     """
+    found = examine(os.environ, None).place
+    if found.size > 1:
+        raise LaunchError(
+            f"'dualeval score' is one process, but {found.launcher} has started {found.size}. Type it by "
+            "itself."
+        )
+    if run is not None:
+        _score_rows(context, run, flags)
+        return
+    for parameter in context.command.params:
+        if parameter.name in _REQUIRED and flags[parameter.name] is None:
+            raise click.MissingParameter(ctx=context, param=parameter)
+    _score_answers(context, {**flags, "task": flags["task"] or TASKS[0]})
+
+
+def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> None:
+    from dualeval.engine.rescoring import check_finished, rescore
+    from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS, write_text
+    from dualeval.tasks.stored import metrics_of_run
+
+    given = [f"--{name.replace('_', '-')}" for name in (*_JOB, "fresh") if flags[name]]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)} belongs to a file of answers, and {run} was given as a run whose rows are "
+            "scored. Leave out one of the two."
+        )
+    out: Path | None = flags["out"]
+    taken = [name for name in (RESULT, JOB, STATUS, PREDICTIONS) if out is not None and (out / name).exists()]
+    if taken:
+        raise UsageError(f"--out {out} holds a {taken[0]} already. Give the name of a new folder.")
+    check_finished(run)
+    chosen = metrics_of_run(run / JOB, flags["metric"])
+    result = rescore(run, metrics=chosen.metrics, row_metrics=chosen.row_metrics)
+    if out is not None:
+        result = replace(result, folder=str(out.absolute()))
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            write_text(out / RESULT, result.to_json())
+        except OSError as error:
+            raise UsageError(
+                f"--out {out} cannot be written ({error.strerror or error}). Give a folder of your own."
+            ) from error
+    if not flags["as_json"]:
+        click.echo(f"recomputed from the rows of {run}; no forward")
+    options.show(result, as_json=flags["as_json"])
+    context.exit(EXIT_DONE)
+
+
+def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
     from dualeval.backends import connect
     from dualeval.engine.control import open_control_plane
     from dualeval.engine.evaluator import Evaluator
@@ -55,12 +110,6 @@ def score(context: click.Context, /, **flags: Any) -> None:
 
     if flags["task"] not in TASKS:
         raise UsageError(f"--task {flags['task']!r}: expected one of {', '.join(TASKS)}.")
-    found = examine(os.environ, None).place
-    if found.size > 1:
-        raise LaunchError(
-            f"'dualeval score' is one process, but {found.launcher} has started {found.size}. Type it by "
-            "itself."
-        )
     _keep_apart(flags)
     task = GivenAnswers(
         data=flags["data"],

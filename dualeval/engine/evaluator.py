@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, check_count
 from dualeval.engine import numerics, replay, trial
 from dualeval.engine.agreement import check_same_job, machine_facts, model_fingerprint, source_fingerprint
+from dualeval.engine.columns import columns_of, kept_columns
 from dualeval.engine.compute import Compute, Pending, is_out_of_memory, usable_threads
 from dualeval.engine.control import ControlPlane
 from dualeval.engine.feed import FailedSample, Feed, Reader
-from dualeval.engine.folder import PREDICTIONS, Found, RunFolder, folder_of_launch
+from dualeval.engine.folder import Found, RunFolder, folder_of_launch
 from dualeval.engine.journal import JournalFile, JournalWriter
 from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
 from dualeval.engine.outcome import make_result
@@ -35,7 +36,7 @@ from dualeval.engine.recorder import Recorder, check_rows
 from dualeval.engine.watch import Watch
 from dualeval.errors import DualevalError, PeerError, Stopped, UsageError
 from dualeval.metrics import Measured
-from dualeval.result import Result, sha256_of_json
+from dualeval.result import PREDICTIONS, Result, sha256_of_json
 from dualeval.tasks import Task
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class _Run:
         self._plan = self._make_plan()
         self._metrics = tuple(self._task.metrics())
         self._row_metrics = tuple(self._task.row_metrics())
-        self._kept = tuple(self._task.rows)
+        self._kept = kept_columns(self._task, self._metrics, self._row_metrics)
         trial.check_names([*self._metrics, *self._row_metrics], self._kept)
         self._tried = False
         self._times: dict[str, float] = {}
@@ -223,6 +224,7 @@ class _Run:
                 *(metric.name for metric in self._metrics),
                 *(metric.name for metric in self._row_metrics),
             ],
+            "columns": list(self._kept),
             "batch_size": self._plan.batch_size,
             "precision": self._options._precision,
             "on_error": self._options._on_error,
@@ -242,6 +244,11 @@ class _Run:
             "machines": machines,
             "hosts": hosts,
             "files": sorted(self._task.json_files),
+            "task_class": f"{type(self._task).__module__}.{type(self._task).__qualname__}",
+            "metrics": [
+                *(metric.name for metric in self._metrics),
+                *(metric.name for metric in self._row_metrics),
+            ],
             "fingerprint": sha256_of_json(job),
         }
 
@@ -669,9 +676,7 @@ class _Run:
             names = sorted({name for metric in self._row_metrics for name in metric.columns})
             columns = read_columns(files, self._plan, names, lambda: self._progress.step("write"))
             words = [
-                asdict(
-                    trial.plain(metric.name, metric.compute({name: columns[name] for name in metric.columns}))
-                )
+                asdict(trial.plain(metric.name, metric.compute(columns_of(metric, columns))))
                 for metric in self._row_metrics
             ]
         self._control.meet()

@@ -36,6 +36,9 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import write_json_file, write_predictions
 from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of
 from dualeval.result import (
+    JOB,
+    PREDICTIONS,
+    RESULT,
     STATUS,
     Result,
     Status,
@@ -56,10 +59,9 @@ _LEASE_WITHIN_S = 2.0
 # Of the fields of /proc/PID/stat behind the process's name.
 _START_TIME = 19
 _JOURNAL = "journal"
-_RESULT = "result.json"
-_JOB = "job.json"
-PREDICTIONS = "predictions.parquet"
 _STACKS = "stacks"
+# What job.json says of a run.
+_IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
 # What this program calls the files in its journal; any other file there is somebody else's.
 # What a task may call a file of its own.
 _TASK_FILE = re.compile(r"[A-Za-z0-9_-]+\.json")
@@ -178,8 +180,8 @@ class RunFolder:
             found = _look(path, plan, facts, world, mix_machines, step_and_renew)
             with _writable(path):
                 if found.finished is None:
-                    named = {name: facts[name] for name in ("fingerprint", "job", "machine", "files")}
-                    write_text(path / _JOB, json.dumps(named, indent=2, ensure_ascii=False) + "\n")
+                    named = {name: facts[name] for name in _IN_JOB}
+                    write_text(path / JOB, json.dumps(named, indent=2, ensure_ascii=False) + "\n")
                     Status(state="running", launch_id=launch_of(world)).write(path)
                 else:
                     _tidy_up(
@@ -347,7 +349,7 @@ class RunFolder:
                     write_json_file(self.path / name, files, plan, task, kept, column, step)
                 names = (PREDICTIONS, *task.json_files)
                 result = replace(result, files={name: checksum_of(self.path / name, step) for name in names})
-                write_text(self.path / _RESULT, result.to_json())
+                write_text(self.path / RESULT, result.to_json())
                 # Their names, too, must be on the disk before the journal goes.
                 sync_folder(self.path)
         except OSError:
@@ -440,24 +442,24 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
         DualevalError: what says which job it holds is damaged.
     """
     try:
-        there = json.loads((path / _JOB).read_text("utf-8"))
+        there = json.loads((path / JOB).read_text("utf-8"))
         kept = {"job": there["job"]}
     except FileNotFoundError:
-        old = [file for file in _files_of_a_run(path) if file.name != _JOB]
-        if any(file.name in (_RESULT, STATUS, PREDICTIONS) for file in old):
+        old = [file for file in _files_of_a_run(path) if file.name != JOB]
+        if any(file.name in (RESULT, STATUS, PREDICTIONS) for file in old):
             raise UsageError(
-                f"{path} holds an earlier run ({old[0].name}), but no {_JOB} that says of which job. Give "
+                f"{path} holds an earlier run ({old[0].name}), but no {JOB} that says of which job. Give "
                 "another --out, or --fresh to remove that run and start over."
             ) from None
         foreign = [name for name in facts["files"] if (path / name).exists()]
         if foreign:
             raise UsageError(
-                f"{path} holds {' and '.join(foreign)}, which this run would overwrite, and no {_JOB}: it is "
+                f"{path} holds {' and '.join(foreign)}, which this run would overwrite, and no {JOB}: it is "
                 "not a run's. Give another --out."
             ) from None
         return
     except (ValueError, KeyError, TypeError) as error:
-        raise DualevalError(f"{path / _JOB} is damaged ({type(error).__name__}: {error})") from error
+        raise DualevalError(f"{path / JOB} is damaged ({type(error).__name__}: {error})") from error
     # As JSON has them: a tuple comes back as a list.
     own = json.loads(json.dumps({"job": facts["job"]}))
     differing = differences(kept, own)
@@ -471,17 +473,17 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
 
 def _check_file_names(names: Sequence[str]) -> None:
     for name in names:
-        if not _TASK_FILE.fullmatch(name) or name in (_RESULT, STATUS, _JOB, LEASE):
+        if not _TASK_FILE.fullmatch(name) or name in (RESULT, STATUS, JOB, LEASE):
             raise UsageError(
                 f"a task's json_files has {name!r}: expected a name such as predictions.json, without a "
-                f"folder, and none of {', '.join((_RESULT, STATUS, _JOB, LEASE))}"
+                f"folder, and none of {', '.join((RESULT, STATUS, JOB, LEASE))}"
             )
 
 
 def _finished(path: Path, fingerprint: str) -> Result | None:
     """The result of a run of this job that came to its end; raises DualevalError where it is damaged."""
     try:
-        result = read_result(path / _RESULT)
+        result = read_result(path / RESULT)
     except FileNotFoundError:
         return None
     return result if result.fingerprint == fingerprint else None
@@ -504,7 +506,7 @@ def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
             )
         if found != wanted:
             raise DualevalError(
-                f"{path / name} is damaged: its content does not fit its checksum in {_RESULT}"
+                f"{path / name} is damaged: its content does not fit its checksum in {RESULT}"
             )
 
 
@@ -562,7 +564,7 @@ def _probe(path: Path, token: str) -> Path:
 
 def _files_of_a_run(path: Path) -> list[Path]:
     """The files that a run leaves in its folder, the telling ones first; nothing of anybody else's."""
-    names = (_RESULT, STATUS, PREDICTIONS, *_files_of_its_task(path), _JOB)
+    names = (RESULT, STATUS, PREDICTIONS, *_files_of_its_task(path), JOB)
     named = [path / name for name in names]
     partial = [file for name in names for file in path.glob(f"{name}.*.partial")]
     partial += path.glob(f"{LEASE}.*")
@@ -579,7 +581,7 @@ def _files_of_a_run(path: Path) -> list[Path]:
 def _files_of_its_task(path: Path) -> list[str]:
     """Names of the files that a folder's job writes for its task, as its job.json has them."""
     try:
-        names = json.loads((path / _JOB).read_text("utf-8"))["files"]
+        names = json.loads((path / JOB).read_text("utf-8"))["files"]
         # A file of that name may be anybody's: what it names is removed only inside its own folder.
         return [name for name in names if _TASK_FILE.fullmatch(name)]
     except (OSError, ValueError, KeyError, TypeError):

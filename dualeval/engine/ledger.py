@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from dualeval.engine.columns import columns_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import ExactlyOnceError
 from dualeval.metrics import Metric
@@ -39,9 +40,13 @@ class Ledger:
         self.values[2 * chunks + chunk] += failed
 
     def update(self, columns: Mapping[str, Tensor]) -> None:
-        """Add evaluated samples to every metric; ``columns`` are on the CPU, first dimension the samples."""
+        """Add evaluated samples to every metric; ``columns`` are on the CPU, first dimension the samples.
+
+        Raises:
+            UsageError: a metric reads a column that the task does not make, or that it has not declared.
+        """
         for metric, part in zip(self._metrics, self._slices, strict=True):
-            metric.update(self.values[part], columns)
+            metric.update(self.values[part], columns_of(metric, columns))
 
     def parts(self) -> list[tuple[Metric, Tensor]]:
         """Each metric with its slots."""

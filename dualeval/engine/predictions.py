@@ -193,49 +193,6 @@ def read_columns(
     return {name: np.concatenate([part[name] for part in parts]) for name in columns}
 
 
-def read_predictions(path: Path, samples: range) -> tuple[npt.NDArray[np.bool_], dict[str, npt.NDArray[Any]]]:
-    """Read consecutive rows of a predictions.parquet, without id, index and texts.
-
-    Args:
-        path: the file.
-        samples: indices of the rows in the data set.
-
-    Returns:
-        Which of them were evaluated, bool of shape (samples,), and by name the columns of those, as the run
-        had them.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path) as file:
-        names = [field.name for field in file.schema_arrow if not pyarrow.types.is_string(field.type)]
-        names.remove("index")
-        groups: list[int] = []
-        first = start = 0
-        for number in range(file.num_row_groups):
-            rows = file.metadata.row_group(number).num_rows
-            if start < samples.stop and start + rows > samples.start:
-                first = first if groups else start
-                groups.append(number)
-            start += rows
-        table = file.read_row_groups(groups, columns=names).slice(samples.start - first, len(samples))
-    columns = {name: table[name].combine_chunks() for name in names}
-    valid = [column.is_valid().to_numpy(zero_copy_only=False) for column in columns.values()]
-    evaluated = np.logical_and.reduce(valid) if valid else np.zeros(len(samples), np.bool_)
-    return evaluated, {
-        name: _numpy(column.filter(pyarrow.array(evaluated))) for name, column in columns.items()
-    }
-
-
-def _numpy(column: Any) -> npt.NDArray[Any]:
-    """A column of an Arrow table without nulls, of the dtype and row shape that ``_arrow`` was given."""
-    size = getattr(column.type, "list_size", None)
-    if size is None:
-        values: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
-        return values
-    return _numpy(column.flatten()).reshape(-1, size)
-
-
 def _partial_of_its_own(path: Path) -> Path:
     # A second run in the folder may be at the same place.
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from dualeval.engine.journal import JournalFile
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.predictions import EVALUATED, read_predictions
+from dualeval.engine.predictions import EVALUATED
+from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import UsageError
 
 SAME_BITS = "same bits"
@@ -88,14 +89,19 @@ def batch_of_predictions(
         fingerprint: the job's.
         machines: as in the result.
     """
+    rows = StoredRows(path)
+    if not rows.names:
+        return StoredBatch(samples=range(0), evaluated=np.zeros(0, np.bool_), columns={}, machines=())
     first = drawn(fingerprint, plan.num_batches)
     for batch in (*range(first, plan.num_batches), *range(first)):
         samples = plan.batch_samples(batch)
-        evaluated, columns = read_predictions(path, samples)
-        if evaluated.any():
+        window = rows.batch(samples)
+        if window.evaluated.any():
             break
     without_count = [{name: value for name, value in kind.items() if name != "chunks"} for kind in machines]
-    return StoredBatch(samples=samples, evaluated=evaluated, columns=columns, machines=tuple(without_count))
+    return StoredBatch(
+        samples=samples, evaluated=window.evaluated, columns=window.columns, machines=tuple(without_count)
+    )
 
 
 def prove(

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualeval.engine.columns import columns_of
 from dualeval.engine.predictions import EVALUATED, json_entries, parquet_bytes
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric
@@ -45,11 +46,11 @@ def check_names(metrics: Sequence[Metric | RowMetric], kept: Sequence[str]) -> N
         if names.count(name) > 1:
             raise UsageError(f"two metrics are called {name!r}. Give each a name of its own.")
     for name in kept:
-        if name in _RESERVED or list(kept).count(name) > 1:
-            taken = "is in the task's rows twice" if name not in _RESERVED else "is a name that is taken"
+        if name in _RESERVED:
             raise UsageError(
-                f"the column {name!r} {taken}. predictions.parquet has {', '.join(_RESERVED[:2])} by itself, "
-                f"the journal {EVALUATED}: give the column another name."
+                f"the column {name!r} is a name that is taken. predictions.parquet has "
+                f"{', '.join(_RESERVED[:2])} by itself, the journal {EVALUATED}: give the column another "
+                "name."
             )
 
 
@@ -130,16 +131,16 @@ def check_columns(columns: Mapping[str, Tensor], kept: Sequence[str], samples: i
 
 def _try_metric(metric: Metric, columns: Mapping[str, Tensor]) -> Measured:
     slots = torch.zeros(metric.size, dtype=torch.int64)
+    own = columns_of(metric, columns)
     try:
-        metric.update(slots, columns)
+        metric.update(slots, own)
         measured = metric.compute(slots)
     except DualevalError:
         raise
-    except KeyError as error:
-        _raise_if_column(metric.name, error, columns)
-        raise _failed(metric.name, error) from error
     except Exception as error:  # raised on with the metric's name; what it is, its own frames show
-        raise _failed(metric.name, error) from error
+        raise RuntimeError(
+            f"metric {metric.name!r} fails on the first batch: {type(error).__name__}: {error}"
+        ) from error
     return plain(metric.name, measured)
 
 
@@ -147,32 +148,17 @@ def _try_row_metric(
     metric: RowMetric, rows: Mapping[str, npt.NDArray[Any]]
 ) -> tuple[Measured | None, str | None]:
     """What a row metric says of one batch; or a note, where so few samples are too few for it."""
-    own = {name: rows[name] for name in metric.columns}
+    own = columns_of(metric, rows)
     try:
         measured = metric.compute(own)
     except DualevalError:
         raise
     except Exception as error:  # noqa: BLE001 - some need all classes, or many samples; the note says what it was
-        if isinstance(error, KeyError):
-            _raise_if_column(metric.name, error, own)
         return None, (
             f"metric {metric.name!r} fails on the first batch alone ({type(error).__name__}: {error}); it is "
             "computed on all rows at the end"
         )
     return plain(metric.name, measured), None
-
-
-def _raise_if_column(metric: str, error: KeyError, columns: Iterable[str]) -> None:
-    name = error.args[0] if error.args else None
-    if isinstance(name, str) and name not in columns:
-        raise UsageError(
-            f"metric {metric!r} reads the column {name!r}, which it is not given: name it in the metric's "
-            f"columns, and have observe or postprocess make it (there are: {', '.join(columns)})"
-        ) from error
-
-
-def _failed(metric: str, error: Exception) -> RuntimeError:
-    return RuntimeError(f"metric {metric!r} fails on the first batch: {type(error).__name__}: {error}")
 
 
 def check_keys(measured: Iterable[Measured]) -> None:

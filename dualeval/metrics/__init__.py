@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["Measured", "Metric", "RowMetric", "Value"]
+__all__ = ["Measured", "Metric", "RowMetric", "Value", "keeps_rows"]
 
 # Plain JSON, without NaN and infinities: these are not JSON, and are written as None plus counts.
 Value: TypeAlias = "float | int | str | list[Value] | dict[str, Value] | None"
@@ -41,11 +41,20 @@ class Measured:
 
 
 class Metric(Protocol):
-    """Samples to integers to values; merging two states is adding their ledgers."""
+    """Samples to integers to values; merging two states is adding their ledgers.
+
+    A run keeps the columns that its metrics read, so that they can be computed again without a forward. A
+    metric whose numbers nobody will want again has an attribute ``keeps_rows = False``.
+    """
 
     @property
     def name(self) -> str:
         """The name by which the metric is asked for."""
+        ...
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that the metric reads; it gets no others."""
         ...
 
     @property
@@ -60,7 +69,8 @@ class Metric(Protocol):
 
         Args:
             ledger: the metric's own slots, int64 of shape (size,), contiguous, on the CPU.
-            columns: CPU tensors by name, first dimension samples; failed samples are already left out.
+            columns: the metric's own, CPU tensors by name, first dimension samples; failed samples are
+                already left out.
         """
         ...
 
@@ -88,3 +98,8 @@ class RowMetric(Protocol):
     def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
         """Turn the rows of all evaluated samples, in data-set order, into values."""
         ...
+
+
+def keeps_rows(metric: Metric | RowMetric) -> bool:
+    """Whether a run keeps the columns that a metric reads; it does where the metric does not say no."""
+    return bool(getattr(metric, "keeps_rows", True))

@@ -152,6 +152,7 @@ class TopK:
     Ledger: the number of samples, the number of them that are right.
     """
 
+    columns = ("rank",)
     size = 2
 
     def __init__(self, k: int) -> None:
@@ -186,6 +187,7 @@ class PrecisionRecall:
     """
 
     name = "precision_recall"
+    columns = ("target", "prediction")
 
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
@@ -234,6 +236,7 @@ class Confusion:
     """
 
     name = "confusion"
+    columns = ("target", "prediction")
 
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
@@ -265,6 +268,7 @@ class CalibrationError:
     """
 
     name = "ece"
+    columns = ("confidence", "prediction", "target")
     size = len(NONFINITE_KINDS) + _ECE_BINS * (2 + SUM_LIMBS)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
@@ -319,6 +323,7 @@ class NonfiniteLogits:
     """
 
     name = "nonfinite_logits"
+    columns = ("nan_logits", "inf_logits")
     size = 2
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:

@@ -187,6 +187,7 @@ class ExactMean:
     ) -> None:
         self.name = name
         self.column = column
+        self.columns = (column,)
         self._factor = factor
         self._sum: Callable[[Tensor], ExactSums] = exact_sums
         self._unit_bits, self._limbs = SUM_UNIT_BITS, (SUM_LIMBS, SQUARE_LIMBS)

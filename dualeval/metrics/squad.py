@@ -91,6 +91,7 @@ class ExactMatch:
 
     def __init__(self, *, parts: bool) -> None:
         self._keys = (self.name, *(f"{part}exact" for part in _PARTS)) if parts else (self.name,)
+        self.columns = (self.name, "has_answer") if parts else (self.name,)
         self.size = 2 * len(self._keys)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
@@ -123,6 +124,7 @@ class F1:
 
     def __init__(self, *, parts: bool) -> None:
         keys = (self.name, *(f"{part}f1" for part in _PARTS)) if parts else (self.name,)
+        self.columns = (self.name, "has_answer") if parts else (self.name,)
         self._means = [ExactMean(key, self.name, torch.float64, _PERCENT) for key in keys]
         self.size = sum(mean.size for mean in self._means)
 
@@ -166,6 +168,7 @@ class AnswerCounts:
     """
 
     name = "answer_counts"
+    columns = ("has_answer",)
     size = 2
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
@@ -222,14 +225,16 @@ class WindowWork:
     """
 
     name = "window_work"
+    columns = ("windows", "tokens", "padded_tokens")
+    # They speak of one run's forward: without one there is nothing to count again.
+    keeps_rows = False
     size = 3
-    _COLUMNS = ("windows", "tokens", "padded_tokens")
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the samples of columns ``windows``, ``tokens`` and ``padded_tokens``."""
-        for place, name in enumerate(self._COLUMNS):
+        for place, name in enumerate(self.columns):
             ledger[place] += columns[name].sum(dtype=torch.int64)
 
     def compute(self, ledger: Tensor) -> Measured:
         """No values; the three sums as work."""
-        return Measured(values={}, work=dict(zip(self._COLUMNS, ledger.tolist(), strict=True)))
+        return Measured(values={}, work=dict(zip(self.columns, ledger.tolist(), strict=True)))

@@ -42,11 +42,12 @@ class Task(Protocol):
 
     Each batch goes through ``__getitems__`` of the data set and ``collate`` (in reading processes), then
     ``forward`` and ``observe`` (on the device), then ``postprocess`` (on the host). What comes out of that is
-    counted by the metrics, and kept by the columns named in ``rows``.
+    counted by the metrics. Kept are the columns named in ``rows``, and those that the metrics read.
 
     Attributes:
         name: the task's name in results and messages.
-        rows: the columns of ``postprocess`` that are written to predictions.parquet, in this order.
+        rows: the columns of ``postprocess`` that are written to predictions.parquet, in this order; behind
+            them come those that the metrics read, wherever they are not among these.
         decodes: whether reading a sample costs enough to be worth worker processes.
         concurrent: whether ``forward`` and ``observe`` may run on several batches at once, in threads with a
             copy of the model's modules each; that is how a CPU's cores are used. They must then keep nothing
@@ -123,14 +124,14 @@ class Task(Protocol):
         """The metrics, which read the columns by name. Called after ``build_model``."""
 
     def row_metrics(self) -> Sequence[RowMetric]:
-        """The metrics that need all samples at once; their columns are among ``rows``."""
+        """The metrics that need all samples at once."""
         return ()
 
     def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> Mapping[str, Sequence[str | None]]:
         """Columns of text for predictions.parquet, behind ``rows``; made only when it is written.
 
         Args:
-            rows: some samples' rows, consecutive; zeros where a sample could not be read.
+            rows: some samples' ``rows``, consecutive; zeros where a sample could not be read.
             first: the first one's index in the data set.
         """
         return {}

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from dualeval.data.squad import Questions, read_null_odds, read_predictions, read_questions
 from dualeval.errors import UsageError
-from dualeval.metrics import RowMetric
+from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.squad import BestThresholds
-from dualeval.tasks.scored_answers import ScoredAnswers
+from dualeval.tasks.scored_answers import ScoredAnswers, answer_metrics, chosen
 
 # Behind all odds that a run writes.
 _NEVER = float(np.finfo(np.float32).max)
@@ -128,14 +128,34 @@ class GivenAnswers(ScoredAnswers):
             **super().findings(count),
         }
 
+    def _all_metrics(self) -> list[Metric]:
+        return answer_metrics(unanswerable=self._unanswerable)
+
     def _all_row_metrics(self) -> list[RowMetric]:
-        return [BestThresholds()] if self._odds is not None else []
+        return _row_metrics(self._odds is not None)
 
     def fingerprint(self) -> dict[str, Any]:
         """What is scored."""
         return {
+            "unanswerable": self._unanswerable,
             "predictions": hashlib.sha256(json.dumps(self._answers).encode()).hexdigest(),
             "null_odds": None
             if self._odds is None
             else hashlib.sha256(json.dumps(self._odds).encode()).hexdigest(),
         }
+
+
+def _row_metrics(with_odds: bool) -> list[RowMetric]:
+    return [BestThresholds()] if with_odds else []
+
+
+def stored_metrics(
+    options: Mapping[str, Any], names: Sequence[str]
+) -> tuple[Sequence[Metric], Sequence[RowMetric]]:
+    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``.
+
+    Raises:
+        UsageError: no metric has that name.
+    """
+    row_metrics = _row_metrics(options["null_odds"] is not None)
+    return chosen(names, answer_metrics(unanswerable=options["unanswerable"]), row_metrics)

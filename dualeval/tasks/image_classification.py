@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dualeval.data.idx import IdxImages
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
-from dualeval.metrics import Metric
+from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.models import classifiers
 from dualeval.tasks import Task
@@ -50,7 +50,8 @@ class ImageClassification(Task):
     """
 
     name = NAME
-    rows = ("target", "prediction", "confidence", "loss", "top")
+    # All that any metric reads, so that each can be computed later.
+    rows = ("target", "prediction", "confidence", "loss", "top", "rank", "nan_logits", "inf_logits")
     concurrent = True
     libraries = ("torchvision", "pillow")
 
@@ -197,11 +198,30 @@ class ImageClassification(Task):
         """The metrics asked for, or the default ones for this number of classes."""
         assert self._num_classes is not None, "build_model comes first"
         names = self._metric_names or default_metrics(self._num_classes)
-        return [classification_metric(name, self._num_classes) for name in names]
+        return _metrics(names, self._num_classes)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Model name and preprocessing; data and weights have fingerprints of their own."""
-        return {"model": self._model_name, "preprocessing": asdict(self._preprocessing)}
+        """Model name, classes and preprocessing; data and weights have fingerprints of their own."""
+        return {
+            "model": self._model_name,
+            "num_classes": self._num_classes,
+            "preprocessing": asdict(self._preprocessing),
+        }
+
+
+def _metrics(names: Sequence[str], num_classes: int) -> list[Metric]:
+    return [classification_metric(name, num_classes) for name in names]
+
+
+def stored_metrics(
+    options: Mapping[str, Any], names: Sequence[str]
+) -> tuple[Sequence[Metric], Sequence[RowMetric]]:
+    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``.
+
+    Raises:
+        UsageError: no metric has that name.
+    """
+    return _metrics(names, options["num_classes"]), ()
 
 
 def _image_folder(root: Path, preprocessing: Preprocessing) -> ImageFolder:

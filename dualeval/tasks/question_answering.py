@@ -19,7 +19,7 @@ from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models import question_answering as models
-from dualeval.tasks.scored_answers import ScoredAnswers
+from dualeval.tasks.scored_answers import ScoredAnswers, answer_metrics, chosen
 
 # What the model gives in files of their own, under the names that the official scripts' users know.
 PREDICTIONS = "predictions.json"
@@ -99,7 +99,7 @@ class QuestionAnswering(ScoredAnswers):
         """The best span of each question and how it is scored."""
         of_nulls = ("null_odds", "has_answer", "span_exact_match", "span_f1", "span_is_empty")
         return (
-            *("start", "end", "score", "exact_match", "f1", "windows"),
+            *("start", "end", "score", "exact_match", "f1", "windows", "nan_logits", "inf_logits"),
             *(of_nulls if self._unanswerable else ()),
         )
 
@@ -205,10 +205,10 @@ class QuestionAnswering(ScoredAnswers):
         return {"answer": self._final(texts, rows["null_odds"].tolist()) if self._unanswerable else texts}
 
     def _all_metrics(self) -> list[Metric]:
-        return [*super()._all_metrics(), NonfiniteLogits(), WindowWork()]
+        return _all_metrics(self._unanswerable)
 
     def _all_row_metrics(self) -> list[RowMetric]:
-        return [BestThresholds()] if self._unanswerable else []
+        return _all_row_metrics(self._unanswerable)
 
     def metrics(self) -> list[Metric]:
         """The metrics asked for, or all that the data allow; and always what the windows took."""
@@ -226,8 +226,29 @@ class QuestionAnswering(ScoredAnswers):
             "most_windows": self._encoder.most_windows,
             "n_best": self._n_best,
             "max_answer_length": self._max_answer_length,
+            "unanswerable": self._unanswerable,
             "null_threshold": self._null_threshold if self._unanswerable else None,
         }
+
+
+def _all_metrics(unanswerable: bool) -> list[Metric]:
+    return [*answer_metrics(unanswerable=unanswerable), NonfiniteLogits(), WindowWork()]
+
+
+def _all_row_metrics(unanswerable: bool) -> list[RowMetric]:
+    return [BestThresholds()] if unanswerable else []
+
+
+def stored_metrics(
+    options: Mapping[str, Any], names: Sequence[str]
+) -> tuple[Sequence[Metric], Sequence[RowMetric]]:
+    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``.
+
+    Raises:
+        UsageError: no metric has that name.
+    """
+    unanswerable = options["unanswerable"]
+    return chosen(names, _all_metrics(unanswerable), _all_row_metrics(unanswerable))
 
 
 def _without(texts: Sequence[str], failed: Sequence[bool]) -> list[str | None]:

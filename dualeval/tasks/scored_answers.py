@@ -18,6 +18,32 @@ from dualeval.tasks import Task
 NAME = "question-answering"
 
 
+def answer_metrics(*, unanswerable: bool) -> list[Metric]:
+    """The metrics of answers, wherever they come from."""
+    found: list[Metric] = [ExactMatch(parts=unanswerable), F1(parts=unanswerable)]
+    return [*found, AnswerCounts()] if unanswerable else found
+
+
+def chosen(
+    names: Sequence[str], metrics: Sequence[Metric], row_metrics: Sequence[RowMetric]
+) -> tuple[list[Metric], list[RowMetric]]:
+    """Those metrics that have one of the names.
+
+    Raises:
+        UsageError: none has that name.
+    """
+    known = [*(metric.name for metric in metrics), *(metric.name for metric in row_metrics)]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known)
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            raise UsageError(f"there is no metric {name!r} here.{hint} Metrics: {', '.join(known)}")
+    return (
+        [metric for metric in metrics if metric.name in names],
+        [metric for metric in row_metrics if metric.name in names],
+    )
+
+
 class ScoredAnswers(Task):
     """Columns and metrics of answers to questions, wherever the answers come from.
 
@@ -33,34 +59,35 @@ class ScoredAnswers(Task):
 
     def __init__(self, questions: Questions, metrics: Sequence[str]) -> None:
         self._questions = questions
-        known = [metric.name for metric in self._all_metrics()]
-        known += [metric.name for metric in self._all_row_metrics()]
-        for name in metrics:
-            if name not in known:
-                near = difflib.get_close_matches(name, known)
-                hint = f" Nearest: {', '.join(near)}." if near else ""
-                raise UsageError(f"there is no metric {name!r} here.{hint} Metrics: {', '.join(known)}")
-        self._wanted = frozenset(metrics or known)
+        self._wanted = tuple(metrics) or (
+            *(metric.name for metric in self._all_metrics()),
+            *(metric.name for metric in self._all_row_metrics()),
+        )
+        # A name that no metric has is refused now, before anything is built.
+        self._chosen()
 
     @property
     def _unanswerable(self) -> bool:
         return self._questions.unanswerable
 
+    @abstractmethod
     def _all_metrics(self) -> list[Metric]:
-        found: list[Metric] = [ExactMatch(parts=self._unanswerable), F1(parts=self._unanswerable)]
-        return [*found, AnswerCounts()] if self._unanswerable else found
+        """Those of ``metrics``, wanted or not."""
 
     @abstractmethod
     def _all_row_metrics(self) -> list[RowMetric]:
         """Those of ``row_metrics``, wanted or not."""
 
+    def _chosen(self) -> tuple[list[Metric], list[RowMetric]]:
+        return chosen(self._wanted, self._all_metrics(), self._all_row_metrics())
+
     def metrics(self) -> list[Metric]:
         """The metrics asked for, or all that the data allow."""
-        return [metric for metric in self._all_metrics() if metric.name in self._wanted]
+        return self._chosen()[0]
 
     def row_metrics(self) -> list[RowMetric]:
         """The best thresholds, where there are questions without an answer."""
-        return [metric for metric in self._all_row_metrics() if metric.name in self._wanted]
+        return self._chosen()[1]
 
     def findings(self, count: int) -> dict[str, list[str]]:
         """Questions with a gold answer that is not at its ``answer_start``; its text counts all the same."""

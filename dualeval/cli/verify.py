@@ -1,0 +1,45 @@
+"""``dualeval verify``: whether a finished run's files agree, down to the last bit of each metric."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from dualeval.errors import EXIT_DONE, EXIT_FAILED
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON, and nothing else.")
+@click.pass_context
+def verify(context: click.Context, run: Path, as_json: bool) -> None:
+    """Compute all metrics of a finished run from its rows, and compare them with result.json.
+
+    \b
+    dualeval verify runs/r18
+
+    RUN is the run's output folder, which is not changed. Exit code 1 where something differs.
+    """
+    from dualeval.engine import verification
+    from dualeval.engine.rescoring import check_finished
+    from dualeval.result import JOB
+    from dualeval.tasks.stored import metrics_of_run
+
+    check_finished(run)
+    own = metrics_of_run(run / JOB)
+    found = []
+    for check in verification.verify(run, own.metrics, own.row_metrics):
+        found.append(check)
+        if not as_json:
+            lines = [f"differs  {check.name}: {difference}" for difference in check.differences]
+            click.echo("\n".join(lines or [f"ok       {check.name}: {check.says}"]))
+    differing = [check.name for check in found if check.differences]
+    if as_json:
+        content = {"verified": not differing, "checks": [asdict(check) for check in found]}
+        click.echo(json.dumps(content, indent=2, ensure_ascii=False))
+    else:
+        click.echo(f"not verified: {', '.join(differing)}" if differing else "verified")
+    context.exit(EXIT_FAILED if differing else EXIT_DONE)

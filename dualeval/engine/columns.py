@@ -1,0 +1,73 @@
+"""Which columns a run keeps, and which of them each metric gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from dualeval.errors import UsageError
+from dualeval.metrics import Metric, RowMetric, keeps_rows
+
+if TYPE_CHECKING:
+    from dualeval.tasks import Task
+
+Values = TypeVar("Values")
+
+
+class _Declared(dict[str, Values]):
+    """The columns of one metric, by name."""
+
+    def __init__(self, metric: str, columns: Mapping[str, Values]) -> None:
+        super().__init__(columns)
+        self._metric = metric
+
+    def __missing__(self, name: str) -> Values:
+        raise UsageError(
+            f"metric {self._metric!r} reads column {name!r}, which is not among its columns "
+            f"({', '.join(self)}). Add {name!r} to the metric's 'columns'."
+        )
+
+
+def kept_columns(task: Task, metrics: Sequence[Metric], row_metrics: Sequence[RowMetric]) -> tuple[str, ...]:
+    """The columns that journal and predictions.parquet hold: the task's ``rows``, then what metrics read.
+
+    Without those of metrics that say ``keeps_rows = False``. The same on every rank.
+
+    Raises:
+        UsageError: a metric does not say which columns it reads.
+    """
+    check_declarations([*metrics, *row_metrics])
+    # The rows are all that a row metric has: its columns are kept whatever it says.
+    reading: list[Metric | RowMetric] = [*filter(keeps_rows, metrics), *row_metrics]
+    return tuple(dict.fromkeys((*task.rows, *(name for metric in reading for name in metric.columns))))
+
+
+def check_declarations(metrics: Sequence[Metric | RowMetric]) -> None:
+    """Check that metrics say which columns they read.
+
+    Raises:
+        UsageError: one does not.
+    """
+    for metric in metrics:
+        declared = getattr(metric, "columns", None)
+        named = isinstance(declared, (tuple, list)) and all(isinstance(name, str) for name in declared)
+        if not named or not declared:
+            raise UsageError(
+                f"metric {metric.name!r} ({type(metric).__name__}) has columns = {declared!r}, expected a "
+                "tuple with the names of the columns that it reads, such as columns = ('loss',)"
+            )
+
+
+def columns_of(metric: Metric | RowMetric, columns: Mapping[str, Values]) -> Mapping[str, Values]:
+    """The columns that a metric has declared, of all that there are; any other one is a ``UsageError``.
+
+    Raises:
+        UsageError: one of them does not exist.
+    """
+    absent = [name for name in metric.columns if name not in columns]
+    if absent:
+        raise UsageError(
+            f"metric {metric.name!r} reads column {absent[0]!r}, which the task does not make. Its columns: "
+            f"{', '.join(columns)}."
+        )
+    return _Declared(metric.name, {name: columns[name] for name in metric.columns})

@@ -1,0 +1,138 @@
+"""Metrics of a finished run, computed anew from its rows: no model, no data, no forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dualeval.engine.columns import check_declarations, columns_of
+from dualeval.engine.stored_rows import StoredRows
+from dualeval.errors import UsageError
+from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
+from dualeval.result import PREDICTIONS, RESULT, Result, read_result, read_status
+
+
+def rescore(
+    folder: str | Path, *, metrics: Sequence[Metric] = (), row_metrics: Sequence[RowMetric] = ()
+) -> Result:
+    """Compute metrics from the rows of a finished run, without a forward; nothing is written.
+
+    A metric that the run has computed comes to the same bits. What else the result says is the run's.
+
+    Args:
+        folder: the run's output folder.
+        metrics: metrics to compute.
+        row_metrics: likewise.
+
+    Raises:
+        UsageError: no finished run is there, no metric is given, or a metric reads a column that the run
+            has not kept.
+        DualevalError: result.json or predictions.parquet is damaged.
+    """
+    folder = Path(folder)
+    check_finished(folder)
+    if not (folder / PREDICTIONS).is_file():
+        raise UsageError(
+            f"{folder} holds a finished run, but no {PREDICTIONS} any more: there are no rows to compute "
+            "metrics from."
+        )
+    if not metrics and not row_metrics:
+        raise UsageError("no metric was given: there is nothing to compute")
+    result = read_result(folder / RESULT)
+    measured = recompute(StoredRows(folder / PREDICTIONS), metrics, row_metrics)
+    names = [*(metric.name for metric in metrics), *(metric.name for metric in row_metrics)]
+    return replace(
+        with_measured(result, measured),
+        job={**result.job, "metric": names, "rows_of": str(folder.absolute())},
+        folder=str(folder.absolute()),
+    )
+
+
+def check_finished(folder: Path) -> None:
+    """Check that a folder holds a run that has come to its end.
+
+    Raises:
+        UsageError: it does not; says what is there.
+    """
+    status = read_status(folder)
+    if status is not None and status.state == "done" and (folder / RESULT).is_file():
+        return
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
+    if status is None:
+        raise UsageError(
+            f"{folder} holds no run: it has no status.json. Give the output folder of a finished run."
+        )
+    raise UsageError(
+        f"{folder} holds no finished run: its state is '{status.state}'. Type the run's own command again, "
+        f"with --out {folder}; it goes on from what is there."
+    )
+
+
+def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
+    """A run's result with other metrics in place of its own."""
+    warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings)]
+    return replace(
+        result,
+        metrics={name: value for part in measured for name, value in part.values.items()},
+        intervals={name: interval for part in measured for name, interval in part.intervals.items()},
+        nonfinite={name: counts for part in measured for name, counts in part.nonfinite.items()},
+        units={name: unit for part in measured for name, unit in part.units.items()},
+        warnings=list(dict.fromkeys(warnings)),
+    )
+
+
+def recompute(
+    rows: StoredRows, metrics: Sequence[Metric], row_metrics: Sequence[RowMetric] = ()
+) -> list[Measured]:
+    """Compute metrics from rows; samples that could not be read are left out, as in the run.
+
+    Memory holds a window of rows, and the columns of the row metrics as a whole.
+
+    Returns:
+        what each metric says, in the order of metrics and row metrics.
+
+    Raises:
+        UsageError: a metric reads a column that is not there.
+        DualevalError: the rows are damaged.
+    """
+    every: list[Metric | RowMetric] = [*metrics, *row_metrics]
+    check_declarations(every)
+    for metric in every:
+        _check_columns(rows, metric)
+    ledgers = [torch.zeros(metric.size, dtype=torch.int64) for metric in metrics]
+    names = list(dict.fromkeys(name for metric in every for name in metric.columns))
+    kept = {name for metric in row_metrics for name in metric.columns}
+    parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in names if name in kept}
+    for window in rows.windows(names):
+        for name, part in parts.items():
+            part.append(window.columns[name])
+        if window.evaluated.any():
+            columns = {name: torch.from_numpy(values) for name, values in window.columns.items()}
+            for metric, ledger in zip(metrics, ledgers, strict=True):
+                metric.update(ledger, columns_of(metric, columns))
+    whole = {name: np.concatenate(parts.pop(name)) for name in list(parts)}
+    return [
+        *(metric.compute(ledger) for metric, ledger in zip(metrics, ledgers, strict=True)),
+        *(metric.compute(columns_of(metric, whole)) for metric in row_metrics),
+    ]
+
+
+def _check_columns(rows: StoredRows, metric: Metric | RowMetric) -> None:
+    absent = [name for name in metric.columns if name not in rows.names]
+    if not absent:
+        return
+    found = f"metric {metric.name!r} reads column {absent[0]!r}, which {rows.path} does not have"
+    if not keeps_rows(metric):
+        raise UsageError(f"{found}: it says keeps_rows = False, and is computed in a run only.")
+    raise UsageError(
+        f"{found} (its columns: {', '.join(rows.names)}). A run keeps what its task and its metrics read: "
+        f"evaluate again with this metric, 'dualeval run ... --metric {metric.name} --out "
+        f"{rows.path.parent} --fresh'."
+    )

@@ -1,0 +1,175 @@
+"""StoredRows: predictions.parquet read back, a window of rows at a time, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.engine.predictions import WINDOW_ROWS
+from dualeval.errors import DualevalError, UsageError
+
+# Of every task's file, and never null.
+_IDS = ("id", "index")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Consecutive rows of the file.
+
+    Attributes:
+        start: number of the first of them.
+        evaluated: whether each sample could be read, shape (rows,).
+        columns: by name, the rows of the samples that could, in order, first dimension these samples.
+        ids: each row's, where they were asked for.
+        indices: likewise.
+    """
+
+    start: int
+    evaluated: npt.NDArray[np.bool_]
+    columns: Mapping[str, npt.NDArray[Any]]
+    ids: Sequence[str]
+    indices: npt.NDArray[np.int64]
+
+
+class StoredRows:
+    """The rows of a finished run.
+
+    Args:
+        path: its predictions.parquet.
+
+    Attributes:
+        path: as given.
+        names: the columns of the task and of its metrics, which are numbers; without id, index and texts.
+
+    Raises:
+        DualevalError: it cannot be read, or is no file of a run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self.path = path
+        with self._readable():
+            schema = pyarrow.parquet.read_schema(path)
+        if any(name not in schema.names for name in _IDS):
+            raise DualevalError(f"{path} is damaged: it has no column {' or '.join(_IDS)}")
+        self.names = tuple(
+            field.name
+            for field in schema
+            if field.name not in _IDS and not pyarrow.types.is_string(field.type)
+        )
+
+    def windows(self, names: Sequence[str], *, with_ids: bool = False) -> Iterator[Window]:
+        """Read columns of numbers, a window of rows at a time: memory does not grow with their number.
+
+        Args:
+            names: the columns; at least one, which tells which samples could be read.
+            with_ids: read ids and indices too.
+
+        Raises:
+            UsageError: the file has no such column of numbers.
+            DualevalError: it is damaged.
+        """
+        for name in names:
+            if name not in self.names:
+                raise UsageError(
+                    f"{self.path} has no column of numbers {name!r}; it has {', '.join(self.names)}"
+                )
+        start = 0
+        for batch in self._batches([*(_IDS if with_ids else ()), *names]):
+            evaluated = self._evaluated(batch, names, start)
+            with self._readable():
+                columns = {name: _numbers(batch.column(name)) for name in names}
+            yield Window(
+                start=start,
+                evaluated=evaluated,
+                columns=columns,
+                ids=self._whole(batch, "id").to_pylist() if with_ids else [],
+                indices=self._whole(batch, "index").to_numpy() if with_ids else np.empty(0, np.int64),
+            )
+            start += len(evaluated)
+
+    def batch(self, samples: range) -> Window:
+        """Read the rows of consecutive samples, all columns of numbers.
+
+        Args:
+            samples: their indices in the data set.
+
+        Raises:
+            DualevalError: the file is damaged.
+        """
+        import pyarrow.parquet
+
+        with self._readable(), pyarrow.parquet.ParquetFile(self.path) as file:
+            groups: list[int] = []
+            first = start = 0
+            for number in range(file.num_row_groups):
+                rows = file.metadata.row_group(number).num_rows
+                if start < samples.stop and start + rows > samples.start:
+                    first = first if groups else start
+                    groups.append(number)
+                start += rows
+            table = file.read_row_groups(groups, columns=list(self.names))
+            [batch] = table.slice(samples.start - first, len(samples)).combine_chunks().to_batches()
+            columns = {name: _numbers(batch.column(name)) for name in self.names}
+        return Window(
+            start=samples.start,
+            evaluated=self._evaluated(batch, self.names, samples.start),
+            columns=columns,
+            ids=[],
+            indices=np.empty(0, np.int64),
+        )
+
+    def _evaluated(self, batch: Any, names: Sequence[str], start: int) -> npt.NDArray[np.bool_]:
+        """Whether each row has values: in all columns, or in none."""
+        evaluated = np.asarray(batch.column(names[0]).is_valid())
+        for name in names[1:]:
+            differing = np.flatnonzero(np.asarray(batch.column(name).is_valid()) != evaluated)
+            if len(differing):
+                raise DualevalError(
+                    f"{self.path} is damaged: row {start + int(differing[0])} has a value in only one of the "
+                    f"columns {names[0]!r} and {name!r}"
+                )
+        return evaluated
+
+    def _whole(self, batch: Any, name: str) -> Any:
+        column = batch.column(name)
+        if column.null_count:
+            raise DualevalError(f"{self.path} is damaged: a row has no {name}")
+        return column
+
+    def _batches(self, names: Sequence[str]) -> Iterator[Any]:
+        import pyarrow.parquet
+
+        with self._readable(), pyarrow.parquet.ParquetFile(self.path) as file:
+            for batch in file.iter_batches(WINDOW_ROWS, columns=list(names)):
+                yield batch.select(list(names))
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Turn what the library says of a damaged file into a message."""
+        import pyarrow
+
+        try:
+            yield
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DualevalError(f"{self.path} cannot be read: {str(error).partition(chr(10))[0]}") from error
+
+
+def _numbers(array: Any) -> npt.NDArray[Any]:
+    """The values that are there, as the column's own dtype; a copy of its own."""
+    import pyarrow
+
+    if pyarrow.types.is_fixed_size_list(array.type):
+        width = array.type.list_size
+        # Without the lists that are null.
+        values = array.flatten().to_numpy(zero_copy_only=False)
+        return np.array(values).reshape(-1, width)
+    return np.array(array.drop_null().to_numpy(zero_copy_only=False))

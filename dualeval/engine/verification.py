@@ -1,0 +1,200 @@
+"""Whether a finished run's files agree: result.json, predictions.parquet, and the metrics of these rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.engine.rescoring import recompute, with_measured
+from dualeval.engine.stored_rows import StoredRows
+from dualeval.errors import DualevalError, UsageError
+from dualeval.metrics import Metric, RowMetric
+from dualeval.result import PREDICTIONS, RESULT, Result, stated_result
+
+# Of one kind of difference; a file cut in half differs in every row.
+_NAMED_AT_MOST = 20
+_LONGEST_SHOWN = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing that was checked.
+
+    Attributes:
+        name: what was looked at.
+        says: what holds where nothing differs.
+        differences: a sentence for each thing that differs; none where all is right.
+    """
+
+    name: str
+    says: str
+    differences: tuple[str, ...] = ()
+
+
+def verify(folder: Path, metrics: Sequence[Metric], row_metrics: Sequence[RowMetric]) -> Iterator[Check]:
+    """Check a finished run's files against each other, and its metrics against its rows.
+
+    Args:
+        folder: the run's.
+        metrics: those of the run.
+        row_metrics: likewise.
+
+    Raises:
+        UsageError: a metric reads a column that the run has not kept.
+        DualevalError: result.json is no result at all.
+    """
+    try:
+        content = json.loads((folder / RESULT).read_text("utf-8"))
+        result, digest = stated_result(content)
+    except (ValueError, DualevalError) as error:
+        raise DualevalError(f"{folder / RESULT} is damaged: {error}") from error
+    yield Check(
+        name=RESULT,
+        says="its metrics fit its metrics_digest",
+        differences=tuple(_differences("metrics_digest", digest, result.metrics_digest, "its metrics")),
+    )
+    for name, recorded in content.get("files", {}).items():
+        yield _file_check(folder / name, recorded)
+    try:
+        rows = StoredRows(folder / PREDICTIONS)
+        failed, checks = _sample_checks(rows, result)
+        yield from checks
+        measured = recompute(rows, metrics, row_metrics)
+    except UsageError:
+        raise
+    except DualevalError as error:
+        yield Check(name="rows", says="they can be read", differences=(str(error),))
+        return
+    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+        # Such as a class beyond the number of classes: values that no run has written.
+        said = f"the metrics cannot be computed from these rows: {type(error).__name__}: {error}"
+        yield Check(name="metrics", says="they can be computed", differences=(said,))
+        return
+    found = replace(with_measured(result, measured), failed=[{"id": name} for name in failed])
+    yield _metrics_check(result, found)
+    yield Check(
+        name="metrics_digest",
+        says=f"{digest}, from the rows too",
+        differences=tuple(_differences("metrics_digest", digest, found.metrics_digest)),
+    )
+
+
+def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
+    """Check a file's size and sha256 against what result.json says of it."""
+    if not path.is_file():
+        return Check(name=path.name, says="it is there", differences=(f"{path} is missing",))
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    found = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return Check(
+        name=path.name,
+        says=f"{found['bytes']:,} bytes, whose sha256 is that in {RESULT}",
+        differences=tuple(
+            difference
+            for key, value in recorded.items()
+            for difference in _differences(key, value, found.get(key), "the file")
+        ),
+    )
+
+
+def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Check]]:
+    """Check the rows' number, order and ids, and which of them are empty; returns these ones' ids too."""
+    misplaced, failed = [], []
+    hashes: list[npt.NDArray[np.uint64]] = []
+    count = 0
+    for window in rows.windows(rows.names, with_ids=True):
+        wrong = np.flatnonzero(window.indices != np.arange(window.start, window.start + len(window.ids)))
+        misplaced += [f"row {window.start + at} has index {window.indices[at]}" for at in wrong.tolist()]
+        failed += [window.ids[place] for place in np.flatnonzero(~window.evaluated).tolist()]
+        hashes.append(np.fromiter(map(_hash, window.ids), np.uint64, len(window.ids)))
+        count += len(window.ids)
+    found = {"total": count, "evaluated": count - len(failed), "failed": len(failed)}
+    stated = [entry["id"] for entry in result.failed]
+    differing = [
+        f"failed sample {one!r} in {RESULT}, {other!r} from the rows"
+        for one, other in zip_longest(stated, failed)
+        if one != other
+    ]
+    return failed, [
+        Check(
+            name="samples",
+            says=f"{count:,} rows in order, {count - len(failed):,} of them evaluated",
+            differences=(*_few(misplaced), *_differences("samples", result.samples, found)),
+        ),
+        Check(name="ids", says="each row has its own", differences=_few(_ids_twice(rows, hashes))),
+        Check(
+            name="failed samples",
+            says=f"{len(failed)}, whose rows are empty" if failed else "none",
+            differences=_few(differing),
+        ),
+    ]
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _ids_twice(rows: StoredRows, hashes: Sequence[npt.NDArray[np.uint64]]) -> list[str]:
+    """Ids of more than one row; their 8-byte hashes are all that is held, as there may be 10**8 ids."""
+    ordered = np.sort(np.concatenate(hashes)) if hashes else np.empty(0, np.uint64)
+    suspect = frozenset(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+    if not suspect:
+        return []
+    # Two different ids may have one hash.
+    counts = Counter(
+        name
+        for window in rows.windows(rows.names[:1], with_ids=True)
+        for name in window.ids
+        if _hash(name) in suspect
+    )
+    return [f"id {name!r} is that of {count} rows" for name, count in counts.items() if count > 1]
+
+
+def _metrics_check(result: Result, found: Result) -> Check:
+    differences: list[str] = []
+    for field in ("metrics", "intervals", "nonfinite", "units"):
+        of_field = "" if field == "metrics" else f"{field}."
+        one, other = asdict(result)[field], asdict(found)[field]
+        for name in dict.fromkeys((*one, *other)):
+            differences += _few(list(_differences(f"{of_field}{name}", one.get(name), other.get(name))))
+    return Check(
+        name="metrics",
+        says=f"{len(found.metrics)} values, {len(found.intervals)} intervals: the rows give the same bits",
+        differences=tuple(differences),
+    )
+
+
+def _differences(name: str, stated: Any, found: Any, source: str = "the rows") -> Iterator[str]:
+    """Where two nests of JSON values differ, as sentences: what result.json has, and what was found."""
+    if isinstance(stated, Mapping) and isinstance(found, Mapping):
+        for key in dict.fromkeys((*stated, *found)):
+            yield from _differences(f"{name}.{key}", stated.get(key), found.get(key), source)
+    elif isinstance(stated, (list, tuple)) and isinstance(found, (list, tuple)) and len(stated) == len(found):
+        for place, (one, other) in enumerate(zip(stated, found, strict=True)):
+            yield from _differences(f"{name}[{place}]", one, other, source)
+    # As JSON: 1 is not 1.0, and 0.0 not -0.0.
+    elif json.dumps(stated) != json.dumps(found):
+        yield f"{name}: {_shown(stated)} in {RESULT}, {_shown(found)} from {source}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} values"
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _few(differences: Sequence[str]) -> tuple[str, ...]:
+    more = len(differences) - _NAMED_AT_MOST
+    return (*differences[:_NAMED_AT_MOST], *([f"and {more} more of these"] if more > 0 else []))

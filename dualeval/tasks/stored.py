@@ -1,0 +1,70 @@
+"""The metrics of a finished run of a built-in task, made of what its job.json says: no model and no data."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualeval.errors import DualevalError, UsageError
+from dualeval.metrics import Metric, RowMetric, keeps_rows
+
+# Whose metrics follow from their options; each module has a function ``stored_metrics``.
+_TASKS = {
+    "dualeval.tasks.image_classification.ImageClassification": "dualeval.tasks.image_classification",
+    "dualeval.tasks.question_answering.QuestionAnswering": "dualeval.tasks.question_answering",
+    "dualeval.tasks.given_answers.GivenAnswers": "dualeval.tasks.given_answers",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredMetrics:
+    """Metrics for the rows of a run."""
+
+    metrics: tuple[Metric, ...]
+    row_metrics: tuple[RowMetric, ...]
+
+
+def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> StoredMetrics:
+    """Make metrics for the rows of a run.
+
+    Args:
+        job_file: the run's job.json.
+        asked: names of metrics; empty for all of the run's own whose columns it has kept.
+
+    Raises:
+        UsageError: the run is that of a task that is not built in, or no metric has a name.
+        DualevalError: the file is damaged.
+    """
+    try:
+        content = json.loads(job_file.read_text("utf-8"))
+        task_class = content.get("task_class")
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{job_file.parent} has no {job_file.name}, which says what was evaluated. Give the output "
+            "folder of a finished run."
+        ) from error
+    except (ValueError, AttributeError) as error:
+        raise DualevalError(f"{job_file} is damaged: {error}") from error
+    if task_class is None:
+        raise UsageError(
+            f"{job_file.parent} is a run of an earlier version of dualeval, which did not keep what its "
+            f"metrics are computed from. Evaluate again: 'dualeval run ... --out {job_file.parent} --fresh'."
+        )
+    if task_class not in _TASKS:
+        raise UsageError(
+            f"{job_file.parent} is a run of the task {task_class}, whose metrics only its own code knows. In "
+            f"Python: dualeval.rescore({str(job_file.parent)!r}, metrics=[...], row_metrics=[...]) computes "
+            "metrics from the run's rows; given the run's own, its metrics_digest is that in result.json."
+        )
+    make = importlib.import_module(_TASKS[task_class]).stored_metrics
+    try:
+        metrics, row_metrics = make(content["job"]["task_options"], asked or content["metrics"])
+    except (KeyError, TypeError) as error:
+        raise DualevalError(f"{job_file} is damaged: {type(error).__name__}: {error}") from error
+    return StoredMetrics(
+        metrics=tuple(metric for metric in metrics if asked or keeps_rows(metric)),
+        row_metrics=tuple(row_metrics),
+    )
