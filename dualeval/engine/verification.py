@@ -63,7 +63,7 @@ def verify(folder: Path, metrics: Sequence[Metric], row_metrics: Sequence[RowMet
         differences=tuple(_differences("metrics_digest", digest, result.metrics_digest, "its metrics")),
     )
     for name, recorded in content.get("files", {}).items():
-        yield _file_check(folder / name, recorded)
+        yield check_file(folder / name, recorded)
     try:
         rows = StoredRows(folder / PREDICTIONS)
         failed, checks = _sample_checks(rows, result)
@@ -88,7 +88,7 @@ def verify(folder: Path, metrics: Sequence[Metric], row_metrics: Sequence[RowMet
     )
 
 
-def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
+def check_file(path: Path, recorded: Mapping[str, Any]) -> Check:
     """Check a file's size and sha256 against what result.json says of it."""
     if not path.is_file():
         return Check(name=path.name, says="it is there", differences=(f"{path} is missing",))
