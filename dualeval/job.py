@@ -35,6 +35,8 @@ class Job:
         model: the model's name, or its folder; None is the embedded job's.
         weights: a path, "DEFAULT" or "random:SEED"; None is the embedded job's, or what the model's folder
             holds.
+        weights_key: where the state_dict lies in a checkpoint, nested keys with dots between; None finds it.
+        weights_prefix: take only the tensors whose names begin with this, without it.
         data: the data folder or file; None is the embedded job's.
         num_classes: number of classes, where neither data nor weights tell.
         resize: side in pixels that images are resized to; None is the model's own, as for the next four.
@@ -60,6 +62,8 @@ class Job:
     task: str = TASKS[0]
     model: str | None = None
     weights: str | None = None
+    weights_key: str | None = None
+    weights_prefix: str | None = None
     data: str | None = None
     num_classes: int | None = None
     resize: int | None = None

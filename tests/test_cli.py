@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import shutil
@@ -55,6 +56,17 @@ CASES = {
     "weights that do not fit": BadInput(
         arguments=["--model", "fashion-cnn", "--weights", "{tmp}/misfit.pt"],
         words=["missing in the file: classifier.4.bias", "not in the model: stray", "(2, 2)", "(96, 3136)"],
+    ),
+    "several state_dicts": BadInput(
+        arguments=["--model", "fashion-cnn", "--weights", "{tmp}/several.pt"],
+        words=[
+            "{tmp}/several.pt holds 2 state_dicts: model (25 tensors), model_ema (26",
+            "--weights-key KEY",
+        ],
+    ),
+    "key without a file": BadInput(
+        arguments=["--weights-key", "model_ema"],
+        words=["--weights-key was given without --weights", "--weights FILE"],
     ),
     "missing weights": BadInput(
         arguments=["--model", "fashion-cnn", "--weights", "{tmp}/none.pt"],
@@ -111,6 +123,18 @@ ON_RANKS = {
 }
 
 
+def two_in_one(average: dict[str, torch.Tensor]) -> dict[str, object]:
+    """A checkpoint with a model that knows nothing, and an average that knows it all."""
+    return {
+        "model": {name: torch.zeros_like(tensor) for name, tensor in average.items()},
+        "model_ema": {
+            "n_averaged": torch.tensor(5),
+            **{f"module.{name}": tensor for name, tensor in average.items()},
+        },
+        "args": argparse.Namespace(lr=0.1, output_dir=Path("runs")),
+    }
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wrong files."""
@@ -127,6 +151,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(misfit, tmp / "misfit.pt")
     twelve = {**state, "classifier.4.bias": torch.zeros(12), "classifier.4.weight": torch.zeros(12, 96)}
     torch.save(twelve, tmp / "twelve.pt")
+    torch.save(two_in_one(state), tmp / "several.pt")
     torch.save({**state, "classifier.4.bias": torch.full((10,), float("nan"))}, tmp / "nan.pt")
     (tmp / "idx").mkdir()
     shutil.copy(ASSETS / "t10k-images-idx3-ubyte.gz", tmp / "idx")
@@ -198,6 +223,24 @@ def test_skip_counts_and_lists(launch: Launch, inputs: Path, tmp_path: Path, sta
     assert "6 of 7 evaluated, 1 failed" in done.stdout
     result = json.loads((tmp_path / "out/result.json").read_text())
     assert [entry["id"] for entry in result["failed"]] == ["a/broken.png"]
+
+
+@pytest.mark.parametrize("start", [[], ["--nproc", "2"]], ids=["plain", "nproc"])
+def test_the_key_that_was_used_is_said_once(
+    launch: Launch, inputs: Path, tmp_path: Path, start: list[str]
+) -> None:
+    weights: list[str | Path] = ["--model", "fashion-cnn", "--weights", inputs / "several.pt"]
+    out: list[str | Path] = ["--limit", "200", "--out", tmp_path / "out"]
+    done = launch([*RUN, *start, *weights, "--weights-key", "model_ema", *out], cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    note = (
+        f"dualeval: note: weights: the state_dict under 'model_ema' of {inputs / 'several.pt'}, "
+        "prefix 'module.' removed, 1 left out: n_averaged\n"
+    )
+    assert done.stderr.count(note) == 1
+    result = json.loads((tmp_path / "out/result.json").read_text())
+    assert result["metrics"]["top1"] > 0.8
+    assert result["job"]["weights_key"] == "model_ema"
 
 
 def test_nan_logits_are_reported(launch: Launch, inputs: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from dualeval.data.idx import IdxImages
 from dualeval.data.image_folder import ImageFolder
@@ -351,3 +352,63 @@ def test_the_fingerprint_knows_model_and_preprocessing(folder: Path) -> None:
 
 def test_assets_ship_with_their_licence() -> None:
     assert (ASSETS / "LICENSE-fashion-mnist.txt").read_text("utf-8").count("MIT License") == 1
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------
+
+
+def embedded_average(folder: Path) -> Path:
+    """A checkpoint with a model of zeros, and the trained one as its average."""
+    trained = load_file(EMBEDDED_WEIGHTS)
+    content = {
+        "model": {name: torch.zeros_like(tensor) for name, tensor in trained.items()},
+        "ema": {"state_dict": {f"net.{name}": tensor for name, tensor in trained.items()}},
+    }
+    torch.save(content, folder / "w.pt")
+    return folder / "w.pt"
+
+
+def test_key_and_prefix_choose_the_weights(tmp_path: Path) -> None:
+    path = embedded_average(tmp_path)
+    task = ImageClassification(
+        model="fashion-cnn", weights=str(path), weights_key="ema", weights_prefix="net."
+    )
+    model = task.build_model(CPU)
+    trained = load_file(EMBEDDED_WEIGHTS)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
+    assert task.loaded_weights is not None
+    assert (task.loaded_weights.key, task.loaded_weights.prefix) == ("ema.state_dict", "net.")
+    assert task.notes() == [
+        f"weights: the state_dict under 'ema.state_dict' of {path}, prefix 'net.' removed"
+    ]
+
+
+def test_without_a_key_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = embedded_average(tmp_path)
+    message = refused(ImageClassification(model="fashion-cnn", weights=str(path)))
+    assert f"{path} holds 2 state_dicts: model (25 tensors), ema.state_dict (25 tensors)" in message
+    task = ImageClassification(model="fashion-cnn", weights=str(path), weights_key="ema")
+    assert "names that begin with 'net.' are those of the model: --weights-prefix net." in refused(task)
+
+
+def test_nothing_is_said_of_the_embedded_weights() -> None:
+    task = ImageClassification()
+    task.build_model(CPU)
+    assert task.notes() == []
+
+
+@pytest.mark.parametrize("option", ["weights_key", "weights_prefix"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "was given without --weights"),
+        ({"model": "fashion-cnn"}, "was given without --weights"),
+        ({"model": "resnet18", "weights": "DEFAULT"}, "was given with --weights DEFAULT"),
+        ({"model": "resnet18", "weights": "random:0"}, "was given with --weights random:0"),
+    ],
+    ids=["embedded job", "embedded weights", "DEFAULT", "random"],
+)
+def test_key_and_prefix_need_a_file(option: str, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} {words}") as caught:
+        ImageClassification(**{**arguments, option: "model"})
+    assert "Leave it out, or give --weights FILE" in str(caught.value)

@@ -14,6 +14,8 @@ from dualeval.job import Job
 FILE = """
 model = "resnet18"
 weights = "ckpt/best.pt"
+weights-key = "ema.state_dict"
+weights_prefix = "module."
 data = "val"
 num-classes = 10
 resize = 64
@@ -56,6 +58,8 @@ def test_every_key_of_a_file(tmp_path: Path) -> None:
     assert Job.read(write(tmp_path, FILE), {}) == Job(
         model="resnet18",
         weights=str(tmp_path / "ckpt/best.pt"),
+        weights_key="ema.state_dict",
+        weights_prefix="module.",
         data=str(tmp_path / "val"),
         num_classes=10,
         resize=64,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from dualeval.engine import recorder
@@ -142,6 +143,38 @@ def test_weights_from_elsewhere(tiny: Path, tmp_path: Path) -> None:
     assert seeds[0].weights == seeds[2].weights != seeds[1].weights
     with pytest.raises(UsageError, match=r"bare holds no model for question answering"):
         run(bare, file, tmp_path / "none")
+
+
+def test_key_and_prefix_choose_the_weights(tiny: Path, data: dict[str, Path]) -> None:
+    """Of a LightningModule that has an average of its model beside it, and a tensor of its loss."""
+    own = load_file(tiny / "model.safetensors")
+    average = {"loss.weight": torch.ones(2), **{f"model.{name}": tensor + 1 for name, tensor in own.items()}}
+    file = tiny.parent / "several.ckpt"
+    torch.save({"state_dict": own, "ema": {"state_dict": average}}, file)
+    options: dict[str, Any] = {"model": tiny, "data": data["v1.1"], "weights": str(file)}
+    device = torch.device("cpu")
+    with pytest.raises(UsageError, match=r"2 state_dicts: state_dict \(\d+ tensors\), ema.state_dict \(\d+"):
+        QuestionAnswering(**options).build_model(device)
+    with pytest.raises(
+        UsageError, match=r"begin with 'model\.' are those of the model: --weights-prefix model\."
+    ):
+        QuestionAnswering(**options, weights_key="ema").build_model(device)
+    task = QuestionAnswering(**options, weights_key="ema", weights_prefix="model.")
+    found = task.build_model(device).state_dict()
+    assert all(torch.equal(found[name], tensor + 1) for name, tensor in own.items())
+    assert torch.equal(found["qa_outputs.weight"], own["qa_outputs.weight"] + 1)
+    assert task.notes() == [
+        f"weights: the state_dict under 'ema.state_dict' of {file}, prefix 'model.' removed, "
+        "1 left out: loss.weight"
+    ]
+
+
+def test_key_and_prefix_need_a_file(tiny: Path, data: dict[str, Path]) -> None:
+    for option in ("weights_key", "weights_prefix"):
+        for weights in (None, "random:0"):
+            options: dict[str, Any] = {"weights": weights, option: "model"}
+            with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} was given with"):
+                QuestionAnswering(model=tiny, data=data["v1.1"], **options)
 
 
 def test_half_precision(tiny: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dualeval.errors import EXIT_USAGE, UsageError
-from dualeval.models.weights import load_into, read_state_dict
+from dualeval.models import checkpoints
+from dualeval.models.weights import load_into
 
 CANARY = "canary"
 
@@ -28,6 +29,10 @@ class Canary:
 def small() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    return checkpoints.read_state_dict(path).tensors
 
 
 @pytest.fixture
@@ -64,36 +69,6 @@ def test_a_zip_file_is_mapped_not_read(tmp_path: Path, state: dict[str, Tensor])
     assert str(tmp_path / "w.pt") in maps.read_text()
     del found
     assert str(tmp_path / "w.pt") not in maps.read_text()
-
-
-@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "model_ema"])
-def test_finds_a_nested_state_dict(tmp_path: Path, state: dict[str, Tensor], key: str) -> None:
-    torch.save({"epoch": 3, "optimizer": {"lr": 0.1}, key: state}, tmp_path / "w.pt")
-    assert_equal(read_state_dict(tmp_path / "w.pt"), state)
-
-
-@pytest.mark.parametrize(
-    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "module.module."]
-)
-@pytest.mark.parametrize("kind", [OrderedDict, dict])
-def test_removes_prefixes_of_wrappers(
-    tmp_path: Path, state: dict[str, Tensor], prefix: str, kind: type[dict[str, Tensor]]
-) -> None:
-    torch.save(kind((prefix + name, tensor) for name, tensor in state.items()), tmp_path / "w.pt")
-    assert_equal(read_state_dict(tmp_path / "w.pt"), state)
-
-
-def test_removes_the_prefix_of_a_real_wrapper(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    """Also from the versions of the modules, which torch keeps beside the tensors."""
-    torch.save({"state_dict": nn.DataParallel(small()).state_dict()}, tmp_path / "w.pt")
-    found = read_state_dict(tmp_path / "w.pt")
-    assert_equal(found, state)
-    assert found._metadata["1"] == {"version": 2}  # type: ignore[attr-defined]
-
-
-def test_keeps_a_prefix_that_not_all_names_have(tmp_path: Path) -> None:
-    torch.save({"module.a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "w.pt")
-    assert list(read_state_dict(tmp_path / "w.pt")) == ["module.a", "b"]
 
 
 @pytest.mark.parametrize("content", ["whole module", "state_dict and more", "canary"])

@@ -93,6 +93,8 @@ def _numbers(
     help="torchvision classifier, fashion-cnn, package.module:factory; or a folder of a transformers model.",
 )
 @click.option("--weights", help="State_dict file (.pt, .pth, .safetensors), DEFAULT, or random:SEED.")
+@click.option("--weights-key", help="Key of the state_dict in a checkpoint, as model_ema or ema.state_dict.")
+@click.option("--weights-prefix", help="Take only the tensors whose names begin with this, without it.")
 @click.option("--download", is_flag=True, help="Allow --weights DEFAULT to fetch the weights.")
 @click.option(
     "--data", help="Folder with one sub-folder of images a class, or with idx files; JSON file of SQuAD."
@@ -364,6 +366,8 @@ def _make_task(job: Job) -> Task:
             model=Path(job.model),
             data=data,
             weights=job.weights,
+            weights_key=job.weights_key,
+            weights_prefix=job.weights_prefix,
             metrics=job.metric,
             batch_size=job.batch_size,
             **own,
@@ -374,6 +378,8 @@ def _make_task(job: Job) -> Task:
     return ImageClassification(
         model=job.model,
         weights=job.weights,
+        weights_key=job.weights_key,
+        weights_prefix=job.weights_prefix,
         data=data,
         num_classes=own.pop("num_classes", None),
         metrics=job.metric,

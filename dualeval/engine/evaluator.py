@@ -25,6 +25,7 @@ from dualeval.engine.agreement import check_same_job, machine_facts, model_finge
 from dualeval.engine.columns import columns_of, kept_columns
 from dualeval.engine.compute import Compute, Pending, is_out_of_memory, usable_threads
 from dualeval.engine.control import ControlPlane
+from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.folder import Found, RunFolder, folder_of_launch
 from dualeval.engine.journal import JournalFile, JournalWriter
@@ -149,6 +150,10 @@ class Evaluator:
         with numerics.settings(self._precision, self._backend.device):
             with numerics.autocast(self._precision, self._backend.device):
                 model = self._task.build_model(self._backend.device)
+            notes = [*self._task.notes(), *set_evaluation_mode(model)]
+            if self._backend.world.is_main:
+                for sentence in notes:
+                    self._note(sentence)
             return _Run(self, model, threads).execute()
 
 

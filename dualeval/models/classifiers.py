@@ -7,15 +7,17 @@ import importlib
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import DualevalError, UsageError
-from dualeval.models.weights import load_into, read_state_dict, seed_of
+from dualeval.models.checkpoints import StateDict, read_state_dict
+from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
 from dualeval.vision_library import torchvision
 
 EMBEDDED = "fashion-cnn"
@@ -100,13 +102,24 @@ def _import_factory(name: str) -> Any:
     return factory
 
 
-def build(name: str, weights: str, num_classes: int | None) -> nn.Module:
+def build(
+    name: str,
+    weights: str,
+    num_classes: int | None,
+    *,
+    weights_key: str | None = None,
+    weights_prefix: str | None = None,
+    on_load: Callable[[LoadedWeights], None] = lambda loaded: None,
+) -> nn.Module:
     """Make a classifier and give it its weights, on the CPU, in evaluation mode.
 
     Args:
         name: as for ``create``.
         weights: a path, "DEFAULT" (torchvision's own, from its local cache) or "random:SEED".
         num_classes: number of outputs; None where only the model or the weights tell.
+        weights_key: where the state_dict lies in a file, as for ``checkpoints.read_state_dict``.
+        weights_prefix: of the names that are taken from a file, as for ``weights.load_state_dict``.
+        on_load: called with what was taken from a file that was given by its path.
 
     Raises:
         UsageError: model and weights do not fit, or do not exist.
@@ -116,13 +129,16 @@ def build(name: str, weights: str, num_classes: int | None) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return create(name, num_classes).eval()
-    state = _default_state_dict(name) if weights == "DEFAULT" else read_state_dict(Path(weights))
+    default = weights == "DEFAULT"
+    found = _default_state_dict(name) if default else read_state_dict(Path(weights), weights_key)
     if name.startswith("densenet"):
-        for old in [key for key in state if _OLD_DENSENET.search(key)]:
-            state[_OLD_DENSENET.sub(r"\1\2", old)] = state.pop(old)
+        for old in [key for key in found.tensors if _OLD_DENSENET.search(key)]:
+            found.tensors[_OLD_DENSENET.sub(r"\1\2", old)] = found.tensors.pop(old)
     with torch.random.fork_rng(devices=[]):  # a constructor draws values that are overwritten here
-        model = create(name, num_classes, as_pretrained=weights == "DEFAULT")
-    load_into(model, state, f"the weights {weights}")
+        model = create(name, num_classes, as_pretrained=default)
+    loaded = load_state_dict(model, found, prefix=weights_prefix, source=f"the weights {weights}")
+    if not default:
+        on_load(loaded)
     return model.eval()
 
 
@@ -138,7 +154,7 @@ def _cached_file(entry: Any) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
 
 
-def _default_state_dict(name: str) -> dict[str, Tensor]:
+def _default_state_dict(name: str) -> StateDict:
     entry = _default_weights(name)
     if entry is None:
         raise UsageError(f"--weights DEFAULT: {name} has no weights of its own. Give a state_dict file.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dualeval.data.windows import TokenizerFacts
 from dualeval.errors import UsageError
-from dualeval.models.weights import load_into, read_state_dict, seed_of
+from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
 from dualeval.vision_library import torchvision
 
 _CONFIG = "config.json"
@@ -91,12 +92,22 @@ def load_tokenizer(folder: Path) -> tuple[Any, TokenizerFacts]:
     return tokenizer.backend_tokenizer, facts
 
 
-def build(folder: Path, weights: str | None) -> nn.Module:
+def build(
+    folder: Path,
+    weights: str | None,
+    *,
+    weights_key: str | None = None,
+    weights_prefix: str | None = None,
+    on_load: Callable[[LoadedWeights], None] = lambda loaded: None,
+) -> nn.Module:
     """Make the model with its weights as float32, on the CPU, in evaluation mode.
 
     Args:
         folder: with config.json, and the weights unless they come from elsewhere.
         weights: None for those in the folder; else a state_dict file or "random:SEED".
+        weights_key: where the state_dict lies in a file, as for ``checkpoints.read_state_dict``.
+        weights_prefix: of the names that are taken from a file, as for ``weights.load_state_dict``.
+        on_load: called with what was taken from a file.
 
     Raises:
         UsageError: there is no such model, or its weights are missing, or do not fit.
@@ -127,7 +138,8 @@ def build(folder: Path, weights: str | None) -> nn.Module:
     # A checkpoint in half precision is computed with as --precision says.
     model = model.float().eval()
     if weights is not None and seed_of(weights) is None:
-        load_into(model, read_state_dict(Path(weights)), f"the weights {weights}")
+        found = read_state_dict(Path(weights), weights_key)
+        on_load(load_state_dict(model, found, prefix=weights_prefix, source=f"the weights {weights}"))
     return model
 
 

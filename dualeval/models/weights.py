@@ -1,27 +1,20 @@
-"""Reading a checkpoint's tensors, and putting them into a model or saying why they do not fit."""
+"""Weights: the seed of random ones; putting those of a file into a model, or saying why they do not fit."""
 
 from __future__ import annotations
 
-import pickle
-import warnings
-import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from dualeval.errors import UsageError
+from dualeval.models.checkpoints import StateDict
+from dualeval.models.prefixes import prefix_that_fits, take_prefix, unwrap_for
 
 _LISTED_AT_MOST = 8
 _RANDOM = "random:"
 _LARGEST_SEED = 2**64 - 1
-# Where training scripts put the state_dict inside a checkpoint; the first that is there is taken.
-_NESTED_UNDER = ("state_dict", "model_state_dict", "model", "model_ema")
-# Prefixes that wrappers (DataParallel and DistributedDataParallel; torch.compile) put before every name.
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 
 
 def seed_of(weights: str) -> int | None:
@@ -41,68 +34,87 @@ def seed_of(weights: str) -> int | None:
     return int(text)
 
 
-def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read a state_dict from a .safetensors file or from what ``torch.save`` wrote, without running code.
+@dataclass(frozen=True, kw_only=True)
+class LoadedWeights:
+    """Which tensors of a file a model was given.
 
-    A state_dict nested in a checkpoint under one of the usual names is found; prefixes of wrappers are
-    removed where all names have them.
+    Attributes:
+        file: as it was named.
+        key: the keys that lead to the state_dict, with dots between; "" where the file is nothing else.
+        prefix: what was removed from each name; "" for nothing.
+        left_out: names of tensors in the state_dict that were not taken.
+    """
+
+    file: str
+    key: str
+    prefix: str
+    left_out: tuple[str, ...]
+
+
+def notes_of(loaded: LoadedWeights | None) -> list[str]:
+    """What people should know of how a file was read: nothing where it was taken as it is."""
+    if loaded is None or not (loaded.key or loaded.prefix or loaded.left_out):
+        return []
+    where = f"the state_dict under {loaded.key!r} of {loaded.file}" if loaded.key else loaded.file
+    removed = f", prefix {loaded.prefix!r} removed" if loaded.prefix else ""
+    left_out = f", {_listed('left out', list(loaded.left_out))}" if loaded.left_out else ""
+    return [f"weights: {where}{removed}{left_out}"]
+
+
+def refuse_choice_without_file(weights: str | None, key: str | None, prefix: str | None) -> None:
+    """Check that a choice among the tensors of a file goes with a file.
+
+    Args:
+        weights: as given with --weights.
+        key: as given with --weights-key.
+        prefix: as given with --weights-prefix.
 
     Raises:
-        UsageError: the file is missing, unreadable, holds no state_dict, or needs code to be read.
+        UsageError: it goes with the library's own weights, with random ones, or with none.
     """
-    if not path.is_file():
-        raise UsageError(f"weights file {path} does not exist. Give a state_dict file with --weights PATH.")
-    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    for key in _NESTED_UNDER:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-            break
-    if (
-        not isinstance(content, Mapping)
-        or not content
-        or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items())
-    ):
-        keys = ", ".join(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
+    given = [f"--weights-{name}" for name, value in (("key", key), ("prefix", prefix)) if value is not None]
+    if given and (weights is None or weights == "DEFAULT" or weights.startswith(_RANDOM)):
+        beside = "without --weights" if weights is None else f"with --weights {weights}"
         raise UsageError(
-            f"{path} holds no state_dict (found: {keys[:200]}); expected tensors by name, or such a mapping "
-            f"under one of {', '.join(_NESTED_UNDER)}. Save one with torch.save(model.state_dict(), PATH)."
+            f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given {beside}, where there is no "
+            "file to choose from. Leave it out, or give --weights FILE."
         )
-    # With its _metadata, the versions of modules by which some of them know and convert an older layout.
-    state = content if isinstance(content, OrderedDict) else OrderedDict(content)
-    while prefix := next((p for p in _WRAPPER_PREFIXES if all(name.startswith(p) for name in state)), None):
-        consume_prefix_in_state_dict_if_present(state, prefix)
-    return state
 
 
-def _read_safetensors(path: Path) -> object:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def load_state_dict(
+    model: nn.Module, found: StateDict, *, prefix: str | None = None, source: str
+) -> LoadedWeights:
+    """Copy a state_dict from a file into a model, without the prefixes of wrappers before its names.
 
+    Args:
+        model: takes the values; keeps its dtypes and device.
+        found: the state_dict, with the names as in the file.
+        prefix: take only the names that begin with this, and remove it; None removes wrappers' prefixes where
+            the names do not fit with them.
+        source: where the tensors come from, for messages.
+
+    Raises:
+        UsageError: the tensors do not fit the model, as ``load_into`` says, or no name has this prefix.
+    """
+    own = model.state_dict().keys()
+    tensors = found.tensors
+    taken = unwrap_for(tensors, own) if prefix is None else take_prefix(tensors, prefix, source)
+    loaded = LoadedWeights(file=str(found.path), key=found.key, prefix=taken.prefix, left_out=taken.left_out)
+    chosen = [
+        *([f"under {loaded.key!r}"] if loaded.key else []),
+        *([f"without the prefix {loaded.prefix!r}"] if loaded.prefix else []),
+    ]
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{path} is not a readable safetensors file: {error}") from error
-
-
-def _read_torch(path: Path) -> object:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch guesses of a file that it then refuses
-            # Only the zip format of torch >= 1.6 can be mapped into memory.
-            mapped = zipfile.is_zipfile(path)
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        lines = str(error).splitlines()
-        refused = next((line.strip() for line in lines if "Unsupported" in line), lines[0].split(". ")[0])
-        detail = refused.split(" was not an allowed")[0].removeprefix("WeightsUnpickler error: ")
+        load_into(model, taken.tensors, f"{source} ({', '.join(chosen)})" if chosen else source)
+    except UsageError as error:
+        fitting = prefix_that_fits(tensors, own)
+        if fitting is None or fitting == taken.prefix:
+            raise
         raise UsageError(
-            f"{path} cannot be read as plain tensors ({detail}). It is damaged, or holds pickled Python "
-            "objects, which could run code. Save it again with torch.save(model.state_dict(), PATH) or as "
-            "safetensors."
+            f"{error} The names that begin with {fitting!r} are those of the model: "
+            f"--weights-prefix {fitting} takes them alone."
         ) from error
-    except Exception as error:  # a damaged stream raises whatever its bytes happen to ask for
-        said = str(error) or type(error).__name__
-        raise UsageError(f"{path} is not a readable torch file: {said.splitlines()[0]}") from error
+    return loaded
 
 
 def load_into(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:

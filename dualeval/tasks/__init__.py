@@ -100,6 +100,10 @@ class Task(Protocol):
             UsageError: the weights, the model and the data do not fit together.
         """
 
+    def notes(self) -> Sequence[str]:
+        """What a reader should know of how the model was made, in sentences; called after ``build_model``."""
+        return ()
+
     @abstractmethod
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Run the model on a batch that is on the device. No host synchronisation."""

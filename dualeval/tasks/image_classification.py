@@ -16,6 +16,7 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.models import classifiers
+from dualeval.models.weights import LoadedWeights, notes_of, refuse_choice_without_file
 from dualeval.tasks import Task
 
 if TYPE_CHECKING:
@@ -40,10 +41,16 @@ class ImageClassification(Task):
     Args:
         model: as for ``models.classifiers.create``; None is the embedded job's network.
         weights: as for ``models.classifiers.build``; None is the embedded job's, for its network alone.
+        weights_key: where the state_dict lies in a checkpoint, with dots between; None finds the only one.
+        weights_prefix: take only the names of a file that begin with this, without it.
         data: a folder of class folders, or of idx files; None is the embedded job's test set.
         num_classes: number of classes; needed only where neither data nor weights tell.
         metrics: names of metrics; empty for the default ones.
         preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``.
+
+    Attributes:
+        loaded_weights: what was taken from a file that ``weights`` names; None before ``build_model``, and
+            where there is no such file.
 
     Raises:
         UsageError: the data cannot be used, or a combination of arguments does not make a job.
@@ -60,6 +67,8 @@ class ImageClassification(Task):
         *,
         model: str | None = None,
         weights: str | None = None,
+        weights_key: str | None = None,
+        weights_prefix: str | None = None,
         data: Path | None = None,
         num_classes: int | None = None,
         metrics: Sequence[str] = (),
@@ -75,7 +84,11 @@ class ImageClassification(Task):
                 f"--model {model} was given without --weights. Give --weights PATH, "
                 "--weights DEFAULT (the library's own) or --weights random:SEED."
             )
+        refuse_choice_without_file(weights, weights_key, weights_prefix)
         self._weights = weights or str(EMBEDDED_WEIGHTS)
+        self._weights_key = weights_key
+        self._weights_prefix = weights_prefix
+        self.loaded_weights: LoadedWeights | None = None
         folder = ASSETS if data is None else data
         self._in_memory = IdxImages.is_in(folder)
         unused = [f"--{key}" for key in ("resize", "crop", "interpolation") if key in (preprocessing or {})]
@@ -128,7 +141,14 @@ class ImageClassification(Task):
         Raises:
             UsageError: weights, model and data do not fit together.
         """
-        model = classifiers.build(self._model_name, self._weights, self._num_classes).to(device)
+        model = classifiers.build(
+            self._model_name,
+            self._weights,
+            self._num_classes,
+            weights_key=self._weights_key,
+            weights_prefix=self._weights_prefix,
+            on_load=self._remember,
+        ).to(device)
         shape = self._dataset.sample_shape
         channels = len(self._preprocessing.mean), len(self._preprocessing.std)
         if set(channels) - {1, shape[0]}:
@@ -142,6 +162,13 @@ class ImageClassification(Task):
         )
         self._num_classes = self._tried(model, torch.zeros(2, *shape, dtype=torch.uint8, device=device))
         return model
+
+    def _remember(self, loaded: LoadedWeights) -> None:
+        self.loaded_weights = loaded
+
+    def notes(self) -> list[str]:
+        """Where in a checkpoint the weights were found, and what was removed from their names."""
+        return notes_of(self.loaded_weights)
 
     def _tried(self, model: nn.Module, images: Tensor) -> int:
         """Run the model once, and return the number of classes that it tells apart."""

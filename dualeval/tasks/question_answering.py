@@ -19,6 +19,7 @@ from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models import question_answering as models
+from dualeval.models.weights import LoadedWeights, notes_of, refuse_choice_without_file
 from dualeval.tasks.scored_answers import ScoredAnswers, answer_metrics, chosen
 
 # What the model gives in files of their own, under the names that the official scripts' users know.
@@ -33,6 +34,8 @@ class QuestionAnswering(ScoredAnswers):
         model: a local folder with a model of the transformers library and its fast tokenizer.
         data: a JSON file in the format of SQuAD.
         weights: None for those in the folder; else a state_dict file or "random:SEED".
+        weights_key: where the state_dict lies in a checkpoint, with dots between; None finds the only one.
+        weights_prefix: take only the names of a file that begin with this, without it.
         metrics: names of metrics; empty for all.
         batch_size: questions a batch, and most windows of a forward.
         max_length: most tokens of a window.
@@ -41,6 +44,10 @@ class QuestionAnswering(ScoredAnswers):
         max_answer_length: most tokens of an answer.
         null_threshold: a question gets no answer where "no answer" scores higher than its best answer by more
             than this; only with data that have questions without an answer, and 0 there where it is None.
+
+    Attributes:
+        loaded_weights: what was taken from a file that ``weights`` names; None before ``build_model``, and
+            where there is no such file.
 
     Raises:
         UsageError: data, folder and options do not make a job.
@@ -56,6 +63,8 @@ class QuestionAnswering(ScoredAnswers):
         model: Path,
         data: Path,
         weights: str | None = None,
+        weights_key: str | None = None,
+        weights_prefix: str | None = None,
         metrics: Sequence[str] = (),
         batch_size: int = 64,
         max_length: int = 384,
@@ -64,6 +73,7 @@ class QuestionAnswering(ScoredAnswers):
         max_answer_length: int = 30,
         null_threshold: float | None = None,
     ) -> None:
+        refuse_choice_without_file(weights, weights_key, weights_prefix)
         models.check_folder(model)
         super().__init__(read_questions(data), metrics)
         if null_threshold is not None and not self._unanswerable:
@@ -78,6 +88,9 @@ class QuestionAnswering(ScoredAnswers):
             )
         self._folder = model
         self._weights = weights
+        self._weights_key = weights_key
+        self._weights_prefix = weights_prefix
+        self.loaded_weights: LoadedWeights | None = None
         self._n_best = n_best
         self._max_answer_length = max_answer_length
         self._null_threshold = null_threshold or 0.0
@@ -122,7 +135,13 @@ class QuestionAnswering(ScoredAnswers):
         Raises:
             UsageError: model, weights, tokenizer and window do not fit together.
         """
-        model = models.build(self._folder, self._weights)
+        model = models.build(
+            self._folder,
+            self._weights,
+            weights_key=self._weights_key,
+            weights_prefix=self._weights_prefix,
+            on_load=self._remember,
+        )
         models.check_vocabulary(self._folder, model, self._tokens)
         models.try_out(self._folder, model, self._windows_on("a"))
         try:
@@ -132,6 +151,13 @@ class QuestionAnswering(ScoredAnswers):
                 f"{error}. It takes shorter ones: give --max-length of the model's size."
             ) from error
         return model.to(device)
+
+    def _remember(self, loaded: LoadedWeights) -> None:
+        self.loaded_weights = loaded
+
+    def notes(self) -> list[str]:
+        """Where in a checkpoint the weights were found, and what was removed from their names."""
+        return notes_of(self.loaded_weights)
 
     def _windows_on(self, context: str) -> Mapping[str, Tensor]:
         """The longest windows of a text, as the model takes them; the question leaves all room to it."""

@@ -1,0 +1,325 @@
+"""Reading what a training script has saved, without running code, and finding the state_dict in it."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
+
+from dualeval.errors import UsageError
+from dualeval.models.prefixes import unwrapped
+
+# Where training scripts put state_dicts: the model's own, and averages of it over the training.
+KNOWN_KEYS = (
+    *("state_dict", "model_state_dict", "model", "net", "module"),
+    *("model_ema", "state_dict_ema", "ema", "ema_state_dict", "ema_model", "shadow"),
+    *("averaged_model", "swa_model", "swa_state_dict"),
+)
+_LISTED_AT_MOST = 8
+# Deeper than any script nests them; a file may hold itself.
+_DEEPEST = 8
+_NOTHING = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateDict:
+    """A state_dict in a file.
+
+    Attributes:
+        path: the file.
+        key: the keys that lead to it, with dots between; "" where the file is nothing else.
+        tensors: by name; with the ``_metadata`` that torch keeps beside them where there are any.
+    """
+
+    path: Path
+    key: str
+    tensors: OrderedDict[str, Tensor]
+
+
+class _PassedOver:
+    """Takes the place of an object in a file that is no tensor: it ignores all that the file says of it."""
+
+    def __new__(cls, *_: object, **__: object) -> _PassedOver:
+        return object.__new__(cls)
+
+    def __setstate__(self, _: object) -> None:
+        """Keep nothing."""
+
+
+class _AsDict:
+    """Makes a plain dict, the only mapping beside OrderedDict and Counter that torch fills from a file."""
+
+    def __new__(cls, *_: object) -> dict[Any, Any]:  # type: ignore[misc]
+        return {}
+
+
+class _AsList:
+    """Makes a plain list, the only sequence that torch fills from a file."""
+
+    def __new__(cls, *_: object) -> list[Any]:  # type: ignore[misc]
+        return []
+
+
+# What usual checkpoints hold beside tensors: the names in the file, and what is made of each. None of these
+# types is used itself. So no constructor and no __setstate__ of theirs sees what a file says, and it does not
+# matter what they would do with it: numpy's believe the offsets in a dtype, and follow them. What a file puts
+# into one of them is read by the same rules, so nothing else can hide there.
+_ADMITTED: dict[str, Callable[..., object]] = {
+    **dict.fromkeys(("argparse.Namespace", "types.SimpleNamespace"), _PassedOver),
+    **{
+        f"{module}.{name}": _PassedOver
+        for module in ("pathlib", "pathlib._local")  # the latter in files of Python 3.13
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+    # Scalars and arrays; numpy 1 and numpy 2.
+    **dict.fromkeys(("numpy.dtype", "numpy.ndarray"), _PassedOver),
+    **{
+        f"{module}.multiarray.{name}": _PassedOver
+        for module in ("numpy.core", "numpy._core")
+        for name in ("scalar", "_reconstruct")
+    },
+    **{f"datetime.{name}": _PassedOver for name in ("datetime", "date", "time", "timedelta", "timezone")},
+    # As values, and as what a defaultdict makes.
+    **{
+        f"builtins.{name}": _PassedOver
+        for name in ("bool", "int", "float", "str", "list", "tuple", "dict", "frozenset", "range", "slice")
+    },
+    "collections.defaultdict": _AsDict,
+    "collections.deque": _AsList,
+}
+
+
+def read_state_dict(path: Path, key: str | None = None) -> StateDict:
+    """Read a state_dict from a .safetensors file or from what ``torch.save`` wrote, without running code.
+
+    Args:
+        path: the file. It may be a state_dict, or a checkpoint that holds one.
+        key: where it lies in the checkpoint, nested keys with dots between; None finds the one that is there.
+
+    Returns:
+        The state_dict with the names as they are in the file.
+
+    Raises:
+        UsageError: the file is missing, unreadable or needs code to be read; it holds no state_dict, or none
+            under this key; or it holds several, and no key was given.
+    """
+    if not path.is_file():
+        raise UsageError(f"weights file {path} does not exist. Give a state_dict file with --weights PATH.")
+    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    if _is_state_dict(content):
+        if key is not None:
+            raise UsageError(
+                f"--weights-key {key}: {path} is one state_dict, with no keys above it. Leave --weights-key "
+                "out; --weights-prefix takes the tensors whose names begin with a prefix."
+            )
+        return _found(path, "", content)
+    return _found(path, *(_only_one(path, content) if key is None else _under(path, content, key)))
+
+
+def _found(path: Path, key: str, tensors: Mapping[str, Tensor]) -> StateDict:
+    # With its _metadata, the versions of modules by which some of them know and convert an older layout.
+    return StateDict(
+        path=path, key=key, tensors=tensors if isinstance(tensors, OrderedDict) else OrderedDict(tensors)
+    )
+
+
+# -- finding ---------------------------------------------------------------------------------------------
+
+
+def _is_state_dict(content: object) -> TypeGuard[Mapping[str, Tensor]]:
+    return (
+        isinstance(content, Mapping)
+        and bool(content)
+        and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items())
+    )
+
+
+def _only_one(path: Path, content: object, above: str = "") -> tuple[str, Mapping[str, Tensor]]:
+    """The one state_dict under known keys.
+
+    Args:
+        path: the file, for messages.
+        content: of the file, or what is below a key.
+        above: that key.
+
+    Raises:
+        UsageError: there is none, or more than one.
+    """
+    found = _candidates(content, above)
+    if not found:
+        raise _none_there(path, content, above)
+    if len(found) > 1:
+        raise UsageError(
+            f"{path} holds {len(found)} state_dicts: {_listed(found)}. They can give different results. "
+            f"Say which is meant: --weights-key KEY, such as --weights-key {next(iter(found))}."
+        )
+    return next(iter(found.items()))
+
+
+def _candidates(content: object, above: str) -> dict[str, Mapping[str, Tensor]]:
+    """State_dicts under known keys; with these, others of the same layout, that could take their place."""
+    known = dict(_state_dicts(content, above, known_only=True))
+    # One that lies under two keys is one.
+    found = {key: tensors for key, tensors in known.items() if _first_key_of(tensors, known) == key}
+    layouts = [_layout(tensors) for tensors in found.values()]
+    for key, tensors in _state_dicts(content, above) if found else ():
+        # An average under a name of the script's own.
+        if not any(tensors is other for other in found.values()) and _layout(tensors) in layouts:
+            found[key] = tensors
+    return found
+
+
+def _first_key_of(tensors: Mapping[str, Tensor], found: Mapping[str, Mapping[str, Tensor]]) -> str:
+    return next(key for key, other in found.items() if other is tensors)
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    bare = unwrapped(OrderedDict(tensors))[-1].tensors
+    return {name: tensor.shape for name, tensor in bare.items()}
+
+
+def _state_dicts(
+    content: object, above: str, *, known_only: bool = False
+) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """All state_dicts in nested mappings, each with its key."""
+    level = [(above, content)]
+    seen: set[int] = set()
+    for _ in range(_DEEPEST):
+        following: list[tuple[str, object]] = []
+        for key, inner in level:
+            if _is_state_dict(inner):
+                yield key, inner
+            elif isinstance(inner, Mapping) and id(inner) not in seen:
+                seen.add(id(inner))
+                following += [
+                    (f"{key}.{name}" if key else name, value)
+                    for name, value in inner.items()
+                    if isinstance(name, str) and (name in KNOWN_KEYS or not known_only)
+                ]
+        level = following
+
+
+def _under(path: Path, content: object, key: str) -> tuple[str, Mapping[str, Tensor]]:
+    """The state_dict that a key leads to, or the only one below it."""
+    inner = next(_at(content, key), _NOTHING)
+    if inner is _NOTHING:
+        elsewhere = dict(_state_dicts(content, ""))
+        hint = f" State_dicts lie under {_listed(elsewhere)}." if elsewhere else ""
+        raise UsageError(f"--weights-key {key}: {path} holds no such key ({_keys_of(content)}).{hint}")
+    if _is_state_dict(inner):
+        return key, inner
+    if not isinstance(inner, Mapping):
+        what = "an object" if isinstance(inner, _PassedOver) else f"a {type(inner).__name__}"
+        raise UsageError(
+            f"--weights-key {key}: {path} holds {what} there, expected a state_dict (tensors by name)."
+        )
+    return _only_one(path, inner, key)
+
+
+def _at(content: object, key: str) -> Iterator[object]:
+    """What keys with dots between lead to; a key may have dots of its own."""
+    if isinstance(content, Mapping):
+        for name, value in content.items():
+            if str(name) == key:
+                yield value
+            elif key.startswith(f"{name}."):
+                yield from _at(value, key.removeprefix(f"{name}."))
+
+
+def _none_there(path: Path, content: object, above: str) -> UsageError:
+    inner = content
+    for _ in range(_DEEPEST):
+        nested = [inner[key] for key in KNOWN_KEYS if isinstance(inner, Mapping) and key in inner]
+        inner = next((value for value in nested if isinstance(value, Mapping)), inner)
+    others = dict(_state_dicts(content, above))
+    hint = (
+        f" State_dicts lie under other keys: {_listed(others)}; --weights-key KEY takes one."
+        if others
+        else ""
+    )
+    place = f" under the key {above}" if above else ""
+    return UsageError(
+        f"{path} holds no state_dict{place} ({_keys_of(inner)}); expected tensors by name, or such a mapping "
+        f"under one of {', '.join(KNOWN_KEYS)}.{hint} Save one with torch.save(model.state_dict(), PATH)."
+    )
+
+
+def _keys_of(content: object) -> str:
+    if not isinstance(content, Mapping):
+        return f"found: {type(content).__name__}"
+    found = f"found: {', '.join(map(str, content))[:200]}"
+    others = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
+    if len(others) == len(content):
+        return found
+    return f"{found}; no tensor is {', '.join(others[:_LISTED_AT_MOST])}"
+
+
+def _listed(found: Mapping[str, Mapping[str, Tensor]]) -> str:
+    shown = [f"{key} ({len(tensors)} tensors)" for key, tensors in found.items()]
+    more = f" and {len(shown) - _LISTED_AT_MOST} more" if len(shown) > _LISTED_AT_MOST else ""
+    return ", ".join(shown[:_LISTED_AT_MOST]) + more
+
+
+# -- reading ---------------------------------------------------------------------------------------------
+
+
+def _read_safetensors(path: Path) -> object:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _read_torch(path: Path) -> object:
+    try:
+        with warnings.catch_warnings(), _admitting():
+            warnings.simplefilter("ignore")  # what torch guesses of a file that it then refuses
+            # Only the zip format of torch >= 1.6 can be mapped into memory.
+            mapped = zipfile.is_zipfile(path)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        lines = str(error).splitlines()
+        refused = next((line.strip() for line in lines if "Unsupported" in line), lines[0].split(". ")[0])
+        detail = refused.split(" was not an allowed")[0].removeprefix("WeightsUnpickler error: ")
+        raise UsageError(
+            f"{path} cannot be read as plain tensors ({detail}). It is damaged, or holds pickled Python "
+            "objects, which could run code. Save it again with torch.save(model.state_dict(), PATH) or as "
+            "safetensors."
+        ) from error
+    except Exception as error:  # a damaged stream raises whatever its bytes happen to ask for
+        said = str(error) or type(error).__name__
+        raise UsageError(f"{path} is not a readable torch file: {said.splitlines()[0]}") from error
+
+
+@contextmanager
+def _admitting() -> Iterator[None]:
+    """Let torch take what is admitted; what a program has admitted itself stays, but for the same names.
+
+    A program's numpy.dtype and the one here do not go together.
+    """
+    before: list[Any] = get_safe_globals()
+    others = [entry for entry in before if _name_in_files(entry) not in _ADMITTED]
+    clear_safe_globals()
+    add_safe_globals([*others, *((made, name) for name, made in _ADMITTED.items())])
+    try:
+        yield
+    finally:
+        clear_safe_globals()
+        add_safe_globals(before)
+
+
+def _name_in_files(entry: Any) -> str:
+    return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
