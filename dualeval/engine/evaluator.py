@@ -67,7 +67,7 @@ class Evaluator:
         started: ``perf_counter()`` at the start of the run, where that was before this call.
 
     Raises:
-        UsageError: the task is none.
+        UsageError: the task is none, or the device has no such precision.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class Evaluator:
                 f"{type(task).__name__} is no task: derive it from dualeval.Task, which has what a task need "
                 "not say."
             )
+        numerics.check_precision(precision, backend.device)
         self._task = task
         self._backend = backend
         self._control = control
@@ -124,16 +125,18 @@ class Evaluator:
             Stopped: a signal has ended the run; what was finished is saved.
         """
         threads = torch.get_num_threads()
-        with numerics.settings(self._precision, self._backend.device):
+        with numerics.settings(self._precision, self._backend.device) as settings:
             with numerics.autocast(self._precision, self._backend.device):
                 model = self._task.build_model(self._backend.device)
-            return _Run(self, model, threads).execute()
+            return _Run(self, model, threads, settings).execute()
 
 
 class _Run:
     """One execution: what is known once the model is built."""
 
-    def __init__(self, evaluator: Evaluator, model: nn.Module, threads: int) -> None:
+    def __init__(
+        self, evaluator: Evaluator, model: nn.Module, threads: int, settings: numerics.NumericSettings
+    ) -> None:
         self._options = evaluator
         self._task = evaluator._task
         self._backend = evaluator._backend
@@ -141,6 +144,12 @@ class _Run:
         self._world = evaluator._backend.world
         self._model = model
         self._threads = threads
+        self._settings = settings
+        # What this rank says of its numeric settings; in the result.
+        self._said_of_settings = [*settings.notes, *settings.check_after_build()]
+        if self._world.is_main:
+            for sentence in self._said_of_settings:
+                evaluator._note(sentence)
         self._dataset = self._task.dataset()
         self._plan = self._make_plan()
         self._metrics = tuple(self._task.metrics())
@@ -414,6 +423,7 @@ class _Run:
                 self._progress.step("load", handed[0][0] if handed else None)
             while under_way:
                 compute_s += self._settle(recorder, *under_way.popleft())
+        self._said_of_settings += self._settings.check_after_loop(compute.changed_settings)
         self._times.update(data=feed.wait_s, transfer=feed.transfer_s, compute=compute_s)
 
     def _claimed(self, remaining: Sequence[int]) -> Iterator[int]:
@@ -483,6 +493,7 @@ class _Run:
                 "times": self._times,
                 "failed": [[sample.index, sample.error] for sample in recorder.failed],
                 "files": len(writer.written),
+                "settings": self._said_of_settings,
                 "shared": folder.shared,
             }
         )
