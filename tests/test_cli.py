@@ -95,6 +95,9 @@ CASES = {
     "unknown option": BadInput(arguments=["--bacth-size", "3"], words=["--bacth-size", "--batch-size"]),
     "not a number": BadInput(arguments=["--batch-size", "many"], words=["--batch-size", "many"]),
     "unknown precision": BadInput(arguments=["--precision", "fp16"], words=["'fp16'", "amp-fp16"]),
+    "TF32 on a CPU": BadInput(
+        arguments=["--precision", "tf32", "--device", "cpu"], words=["--precision tf32", "cpu", "fp32", "GPU"]
+    ),
     "unwritable output": BadInput(
         arguments=["--out", "/proc/out"], words=["/proc/out", "cannot be written", "--out"]
     ),

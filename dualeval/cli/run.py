@@ -117,7 +117,7 @@ def _numbers(
 @options.METRIC
 @click.option("--batch-size", type=int, help="Samples a batch.  [default: 64]")
 @click.option("--limit", type=int, help="Evaluate only the first N samples.")
-@click.option("--precision", help=f"{', '.join(PRECISIONS)}.  [default: fp32]")
+@click.option("--precision", help=f"{', '.join(PRECISIONS)}; tf32 needs a GPU.  [default: fp32]")
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU where there is one]")
 @click.option("--workers", type=int, help="Reading processes a rank.  [default: by task and cores]")
 @click.option(

@@ -68,6 +68,8 @@ class Compute:
 
     Attributes:
         ahead: batches that may be under way before the oldest is to be waited for.
+        changed_settings: what the model's code has changed in the threads; for
+            ``NumericSettings.check_after_loop``.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Compute:
         self._model = model
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
+        self.changed_settings: set[str] = set()
         self.ahead = _AHEAD_ON_GPU if device.type == "cuda" else 0
         if threads > 1:
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
@@ -89,8 +92,8 @@ class Compute:
             self.ahead = threads
 
     def _take_copy(self, copies: queue.SimpleQueue[nn.Module]) -> None:
-        # The setting of a thread, which a new one does not inherit.
-        torch.set_num_threads(1)
+        # Settings of a thread, which a new one does not inherit.
+        numerics.set_thread()
         self._own.model = copies.get_nowait()
 
     def __enter__(self) -> Compute:
@@ -108,11 +111,16 @@ class Compute:
     def start(self, data: Any) -> Pending:
         """Begin with a batch that is on the device."""
         if self._pool is not None:
-            return self._pool.submit(lambda: self._columns(self._own.model, data)).result
+            return self._pool.submit(self._columns_in_pool, data).result
         columns = self._columns(self._model, data)
         if self._device.type != "cuda":
             return lambda: columns
         return self._on_its_way(columns)
+
+    def _columns_in_pool(self, data: Any) -> Columns:
+        columns = self._columns(self._own.model, data)
+        self.changed_settings.update(numerics.check_thread())
+        return columns
 
     def _columns(self, model: nn.Module, data: Any) -> Columns:
         # Inference mode and autocast belong to a thread: a pool's thread is in neither.

@@ -77,7 +77,7 @@ class Evaluator:
         started: ``perf_counter()`` at the start of the run, where that was before this call.
 
     Raises:
-        UsageError: the task is none, or an option has a value that it cannot have.
+        UsageError: the task is none, or an option has a value that it, or the device, cannot have.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Evaluator:
         check_choice("precision", precision, PRECISIONS)
         check_choice("on_error", on_error, ON_ERROR)
         check_choice("schedule", schedule, SCHEDULES)
+        numerics.check_precision(precision, backend.device)
         self._task = task
         self._backend = backend
         self._control = control
@@ -147,20 +148,22 @@ class Evaluator:
             Stopped: a signal has ended the run; what was finished is saved.
         """
         threads = torch.get_num_threads()
-        with numerics.settings(self._precision, self._backend.device):
+        with numerics.settings(self._precision, self._backend.device) as settings:
             with numerics.autocast(self._precision, self._backend.device):
                 model = self._task.build_model(self._backend.device)
             notes = [*self._task.notes(), *set_evaluation_mode(model)]
             if self._backend.world.is_main:
                 for sentence in notes:
                     self._note(sentence)
-            return _Run(self, model, threads).execute()
+            return _Run(self, model, threads, settings).execute()
 
 
 class _Run:
     """One execution: what is known once the model is built."""
 
-    def __init__(self, evaluator: Evaluator, model: nn.Module, threads: int) -> None:
+    def __init__(
+        self, evaluator: Evaluator, model: nn.Module, threads: int, settings: numerics.NumericSettings
+    ) -> None:
         self._options = evaluator
         self._task = evaluator._task
         self._backend = evaluator._backend
@@ -168,6 +171,7 @@ class _Run:
         self._world = evaluator._backend.world
         self._model = model
         self._threads = threads
+        self._settings = settings
         self._dataset = self._task.dataset()
         self._plan = self._make_plan()
         self._metrics = tuple(self._task.metrics())
@@ -178,6 +182,11 @@ class _Run:
         self._times: dict[str, float] = {}
         self._postprocess_s = 0.0
         self._progress = evaluator._control.progress
+        # After all that a task's own code may have set. What this rank says of it is in the result.
+        self._said_of_settings = [*settings.notes, *settings.check_after_build()]
+        if self._world.is_main:
+            for sentence in self._said_of_settings:
+                evaluator._note(sentence)
 
     def _make_plan(self) -> EvalPlan:
         count = len(self._dataset)
@@ -504,6 +513,7 @@ class _Run:
                 self._progress.step("load", handed[0][0] if handed else None)
             while under_way:
                 compute_s += self._settle(recorder, *under_way.popleft())
+        self._said_of_settings += self._settings.check_after_loop(compute.changed_settings)
         self._times.update(data=feed.wait_s, transfer=feed.transfer_s, compute=compute_s)
 
     def _claimed(self, remaining: Sequence[int]) -> Iterator[int]:
@@ -594,6 +604,7 @@ class _Run:
                 "failed": [[sample.index, sample.error] for sample in recorder.failed],
                 "files": len(writer.written),
                 "chunks": recorder.chunks_saved,
+                "settings": self._said_of_settings,
                 "shared": folder.shared,
             }
         )

@@ -1,11 +1,22 @@
-"""The numeric settings that make equal inputs give equal bits, set for a run and put back after it."""
+"""The numeric settings that make equal inputs give equal bits: set for a run, checked, and put back after it.
+
+They belong to the whole process, so the model's code can change them: ``torch.set_float32_matmul_precision``
+at the top of a model's file, ``torch.backends.cudnn.benchmark = True`` in a forward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
+
+from dualeval.errors import UsageError
 
 # What --precision takes, and the autocast type that it stands for (None: no autocast).
 PRECISIONS: dict[str, torch.dtype | None] = {
@@ -15,6 +26,44 @@ PRECISIONS: dict[str, torch.dtype | None] = {
     "amp-fp16": torch.float16,
 }
 
+# NVIDIA's Ampere: the first GPUs with TF32.
+_TF32_CAPABILITY = (8, 0)
+
+# PyTorch 2.9's settings of how float32 is computed, parents before children: a child that is "none" takes its
+# parent's value. The older ones (allow_tf32) are still there, and raise when they are read and do not agree.
+_HAS_FP32_PRECISION = hasattr(torch.backends, "fp32_precision")
+_PARENTS = tuple(f"torch.backends.{backend}fp32_precision" for backend in ("", "cudnn.", "mkldnn."))
+_CHILDREN = tuple(
+    f"torch.backends.{kernels}.fp32_precision"
+    for kernels in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+)
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Check that a device can compute in a precision.
+
+    Args:
+        precision: a key of ``PRECISIONS``.
+        device: what computes.
+
+    Raises:
+        UsageError: TF32 is asked for, and the device has none.
+    """
+    if precision != "tf32":
+        return
+    if device.type != "cuda":
+        raise UsageError(
+            f"--precision tf32: the device is {device}, and TF32 is a format of NVIDIA GPUs. Leave it "
+            "out (fp32), or run on a GPU with --device cuda."
+        )
+    found = torch.cuda.get_device_capability(device)
+    if found < _TF32_CAPABILITY:
+        raise UsageError(
+            f"--precision tf32: {torch.cuda.get_device_name(device)} has compute capability "
+            f"{found[0]}.{found[1]}, and TF32 needs {_TF32_CAPABILITY[0]}.{_TF32_CAPABILITY[1]} or newer. "
+            "Leave --precision out (fp32)."
+        )
+
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
     """The autocast context of a precision; one that does nothing where it has none."""
@@ -22,34 +71,285 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Setting:
+    """One setting of the process.
+
+    Attributes:
+        name: as Python code reads or sets it.
+        read: gives its value.
+        write: sets it.
+        wanted: its value in the run.
+        usual: its values in a process where nobody has set it; None where any value is usual.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    wanted: Any
+    usual: tuple[Any, ...] | None = None
+
+
+class NumericSettings:
+    """The settings of one run, from its start to ``restore``.
+
+    Args:
+        precision: a key of ``PRECISIONS``.
+        device: what computes.
+
+    Attributes:
+        notes: sentences about what was set otherwise before the run.
+    """
+
+    def __init__(self, precision: str, device: torch.device) -> None:
+        tf32 = precision == "tf32"
+        older = _older_fp32_settings(tf32)
+        self._settings = [*(_fp32_settings(tf32) if _HAS_FP32_PRECISION else older), *_other_settings(device)]
+        # Written first, as they write some of the newer ones.
+        self._also = older if _HAS_FP32_PRECISION else []
+        self._before = _read_without_parents(self._settings)
+        self._also_before = _read_older() if _HAS_FP32_PRECISION else []
+        self.notes = [
+            f"{setting.name} was {found!r} before this run; it is {setting.wanted!r} in it"
+            for setting, found in zip(self._settings, self._before, strict=True)
+            if setting.usual is not None and found not in (setting.wanted, *setting.usual)
+        ]
+        self._write_wanted()
+
+    def check_after_build(self) -> list[str]:
+        """Set again what the model's code has changed when the model was built.
+
+        Returns:
+            A sentence about what that was; none where it was nothing.
+        """
+        changes = self._set_again()
+        if not changes:
+            return []
+        return [f"the model's code has changed {_joined(changes)}; this run has set it back"]
+
+    def check_after_loop(self, in_threads: Iterable[str] = ()) -> list[str]:
+        """Set again what the model's code has changed while batches were computed.
+
+        Args:
+            in_threads: what ``check_thread`` has returned.
+
+        Returns:
+            A sentence about what that was; none where it was nothing.
+        """
+        changes = list(dict.fromkeys([*self._set_again(), *sorted(in_threads)]))
+        if not changes:
+            return []
+        return [
+            f"the model's code has changed {_joined(changes)} while batches were computed: the same run may "
+            "give another metrics_digest. Remove that from the model's forward"
+        ]
+
+    def restore(self) -> None:
+        """Set everything as it was before the run, also what the model's code has changed."""
+        self._write(self._before, self._also_before)
+
+    def _set_again(self) -> list[str]:
+        changes = [
+            _change(setting.name, setting.wanted, found)
+            for setting in self._settings
+            if (found := setting.read()) != setting.wanted
+        ]
+        if changes:
+            self._write_wanted()
+        return changes
+
+    def _write_wanted(self) -> None:
+        self._write(
+            [setting.wanted for setting in self._settings], [setting.wanted for setting in self._also]
+        )
+
+    def _write(self, values: Sequence[Any], also: Sequence[Any]) -> None:
+        with warnings.catch_warnings():
+            # PyTorch 2.9 warns of the older ones. They are written so that both agree.
+            warnings.simplefilter("ignore", UserWarning)
+            for setting, value in zip(self._also, also, strict=True):
+                setting.write(value)
+        for setting, value in zip(self._settings, values, strict=True):
+            # What a child reads may be its parent's; and a default device cannot be set to what it was before
+            # anybody set one.
+            if setting.name in _PARENTS or setting.name in _CHILDREN or setting.read() != value:
+                setting.write(value)
+
+
 @contextmanager
-def settings(precision: str, device: torch.device) -> Iterator[None]:
+def settings(precision: str, device: torch.device) -> Iterator[NumericSettings]:
     """Set what equal bits need: no TF32 unless asked for, no choice of kernels by timing, deterministic ones,
     and on a CPU one thread a kernel, as the kernel's last bits may depend on their number.
 
     Where an operation has no deterministic kernel PyTorch warns and goes on.
     """
-    tf32 = precision == "tf32"
-    threads = torch.get_num_threads()
-    deterministic = torch.get_deterministic_debug_mode()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    benchmark = torch.backends.cudnn.benchmark
-    # The same as use_deterministic_algorithms(True, warn_only=True), which imports the compiler: a second.
-    torch.set_deterministic_debug_mode("warn")
-    # Filling every new tensor costs time, and hides nothing: the engine reads no uninitialised memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = False
-    if device.type == "cpu":
-        torch.set_num_threads(1)
+    held = NumericSettings(precision, device)
     try:
-        yield
+        yield held
     finally:
-        torch.set_deterministic_debug_mode(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.backends.cuda.matmul.allow_tf32 = matmul
-        torch.backends.cudnn.allow_tf32 = cudnn
-        torch.backends.cudnn.benchmark = benchmark
-        torch.set_num_threads(threads)
+        held.restore()
+
+
+def set_thread() -> None:
+    """Set what belongs to a thread, in one that computes beside the thread of ``settings``."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(False)
+
+
+def check_thread() -> list[str]:
+    """Set again what the model's code has changed in a thread that ``set_thread`` has set.
+
+    Returns:
+        The changes, for ``NumericSettings.check_after_loop``.
+    """
+    changes = [
+        _change(name, wanted, found)
+        for name, wanted, found in (
+            (_THREADS, 1, torch.get_num_threads()),
+            (_FLUSH, False, _flushes_denormals()),
+        )
+        if found != wanted
+    ]
+    if changes:
+        set_thread()
+    return changes
+
+
+# -- the settings, one by one ----------------------------------------------------------------------
+
+_THREADS = "torch.get_num_threads()"
+_FLUSH = "torch.set_flush_denormal"
+
+
+def _fp32_settings(tf32: bool) -> list[_Setting]:
+    """The settings of PyTorch 2.9 and newer."""
+    wanted = "tf32" if tf32 else "ieee"
+    # PyTorch's own value for cuDNN: TF32, unless somebody has set it or its parent.
+    usual = {name: ("none", "tf32") if ".cudnn." in name else ("none",) for name in _CHILDREN}
+    return [
+        _attribute(
+            name,
+            # oneDNN has TF32 on Intel's GPUs only.
+            "ieee" if ".mkldnn." in name else wanted,
+            usual=usual.get(name, ("none",)),
+        )
+        for name in (*_PARENTS, *_CHILDREN)
+    ]
+
+
+def _older_fp32_settings(tf32: bool) -> list[_Setting]:
+    """The settings of PyTorch 2.8, which a newer one keeps beside its own.
+
+    They are set there too, so that both agree: the model's code, or the compiler, may read the older ones.
+    """
+    return [
+        _Setting(
+            name="torch.get_float32_matmul_precision()",
+            read=torch.get_float32_matmul_precision,
+            write=torch.set_float32_matmul_precision,
+            wanted="high" if tf32 else "highest",
+            usual=("highest",),
+        ),
+        _attribute("torch.backends.cudnn.allow_tf32", tf32, usual=(True,)),
+    ]
+
+
+def _other_settings(device: torch.device) -> list[_Setting]:
+    threads, dtype, place = torch.get_num_threads(), torch.get_default_dtype(), torch.get_default_device()
+    return [
+        _Setting(
+            name="torch.get_deterministic_debug_mode()",
+            read=torch.get_deterministic_debug_mode,
+            write=torch.set_deterministic_debug_mode,
+            # "warn": the same as use_deterministic_algorithms(True, warn_only=True), which imports the
+            # compiler: a second.
+            wanted=1,
+            usual=(0,),
+        ),
+        # Filling every new tensor costs time, and hides nothing: the engine reads no uninitialised memory.
+        _attribute("torch.utils.deterministic.fill_uninitialized_memory", False),
+        _attribute("torch.backends.cudnn.benchmark", False, usual=(False,)),
+        _Setting(
+            name=_THREADS,
+            read=torch.get_num_threads,
+            write=torch.set_num_threads,
+            wanted=1 if device.type == "cpu" else threads,
+        ),
+        _Setting(
+            name=_FLUSH, read=_flushes_denormals, write=torch.set_flush_denormal, wanted=False, usual=()
+        ),
+        _Setting(
+            name="torch.get_default_dtype()",
+            read=torch.get_default_dtype,
+            write=torch.set_default_dtype,
+            wanted=dtype,
+        ),
+        _Setting(
+            name="torch.get_default_device()",
+            read=torch.get_default_device,
+            # None, and not "cpu", stands for a device that nobody has set.
+            write=lambda value: torch.set_default_device(None if value.type == "cpu" else value),
+            wanted=place,
+        ),
+    ]
+
+
+def _attribute(name: str, wanted: Any, usual: tuple[Any, ...] | None = None) -> _Setting:
+    """A setting that is an attribute of a module."""
+    owner_name, _, attribute = name.removeprefix("torch.").rpartition(".")
+    owner = attrgetter(owner_name)(torch)
+
+    def write(value: Any) -> None:
+        setattr(owner, attribute, value)
+
+    return _Setting(
+        name=name,
+        read=lambda: getattr(owner, attribute),
+        write=_write_mkldnn_parent if name == _PARENTS[2] else write,
+        wanted=wanted,
+        usual=usual,
+    )
+
+
+def _write_mkldnn_parent(value: str) -> None:
+    # The attribute's own setter sets the parent of all backends instead (PyTorch 2.9 to 2.13).
+    torch.backends.mkldnn.set_flags(_fp32_precision=value)  # type: ignore[no-untyped-call]
+
+
+def _read_without_parents(settings: Sequence[_Setting]) -> list[Any]:
+    """The settings' own values, not those of their parents; leaves the parents at "none"."""
+    found = []
+    for setting in settings:
+        found.append(setting.read())
+        if setting.name in _PARENTS:
+            setting.write("none")
+    return found
+
+
+def _read_older() -> list[Any]:
+    """The older settings' own values; leaves the newer ones at "ieee".
+
+    Each can be read only where the newer ones agree with it, or, the first one, where they are "ieee".
+    """
+    for name in _CHILDREN:
+        _attribute(name, "ieee").write("ieee")
+    matmul = torch.get_float32_matmul_precision()
+    try:
+        cudnn = torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        cudnn = True
+    return [matmul, cudnn]
+
+
+def _flushes_denormals() -> bool:
+    """Whether this thread takes the smallest numbers for 0; PyTorch has no question for it."""
+    return sys.float_info.min / 2 == 0
+
+
+def _change(name: str, wanted: Any, found: Any) -> str:
+    return f"{name} from {wanted!r} to {found!r}"
+
+
+def _joined(changes: Sequence[str]) -> str:
+    *first, last = changes
+    return f"{', '.join(first)} and {last}" if first else last

@@ -41,7 +41,7 @@ def make_result(
         measured: what each metric says.
         facts: about job and machines, as the ranks have agreed on them.
         found: what was in the folder at the start.
-        reports: each rank's ``times`` and ``failed``.
+        reports: each rank's ``times``, ``failed``, and ``settings``: sentences about its numeric settings.
         machines: each kind of machine that has computed chunks; on rank 0 those of earlier runs, too.
         replay: how the comparison of a finished batch went.
         totals: samples evaluated, samples failed.
@@ -88,7 +88,11 @@ def make_result(
         },
         samples_per_s=sum(len(plan.chunk_samples(chunk)) for chunk in remaining) / evaluate_s,
         work={name: count for part in measured for name, count in part.work.items()},
-        warnings=[*found.notes, *_warnings(measured, failed, odd, len(machines))],
+        warnings=[
+            *found.notes,
+            *dict.fromkeys(sentence for report in reports for sentence in report["settings"]),
+            *_warnings(measured, failed, odd, len(machines)),
+        ],
         folder=str(folder),
     )
 

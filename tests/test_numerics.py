@@ -1,0 +1,372 @@
+"""Numeric settings: they hold while a model is built and computes, and are put back, whoever changes them."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dualeval.backends import connect
+from dualeval.engine import numerics
+from dualeval.engine.control import open_control_plane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.errors import UsageError
+from dualeval.result import Result
+from dualeval.world import World
+from tests.conftest import Launch
+from tests.tiny import TinyTask
+
+CPU = torch.device("cpu")
+# mypy knows the older settings only.
+BACKENDS: Any = torch.backends
+KERNELS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+
+
+def fp32_precisions() -> dict[str, str]:
+    """How float32 is computed now, by kind of kernel."""
+    found = {}
+    for kernels in KERNELS:
+        owner = BACKENDS
+        for name in kernels.split("."):
+            owner = getattr(owner, name)
+        found[kernels] = owner.fp32_precision
+    return found
+
+
+def state() -> dict[str, Any]:
+    """Every setting that a run makes, and what older code reads."""
+    return {
+        **fp32_precisions(),
+        "parent": BACKENDS.fp32_precision,
+        "matmul": torch.get_float32_matmul_precision(),
+        "cuda": BACKENDS.cuda.matmul.allow_tf32,
+        "cudnn": BACKENDS.cudnn.allow_tf32,
+        "benchmark": BACKENDS.cudnn.benchmark,
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "flush": float(torch.tensor(2.0**-1040, dtype=torch.float64) * 1.0) == 0.0,
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_changed() -> Iterator[None]:
+    """Each test starts from PyTorch's own settings, and must leave them."""
+    before = state()
+    assert before["parent"] == "none"
+    yield
+    assert state() == before
+
+
+@pytest.fixture
+def scratch() -> Iterator[None]:
+    """Puts back what a test sets as a program that has a run inside it would."""
+    held = numerics.NumericSettings("fp32", CPU)
+    before, also = held._before, held._also_before
+    held.restore()
+    yield
+    held._write(before, also)
+
+
+def medium() -> None:
+    torch.set_float32_matmul_precision("medium")
+
+
+def medium_then_older() -> None:
+    """Of this PyTorch itself leaves "bf16" for a CPU's matrix products."""
+    torch.set_float32_matmul_precision("medium")
+    BACKENDS.cuda.matmul.allow_tf32 = False
+
+
+def allow_tf32() -> None:
+    BACKENDS.cuda.matmul.allow_tf32 = True
+    BACKENDS.cudnn.allow_tf32 = True
+
+
+def newer() -> None:
+    BACKENDS.cuda.matmul.fp32_precision = "tf32"
+    BACKENDS.mkldnn.matmul.fp32_precision = "bf16"
+
+
+def parents() -> None:
+    BACKENDS.fp32_precision = "tf32"
+    BACKENDS.cudnn.fp32_precision = "tf32"
+
+
+def benchmark() -> None:
+    BACKENDS.cudnn.benchmark = True
+
+
+def threads() -> None:
+    torch.set_num_threads(4)
+
+
+def nondeterministic() -> None:
+    # What use_deterministic_algorithms(False) does; that imports the compiler.
+    torch.set_deterministic_debug_mode("default")
+
+
+def flush_denormal() -> None:
+    torch.set_flush_denormal(True)
+
+
+def default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def default_device() -> None:
+    torch.set_default_device("meta")
+
+
+CHANGES: dict[Callable[[], None], str] = {
+    medium: "mkldnn.matmul.fp32_precision from 'ieee' to 'bf16'",
+    medium_then_older: "mkldnn.matmul.fp32_precision from 'ieee' to 'bf16'",
+    allow_tf32: "torch.backends.cudnn.conv.fp32_precision from 'ieee' to 'tf32'",
+    newer: "torch.backends.cuda.matmul.fp32_precision from 'ieee' to 'tf32'",
+    parents: "torch.backends.fp32_precision from 'ieee' to 'tf32'",
+    benchmark: "torch.backends.cudnn.benchmark from False to True",
+    threads: "torch.get_num_threads() from 1 to 4",
+    nondeterministic: "torch.get_deterministic_debug_mode() from 1 to 0",
+    flush_denormal: "torch.set_flush_denormal from False to True",
+    default_dtype: "torch.get_default_dtype() from torch.float32 to torch.float64",
+    default_device: "torch.get_default_device() from device(type='cpu') to device(type='meta')",
+}
+
+
+class Changing(TinyTask):
+    """A tiny task whose model's code changes settings; notes those that its forwards meet."""
+
+    def __init__(
+        self,
+        *,
+        at_build: Callable[[], None] = lambda: None,
+        in_forward: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(64)
+        self._at_build = at_build
+        self._in_forward = in_forward
+        self.met: list[dict[str, Any]] = []
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        model = super().build_model(device)
+        self._at_build()
+        return model
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = super().forward(model, batch)
+        if self._in_forward is None:
+            self.met.append(state())
+        else:
+            self._in_forward()
+        return logits
+
+
+def evaluate(task: TinyTask, out: Path, **options: Any) -> tuple[Result, list[str]]:
+    notes: list[str] = []
+    with connect(None, World.alone(), "cpu") as backend:
+        evaluator = Evaluator(
+            task, backend, open_control_plane(backend), out=out, batch_size=16, note=notes.append, **options
+        )
+        return evaluator.run(), notes
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_the_model_changes_when_it_is_built_is_set_back_and_noted(
+    tmp_path: Path, change: Callable[[], None]
+) -> None:
+    before = state()
+    plain = Changing()
+    wanted, notes = evaluate(plain, tmp_path / "plain")
+    assert notes == []
+    task = Changing(at_build=change)
+    result, notes = evaluate(task, tmp_path / "out")
+    assert state() == before
+    assert task.met == plain.met
+    assert all(set(fp32_precisions()) <= met.keys() for met in task.met)
+    assert {met[kernels] for met in task.met for kernels in KERNELS} == {"ieee"}
+    assert {met["threads"] for met in task.met} == {1}
+    assert result.metrics_digest == wanted.metrics_digest
+    [note] = notes
+    assert note.startswith("the model's code has changed ") and CHANGES[change] in note
+    assert note in result.warnings
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["one thread", "two threads"])
+# With another default type or device the data set has nothing that fits the model.
+@pytest.mark.parametrize(
+    "change",
+    [change for change in CHANGES if change not in (default_dtype, default_device)],
+    ids=lambda change: change.__name__,
+)
+def test_what_the_model_changes_in_its_forward_is_a_warning(
+    tmp_path: Path, scratch: None, change: Callable[[], None], pool: bool
+) -> None:
+    torch.set_num_threads(2 if pool else 1)
+    before = state()
+    result, notes = evaluate(Changing(in_forward=change), tmp_path / "out")
+    assert state() == before
+    assert notes == []
+    [warning] = [warning for warning in result.warnings if CHANGES[change] in warning]
+    assert "while batches were computed" in warning and "metrics_digest" in warning
+
+
+def test_linear_layers_give_the_bits_of_float32(scratch: None) -> None:
+    layer = nn.Linear(256, 64)
+    rows = torch.arange(32 * 256, dtype=torch.float32).reshape(32, 256).sin()
+    with torch.inference_mode(), numerics.settings("fp32", CPU) as settings:
+        wanted = layer(rows)
+        medium_then_older()
+        changed = layer(rows)
+        assert settings.check_after_build()
+        assert torch.equal(layer(rows), wanted)
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        assert not torch.equal(changed, wanted)
+
+
+def test_a_program_that_used_the_newer_settings_first(tmp_path: Path, scratch: None) -> None:
+    newer()
+    BACKENDS.cudnn.rnn.fp32_precision = "ieee"
+    with pytest.raises(RuntimeError):
+        _ = BACKENDS.cuda.matmul.allow_tf32
+    before = fp32_precisions()
+    task = Changing()
+    _, notes = evaluate(task, tmp_path / "out")
+    assert {met[kernels] for met in task.met for kernels in KERNELS} == {"ieee"}
+    assert fp32_precisions() == before
+    assert notes == [
+        "torch.backends.cuda.matmul.fp32_precision was 'tf32' before this run; it is 'ieee' in it",
+        "torch.backends.mkldnn.matmul.fp32_precision was 'bf16' before this run; it is 'ieee' in it",
+    ]
+
+
+def test_a_program_that_used_both_first(scratch: None) -> None:
+    medium_then_older()
+    before = fp32_precisions()
+    with numerics.settings("fp32", CPU):
+        assert set(fp32_precisions().values()) == {"ieee"}
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert fp32_precisions() == before
+    assert BACKENDS.cuda.matmul.allow_tf32 is False
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+
+
+def test_what_comes_from_a_parent_still_does_after_a_run(scratch: None) -> None:
+    BACKENDS.fp32_precision = "tf32"
+    BACKENDS.mkldnn.conv.fp32_precision = "tf32"
+    with numerics.settings("fp32", CPU):
+        assert set(fp32_precisions().values()) == {"ieee"}
+    assert set(fp32_precisions().values()) == {"tf32"}
+    BACKENDS.fp32_precision = "ieee"
+    assert BACKENDS.mkldnn.conv.fp32_precision == "tf32"
+    assert BACKENDS.mkldnn.matmul.fp32_precision == "ieee"
+    BACKENDS.fp32_precision = "none"
+
+
+def test_set_otherwise_before_a_run(tmp_path: Path, scratch: None) -> None:
+    BACKENDS.cudnn.benchmark = True
+    torch.set_deterministic_debug_mode("error")
+    _, notes = evaluate(Changing(), tmp_path / "out")
+    assert BACKENDS.cudnn.benchmark
+    assert torch.get_deterministic_debug_mode() == 2
+    assert notes == [
+        "torch.get_deterministic_debug_mode() was 2 before this run; it is 1 in it",
+        "torch.backends.cudnn.benchmark was True before this run; it is False in it",
+    ]
+
+
+def test_put_back_where_a_run_fails(tmp_path: Path) -> None:
+    def fail() -> None:
+        medium_then_older()
+        benchmark()
+        raise UsageError("no model")
+
+    before = state()
+    with pytest.raises(UsageError, match="no model"):
+        evaluate(Changing(at_build=fail), tmp_path / "out")
+    assert state() == before
+
+
+def test_what_the_model_reads_does_not_raise(tmp_path: Path) -> None:
+    def read() -> None:
+        assert BACKENDS.cuda.matmul.allow_tf32 is False
+        assert BACKENDS.cudnn.allow_tf32 is False
+        assert torch.get_float32_matmul_precision() == "highest"
+
+    evaluate(Changing(at_build=read, in_forward=read), tmp_path / "out")
+
+
+def test_tf32_is_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--precision tf32: the device is cpu, .*Leave it out"):
+        evaluate(Changing(), tmp_path / "out", precision="tf32")
+    for precision in ("fp32", "amp-bf16", "amp-fp16"):
+        numerics.check_precision(precision, CPU)
+    # No GPU is needed to ask for what it is.
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    for capability, fits in (((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        if fits:
+            numerics.check_precision("tf32", torch.device("cuda", 0))
+        else:
+            with pytest.raises(UsageError, match="Tesla V100 has compute capability 7"):
+                numerics.check_precision("tf32", torch.device("cuda", 0))
+
+
+def test_tf32_is_what_a_gpu_gets(scratch: None) -> None:
+    with numerics.settings("tf32", torch.device("cuda", 0)) as settings:
+        found = fp32_precisions()
+        assert BACKENDS.cuda.matmul.allow_tf32 and BACKENDS.cudnn.allow_tf32
+        torch.set_float32_matmul_precision("highest")
+        [sentence] = settings.check_after_build()
+    assert found == {name: "ieee" if name.startswith("mkldnn") else "tf32" for name in KERNELS}
+    assert "torch.backends.cuda.matmul.fp32_precision from 'tf32' to 'ieee'" in sentence
+
+
+@pytest.mark.parametrize("precision", ["amp-bf16", "amp-fp16"])
+def test_half_precision_on_a_cpu(tmp_path: Path, precision: str) -> None:
+    result, notes = evaluate(Changing(), tmp_path / "out", precision=precision)
+    assert result.samples["evaluated"] == 64
+    assert notes == []
+
+
+OLDER = """
+import torch
+from dualeval.engine import numerics
+
+numerics._HAS_FP32_PRECISION = False
+cpu = torch.device("cpu")
+before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+with numerics.settings("fp32", cpu) as settings:
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", False)
+    assert settings.notes == []
+    torch.set_float32_matmul_precision("medium")
+    [sentence] = settings.check_after_build()
+    assert "torch.get_float32_matmul_precision() from 'highest' to 'medium'" in sentence
+    assert torch.get_float32_matmul_precision() == "highest"
+    torch.backends.cudnn.allow_tf32 = True
+    [sentence] = settings.check_after_loop()
+    assert "torch.backends.cudnn.allow_tf32 from False to True" in sentence
+assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+"""
+
+
+def test_a_pytorch_without_the_newer_settings(launch: Launch) -> None:
+    """In a process of its own, where nobody uses the newer ones."""
+    done = launch([sys.executable, "-W", "error", "-c", OLDER])
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_warning_of_pytorchs() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with numerics.settings("fp32", CPU) as settings:
+            allow_tf32()
+            settings.check_after_build()
