@@ -178,17 +178,6 @@ def test_the_fingerprint_names_what_decides_the_metrics(tmp_path: Path) -> None:
     assert len(others | {base}) == 6
 
 
-def test_numeric_settings_are_put_back(tmp_path: Path) -> None:
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        evaluate(TinyTask(5), tmp_path)
-        assert torch.backends.cuda.matmul.allow_tf32 is True
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before[1]
-    assert torch.are_deterministic_algorithms_enabled() == before[0]
-
-
 def test_rows_of_a_chunk_twice_are_refused(tmp_path: Path) -> None:
     the_plan = plan.EvalPlan(num_samples=2, batch_size=1)
     writer = journal.JournalWriter(tmp_path, fingerprint="", machine={}, prefix="x")
