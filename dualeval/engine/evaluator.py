@@ -27,9 +27,10 @@ from dualeval.engine.compute import Compute, Pending, is_out_of_memory, usable_t
 from dualeval.engine.control import ControlPlane
 from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.feed import FailedSample, Feed, Reader
-from dualeval.engine.folder import Found, RunFolder, folder_of_launch
+from dualeval.engine.folder import RunFolder
 from dualeval.engine.journal import JournalFile, JournalWriter
 from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
+from dualeval.engine.opening import Found, folder_of_launch
 from dualeval.engine.outcome import make_result
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import read_columns

@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import re
 import shutil
-import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dualeval.engine.agreement import differences
 from dualeval.engine.journal import (
-    SUFFIX,
-    Earlier,
     JournalFile,
     file_bytes,
     file_name,
     read_again,
-    read_journal,
     read_journal_file,
     store_file,
 )
-from dualeval.engine.lease import LEASE, RENEW_EVERY_S, Lease
-from dualeval.engine.machines import check_kinds_of_parts
+from dualeval.engine.lease import RENEW_EVERY_S, Lease
+from dualeval.engine.opening import (
+    JOURNAL,
+    STACKS,
+    Found,
+    check_file_names,
+    files_of_a_run,
+    finished_result,
+    launch_of,
+    look,
+    writable,
+)
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import write_json_file, write_predictions
-from dualeval.errors import DualevalError, Stopped, UsageError, exit_code_of, message_of
+from dualeval.errors import DualevalError, Stopped, exit_code_of, message_of
 from dualeval.result import (
     JOB,
     PREDICTIONS,
     RESULT,
-    STATUS,
     Result,
     Status,
     checksum_of,
-    read_result,
     read_status,
-    result_from,
     sync_folder,
     write_text,
 )
@@ -56,44 +56,8 @@ if TYPE_CHECKING:
     from dualeval.world import World
 
 _LEASE_WITHIN_S = 2.0
-# Of the fields of /proc/PID/stat behind the process's name.
-_START_TIME = 19
-_JOURNAL = "journal"
-_STACKS = "stacks"
 # What job.json says of a run.
 _IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
-# What this program calls the files in its journal; any other file there is somebody else's.
-# What a task may call a file of its own.
-_TASK_FILE = re.compile(r"[A-Za-z0-9_-]+\.json")
-_OWN_NAME = re.compile(
-    rf"[0-9a-f]{{8}}-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(\.partial)?|[0-9a-f]{{8}}\.run"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What rank 0 found in the folder.
-
-    Attributes:
-        earlier: what earlier runs of this job have finished.
-        finished: the result, where an earlier run came to its end.
-        stale: files that killed runs have left, to be removed at the end.
-        notes: sentences for people.
-    """
-
-    earlier: Earlier
-    finished: Result | None = None
-    stale: tuple[Path, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def told(cls, remaining: Sequence[int] | None, finished: Any, plan: EvalPlan) -> Found:
-        """What the other ranks need of it; None for all chunks."""
-        chunks = range(plan.num_chunks) if remaining is None else remaining
-        return cls(
-            earlier=Earlier(files=(), remaining=tuple(chunks), left_out=()),
-            finished=None if finished is None else result_from(finished),
-        )
 
 
 class RunFolder:
@@ -121,9 +85,9 @@ class RunFolder:
         self._renewing = threading.Lock()
         self.shared = self._probe.exists()
         # Ranks of another node share that node's disk with each other: each has a folder of its own there.
-        self.journal = path / (_JOURNAL if self.shared else f"{_JOURNAL}-{rank}-{token}")
+        self.journal = path / (JOURNAL if self.shared else f"{JOURNAL}-{rank}-{token}")
         if not self.shared:
-            with _writable(path):
+            with writable(path):
                 self.journal.mkdir(parents=True, exist_ok=True)
 
     @classmethod
@@ -159,9 +123,9 @@ class RunFolder:
                 of another kind of machine, or files of the names that this one would write.
             Stopped: the run was stopped, and its launcher has started its ranks again.
         """
-        _check_file_names(facts["files"])
-        with _writable(path):
-            (path / _JOURNAL).mkdir(parents=True, exist_ok=True)
+        check_file_names(facts["files"])
+        with writable(path):
+            (path / JOURNAL).mkdir(parents=True, exist_ok=True)
             held = Lease.take(path, token, waiting=step) if lease else None
         renewed = monotonic()
 
@@ -174,11 +138,11 @@ class RunFolder:
 
         try:
             if fresh:
-                with _writable(path):
-                    for file in _files_of_a_run(path):
+                with writable(path):
+                    for file in files_of_a_run(path):
                         file.unlink()
-            found = _look(path, plan, facts, world, mix_machines, step_and_renew)
-            with _writable(path):
+            found = look(path, plan, facts, world, mix_machines, step_and_renew)
+            with writable(path):
                 if found.finished is None:
                     named = {name: facts[name] for name in _IN_JOB}
                     write_text(path / JOB, json.dumps(named, indent=2, ensure_ascii=False) + "\n")
@@ -210,7 +174,7 @@ class RunFolder:
     @property
     def stacks(self) -> Path:
         """Where this rank writes its stacks, should it hang."""
-        return self.path / _STACKS / f"rank-{self._rank:05d}.txt"
+        return self.path / STACKS / f"rank-{self._rank:05d}.txt"
 
     def prefix(self, rank: int) -> str:
         """The start of the names of a rank's journal files."""
@@ -313,7 +277,7 @@ class RunFolder:
             ) from error
         except OSError:
             # Without a lease a second run of this job may have come first, and removed what it had merged.
-            if _finished(self.path, fingerprint) is None:
+            if finished_result(self.path, fingerprint) is None:
                 raise
             return []
         return files
@@ -354,7 +318,7 @@ class RunFolder:
                 sync_folder(self.path)
         except OSError:
             # As in merged_files, a moment later.
-            if _finished(self.path, result.fingerprint) is None:
+            if finished_result(self.path, result.fingerprint) is None:
                 raise
         _tidy_up(self.path, [*(file.path for file in files), *found.stale], self._launch_id)
         return result
@@ -380,8 +344,8 @@ class RunFolder:
                 # Rank 0 cannot see it, so it serves nobody.
                 shutil.rmtree(self.journal)
             self._probe.unlink(missing_ok=True)
-            _remove_if_empty(self.path / _JOURNAL)
-            _remove_if_empty(self.path / _STACKS)
+            _remove_if_empty(self.path / JOURNAL)
+            _remove_if_empty(self.path / STACKS)
             if lease is not None:
                 lease.release()
 
@@ -391,162 +355,6 @@ def _tidy_up(path: Path, served: Sequence[Path], launch_id: str | None) -> None:
     Status(state="done", exit_code=0, launch_id=launch_id).write(path)
     for file in served:
         file.unlink(missing_ok=True)
-
-
-def _look(
-    path: Path,
-    plan: EvalPlan,
-    facts: Mapping[str, Any],
-    world: World,
-    mix_machines: bool,
-    step: Callable[[], None],
-) -> Found:
-    """Find out what a folder holds, and whether this job may go on there."""
-    notes = []
-    try:
-        _check_same_job(path, facts)
-    except DualevalError as error:
-        if isinstance(error, UsageError):
-            raise
-        notes.append(f"{error}; it is written anew")
-    try:
-        finished = _finished(path, facts["fingerprint"])
-        if finished is not None:
-            _check_files(path, finished, step)
-    except DualevalError as error:
-        finished = None
-        notes.append(f"{error}; it is left out, and made again")
-    status = read_status(path)
-    launch = launch_of(world)
-    if launch is not None and status is not None and (status.state, status.launch_id) == ("stopped", launch):
-        # Whoever stopped it wants an end, and the launcher has taken the end for a failure.
-        raise Stopped(status.signal or "a signal")
-    journal = path / _JOURNAL
-    earlier = read_journal(journal, plan, facts["fingerprint"], step)
-    stale = tuple(
-        file
-        for file in journal.iterdir()
-        if _OWN_NAME.fullmatch(file.name) and file.is_file() and file not in earlier.foreign
-    )
-    notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in earlier.left_out]
-    parts = [file.machine for file in earlier.files] if finished is None else finished.machines
-    check_kinds_of_parts(path, parts, facts["machine"], mix=mix_machines)
-    return Found(earlier=earlier, finished=finished, stale=stale, notes=tuple(notes))
-
-
-def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
-    """Check that a folder holds no run, or one of this job.
-
-    Raises:
-        UsageError: it holds another job; names the fields that differ.
-        DualevalError: what says which job it holds is damaged.
-    """
-    try:
-        there = json.loads((path / JOB).read_text("utf-8"))
-        kept = {"job": there["job"]}
-    except FileNotFoundError:
-        old = [file for file in _files_of_a_run(path) if file.name != JOB]
-        if any(file.name in (RESULT, STATUS, PREDICTIONS) for file in old):
-            raise UsageError(
-                f"{path} holds an earlier run ({old[0].name}), but no {JOB} that says of which job. Give "
-                "another --out, or --fresh to remove that run and start over."
-            ) from None
-        foreign = [name for name in facts["files"] if (path / name).exists()]
-        if foreign:
-            raise UsageError(
-                f"{path} holds {' and '.join(foreign)}, which this run would overwrite, and no {JOB}: it is "
-                "not a run's. Give another --out."
-            ) from None
-        return
-    except (ValueError, KeyError, TypeError) as error:
-        raise DualevalError(f"{path / JOB} is damaged ({type(error).__name__}: {error})") from error
-    # As JSON has them: a tuple comes back as a list.
-    own = json.loads(json.dumps({"job": facts["job"]}))
-    differing = differences(kept, own)
-    if differing:
-        shown = "; ".join(f"{name}: {old} there, {new} now" for name, old, new in differing)
-        raise UsageError(
-            f"{path} holds another job ({shown}). Give another --out, or --fresh to remove that job's files "
-            "and start over."
-        )
-
-
-def _check_file_names(names: Sequence[str]) -> None:
-    for name in names:
-        if not _TASK_FILE.fullmatch(name) or name in (RESULT, STATUS, JOB, LEASE):
-            raise UsageError(
-                f"a task's json_files has {name!r}: expected a name such as predictions.json, without a "
-                f"folder, and none of {', '.join((RESULT, STATUS, JOB, LEASE))}"
-            )
-
-
-def _finished(path: Path, fingerprint: str) -> Result | None:
-    """The result of a run of this job that came to its end; raises DualevalError where it is damaged."""
-    try:
-        result = read_result(path / RESULT)
-    except FileNotFoundError:
-        return None
-    return result if result.fingerprint == fingerprint else None
-
-
-def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
-    """Check the files beside a result.json against the checksums in it.
-
-    Raises:
-        DualevalError: one is not there, or is damaged.
-    """
-    for name, wanted in result.files.items():
-        try:
-            found = checksum_of(path / name, step)
-        except OSError as error:
-            raise DualevalError(f"{path / name} cannot be read: {error.strerror or error}") from error
-        if found["bytes"] != wanted["bytes"]:
-            raise DualevalError(
-                f"{path / name} is damaged: it has {found['bytes']} bytes, expected {wanted['bytes']}"
-            )
-        if found != wanted:
-            raise DualevalError(
-                f"{path / name} is damaged: its content does not fit its checksum in {RESULT}"
-            )
-
-
-def launch_of(world: World) -> str | None:
-    """What rank 0 has in common with the one before it that the same agent of torchrun has started.
-
-    The number of restarts is no help: an agent does not count those that another node has caused.
-
-    Returns:
-        the launch's name, and which process the agent is; None where nobody starts ranks again.
-    """
-    if world.launch_id is None:
-        return None
-    agent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-    # A process id may be another one's later; along with the time of its start it is not.
-    return f"{world.launch_id} {socket.gethostname()} {os.getppid()} {agent[_START_TIME]}"
-
-
-def folder_of_launch(runs: Path, fingerprint: str, world: World) -> Path | None:
-    """Find the folder that ranks of the same launch and job made before they were started again."""
-    launch = launch_of(world)
-    if launch is None:
-        return None
-    for path in sorted(runs.glob(f"*-{fingerprint[:8]}"), reverse=True):
-        status = read_status(path)
-        if status is not None and status.launch_id == launch and status.state != "done":
-            return path
-    return None
-
-
-@contextmanager
-def _writable(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write in a folder into a message."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(
-            f"the output folder {path} cannot be written on {socket.gethostname()} "
-            f"({error.strerror or error}). Give a folder of your own with --out."
-        ) from error
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -559,30 +367,4 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _probe(path: Path, token: str) -> Path:
-    return path / _JOURNAL / f"{token}.run"
-
-
-def _files_of_a_run(path: Path) -> list[Path]:
-    """The files that a run leaves in its folder, the telling ones first; nothing of anybody else's."""
-    names = (RESULT, STATUS, PREDICTIONS, *_files_of_its_task(path), JOB)
-    named = [path / name for name in names]
-    partial = [file for name in names for file in path.glob(f"{name}.*.partial")]
-    partial += path.glob(f"{LEASE}.*")
-    journal = sorted(
-        file
-        for folder in (path / _JOURNAL, *path.glob(f"{_JOURNAL}-[0-9]*"))
-        for file in folder.glob("*")
-        if _OWN_NAME.fullmatch(file.name)
-    )
-    stacks = sorted((path / _STACKS).glob("rank-[0-9]*.txt"))
-    return [file for file in [*named, *partial, *journal, *stacks] if file.is_file()]
-
-
-def _files_of_its_task(path: Path) -> list[str]:
-    """Names of the files that a folder's job writes for its task, as its job.json has them."""
-    try:
-        names = json.loads((path / JOB).read_text("utf-8"))["files"]
-        # A file of that name may be anybody's: what it names is removed only inside its own folder.
-        return [name for name in names if _TASK_FILE.fullmatch(name)]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    return path / JOURNAL / f"{token}.run"

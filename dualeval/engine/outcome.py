@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from dualeval.engine.folder import Found
+from dualeval.engine.opening import Found
 from dualeval.engine.plan import EvalPlan
 from dualeval.metrics import Measured
 from dualeval.result import Result
