@@ -26,7 +26,7 @@ from dualeval.errors import (
     UsageError,
     exit_code_of,
 )
-from dualeval.job import ON_ERROR, PRECISIONS, SCHEDULES, TASKS, Job
+from dualeval.job import DATA_FINGERPRINTS, ON_ERROR, PRECISIONS, SCHEDULES, TASKS, Job
 from dualeval.launch import PROBES, examine
 from dualeval.network import host_identity
 from dualeval.world import World
@@ -118,6 +118,10 @@ def _numbers(
 @click.option("--workers", type=int, help="Reading processes a rank.  [default: by task and cores]")
 @click.option(
     "--on-error", help=f"What a sample that cannot be read does: {', '.join(ON_ERROR)}.  [default: stop]"
+)
+@click.option(
+    "--data-fingerprint",
+    help="What of image files tells two data sets apart: size and ends, or content.  [default: ends]",
 )
 @click.option(
     "--out",
@@ -363,6 +367,7 @@ def _make_task(job: Job) -> Task:
         data=data,
         num_classes=own.pop("num_classes", None),
         metrics=job.metric,
+        data_fingerprint=own.pop("data_fingerprint", DATA_FINGERPRINTS[0]),
         preprocessing=own,
     )
 
