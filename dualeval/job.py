@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dualeval.choices import ON_ERROR, PRECISIONS, check_choice, check_count
+from dualeval.choices import DATA_FINGERPRINTS, ON_ERROR, PRECISIONS, check_choice, check_count
 from dualeval.errors import UsageError
 
 # The options that have a meaning for one task only.
 OPTIONS = {
     "image-classification": frozenset(
-        ("num_classes", "resize", "crop", "interpolation", "mean", "std", "download")
+        ("num_classes", "resize", "crop", "interpolation", "mean", "std", "download", "data_fingerprint")
     ),
     "question-answering": frozenset(
         ("max_length", "stride", "n_best", "max_answer_length", "null_threshold")
@@ -57,6 +57,8 @@ class Job:
         workers: reading processes of each rank; None decides by task and cores.
         on_error: what a sample that cannot be read does, one of ``choices.ON_ERROR``.
         download: whether default weights may be fetched.
+        data_fingerprint: which bytes of image files tell one data set from another, one of
+            ``choices.DATA_FINGERPRINTS``: size and both ends ("ends", which None is), or all.
     """
 
     task: str = TASKS[0]
@@ -84,6 +86,7 @@ class Job:
     workers: int | None = None
     on_error: str = "stop"
     download: bool = False
+    data_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("limit", 1), ("workers", 0), ("num_classes", 1)):
@@ -95,6 +98,8 @@ class Job:
         self._refuse_options_of_other_tasks()
         check_choice(_flag("precision"), self.precision, PRECISIONS)
         check_choice(_flag("on_error"), self.on_error, ON_ERROR)
+        if self.data_fingerprint is not None:
+            check_choice(_flag("data_fingerprint"), self.data_fingerprint, DATA_FINGERPRINTS)
         if self.std is not None and not (self.std and all(0 < value < math.inf for value in self.std)):
             raise UsageError(f"{_flag('std')} {self.std}: expected numbers above 0, one a channel")
 

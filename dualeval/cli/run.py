@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice
+from dualeval.choices import DATA_FINGERPRINTS, ON_ERROR, PRECISIONS, SCHEDULES, check_choice
 from dualeval.cli import options
 from dualeval.engine.signals import DEFAULT_SIGNALS, Signals, numbers_of
 from dualeval.errors import (
@@ -122,6 +122,10 @@ def _numbers(
 @click.option("--workers", type=int, help="Reading processes a rank.  [default: by task and cores]")
 @click.option(
     "--on-error", help=f"What a sample that cannot be read does: {', '.join(ON_ERROR)}.  [default: stop]"
+)
+@click.option(
+    "--data-fingerprint",
+    help="What of image files tells two data sets apart: size and ends, or content.  [default: ends]",
 )
 @click.option(
     "--out",
@@ -383,6 +387,7 @@ def _make_task(job: Job) -> Task:
         data=data,
         num_classes=own.pop("num_classes", None),
         metrics=job.metric,
+        data_fingerprint=own.pop("data_fingerprint", DATA_FINGERPRINTS[0]),
         preprocessing=own,
     )
 

@@ -121,3 +121,11 @@ class IdxImages:
         for index, target in enumerate(self._targets[:count].tolist()):
             digest.update(f"{self.id(index)}\0{size}\0{target}\n".encode())
         return digest.hexdigest()
+
+    def content_fingerprint(self, samples: range) -> str:
+        """sha256, in hex, over the pixels and labels of consecutive samples."""
+        rows = slice(samples.start, samples.stop)
+        digest = hashlib.sha256(str(tuple(self._images[rows].shape)).encode())
+        digest.update(self._images[rows].numpy().data)
+        digest.update(self._targets[rows].numpy().data)
+        return digest.hexdigest()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 from torch import Tensor
 
+from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.vision_library import torchvision
@@ -27,6 +30,7 @@ class ImageFolder:
     Args:
         root: the folder of class folders.
         preprocessing: resize and crop are done here; normalisation is the task's, on the device.
+        whole_files: take all bytes of a file for its contents; else its size, its head and its tail.
 
     Attributes:
         classes: the names of the class folders, in order; a target is an index into them.
@@ -35,7 +39,7 @@ class ImageFolder:
         UsageError: the folder is missing, or holds no class folders or no images.
     """
 
-    def __init__(self, root: Path, preprocessing: Preprocessing) -> None:
+    def __init__(self, root: Path, preprocessing: Preprocessing, *, whole_files: bool = False) -> None:
         if not root.is_dir():
             found = "is a file" if root.exists() else "does not exist"
             raise UsageError(
@@ -43,6 +47,9 @@ class ImageFolder:
             )
         self._root = root
         self._preprocessing = preprocessing
+        self._whole_files = whole_files
+        # Size and time of change, in ns, of the files that the fingerprint covers: (count, 2).
+        self._first_seen: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
         self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
         self._samples = [
             (path, target) for target, name in enumerate(self.classes) for path in _images(root, name)
@@ -78,15 +85,17 @@ class ImageFolder:
         """Decode, resize and crop images: (uint8 (3, crop, crop), target) for each index.
 
         Raises:
-            OSError: a file cannot be read, or is no whole image. Pillow raises others on damaged files.
+            OSError: a file cannot be read, is no whole image, or has changed since ``fingerprint``. Pillow
+                raises others on damaged files.
             ValueError: pixels are 32-bit integers or floats.
         """
-        return [(self._image(self._samples[i][0]), self._samples[i][1]) for i in indices]
+        return [(self._image(index), self._samples[index][1]) for index in indices]
 
-    def _image(self, name: str) -> Tensor:
+    def _image(self, index: int) -> Tensor:
         transforms: Any = torchvision().transforms
         wanted = self._preprocessing
-        with Image.open(self._root / name) as image:
+        with (self._root / self._samples[index][0]).open("rb") as file, Image.open(file) as image:
+            self._check_unchanged(index, file.fileno())
             image = transforms.functional.resize(
                 _eight_bits(image).convert("RGB"),
                 wanted.resize,
@@ -97,15 +106,42 @@ class ImageFolder:
         )
         return pixels
 
+    def _check_unchanged(self, index: int, descriptor: int) -> None:
+        if index >= len(self._first_seen):
+            return
+        (size, time), (now, now_time) = self._first_seen[index].tolist(), size_and_time(descriptor)
+        if (size, time) == (now, now_time):
+            return
+        then = "it was missing" if size == MISSING else f"{size:,} bytes of {_date(time)}"
+        raise OSError(
+            f"{self.id(index)} has changed since the run started: {then} then, {now:,} bytes of "
+            f"{_date(now_time)} now"
+        )
+
     def fingerprint(self, count: int) -> str:
-        """sha256, in hex, over path, size in bytes and target of the first ``count`` images."""
+        """sha256, in hex, over path, size in bytes and target of the first ``count`` images.
+
+        A file that changes after this is not read any more.
+        """
+        chosen = self._samples[:count]
+        # A link to nowhere has no size; reading it fails later, and is handled there.
+        seen = on_threads(size_and_time, [self._root / name for name, _ in chosen])
+        self._first_seen = np.array(seen, np.int64).reshape(-1, 2)
         digest = hashlib.sha256()
-        for index, (name, target) in enumerate(self._samples[:count]):
-            path = self._root / name
-            # A link to nowhere has no size; reading it fails later, and is handled there.
-            size = path.stat().st_size if path.exists() else -1
+        for index, ((_, target), (size, _)) in enumerate(zip(chosen, seen, strict=True)):
             digest.update(f"{self.id(index)}\0{size}\0{target}\n".encode())
         return digest.hexdigest()
+
+    def content_fingerprint(self, samples: range) -> str:
+        """sha256, in hex, over the files of consecutive samples: size, first and last 4 KiB, or all bytes."""
+        paths = [self._root / self._samples[index][0] for index in samples]
+        return hashlib.sha256(
+            b"".join(on_threads(lambda path: digest_of_file(path, whole=self._whole_files), paths))
+        ).hexdigest()
+
+
+def _date(nanoseconds: int) -> str:
+    return f"{datetime.fromtimestamp(nanoseconds / 1e9, timezone.utc):%Y-%m-%d %H:%M:%S.%f} UTC"
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import platform
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from dualeval.engine.numerics_probe import numeric_bits
 from dualeval.errors import UsageError
 
 # What every run computes with; a task names what else its results depend on.
 _LIBRARIES = ("dualeval", "torch", "numpy")
-
-
-def model_fingerprint(model: nn.Module) -> dict[str, Any]:
-    """sha256 over names, dtypes, shapes and bytes of all parameters and buffers, and their element count.
-
-    Returns:
-        {"fingerprint": hex, "elements": int}
-    """
-    digest = hashlib.sha256()
-    elements = 0
-    for name, tensor in sorted(model.state_dict().items()):
-        content = tensor.detach().cpu().contiguous()
-        digest.update(f"{name}\0{content.dtype}\0{tuple(content.shape)}\0".encode())
-        digest.update(content.flatten().view(torch.uint8).numpy().data)
-        elements += content.numel()
-    return {"fingerprint": digest.hexdigest(), "elements": elements}
-
-
-def source_fingerprint(objects: Iterable[object]) -> str:
-    """sha256 over the source files that define the classes of some objects, and the classes that these derive
-    from, with the modules' names.
-
-    Weights say nothing of what a forward does with them; a file that was edited before a run is resumed does.
-    """
-    digest = hashlib.sha256()
-    for module in sorted({kind.__module__ for item in objects for kind in type(item).__mro__}):
-        digest.update(f"{module}\0".encode())
-        found = sys.modules.get(module)
-        try:
-            source = None if found is None else inspect.getsourcefile(found)
-        except TypeError:  # a builtin module: Python's version stands for it
-            source = None
-        if source is not None and Path(source).is_file():
-            digest.update(hashlib.sha256(Path(source).read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def machine_facts(

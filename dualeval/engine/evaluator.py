@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, check_count
 from dualeval.engine import numerics, replay, trial
-from dualeval.engine.agreement import check_same_job, machine_facts, model_fingerprint, source_fingerprint
+from dualeval.engine.agreement import check_same_job, machine_facts
 from dualeval.engine.columns import columns_of, kept_columns
 from dualeval.engine.compute import Compute, Pending, is_out_of_memory, usable_threads
 from dualeval.engine.control import ControlPlane
 from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.folder import RunFolder
+from dualeval.engine.identity import contents_fingerprint, job_identity
 from dualeval.engine.journal import JournalFile, JournalWriter
 from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
 from dualeval.engine.opening import Found, folder_of_launch
@@ -228,17 +229,17 @@ class _Run:
 
     def _agree(self) -> dict[str, Any]:
         """Compare jobs and machines over all ranks; returns what the result says about both."""
+        # Of the model as it was built: what is folded or compiled later is another one to look at, and the
+        # same to compute with.
         job = {
-            "task": self._task.name,
-            "source": source_fingerprint([self._task, self._dataset, *self._model.modules()]),
-            "task_options": self._task.fingerprint(),
-            "data": self._dataset.fingerprint(self._plan.num_samples),
-            "samples": self._plan.num_samples,
-            "weights": model_fingerprint(self._model),
-            "metrics": [
-                *(metric.name for metric in self._metrics),
-                *(metric.name for metric in self._row_metrics),
-            ],
+            **job_identity(
+                self._task,
+                self._dataset,
+                self._model,
+                self._metrics,
+                self._row_metrics,
+                self._plan.num_samples,
+            ),
             "columns": list(self._kept),
             "batch_size": self._plan.batch_size,
             "precision": self._options._precision,
@@ -251,6 +252,10 @@ class _Run:
         )
         hosts = [rank["host"] for rank in everyone]
         check_same_job([rank["job"] for rank in everyone], hosts)
+        # After what costs less to compare, and so of the same samples on every rank.
+        job["contents"] = contents_fingerprint(
+            self._dataset, self._plan.num_samples, self._backend, self._control
+        )
         machines = [rank["machine"] for rank in everyone]
         check_kinds_of_ranks(machines, hosts, mix=self._options._mix_machines)
         return {

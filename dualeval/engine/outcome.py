@@ -71,7 +71,12 @@ def make_result(
         },
         job=dict(job),
         fingerprint=facts["fingerprint"],
-        data={"fingerprint": facts["job"]["data"], "samples": len(dataset), "findings": odd},
+        data={
+            "fingerprint": facts["job"]["data"],
+            "contents": facts["job"]["contents"],
+            "samples": len(dataset),
+            "findings": odd,
+        },
         weights=facts["job"]["weights"],
         versions=machine["versions"],
         world=dict(world),

@@ -102,6 +102,11 @@ def _import_factory(name: str) -> Any:
     return factory
 
 
+def sources_of(name: str) -> list[Any]:
+    """The factory that a model's name names, and its module; nothing for a name that names none."""
+    return [sys.modules[name.partition(":")[0]], _import_factory(name)] if ":" in name else []
+
+
 def build(
     name: str,
     weights: str,

@@ -17,7 +17,12 @@ from dualeval.metrics import Metric, RowMetric
 
 
 class Dataset(Protocol):
-    """Samples in a fixed order, read a batch at a time (PyTorch's ``__getitems__`` protocol)."""
+    """Samples in a fixed order, read a batch at a time (PyTorch's ``__getitems__`` protocol).
+
+    One whose contents are too much for every rank to read may have a second method beside ``fingerprint``:
+    ``content_fingerprint(samples: range) -> str``, a hash of what is in these consecutive samples. It is
+    called after ``fingerprint``; the ranks of a node share the samples, and the nodes compare.
+    """
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -33,7 +38,10 @@ class Dataset(Protocol):
         """
 
     def fingerprint(self, count: int) -> str:
-        """sha256, in hex, over id, size in bytes and label of the first ``count`` samples, in order."""
+        """sha256, in hex, over id, size in bytes and label of the first ``count`` samples, in order.
+
+        Called on every rank. Where there is no ``content_fingerprint``, it should cover contents, too.
+        """
 
 
 @runtime_checkable
@@ -147,6 +155,16 @@ class Task(Protocol):
             By kind, as ``no_label``, the ids of these samples; the result lists them, and warns.
         """
         return {}
+
+    def sources(self) -> Sequence[Any]:
+        """What else has source that decides the numbers, such as the function that makes the model.
+
+        The classes of task, data set, model and metrics need not be named. Called after ``build_model``.
+
+        Returns:
+            Functions, classes and modules.
+        """
+        return ()
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class ImageClassification(Task):
         num_classes: number of classes; needed only where neither data nor weights tell.
         metrics: names of metrics; empty for the default ones.
         preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``.
+        data_fingerprint: what of image files tells one data set from another: "ends" (size, first and last
+            4 KiB) or "content" (all bytes); of idx files it is always all.
 
     Attributes:
         loaded_weights: what was taken from a file that ``weights`` names; None before ``build_model``, and
@@ -73,7 +75,10 @@ class ImageClassification(Task):
         num_classes: int | None = None,
         metrics: Sequence[str] = (),
         preprocessing: dict[str, Any] | None = None,
+        data_fingerprint: str = "ends",
     ) -> None:
+        if data_fingerprint not in ("ends", "content"):
+            raise UsageError(f"--data-fingerprint {data_fingerprint!r}: expected ends or content")
         if model is None and (weights is not None or data is not None):
             given = "--weights" if data is None else "--data"
             raise UsageError(f"{given} was given without --model. Name the model that is to be evaluated.")
@@ -104,8 +109,11 @@ class ImageClassification(Task):
         )
         self._preprocessing = replace(base, **(preprocessing or {}))
         self._dataset: IdxImages | ImageFolder = (
-            IdxImages(folder) if self._in_memory else _image_folder(folder, self._preprocessing)
+            IdxImages(folder)
+            if self._in_memory
+            else _image_folder(folder, self._preprocessing, whole_files=data_fingerprint == "content")
         )
+        self._data_fingerprint = "content" if self._in_memory else data_fingerprint
         self._metric_names = tuple(metrics)
         self._num_classes = self._agreed_classes(num_classes)
         self._scale: tuple[Tensor, Tensor] | None = None
@@ -227,12 +235,17 @@ class ImageClassification(Task):
         names = self._metric_names or default_metrics(self._num_classes)
         return _metrics(names, self._num_classes)
 
+    def sources(self) -> list[Any]:
+        """The factory that made the model, where it has one."""
+        return classifiers.sources_of(self._model_name)
+
     def fingerprint(self) -> dict[str, Any]:
         """Model name, classes and preprocessing; data and weights have fingerprints of their own."""
         return {
             "model": self._model_name,
             "num_classes": self._num_classes,
             "preprocessing": asdict(self._preprocessing),
+            "data_fingerprint": self._data_fingerprint,
         }
 
 
@@ -251,7 +264,7 @@ def stored_metrics(
     return _metrics(names, options["num_classes"]), ()
 
 
-def _image_folder(root: Path, preprocessing: Preprocessing) -> ImageFolder:
+def _image_folder(root: Path, preprocessing: Preprocessing, *, whole_files: bool) -> ImageFolder:
     from dualeval.data.image_folder import ImageFolder  # with Pillow, which idx files do without
 
-    return ImageFolder(root, preprocessing)
+    return ImageFolder(root, preprocessing, whole_files=whole_files)

@@ -1,0 +1,134 @@
+"""What a job is: everything that decides its numbers, by name, as far as it can be named.
+
+World size, backend, launcher, workers, threads, folders and machines are no part of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from dualeval.engine.identity.data import contents_fingerprint
+from dualeval.engine.identity.model import ModelValues, model_fingerprint, structure_fingerprint
+from dualeval.engine.identity.source import has_source, modules_of, source_fingerprints
+from dualeval.engine.identity.values import attributes_of
+from dualeval.errors import UsageError
+from dualeval.metrics import Metric, RowMetric
+from dualeval.tasks import Dataset, Task
+
+__all__ = [
+    "contents_fingerprint",
+    "job_identity",
+    "metric_fingerprint",
+    "model_fingerprint",
+    "structure_fingerprint",
+]
+
+_SHOWN = 16  # characters of a hash
+_LONGEST_VALUE = 60
+
+
+def job_identity(
+    task: Task,
+    dataset: Dataset,
+    model: nn.Module,
+    metrics: Sequence[Metric],
+    row_metrics: Sequence[RowMetric],
+    samples: int,
+) -> dict[str, Any]:
+    """What of a job follows from task, data set and model.
+
+    Args:
+        task: after ``build_model``.
+        dataset: the task's.
+        model: as ``build_model`` gave it, before anything is folded or compiled.
+        metrics: in the order of their slots in the ledger.
+        row_metrics: in their order.
+        samples: how many of the data set are evaluated.
+
+    Returns:
+        Plain values by name, as JSON has them. The contents of samples are not in it: ``contents``.
+
+    Raises:
+        UsageError: a tensor of the model has no values, or a metric's fingerprint is no JSON.
+    """
+    values = ModelValues(model)
+    structure = structure_fingerprint(model, values)
+    measures: list[Metric | RowMetric] = [*metrics, *row_metrics]
+    return {
+        "task": task.name,
+        **_sources([task, dataset, *model.modules(), *measures], task.sources(), values),
+        "task_options": task.fingerprint(),
+        "data": dataset.fingerprint(samples),
+        "samples": samples,
+        "weights": model_fingerprint(model),
+        "structure": structure,
+        # Their order is that of their slots in the ledger.
+        "metrics": [metric.name for metric in measures],
+        "metric_options": _by_name(measures),
+    }
+
+
+def _sources(
+    objects: Sequence[object], named: Sequence[Any], values: ModelValues
+) -> dict[str, dict[str, str]]:
+    """Hashes of the source of objects, of what a task names, and of all that the model's structure holds."""
+    code: dict[str, list[bytes]] = defaultdict(list)
+    for kind in {kind: None for item in objects for kind in type(item).__mro__}:
+        if not has_source(kind):
+            code[kind.__module__].append(values.digest(kind))
+    for item in named:
+        if not isinstance(item, ModuleType):
+            code[getattr(item, "__module__", None) or type(item).__module__].append(values.digest(item))
+    # Whatever the order: a model may hold its modules in another one.
+    joined = {module: b"".join(sorted(digests)) for module, digests in code.items()}
+    return source_fingerprints({*modules_of([*objects, *named]), *values.modules}, joined)
+
+
+def _by_name(metrics: Iterable[Metric | RowMetric]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for metric in metrics:
+        count = sum(name.partition("#")[0] == metric.name for name in found)
+        found[f"{metric.name}#{count + 1}" if count else metric.name] = metric_fingerprint(metric)
+    return found
+
+
+def metric_fingerprint(metric: Metric | RowMetric) -> Any:
+    """What a metric's values depend on: what its ``fingerprint()`` says; else its class and its attributes.
+
+    Returns:
+        Plain values, as JSON has them; its attributes as they are where they are short, else as hashes.
+
+    Raises:
+        UsageError: its ``fingerprint()`` gives no JSON.
+    """
+    own = getattr(metric, "fingerprint", None)
+    if callable(own):
+        said = own()
+        try:
+            return json.loads(json.dumps(said, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"the fingerprint() of metric {metric.name!r} returned what is no JSON: {error}. Return "
+                "numbers, text, None, and lists and dicts of them."
+            ) from error
+    values = ModelValues()
+    named = f"{type(metric).__module__}.{type(metric).__qualname__}"
+    if isinstance(metric, nn.Module):
+        return {"class": named, "state": values.digest(metric).hex()[:_SHOWN]}
+    attributes = sorted(attributes_of(metric).items())
+    return {"class": named, **{name: _shown(value, values) for name, value in attributes}}
+
+
+def _shown(value: Any, values: ModelValues) -> Any:
+    """A short value as it is, any other as a hash."""
+    if value is None or (type(value) in (bool, int, float) and abs(value) < 2**53):
+        return value
+    if type(value) is str and len(value) <= _LONGEST_VALUE and not value.startswith("/"):
+        return value
+    return values.digest(value).hex()[:_SHOWN]

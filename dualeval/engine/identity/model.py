@@ -1,0 +1,168 @@
+"""What a model is: its tensors, and everything else in its modules that can decide a number."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+
+from dualeval.engine.identity.tensors import tensor_digest
+from dualeval.engine.identity.values import Values, script_code
+
+# Of an nn.Module's attributes: what is read in another way, and what no forward in evaluation reads.
+_BOOKKEEPING = {
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"),
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
+    *("_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"),
+    *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    *("_compiled_call_impl", "_super_module_initialized"),
+}
+# What torch.compile and torch.fx keep beside the module and its text.
+_COMPILED = {"dynamo_ctx", "forward", "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"}
+_TRACED = {"meta", "_graph", "_code", "_tracer_cls", "_tracer_extras", "_codegen"}
+# The children whose structure is named one by one.
+_MOST_NAMED = 64
+_SHOWN = 16  # characters of a hash
+
+
+def model_fingerprint(model: nn.Module) -> dict[str, Any]:
+    """sha256 over names and contents of all parameters, all buffers and what else a state_dict holds.
+
+    Returns:
+        {"fingerprint": hex, "elements": int}
+
+    Raises:
+        UsageError: a tensor has no values.
+    """
+    digest = hashlib.sha256()
+    elements = 0
+    made: dict[int, bytes] = {}
+    values = ModelValues(model)
+    for name, item in sorted(_state(model).items()):
+        if id(item) not in made:  # a tied one is there under several names
+            tensor = isinstance(item, Tensor)
+            made[id(item)] = tensor_digest(name, item, values.digest) if tensor else values.digest(item)
+        digest.update(name.encode() + b"\0" + made[id(item)])
+        elements += _elements(item)
+    return {"fingerprint": digest.hexdigest(), "elements": elements}
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers, also those that a state_dict leaves out; and what it holds besides."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    return {**model.state_dict(keep_vars=True), **tensors}
+
+
+def _elements(item: Any) -> int:
+    if isinstance(item, Tensor):
+        return item.numel()
+    return sum(map(_elements, item)) if isinstance(item, tuple | list) else 0
+
+
+class ModelValues(Values):
+    """Digests of what belongs to a model: its modules and their tensors are known by their names.
+
+    Args:
+        model: None for what belongs to none.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__(None if model is None else _names(model))
+
+    def special(self, value: Any) -> bytes | None:
+        """A module that is no part of the model, such as one that a hook keeps: with all that it holds."""
+        if not isinstance(value, nn.Module):
+            return None
+        tensors = _own_tensors(value)
+        return self.all("module", [self.own(value), tensors, list(value._modules.values())])
+
+    def own(self, module: nn.Module) -> bytes:
+        """The digest of what one module says by itself: its class, its values, hooks and children's names."""
+        children = [(name, child is None) for name, child in module._modules.items()]
+        absent = {name: tensor is None for name, tensor in _own_tensors(module).items()}
+        # A copied trace is of another class than the trace.
+        kind = "script" if isinstance(module, torch.jit.ScriptModule) else type(module)
+        return self.all("own", [kind, self._values(module), _hooks(module), children, absent])
+
+    def _values(self, module: nn.Module) -> bytes:
+        if isinstance(module, torch.jit.ScriptModule):
+            return self._script(module)
+        attributes = {name: value for name, value in vars(module).items() if name not in _BOOKKEEPING}
+        left_out: set[str] = set()
+        if isinstance(module, torch.fx.GraphModule):
+            attributes["code"] = module.code
+            left_out = _TRACED
+        elif type(module).__module__.startswith("torch._dynamo"):
+            left_out = _COMPILED | {name for name, value in attributes.items() if callable(value)}
+        return self.attributes({name: value for name, value in attributes.items() if name not in left_out})
+
+    def _script(self, module: Any) -> bytes:
+        compiled = module._c
+        kind: Any = torch._C.ConcreteModuleType.from_jit_type(compiled._type())
+        attributes = {name: compiled.getattr(name) for name in kind.get_attributes()}
+        attributes.pop("_is_full_backward_hook", None)
+        methods = {name: script_code(self, compiled._get_method(name)) for name in compiled._method_names()}
+        return self.all("script", [module.original_name, attributes, methods])
+
+
+def structure_fingerprint(model: nn.Module, values: ModelValues) -> dict[str, str]:
+    """Hashes of all that modules are besides their tensors: classes, plain values, callables, hooks.
+
+    Args:
+        model: before it is folded or compiled.
+        values: of this model; knows afterwards the modules of all that was met.
+
+    Returns:
+        One hash for the model's own values and one for each of its children; "others" for those after the
+        first 64.
+    """
+    groups: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        child = name.partition(".")[0] or "model"
+        group = child if child in groups or len(groups) <= _MOST_NAMED else "others"
+        groups.setdefault(group, hashlib.sha256()).update(name.encode() + b"\0" + values.own(module))
+    groups["model"].update(values.all("model", [_aliases(model), _hooks_of_all()]))
+    return {name: digest.hexdigest()[:_SHOWN] for name, digest in groups.items()}
+
+
+def _aliases(model: nn.Module) -> list[tuple[str, str]]:
+    """The other names of modules that a model holds more than once, each with the first one."""
+    first = {id(module): name for name, module in model.named_modules()}
+    found = model.named_modules(remove_duplicate=False)
+    return [(name, first[id(module)]) for name, module in found if first[id(module)] != name]
+
+
+def _names(model: nn.Module) -> dict[str, Any]:
+    modules = {f"module {name}": module for name, module in model.named_modules()}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {**modules, **{f"tensor {name}": tensor for name, tensor in tensors.items()}}
+
+
+def _own_tensors(module: nn.Module) -> Mapping[str, Tensor | None]:
+    # Those of a compiled module are no dicts.
+    return {**dict(module._parameters.items()), **dict(module._buffers.items())}
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """A module's forward hooks in their order, without the numbers that the process has given them."""
+    pre = [
+        (hook, number in module._forward_pre_hooks_with_kwargs)
+        for number, hook in module._forward_pre_hooks.items()
+    ]
+    post = [
+        (hook, number in module._forward_hooks_with_kwargs) for number, hook in module._forward_hooks.items()
+    ]
+    return [pre, post]
+
+
+def _hooks_of_all() -> list[Any]:
+    """The hooks that every module's forward calls."""
+    return [
+        list(global_hooks._global_forward_pre_hooks.values()),
+        list(global_hooks._global_forward_hooks.values()),
+    ]

@@ -1,0 +1,384 @@
+"""Digests of values, callables and objects: equal for equal ones, in every process and on every machine.
+
+What decides a number is looked at, never asked: no ``repr`` of an unknown object (it may hold an address), no
+attribute that computes, no import. What cannot be looked into counts with its type alone, and is left to the
+batch that is evaluated anew before a run goes on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import functools
+import hashlib
+import io
+import logging
+import operator
+import random
+import re
+import struct
+import threading
+import uuid
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    GeneratorType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualeval.engine.identity.source import has_source
+from dualeval.engine.identity.tensors import tensor_digest
+
+# Deeper ones count with their type alone.
+_MOST_DEEP = 40
+
+# Attributes that say where a thing was found, and not what it is.
+_WHEREABOUTS = {"_name_or_path", "name_or_path"}
+_DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu|tpu|xla)(:\d+)?")
+# Of a class: what its functions do not read, or Python makes of them.
+_NOT_OF_A_BODY = {
+    *("__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__slots__"),
+    *("__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__", "__parameters__"),
+    *("__annotations_cache__", "__abstractmethods__", "_abc_impl", "__classcell__"),
+}
+_BY_TYPE_ALONE = (
+    *(torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random),
+    *(logging.Logger, threading.Thread, io.IOBase, weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+    *(weakref.WeakSet, GeneratorType),
+)
+_WITH_SAFE_REPR = (
+    *(
+        datetime.date,
+        datetime.time,
+        datetime.timedelta,
+        datetime.timezone,
+        Decimal,
+        Fraction,
+        uuid.UUID,
+        range,
+    ),
+    *(complex, torch.dtype, torch.layout, torch.memory_format, torch.qscheme, np.dtype),
+)
+# The plain value in one of a class that derives from a plain one's.
+_DERIVED: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    *((int, int.__int__), (float, float.__float__), (str, str.__str__), (bytes, bytes)),
+)
+# Methods of classes that are not Python's own code, such as torch.Tensor.relu.
+_DESCRIPTORS = (
+    *(MethodDescriptorType, ClassMethodDescriptorType, WrapperDescriptorType),
+    *(GetSetDescriptorType, MemberDescriptorType),
+)
+_OPERATORS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
+
+
+class Values:
+    """Makes digests; one for everything that belongs together, as what it meets again it does once.
+
+    Args:
+        known: objects whose content is hashed elsewhere, by the name that stands for each; of several names
+            of one object the first does.
+
+    Attributes:
+        modules: names of the modules of all classes and functions that were met.
+    """
+
+    def __init__(self, known: Mapping[str, Any] | None = None) -> None:
+        self.modules: set[str] = set()
+        # The objects are kept, here and below, so that nothing else gets their ids meanwhile.
+        self._objects = dict(known or {})
+        self._known = {id(value): name for name, value in reversed(self._objects.items())}
+        self._path: set[int] = set()
+        self._done: dict[int, tuple[Any, bytes]] = {}
+
+    def digest(self, value: Any) -> bytes:
+        """sha256 of a value, 32 bytes."""
+        plain = _plain(value)
+        if plain is not None:
+            return plain
+        if id(value) in self._known:
+            return _hash("known", self._known[id(value)].encode())
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        if id(value) in self._path or len(self._path) >= _MOST_DEEP:
+            return _hash("again", _name(type(value)))
+        self._path.add(id(value))
+        try:
+            made = self.special(value) or self._made(value)
+        finally:
+            self._path.discard(id(value))
+        if len(self._path) < _MOST_DEEP // 2:  # further down not all of it may have been looked at
+            self._done[id(value)] = (value, made)
+        return made
+
+    def special(self, value: Any) -> bytes | None:
+        """The digest of what a subclass knows more about."""
+        return None
+
+    def all(self, kind: str, values: Iterable[Any]) -> bytes:
+        """The digest of several values in their order."""
+        return _hash(kind, *map(self.digest, values))
+
+    def _made(self, value: Any) -> bytes:
+        for kinds, make in self._makers:
+            if isinstance(value, kinds):
+                made = make(self, value)
+                exact = type(value) in _EXACT or isinstance(value, type)
+                return made if exact else self._with_attributes(value, made)
+        if isinstance(value, _BY_TYPE_ALONE):
+            return _hash("type", _name(type(value)))
+        return self._with_attributes(value, b"")
+
+    # -- what holds other values -----------------------------------------------------------------------
+
+    def _sequence(self, value: Iterable[Any]) -> bytes:
+        return self.all(type(value).__name__, value)
+
+    def _set(self, value: Iterable[Any]) -> bytes:
+        return _hash("set", *sorted(map(self.digest, value)))
+
+    def _mapping(self, value: Mapping[Any, Any]) -> bytes:
+        items = [_hash("item", self.digest(key), self.digest(item)) for key, item in value.items()]
+        # The order of a plain one may come from a set's, which is another in each process.
+        return _hash("mapping", *(items if isinstance(value, OrderedDict) else sorted(items)))
+
+    def _array(self, value: np.ndarray[Any, Any] | np.generic) -> bytes:
+        if value.dtype.hasobject:
+            return self.all("objects", [value.shape, *value.reshape(-1).tolist()])
+        header = f"{value.dtype.descr if value.dtype.names else value.dtype.str} {value.shape}"
+        return _hash("array", header.encode(), np.ascontiguousarray(value).tobytes())
+
+    def _tensor(self, value: Tensor) -> bytes:
+        return _hash("tensor", tensor_digest("that is an attribute", value, self.digest))
+
+    def _with_attributes(self, value: Any, content: bytes) -> bytes:
+        """The digest of a class, a content, and what stands in an object's attributes."""
+        attributes = attributes_of(value)
+        return _hash("object", self.digest(type(value)), content, self.attributes(attributes))
+
+    def attributes(self, attributes: Mapping[str, Any]) -> bytes:
+        """The digest of attributes by name, in any order."""
+        named = sorted((name, value) for name, value in attributes.items() if name not in _WHEREABOUTS)
+        return _hash(
+            "attributes", *(part for name, value in named for part in (name.encode(), self.digest(value)))
+        )
+
+    # -- callables and classes -------------------------------------------------------------------------
+
+    def _function(self, value: FunctionType) -> bytes:
+        self.modules.add(value.__module__ or "builtins")
+        extra = {name: item for name, item in vars(value).items() if name != "__wrapped__"}
+        parts = [
+            value.__defaults__,
+            value.__kwdefaults__,
+            extra,
+            [_content(cell) for cell in value.__closure__ or ()],
+        ]
+        if not has_source(value):
+            # What it looks up by name stands in no file either.
+            names = sorted(_names(value.__code__) & value.__globals__.keys())
+            parts.append({name: value.__globals__[name] for name in names})
+        name = f"{value.__module__}.{value.__qualname__}".encode()
+        return _hash("function", name, self.digest(value.__code__), *map(self.digest, parts))
+
+    def _code(self, value: CodeType) -> bytes:
+        counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
+        exceptions = getattr(value, "co_exceptiontable", b"")  # Python 3.10 has none
+        return self.all("code", [value.co_code, exceptions, counts, value.co_names, value.co_consts])
+
+    def _builtin(self, value: BuiltinFunctionType) -> bytes:
+        owner = value.__self__
+        name = f"{value.__module__}.{value.__qualname__}".encode()
+        return _hash("builtin", name, b"" if isinstance(owner, ModuleType) else self.digest(owner))
+
+    def _method(self, value: MethodType) -> bytes:
+        return self.all("method", [value.__func__, value.__self__])
+
+    def _partial(self, value: functools.partial[Any]) -> bytes:
+        return self.all("partial", [value.func, value.args, value.keywords])
+
+    def _class(self, value: type) -> bytes:
+        kinds = value.__mro__
+        self.modules |= {kind.__module__ for kind in kinds}
+        bodies = [self.body(kind) for kind in kinds if not has_source(kind)]
+        return _hash("class", _name(value), *bodies)
+
+    def body(self, kind: type) -> bytes:
+        """The digest of what a class defines: its functions' code, and its values."""
+        body = {name: value for name, value in vars(kind).items() if name not in _NOT_OF_A_BODY}
+        return _hash("body", _name(kind), self.attributes(body))
+
+    def _property(self, value: property) -> bytes:
+        return self.all("property", [value.fget, value.fset])
+
+    def _wrapped(self, value: Any) -> bytes:
+        return _hash("wrapped", self.digest(value.__wrapped__))
+
+    def _script_object(self, value: Any) -> bytes:
+        try:
+            state = value.__getstate__()
+        except RuntimeError:  # a class of C++ that says nothing of what it holds
+            return _hash("type", _name(type(value)))
+        return _hash("script object", self.digest(state))
+
+    # The first that fits.
+    _makers: tuple[tuple[Any, Callable[[Any, Any], bytes]], ...] = (
+        (Tensor, _tensor),
+        (enum.Enum, lambda self, value: self.all("enum", [type(value), value.name, value.value])),
+        ((tuple, list, deque), _sequence),
+        ((set, frozenset), _set),
+        ((dict, MappingProxyType), _mapping),
+        ((np.ndarray, np.generic), _array),
+        (FunctionType, _function),
+        (MethodType, _method),
+        (MethodWrapperType, lambda self, value: self.all("slot", [value.__name__, value.__self__])),
+        (_DESCRIPTORS, lambda self, value: _hash("slot", _name(value.__objclass__), value.__name__.encode())),
+        (BuiltinFunctionType, _builtin),
+        (functools.partial, _partial),
+        (CodeType, _code),
+        (type, _class),
+        (ModuleType, lambda self, value: _hash("module", value.__name__.encode())),
+        (property, _property),
+        ((staticmethod, classmethod, functools._lru_cache_wrapper), _wrapped),
+        (_OPERATORS, lambda self, value: self.all("operator", value.__reduce__()[1])),
+        (slice, lambda self, value: self.all("slice", [value.start, value.stop, value.step])),
+        (re.Pattern, lambda self, value: self.all("pattern", [value.pattern, value.flags])),
+        (weakref.ref, lambda self, value: _hash("reference", self.digest(value()))),
+        (io.BytesIO, lambda self, value: self.digest(value.getvalue())),
+        (np.ufunc, lambda self, value: _hash("ufunc", value.__name__.encode())),
+        (torch.jit.ScriptFunction, lambda self, value: script_code(self, value)),
+        (torch.ScriptObject, _script_object),
+        (torch._ops.OpOverload, lambda self, value: _hash("operation", value.name().encode())),
+        (
+            torch._ops.OpOverloadPacket,
+            lambda self, value: _hash("operation", value._qualified_op_name.encode()),
+        ),
+        (_WITH_SAFE_REPR, lambda self, value: _hash("repr", repr(value).encode())),
+    )
+
+
+# Of these all is said by their content; of a class that derives from them, class and attributes count, too.
+_EXACT = {
+    *(tuple, list, deque, set, frozenset, dict, OrderedDict, MappingProxyType, np.ndarray, torch.Size, slice),
+    *(Tensor, torch.nn.Parameter, torch.nn.Buffer, FunctionType, MethodType, BuiltinFunctionType, CodeType),
+    *(type, ModuleType, property, staticmethod, classmethod, functools._lru_cache_wrapper, functools.partial),
+    *(
+        *_OPERATORS,
+        re.Pattern,
+        weakref.ref,
+        io.BytesIO,
+        np.ufunc,
+        torch.jit.ScriptFunction,
+        torch.ScriptObject,
+    ),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, MethodWrapperType, *_DESCRIPTORS, *_WITH_SAFE_REPR),
+}
+
+
+def script_code(values: Values, method: Any) -> bytes:
+    """The digest of a compiled function's text, and of the constants that it names."""
+    text, constants = method.code_with_constants
+    # Numbered by how much this process has compiled before.
+    plain = re.sub(r"___torch_mangle_\d+\.?", "", text)
+    named = constants if isinstance(constants, dict) else constants.const_mapping
+    return values.all("script", [plain, named])
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What stands in an object's ``__dict__`` and slots; no attribute that computes."""
+    try:
+        found = dict(vars(value))
+    except TypeError:  # it has none
+        found = {}
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{kind.__name__.lstrip('_')}{name}"
+            if name not in ("__dict__", "__weakref__"):
+                try:
+                    found[name] = object.__getattribute__(value, name)
+                except AttributeError:  # an empty slot
+                    continue
+    return found
+
+
+def _hash(kind: str, *parts: bytes) -> bytes:
+    digest = hashlib.sha256(kind.encode())
+    for part in parts:
+        # With its length: parts must not run into each other.
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.digest()
+
+
+def _plain(value: Any) -> bytes | None:
+    """The digest of a value that holds no other; None for any other."""
+    kind = type(value)
+    if value is None or kind in (bool, EllipsisType, type(NotImplemented)):
+        return _hash("constant", str(value).encode())
+    if kind is int:
+        return _hash("int", str(value).encode() if -(2**63) < value < 2**63 else hex(value).encode())
+    if kind is float:
+        return _hash("float", struct.pack(">d", value))
+    if kind is str:
+        return _text(value)
+    if kind in (bytes, bytearray):
+        return _hash("bytes", bytes(value))
+    # Which of them it is says the machine, not the job.
+    if kind is torch.device:
+        return _hash("device")
+    if isinstance(value, PurePath):
+        return _hash("path", b"" if value.is_absolute() else value.as_posix().encode())
+    if isinstance(value, enum.Enum):
+        return None
+    # A class derived from one: its value counts, and its name.
+    for base, content in _DERIVED:
+        if isinstance(value, base):
+            plain = _plain(content(value))
+            return None if plain is None else _hash("derived", _name(kind), plain)
+    return None
+
+
+def _text(value: str) -> bytes:
+    if _DEVICE.fullmatch(value):
+        return _hash("device")
+    # Where a file lies decides nothing: a folder may be moved.
+    if value.startswith("/") and len(value) > 1:
+        return _hash("path", b"")
+    return _hash("text", value.encode("utf-8", "surrogatepass"))
+
+
+def _name(kind: type) -> bytes:
+    return f"{kind.__module__}.{kind.__qualname__}".encode()
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names, inner))

@@ -1,0 +1,337 @@
+"""A model's identity: what changes a number changes it, and nothing else does."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dualeval.engine.identity import tensors
+from dualeval.engine.identity.model import model_fingerprint
+from dualeval.errors import UsageError
+from dualeval.models.question_answering import build
+from tests import questions
+from tests.conftest import Launch
+from tests.made_models import (
+    BY_NAME,
+    FAMILIES,
+    Holder,
+    WithBuffers,
+    conv,
+    identity,
+    quantised,
+    scripted,
+    seeded,
+    structure,
+    tied,
+    traced,
+)
+
+
+def weights(model: nn.Module) -> str:
+    found: str = model_fingerprint(model)["fingerprint"]
+    return found
+
+
+# The structure
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_changes_a_number_changes_the_structure(family: str) -> None:
+    found = [json.dumps(structure(seeded(make))) for make in FAMILIES[family]]
+    same = [pair for pair in itertools.combinations(range(len(found)), 2) if found[pair[0]] == found[pair[1]]]
+    assert not same, f"{family}: models {same} have the same structure"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_same_model_made_twice_and_copied(name: str) -> None:
+    wanted = identity(BY_NAME[name])
+    assert identity(BY_NAME[name]) == wanted
+    assert identity(lambda: copy.deepcopy(BY_NAME[name]())) == wanted
+
+
+def test_another_process_finds_the_same(launch: Launch) -> None:
+    """Sets of strings have another order in each process, and objects other addresses."""
+    done = launch([sys.executable, "-m", "tests.made_models"], variables={"PYTHONHASHSEED": "1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {name: identity(make) for name, make in BY_NAME.items()}
+
+
+def test_a_structure_names_the_child_that_differs() -> None:
+    one, other = (structure(nn.Sequential(nn.Linear(2, 2), kind())) for kind in (nn.ReLU, nn.GELU))
+    assert list(one) == ["model", "0", "1"]
+    assert [name for name in one if one[name] != other[name]] == ["1"]
+    many = structure(nn.Sequential(*(nn.Linear(1, 1) for _ in range(100))))
+    assert len(many) == 66
+    assert "others" in many
+
+
+def test_a_hook_for_all_modules_counts() -> None:
+    model = nn.Sequential(nn.ReLU())
+    before = structure(model)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 2)
+    try:
+        assert structure(model) != before
+    finally:
+        handle.remove()
+    assert structure(model) == before
+
+
+def test_the_number_of_a_hook_does_not_count() -> None:
+    def made() -> nn.Module:
+        model = nn.Sequential(nn.ReLU())
+        model.register_forward_pre_hook(_first_pre_hook)
+        return model
+
+    assert structure(made()) == structure(made())
+
+
+def _first_pre_hook(module: nn.Module, inputs: Any) -> None:
+    """Does nothing."""
+
+
+def test_where_a_thing_lies_or_runs_does_not_count(tmp_path: Path) -> None:
+    def found(value: Any) -> dict[str, str]:
+        return structure(Holder(value))
+
+    assert found(tmp_path / "a") == found(tmp_path / "b")
+    assert found(f"{tmp_path}/a") == found(f"{tmp_path}/b")
+    assert found(torch.device("cpu")) == found(torch.device("cuda:1")) == found("cuda:1")
+    assert found(torch.Generator().manual_seed(1)) == found(torch.Generator().manual_seed(2))
+
+
+def test_objects_are_never_asked() -> None:
+    class Talkative:
+        def __init__(self) -> None:
+            self.scale = 2
+
+        def __repr__(self) -> str:
+            raise AssertionError("repr was called")
+
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} was asked for")
+
+        @property
+        def computed(self) -> int:
+            raise AssertionError("a property was computed")
+
+    assert structure(Holder(Talkative())) == structure(Holder(Talkative()))
+
+
+def test_loops_and_depth_end() -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    holder = Holder(deep)
+    holder.parent = [holder]  # type: ignore[assignment]
+    assert structure(holder) == structure(holder)
+
+
+def test_code_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook: the class, what it derives from, and what its functions look up."""
+    program = """
+import torch, json
+from torch import nn
+from tests.made_models import structure
+SCALE = {scale}
+def helper(x): return x * {helper}
+class Base(nn.Module):
+    limit = {limit}
+    def forward(self, x): return helper(x) * {factor}
+class Net(Base):
+    def other(self): return [lambda: SCALE]
+print(json.dumps(structure(Net())))
+"""
+    base = {"scale": 1, "helper": 1, "limit": 1, "factor": 1}
+    cases = [base, base, *({**base, name: 2} for name in base)]
+    found = [_exec(program.format(**case)) for case in cases]
+    assert found[0] == found[1]
+    assert len(set(found)) == len(cases) - 1
+    monkeypatch.setitem(sys.modules, "nowhere", ModuleType("nowhere"))
+    assert _exec(program.format(**base)) == found[0], "as __main__ of a notebook, a module without a file"
+
+
+def _exec(program: str) -> str:
+    space: dict[str, Any] = {"__name__": "nowhere", "print": lambda text: space.update(found=text)}
+    exec(program, space)
+    found: str = space["found"]
+    return found
+
+
+# The tensors
+
+
+def test_every_buffer_counts() -> None:
+    found = [weights(WithBuffers(*values)) for values in ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0))]
+    assert len(set(found)) == 3
+    assert model_fingerprint(WithBuffers())["elements"] == 2
+
+
+@pytest.mark.parametrize("extra", [None, 1, "text", {"a": [1, 2.0]}, torch.ones(2), (torch.ones(2), None)])
+def test_an_extra_state_counts(extra: Any) -> None:
+    found = weights(WithBuffers(extra=extra))
+    assert found == weights(WithBuffers(extra=copy.deepcopy(extra)))
+    assert found != weights(WithBuffers(extra="another"))
+
+
+def test_an_extra_state_that_cannot_be_looked_into_counts_with_its_type() -> None:
+    assert weights(WithBuffers(extra=object())) == weights(WithBuffers(extra=object()))
+
+
+@pytest.mark.parametrize("make", [quantised, lambda: quantised(torch.float16)], ids=["int8", "float16"])
+def test_quantised_models(make: Callable[[], nn.Module]) -> None:
+    found = weights(seeded(make))
+    assert found == weights(seeded(make))
+    assert found != weights(make())
+
+
+def with_tensor(tensor: Tensor) -> str:
+    model = nn.Module()
+    model.register_buffer("buffer", tensor)
+    return weights(model)
+
+
+class Pair(Tensor):
+    """A tensor that is made of two others and a number, as those of quantising libraries are."""
+
+    @staticmethod
+    def __new__(cls, low: Tensor, high: Tensor, scale: float) -> Pair:
+        made: Pair = Tensor._make_wrapper_subclass(cls, low.shape, dtype=low.dtype)  # type: ignore[attr-defined]
+        made.low, made.high, made.scale = low, high, scale  # type: ignore[attr-defined]
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["low", "high"], self.scale  # type: ignore[attr-defined]
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], scale: Any, *_: Any) -> Pair:
+        return Pair(inner["low"], inner["high"], scale)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is torch.ops.aten.detach.default, "it is taken apart, and nothing else"
+        return Pair(args[0].low, args[0].high, args[0].scale)
+
+
+def tensors_of_all_kinds() -> dict[str, Tensor]:
+    base = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    sparse = base.to_sparse()
+    return {
+        "float32": base,
+        "other values": base + 1,
+        "other shape": base.reshape(3, 2),
+        "negative zero": base * -0.0,
+        "zero": base * 0.0,
+        **{
+            str(dtype): base.to(dtype)
+            for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool)
+        },
+        "float8": base.to(torch.float8_e4m3fn),
+        "uint16": base.to(torch.uint16),
+        "complex": torch.complex(base, base),
+        "conjugate": torch.complex(base, base).conj(),
+        "scalar": torch.tensor(1.0),
+        "one": torch.tensor([1.0]),
+        "empty": torch.empty(0),
+        "empty rows": torch.empty(0, 3),
+        "sparse": sparse,
+        "sparse, other values": sparse * 2,
+        "rows": base.to_sparse_csr(),
+        "columns": base.to_sparse_csc(),
+        "per tensor": torch.quantize_per_tensor(base, 0.1, 2, torch.qint8),
+        "per tensor, other scale": torch.quantize_per_tensor(base * 2, 0.2, 2, torch.qint8),
+        "per channel": torch.quantize_per_channel(
+            base, torch.tensor([0.1, 0.2]), torch.tensor([0, 0]), 0, torch.qint8
+        ),
+        "nested": torch.nested.nested_tensor([base, base[:1]]),
+        "made of two": Pair(base, base, 1.0),
+        "made of two others": Pair(base, base * 2, 1.0),
+        "made of two with another scale": Pair(base, base, 2.0),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
+def test_tensors_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {name: with_tensor(tensor) for name, tensor in tensors_of_all_kinds().items()}
+    same = [pair for pair in itertools.combinations(found, 2) if found[pair[0]] == found[pair[1]]]
+    assert not same
+    monkeypatch.setattr(tensors, "_PIECE_BYTES", 4)
+    assert found == {name: with_tensor(tensor) for name, tensor in tensors_of_all_kinds().items()}
+
+
+@pytest.mark.parametrize("pieces", [4, 2**26])
+def test_strides_do_not_count(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
+    monkeypatch.setattr(tensors, "_PIECE_BYTES", pieces)
+    base = torch.arange(24.0).reshape(2, 3, 4)
+    wanted = with_tensor(base)
+    assert with_tensor(base.permute(2, 0, 1).contiguous().permute(1, 2, 0)) == wanted
+    assert with_tensor(torch.cat([base, base])[:2]) == wanted
+    assert with_tensor(base.to_sparse().to_dense()) == wanted
+    assert with_tensor(torch.ones(1).expand(5, 4)) == with_tensor(torch.ones(5, 4))
+
+
+def test_a_copy_is_made_of_a_piece_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "_PIECE_BYTES", 4096)
+    sizes: list[int] = []
+    contiguous: Any = Tensor.contiguous
+
+    def watched(tensor: Tensor) -> Any:
+        sizes.append(tensor.numel() * tensor.itemsize)
+        return contiguous(tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "contiguous", watched)
+        with_tensor(torch.zeros(100, 1000).t())
+    assert sum(sizes) == 400_000
+    assert max(sizes) <= 4096
+
+
+def test_tied_tensors() -> None:
+    assert model_fingerprint(tied())["elements"] == 18
+    model = seeded(tied)
+    apart = copy.deepcopy(model)
+    assert isinstance(apart, nn.Sequential)
+    middle: Any = apart[2]
+    middle.weight = nn.Parameter(middle.weight.detach().clone())
+    assert weights(apart) == weights(model)
+
+
+@pytest.mark.parametrize("make", [scripted, traced])
+def test_compiled_text_has_its_tensors(make: Callable[..., nn.Module]) -> None:
+    found = weights(seeded(make))
+    assert found == weights(seeded(make))
+    assert found != weights(make())
+
+
+def test_tensors_without_values_are_named() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(conv())
+    with pytest.raises(UsageError, match=r"tensor 0\.bias is on the meta device and has no values"):
+        weights(model)
+    with pytest.raises(UsageError, match=r"tensor bias has no values yet: it belongs to a lazy module"):
+        weights(nn.LazyLinear(2))
+
+
+# A model of the transformers library
+
+
+def test_a_moved_folder_holds_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = questions.save_tiny_bert(tmp_path / "first")
+    second = shutil.copytree(first, tmp_path / "elsewhere/second")
+    monkeypatch.chdir(tmp_path)
+    wanted = identity(lambda: build(first, None))
+    assert identity(lambda: build(second, None)) == wanted
+    assert identity(lambda: build(Path("first"), None)) == wanted, "a relative path"
+    for change in ({"hidden_act": "relu"}, {"num_attention_heads": 4}, {"layer_norm_eps": 1e-3}):
+        other = questions.save_tiny_bert(tmp_path / "other", **change)
+        assert structure(build(other, None)) != wanted[0], change
