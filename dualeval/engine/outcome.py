@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dualeval.engine.description import describe
 from dualeval.engine.folder import Found
 from dualeval.engine.plan import EvalPlan
 from dualeval.metrics import Measured
@@ -40,7 +41,8 @@ def make_result(
         found: what was in the folder at the start.
         reports: each rank's ``times`` and ``failed``.
         totals: samples evaluated, samples failed.
-        world: as in the result, as ``job`` and ``folder``.
+        world: as in the result, as ``folder``.
+        job: the options as the caller has them; those of the task are added as it uses them.
         setup_s: seconds before the loop.
         total_s: seconds in all.
     """
@@ -64,7 +66,8 @@ def make_result(
             "evaluated_now": len(remaining),
             "resumed": plan.num_chunks - len(remaining),
         },
-        job=dict(job),
+        job={**job, **task.options()},
+        description=describe(task, plan, facts["job"]),
         fingerprint=facts["fingerprint"],
         data={"fingerprint": facts["job"]["data"], "samples": len(dataset), "findings": odd},
         weights=facts["job"]["weights"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.data.idx import IdxImages
-from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.preprocessing import Normalisation, Preprocessing
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.models import classifiers
 from dualeval.tasks import Task
+from dualeval.tasks.image_preprocessing import choose_for_files, choose_for_idx
 
 if TYPE_CHECKING:
     from dualeval.data.image_folder import ImageFolder
@@ -32,6 +32,7 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 EMBEDDED_WEIGHTS = ASSETS / "fashion_cnn.safetensors"
 
 _TOP = 5
+_SHIPPED = "{}, shipped with dualeval"
 
 
 class ImageClassification(Task):
@@ -39,11 +40,13 @@ class ImageClassification(Task):
 
     Args:
         model: as for ``models.classifiers.create``; None is the embedded job's network.
-        weights: as for ``models.classifiers.build``; None is the embedded job's, for its network alone.
+        weights: as for ``models.classifiers.find_weights``; None is the embedded job's, for its network
+            alone.
         data: a folder of class folders, or of idx files; None is the embedded job's test set.
         num_classes: number of classes; needed only where neither data nor weights tell.
         metrics: names of metrics; empty for the default ones.
-        preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``.
+        preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``. For idx
+            files mean and std, which nothing tells but for the embedded weights and the embedded data.
 
     Raises:
         UsageError: the data cannot be used, or a combination of arguments does not make a job.
@@ -74,32 +77,46 @@ class ImageClassification(Task):
                 f"--model {model} was given without --weights. Give --weights PATH, "
                 "--weights DEFAULT (the library's own) or --weights random:SEED."
             )
-        self._weights = weights or str(EMBEDDED_WEIGHTS)
-        folder = ASSETS if data is None else data
-        self._in_memory = IdxImages.is_in(folder)
-        unused = [f"--{key}" for key in ("resize", "crop", "interpolation") if key in (preprocessing or {})]
-        if self._in_memory and unused:
-            raise UsageError(
-                f"{' and '.join(unused)} has no meaning for the idx files in {folder}: their images are "
-                "evaluated as they are. Leave it out."
-            )
-        base = (
-            Preprocessing(mean=(FASHION_MEAN,), std=(FASHION_STD,))
+        self._source = classifiers.find_weights(self._model_name, weights or str(EMBEDDED_WEIGHTS))
+        self._folder = ASSETS if data is None else data
+        self._in_memory = IdxImages.is_in(self._folder)
+        asked = preprocessing or {}
+        self._preprocessing = (
+            choose_for_idx(self._folder, self._known_for_idx(), asked)
             if self._in_memory
-            else classifiers.preprocessing_of(self._model_name)
+            else choose_for_files(self._model_name, self._source, asked)
         )
-        self._preprocessing = replace(base, **(preprocessing or {}))
         self._dataset: IdxImages | ImageFolder = (
-            IdxImages(folder) if self._in_memory else _image_folder(folder, self._preprocessing)
+            IdxImages(self._folder)
+            if self._in_memory
+            else _image_folder(self._folder, self._preprocessing.of_files)
         )
         self._metric_names = tuple(metrics)
         self._num_classes = self._agreed_classes(num_classes)
         self._scale: tuple[Tensor, Tensor] | None = None
+        self._model_detail = ""
 
     @property
     def decodes(self) -> bool:
         """True for image files; idx files are unpacked once, into memory."""
         return not self._in_memory
+
+    def _known_for_idx(self) -> tuple[Normalisation, str] | None:
+        """What idx files are normalised with, and why, where that is known without being asked for."""
+        fashion = Normalisation(mean=(FASHION_MEAN,), std=(FASHION_STD,))
+        if self._weights_are_embedded:
+            return fashion, "the model's defaults"
+        return (fashion, "Fashion-MNIST's") if self._data_is_embedded else None
+
+    @property
+    def _weights_are_embedded(self) -> bool:
+        path = self._source.path
+        own = path is not None and path.resolve() == EMBEDDED_WEIGHTS
+        return own and self._model_name == classifiers.EMBEDDED
+
+    @property
+    def _data_is_embedded(self) -> bool:
+        return self._folder.resolve() == ASSETS
 
     def _agreed_classes(self, asked: int | None) -> int | None:
         found = self._dataset.num_classes
@@ -127,17 +144,21 @@ class ImageClassification(Task):
         Raises:
             UsageError: weights, model and data do not fit together.
         """
-        model = classifiers.build(self._model_name, self._weights, self._num_classes).to(device)
+        model = classifiers.build(self._model_name, self._source, self._num_classes).to(device)
+        if hasattr(model, "transform_input"):
+            # Of googlenet and inception_v3: it normalises anew, and a state_dict does not say whether.
+            self._model_detail = f", transform_input {model.transform_input}"
         shape = self._dataset.sample_shape
-        channels = len(self._preprocessing.mean), len(self._preprocessing.std)
+        wanted = self._preprocessing.values
+        channels = len(wanted.mean), len(wanted.std)
         if set(channels) - {1, shape[0]}:
             raise UsageError(
                 f"--mean has {channels[0]} values and --std {channels[1]}, expected {shape[0]} of each, "
                 f"one a channel, or 1 for all channels."
             )
         self._scale = (
-            torch.tensor(self._preprocessing.mean, device=device).view(-1, 1, 1),
-            torch.tensor(self._preprocessing.std, device=device).view(-1, 1, 1),
+            torch.tensor(wanted.mean, device=device).view(-1, 1, 1),
+            torch.tensor(wanted.std, device=device).view(-1, 1, 1),
         )
         self._num_classes = self._tried(model, torch.zeros(2, *shape, dtype=torch.uint8, device=device))
         return model
@@ -199,9 +220,41 @@ class ImageClassification(Task):
         names = self._metric_names or default_metrics(self._num_classes)
         return [classification_metric(name, self._num_classes) for name in names]
 
+    def options(self) -> dict[str, Any]:
+        """The options as they are used; null for steps that are not done."""
+        path = self._source.path
+        return {
+            "model": self._model_name,
+            "weights": self._source.text if path is None else str(path.absolute()),
+            "data": str(self._folder.absolute()),
+            "num_classes": self._num_classes,
+            **self._preprocessing.to_json(),
+            "metric": [metric.name for metric in self.metrics()],
+        }
+
+    def description(self) -> dict[str, str]:
+        """Model, weights, data and preprocessing."""
+        size = "{1} x {2} as stored, ".format(*self._dataset.sample_shape) if self._in_memory else ""
+        return {
+            "model": self._model_name + self._model_detail,
+            "weights": self._described_weights(),
+            "data": _SHIPPED.format("Fashion-MNIST's test set")
+            if self._data_is_embedded
+            else str(self._folder),
+            "preprocessing": f"{size}{self._preprocessing.values} ({self._preprocessing.origin})",
+        }
+
+    def _described_weights(self) -> str:
+        if self._weights_are_embedded:
+            return _SHIPPED.format(EMBEDDED_WEIGHTS.name)
+        source = self._source
+        if source.path is None:
+            return f"{source.text}, untrained"
+        return str(source.path) if source.entry is None else f"{source.entry}, {source.path}"
+
     def fingerprint(self) -> dict[str, Any]:
         """Model name and preprocessing; data and weights have fingerprints of their own."""
-        return {"model": self._model_name, "preprocessing": asdict(self._preprocessing)}
+        return {"model": self._model_name, "preprocessing": self._preprocessing.to_json()}
 
 
 def _image_folder(root: Path, preprocessing: Preprocessing) -> ImageFolder:
