@@ -13,6 +13,7 @@ from typing import Any
 
 from dualeval.choices import DATA_FINGERPRINTS, ON_ERROR, PRECISIONS, check_choice, check_count
 from dualeval.errors import UsageError
+from dualeval.weights_name import is_published_name
 
 # The options that have a meaning for one task only.
 OPTIONS = {
@@ -33,8 +34,8 @@ class Job:
     Attributes:
         task: the kind of evaluation, one of ``TASKS``.
         model: the model's name, or its folder; None is the embedded job's.
-        weights: a path, "DEFAULT" or "random:SEED"; None is the embedded job's, or what the model's folder
-            holds.
+        weights: a path, the name of weights that torchvision publishes ("DEFAULT", "IMAGENET1K_V1") or
+            "random:SEED"; None is the embedded job's, or what the model's folder holds.
         weights_key: where the state_dict lies in a checkpoint, nested keys with dots between; None finds it.
         weights_prefix: take only the tensors whose names begin with this, without it.
         data: the data folder or file; None is the embedded job's.
@@ -56,7 +57,7 @@ class Job:
         device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
         workers: reading processes of each rank; None decides by task and cores.
         on_error: what a sample that cannot be read does, one of ``choices.ON_ERROR``.
-        download: whether default weights may be fetched.
+        download: whether weights that torchvision publishes may be fetched.
         data_fingerprint: which bytes of image files tell one data set from another, one of
             ``choices.DATA_FINGERPRINTS``: size and both ends ("ends", which None is), or all.
     """
@@ -102,6 +103,12 @@ class Job:
             check_choice(_flag("data_fingerprint"), self.data_fingerprint, DATA_FINGERPRINTS)
         if self.std is not None and not (self.std and all(0 < value < math.inf for value in self.std)):
             raise UsageError(f"{_flag('std')} {self.std}: expected numbers above 0, one a channel")
+        if self.download and not (self.weights and is_published_name(self.weights)):
+            found = "is not given" if self.weights is None else f"is {self.weights}"
+            raise UsageError(
+                f"--download fetches weights that torchvision publishes, and --weights {found}. Give "
+                "--weights DEFAULT or a name such as IMAGENET1K_V1, or leave --download out."
+            )
 
     def _refuse_options_of_other_tasks(self) -> None:
         for task, names in OPTIONS.items():
@@ -169,7 +176,7 @@ def _resolved(values: Mapping[str, Any], task: str, folder: Path) -> dict[str, A
     # The model's name or, for this task, a path.
     paths = ["data", *(["model"] if task == "question-answering" else [])]
     weights = values.get("weights", "DEFAULT")
-    if weights != "DEFAULT" and not weights.startswith("random:"):
+    if not is_published_name(weights) and not weights.startswith("random:"):
         paths.append("weights")
     return {name: str(folder / value) if name in paths else value for name, value in values.items()}
 

@@ -33,7 +33,7 @@ class Result:
         samples: total, evaluated and failed samples.
         failed: id and error of every failed sample, in data-set order.
         chunks: total, evaluated_now and resumed chunks.
-        job: the job as resolved.
+        job: the options as they were used.
         fingerprint: sha256 of all that decides the metrics.
         data: name and fingerprint of the data set.
         weights: fingerprint of the model's parameters and buffers, and their number.
@@ -48,6 +48,7 @@ class Result:
         samples_per_s: evaluated samples over evaluate seconds.
         units: by metric, "percent" for values of 0 to 100.
         work: what the metrics took, as counts, where a task counts something.
+        description: what was evaluated, in words for people, by label.
         warnings: what a reader of the numbers should know.
         folder: where rank 0 wrote the files.
         finished_at: when the run came to its end, UTC, ISO 8601.
@@ -82,6 +83,7 @@ class Result:
     earlier: bool = False
     replay: str | None = None
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    description: dict[str, str] = field(default_factory=dict)
 
     @property
     def metrics_digest(self) -> str:

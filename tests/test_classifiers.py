@@ -17,9 +17,12 @@ from torch import Tensor, nn
 
 from dualeval.data.image_folder import ImageFolder
 from dualeval.errors import EXIT_USAGE, UsageError
-from dualeval.models import classifiers
+from dualeval.models import classifiers, published
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.vision_library import torchvision
+from tests.published_weights import Publish, cache, publish
+
+__all__ = ["cache", "publish"]  # fixtures
 
 # Imported here, not in the first test that needs it: the import sets an environment variable.
 TORCHVISION = torchvision()
@@ -62,17 +65,6 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "zoo"]:
         del sys.modules[name]
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache of downloaded weights, in place of the user's own."""
-    before = torch.hub.get_dir()
-    torch.hub.set_dir(str(tmp_path / "hub"))
-    folder = tmp_path / "hub/checkpoints"
-    folder.mkdir(parents=True)
-    yield folder
-    torch.hub.set_dir(before)
 
 
 def out_features(model: nn.Module) -> int:
@@ -263,19 +255,17 @@ def test_default_weights_of_a_model_that_has_none(cache: Path, name: str) -> Non
     assert list(cache.iterdir()) == []
 
 
-def test_default_weights_come_from_the_cache(cache: Path) -> None:
+def test_default_weights_come_from_the_cache(cache: Path, publish: Publish) -> None:
     trained = classifiers.build("squeezenet1_1", "random:3", None)
-    torch.save(trained.state_dict(), cache / cached_name("squeezenet1_1"))
+    publish("squeezenet1_1", "DEFAULT", trained, cache)
     assert is_equal(classifiers.build("squeezenet1_1", "DEFAULT", None), trained)
     assert is_equal(classifiers.build("squeezenet1_1", "DEFAULT", 1000), trained)
     assert "is for 1000 classes, but 10 were expected" in fails("squeezenet1_1", "DEFAULT", 10)
 
 
-def test_default_weights_transform_their_input(cache: Path) -> None:
+def test_default_weights_transform_their_input(cache: Path, publish: Publish) -> None:
     """As in torchvision's own constructor; the network was ported and expects other means."""
-    torch.save(
-        classifiers.build("googlenet", "random:0", None).state_dict(), cache / cached_name("googlenet")
-    )
+    publish("googlenet", "DEFAULT", classifiers.build("googlenet", "random:0", None), cache)
     assert getattr(classifiers.build("googlenet", "DEFAULT", None), "transform_input", None) is True
     assert getattr(classifiers.build("googlenet", "random:0", None), "transform_input", None) is False
 
@@ -286,7 +276,7 @@ def test_default_weights_transform_their_input(cache: Path) -> None:
 def test_default_weights_are_of_the_network_that_is_built(name: str) -> None:
     """In number of parameters; vit_h_14's are for larger images. On no device, so nothing is drawn."""
     with torch.device("meta"):
-        model = classifiers.create(name, None, as_pretrained=True)
+        model = classifiers.create(name, None, entry=TORCHVISION.models.get_model_weights(name).DEFAULT)
     # torchvision drops these heads after loading, and counts without them.
     heads = ("aux1.", "aux2.") if name == "googlenet" else ()
     count = sum(p.numel() for n, p in model.named_parameters() if not n.startswith(heads))
@@ -322,8 +312,9 @@ def test_mnasnet_needs_to_know_its_version(tmp_path: Path, suffix: str) -> None:
 def test_nothing_is_downloaded_where_it_is_cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: pytest.fail("downloaded"))
     (cache / cached_name("resnet18")).touch()
-    classifiers.download_default("resnet18")
-    classifiers.download_default("fashion-cnn")
+    published.download("resnet18", "DEFAULT")
+    published.download("resnet18", "IMAGENET1K_V1")
+    published.download("fashion-cnn", "DEFAULT")
     assert [path.name for path in cache.iterdir()] == [cached_name("resnet18")]
 
 
@@ -331,12 +322,24 @@ def test_nothing_is_downloaded_where_it_is_cached(cache: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_preprocessing_is_that_of_the_default_weights(name: str) -> None:
-    found = classifiers.preprocessing_of(name)
-    preset = TORCHVISION.models.get_model_weights(name).DEFAULT.transforms()
-    assert [found.resize, found.crop] == [*preset.resize_size, *preset.crop_size]
-    assert found.interpolation == preset.interpolation.value
-    assert (list(found.mean), list(found.std)) == (preset.mean, preset.std)
+def test_preprocessing_is_that_of_the_weights(name: str) -> None:
+    entries = list(TORCHVISION.models.get_model_weights(name))
+    for entry in entries:
+        found = classifiers.preprocessing_of(name, entry)
+        preset = entry.transforms()
+        assert [found.resize, found.crop] == [*preset.resize_size, *preset.crop_size]
+        assert found.interpolation == preset.interpolation.value
+        assert (tuple(found.mean), tuple(found.std)) == (tuple(preset.mean), tuple(preset.std))
+    assert classifiers.preprocessing_of(name) == classifiers.preprocessing_of(name, entries[0])
+
+
+def test_preprocessing_of_weights_that_nobody_knows() -> None:
+    """Not that of DEFAULT: with resnet50's second weights came a recipe that nobody else's had."""
+    assert str(classifiers.preprocessing_of("resnet50")) == "256 bilinear, crop 224, ImageNet mean and std"
+    assert classifiers.preprocessing_origin("resnet50") == "the model's defaults, as for IMAGENET1K_V1"
+    assert str(classifiers.preprocessing_of("swin_t")) == "232 bicubic, crop 224, ImageNet mean and std"
+    assert classifiers.preprocessing_origin("swin_t") == "the model's defaults"
+    assert classifiers.preprocessing_origin("zoo.models:make") == "assumed, the model names none"
 
 
 def test_preprocessing_gives_what_the_weights_own_transform_gives(tmp_path: Path) -> None:
@@ -345,10 +348,11 @@ def test_preprocessing_gives_what_the_weights_own_transform_gives(tmp_path: Path
     picture = Image.fromarray(rng.integers(0, 256, (300, 400, 3), dtype=np.uint8))
     picture.save(tmp_path / "a/0.png")
     for name in ("resnet50", "efficientnet_b1", "vit_b_16"):
-        wanted = classifiers.preprocessing_of(name)
+        entry = TORCHVISION.models.get_model_weights(name).DEFAULT
+        wanted = classifiers.preprocessing_of(name, entry)
         [(pixels, _)] = ImageFolder(tmp_path, wanted).__getitems__([0])
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
-        own = TORCHVISION.models.get_model_weights(name).DEFAULT.transforms()(picture)
+        own = entry.transforms()(picture)
         torch.testing.assert_close((pixels.float() / 255 - mean) / std, own)
 
 

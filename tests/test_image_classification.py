@@ -176,9 +176,9 @@ def test_preprocessing_is_the_models_where_it_is_not_changed(folder: Path) -> No
     )
     preprocessing = task.fingerprint()["preprocessing"]
     assert preprocessing == {
-        "resize": 255,
+        "resize": 256,
         "crop": 99,
-        "interpolation": "bilinear",
+        "interpolation": "bicubic",
         "mean": (0.5,),
         "std": (0.229, 0.224, 0.225),
     }

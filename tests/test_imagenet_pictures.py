@@ -137,6 +137,32 @@ def test_a_broken_picture_is_skipped_and_listed(
     assert run.result["metrics_digest"] == one.result["metrics_digest"]
 
 
+def test_the_log_tells_the_right_preprocessing_from_the_wrong(
+    evaluate: Evaluate, launch: Launch, pictures: Pictures, tmp_path: Path
+) -> None:
+    """Without its flags this model loses two of twenty pictures; nothing said with which values it ran."""
+    run = evaluate(pictures, 1, "--workers", "0")
+    line = "256 bicubic, crop 224, mean 0.5, std 0.5 (given)"
+    assert run.result["description"]["preprocessing"] == line
+    assert run.result["job"]["interpolation"] == "bicubic"
+    model: list[str | Path] = ["--model", "lite:efficientnet_lite0", "--weights", pictures.weights]
+    command = [sys.executable, "-m", "dualeval", "run", *model, "--data", pictures.data, "--no-progress"]
+    done = launch([*command, "--workers", "0", "--out", tmp_path / "out"], cwd=pictures.home)
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:5])
+    assert said["preprocessing"] == (
+        "256 bilinear, crop 224, ImageNet mean and std (assumed, the model names none)"
+    )
+    result = json.loads((tmp_path / "out/result.json").read_text())
+    assert result["description"] == said
+    assert result["metrics"]["top1"] == 16 / 20
+    assert (result["job"]["device"], result["job"]["workers"], result["job"]["crop"]) == ("cpu", 0, 224)
+    assert {name for name in said if said[name] != run.result["description"][name]} == {
+        "preprocessing",
+        "job",
+    }
+
+
 def test_a_failed_sample_is_in_the_digest(
     evaluate: Evaluate, pictures: Pictures, with_broken: Pictures
 ) -> None:

@@ -30,7 +30,6 @@ precision = "amp-bf16"
 device = "cpu"
 workers = 0
 on-error = "skip"
-download = true
 """
 
 
@@ -74,7 +73,6 @@ def test_every_key_of_a_file(tmp_path: Path) -> None:
         device="cpu",
         workers=0,
         on_error="skip",
-        download=True,
     )
 
 
@@ -118,14 +116,32 @@ def test_paths_count_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (absolute.data, absolute.weights) == ("/val", "/w.pt")
 
 
-@pytest.mark.parametrize("weights", ["DEFAULT", "random:3"])
+NAMES = ["DEFAULT", "IMAGENET1K_V1", "ResNet50_Weights.IMAGENET1K_V2", "IMAGENET1K_SWAG_E2E_V1"]
+
+
+@pytest.mark.parametrize("weights", [*NAMES, "random:3"])
 def test_words_for_weights_are_no_paths(tmp_path: Path, weights: str) -> None:
     assert Job.read(write(tmp_path, f'weights = "{weights}"\n'), {}).weights == weights
 
 
-def test_a_path_that_begins_like_a_word(tmp_path: Path) -> None:
-    job = Job.read(write(tmp_path, 'weights = "DEFAULTS/w.pt"\n'), {})
-    assert job.weights == str(tmp_path / "DEFAULTS/w.pt")
+@pytest.mark.parametrize("weights", ["DEFAULTS/w.pt", "./DEFAULT", "IMAGENET1K_V1.pt", "my_Weights.pt"])
+def test_a_path_that_begins_like_a_word(tmp_path: Path, weights: str) -> None:
+    job = Job.read(write(tmp_path, f'weights = "{weights}"\n'), {})
+    assert job.weights == str(tmp_path / weights)
+
+
+@pytest.mark.parametrize("weights", NAMES)
+def test_what_is_published_may_be_downloaded(tmp_path: Path, weights: str) -> None:
+    assert Job(model="resnet50", weights=weights, download=True).download
+    assert Job.read(write(tmp_path, f'weights = "{weights}"\ndownload = true\n'), {}).download
+
+
+@pytest.mark.parametrize("weights", [None, "w.pt", "random:0", "imagenet1k_v1"])
+def test_a_download_of_nothing_is_refused(weights: str | None) -> None:
+    """It did nothing, and said nothing."""
+    message = fails(None, model="resnet50", weights=weights, download=True)
+    assert f"--weights is {weights}" in message if weights else "--weights is not given" in message
+    assert "Give --weights DEFAULT or a name such as IMAGENET1K_V1, or leave --download out" in message
 
 
 def test_unknown_keys_get_the_nearest_names(tmp_path: Path) -> None:

@@ -80,6 +80,25 @@ def test_a_model_that_knows_the_answers_gets_them_all(fine_tuned: Path, tmp_path
     assert official == {"exact_match": 100.0, "f1": 100.0}
 
 
+def test_the_result_says_what_was_evaluated(tiny: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    result = run(tiny, data["v2.0"], tmp_path / "out", stride=16, max_length=64, null_threshold=1.5)
+    fingerprints = result.weights["fingerprint"][:8], result.data["fingerprint"][:8]
+    assert result.description == {
+        "model": str(tiny),
+        "weights": f"in the folder of the model (fingerprint {fingerprints[0]})",
+        "data": f"{data['v2.0']} ({result.samples['total']} samples, fingerprint {fingerprints[1]})",
+        "windows": "at most 64 tokens, stride 16",
+        "answers": "at most 30 tokens, of the 20 best starts and ends, null threshold 1.5",
+        "job": f"batch size {BATCH}, fp32",
+    }
+    names = ("max_length", "stride", "n_best", "max_answer_length", "null_threshold")
+    assert [result.job[name] for name in names] == [64, 16, 20, 30, 1.5]
+    assert {"exact_match", "f1", "best_thresholds"} < set(result.job["metric"])
+    untrained = QuestionAnswering(model=tiny, data=data["v1.1"], weights="random:1")
+    assert untrained.description()["weights"] == "random:1, untrained"
+    assert (untrained.options()["weights"], untrained.options()["null_threshold"]) == ("random:1", None)
+
+
 @pytest.mark.parametrize(("max_length", "stride"), [(64, 16), (48, 24)])
 def test_it_still_does_in_windows_much_shorter_than_the_text(
     fine_tuned: Path, tmp_path: Path, max_length: int, stride: int
@@ -262,6 +281,8 @@ def test_missing_predictions_are_wrong_and_listed(tmp_path: Path) -> None:
     given = {name: text for name, text in gold.items() if name not in (first, second)}
     path = write(tmp_path / "given.json", {**given, "stray": "text"})
     result = evaluate(GivenAnswers(data=file, predictions=path), tmp_path / "out")
+    assert list(result.description) == ["task", "data", "predictions", "job"]
+    assert result.description["predictions"] == str(path)
     official = questions.official_script().evaluate(json.loads(file.read_text("utf-8"))["data"], given)
     assert result.metrics == official == {"exact_match": 60.0, "f1": 60.0}
     assert result.data["findings"] == {

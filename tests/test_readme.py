@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dualeval.tasks.image_classification import ImageClassification
 from tests.conftest import ROOT, Launch
 from tests.launchers import needs
 
@@ -45,6 +46,11 @@ def test_every_way_to_start_runs(launch: Launch, tmp_path: Path, command: str) -
 def test_the_shown_digest_is_not_invented() -> None:
     """It is that of the embedded job, which other tests compute; here: that all places agree."""
     assert len(set(re.findall(r"metrics_digest  ([0-9a-f]{64})", README))) == 1
+
+
+def test_the_shown_job_is_the_embedded_one() -> None:
+    for label, text in ImageClassification().description().items():
+        assert f"\n{label:<16}{text}" in README
 
 
 @pytest.mark.parametrize("target", ["run", "test", "check", "bench"])

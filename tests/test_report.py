@@ -178,6 +178,13 @@ def test_the_lines_below() -> None:
     assert not any("warning" in line for line in lines)
 
 
+def test_what_was_evaluated_comes_first() -> None:
+    description = {"model": "resnet18", "preprocessing": "256 bilinear [sic], " + "x" * 60}
+    lines = printed(result(description=description)).splitlines()
+    assert lines[:2] == ["model           resnet18", f"preprocessing   256 bilinear [sic], {'x' * 60}"]
+    assert "metric" in lines[3]
+
+
 def test_warnings_come_last() -> None:
     warnings = ["2 samples could not be read [and] are in no metric; " + "x" * 60, "the ranks differ"]
     assert printed(result(warnings=warnings)).splitlines()[-2:] == [f"warning: {w}" for w in warnings]

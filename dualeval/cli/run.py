@@ -92,10 +92,15 @@ def _numbers(
     "--model",
     help="torchvision classifier, fashion-cnn, package.module:factory; or a folder of a transformers model.",
 )
-@click.option("--weights", help="State_dict file (.pt, .pth, .safetensors), DEFAULT, or random:SEED.")
+@click.option(
+    "--weights",
+    help="State_dict file (.pt, .pth, .safetensors), DEFAULT or IMAGENET1K_V1 (torchvision's), random:SEED.",
+)
 @click.option("--weights-key", help="Key of the state_dict in a checkpoint, as model_ema or ema.state_dict.")
 @click.option("--weights-prefix", help="Take only the tensors whose names begin with this, without it.")
-@click.option("--download", is_flag=True, help="Allow --weights DEFAULT to fetch the weights.")
+@click.option(
+    "--download", is_flag=True, help="Allow --weights DEFAULT or IMAGENET1K_V1 to fetch the weights."
+)
 @click.option(
     "--data", help="Folder with one sub-folder of images a class, or with idx files; JSON file of SQuAD."
 )
@@ -165,7 +170,12 @@ def _numbers(
 @click.option("--nproc", type=int, help="Start that many processes here, as torchrun or horovodrun would.")
 @click.option("--progress/--no-progress", default=True, help="Show how far the run is.")
 @options.AS_JSON
-@click.option("--dry-run", is_flag=True, help="Print the job as resolved, and stop.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check options, data, weights and model by building it (--download fetches), print the job as it "
+    "would run, and stop: no rank is started, nothing is evaluated or written.",
+)
 @click.pass_context
 def run(context: click.Context, /, **flags: Any) -> None:
     """Evaluate a model; without options the embedded job: 10,000 real images.
@@ -198,7 +208,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
     world = detection.place
     if dry_run:
         if world.is_main:
-            click.echo(json.dumps(job.to_json(), indent=2, ensure_ascii=False))
+            click.echo(json.dumps(_dry_run(job, manner, world, nproc), indent=2, ensure_ascii=False))
         return
     if world.is_main:
         for note in detection.notes:
@@ -208,29 +218,59 @@ def run(context: click.Context, /, **flags: Any) -> None:
     context.exit(_evaluate(job, manner, world))
 
 
-def _start_ranks(nproc: int, world: World, job: Job, manner: _Manner, arguments: Sequence[str]) -> int:
-    """Start this same command, less --nproc, as ``nproc`` ranks of torchrun's or horovodrun's kind."""
+def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict[str, Any]:
+    """Check a job as far as one process can, and return its options as they would be used."""
+    import torch
+
+    from dualeval.backends import choose_backend, choose_device
+
+    # What every rank would find here.
+    last = world if nproc is None else _last_rank(nproc, world, manner)
+    choose_backend(manner.backend, last)
+    device = choose_device(job.device, last, allow_shared_gpu=manner.allow_shared_gpu)
+    if job.download:
+        _fetch(job)
+    task = _make_task(job)
+    # Whether weights fit the model, and the model the data, does not depend on the device.
+    task.build_model(torch.device("cpu"))
+    task.metrics()
+    cores = max(1, len(os.sched_getaffinity(0)) // last.local_size)
+    return {**_as_used(job, device.type, _workers(job, task, cores)), **task.options()}
+
+
+def _as_used(job: Job, device: str, workers: int) -> dict[str, Any]:
+    """The options as given, with what this machine decides where they are left open."""
+    return {**job.to_json(), "device": job.device or device, "workers": workers}
+
+
+def _last_rank(nproc: int, world: World, manner: _Manner) -> World:
+    """The last of the ranks that --nproc starts: whatever stops any of them stops this one."""
     # A shell that srun has opened on a node is a step of one task.
     if world.launcher != "none" and not (world.launcher == "srun" and world.size == 1):
         raise LaunchError(
             f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
             "Leave out --nproc there, or start 'dualeval run --nproc N' by itself."
         )
+    launcher = "horovodrun" if manner.backend == "horovod" else "torchrun"
+    return World(
+        rank=nproc - 1, size=nproc, local_rank=nproc - 1, local_size=nproc, node_rank=0, launcher=launcher
+    )
+
+
+def _start_ranks(nproc: int, world: World, job: Job, manner: _Manner, arguments: Sequence[str]) -> int:
+    """Start this same command, less --nproc, as ``nproc`` ranks of torchrun's or horovodrun's kind."""
     from dualeval.backends import choose_backend, choose_device
     from dualeval.launch.local import run_local
 
-    launcher = "horovodrun" if manner.backend == "horovod" else "torchrun"
+    last = _last_rank(nproc, world, manner)
     # What the last rank would find: said here once, before any rank is started.
-    last = World(
-        rank=nproc - 1, size=nproc, local_rank=nproc - 1, local_size=nproc, node_rank=0, launcher=launcher
-    )
     choose_backend(manner.backend, last)
     choose_device(job.device, last, allow_shared_gpu=manner.allow_shared_gpu)
     main_file = Path(__file__).resolve().parent.parent / "__main__.py"
     # Said, not left to be found: variables of another launcher may be left over in the shell.
-    command = [sys.executable, str(main_file), *_without_start(arguments), "--launcher", launcher]
+    command = [sys.executable, str(main_file), *_without_start(arguments), "--launcher", last.launcher]
     stop_signals = numbers_of(manner.stop_signals)
-    if launcher == "torchrun":
+    if last.launcher == "torchrun":
         return run_local(command, nproc, os.environ, stop_signals=stop_signals)
     from dualeval.backends.horovod import serve_rendezvous
 
@@ -318,6 +358,7 @@ def _run_engine(
     if job.download:
         _download(job, world, control)
     task = _make_task(job)
+    workers = _workers(job, task, cores)
     shown = (
         Progress(sys.stderr if manner.as_json else sys.stdout) if manner.progress and world.is_main else None
     )
@@ -330,7 +371,7 @@ def _run_engine(
             batch_size=job.batch_size,
             limit=job.limit,
             precision=job.precision,
-            workers=_workers(job, task, cores),
+            workers=workers,
             on_error=job.on_error,
             schedule=manner.schedule,
             fresh=manner.fresh,
@@ -338,7 +379,7 @@ def _run_engine(
             mix_machines=manner.mix_machines,
             watch=watch,
             note=lambda sentence: click.echo(f"dualeval: note: {sentence}", err=True),
-            job=job.to_json(),
+            job=_as_used(job, backend.device.type, workers),
             show=shown,
             started=manner.started,
         ).run()
@@ -348,11 +389,16 @@ def _run_engine(
 
 
 def _download(job: Job, world: World, control: ControlPlane) -> None:
-    if job.model and job.weights == "DEFAULT" and world.local_rank == 0:
-        from dualeval.models.classifiers import download_default
-
-        download_default(job.model)
+    if world.local_rank == 0:
+        _fetch(job)
     control.meet()
+
+
+def _fetch(job: Job) -> None:
+    from dualeval.models import published
+
+    if job.model and job.weights:
+        published.download(job.model, job.weights)
 
 
 def _make_task(job: Job) -> Task:

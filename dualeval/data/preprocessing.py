@@ -7,18 +7,41 @@ from dataclasses import dataclass
 from dualeval.errors import UsageError
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preprocessing:
+class Normalisation:
+    """What is done to the pixels of an image that is taken in its own size.
+
+    Attributes:
+        mean: per channel, of pixels scaled to [0, 1].
+        std: per channel, of pixels scaled to [0, 1].
+    """
+
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+
+    def __str__(self) -> str:
+        """In words for people."""
+        if (self.mean, self.std) == (IMAGENET_MEAN, IMAGENET_STD):
+            return "ImageNet mean and std"
+        return f"mean {_channels(self.mean)}, std {_channels(self.std)}"
+
+
+def _channels(values: tuple[float, ...]) -> str:
+    return ",".join(str(value) for value in (values[:1] if len(set(values)) == 1 else values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing(Normalisation):
     """Resize, crop and normalisation. The defaults are those of most ImageNet classifiers.
 
     Attributes:
         resize: length in pixels that the shorter side is brought to.
         crop: side in pixels of the square cut from the centre.
         interpolation: one of ``INTERPOLATIONS``; as Pillow computes them.
-        mean: per channel, of pixels scaled to [0, 1].
-        std: per channel, of pixels scaled to [0, 1].
 
     Raises:
         UsageError: there is no such interpolation.
@@ -27,8 +50,10 @@ class Preprocessing:
     resize: int = 256
     crop: int = 224
     interpolation: str = "bilinear"
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+
+    def __str__(self) -> str:
+        """In words for people."""
+        return f"{self.resize} {self.interpolation}, crop {self.crop}, {super().__str__()}"
 
     def __post_init__(self) -> None:
         if self.interpolation not in INTERPOLATIONS:

@@ -74,7 +74,7 @@ class Evaluator:
             same work twice, for one right result.
         watch: saves what is finished, and ends this process, where it cannot end by itself.
         note: called with sentences for people, on rank 0 only.
-        job: the options as the caller wants them recorded in the result.
+        job: the options as the caller wants them recorded in the result; ``task.options()`` is added.
         show: progress display, called on rank 0 from a thread of its own.
         started: ``perf_counter()`` at the start of the run, where that was before this call.
 

@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from dualeval.engine.description import describe
 from dualeval.engine.opening import Found
 from dualeval.engine.plan import EvalPlan
 from dualeval.metrics import Measured
@@ -45,7 +46,8 @@ def make_result(
         machines: each kind of machine that has computed chunks; on rank 0 those of earlier runs, too.
         replay: how the comparison of a finished batch went.
         totals: samples evaluated, samples failed.
-        world: as in the result, as ``job`` and ``folder``.
+        world: as in the result, as ``folder``.
+        job: the options as the caller has them; those of the task are added as it uses them.
         setup_s: seconds before the loop.
         total_s: seconds in all.
     """
@@ -69,7 +71,8 @@ def make_result(
             "evaluated_now": len(remaining),
             "resumed": plan.num_chunks - len(remaining),
         },
-        job=dict(job),
+        job={**job, **task.options()},
+        description=describe(task, plan, facts["job"]),
         fingerprint=facts["fingerprint"],
         data={
             "fingerprint": facts["job"]["data"],

@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,26 @@ import torch
 from torch import nn
 
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.errors import DualevalError, UsageError
-from dualeval.models.checkpoints import StateDict, read_state_dict
+from dualeval.errors import UsageError
+from dualeval.models import published
+from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
 from dualeval.vision_library import torchvision
+from dualeval.weights_name import is_published_name
 
 EMBEDDED = "fashion-cnn"
 # torchvision's DenseNet files still have the names of its first version, denselayer1.norm.1 for .norm1.
 _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
 
 
-def create(name: str, num_classes: int | None, *, as_pretrained: bool = False) -> nn.Module:
+def create(name: str, num_classes: int | None, *, entry: Any = None) -> nn.Module:
     """Make a classifier, with whatever weights its constructor gives it.
 
     Args:
         name: a torchvision classifier, "fashion-cnn", or "package.module:factory", a callable that returns
             a module and may take ``num_classes``.
         num_classes: number of outputs; None leaves it to the constructor.
-        as_pretrained: build what torchvision's default weights need beyond the tensors in their file.
+        entry: torchvision's entry of the weights that it is for: with what these need beyond their tensors.
 
     Raises:
         UsageError: there is no such model; offers the nearest names.
@@ -50,7 +53,7 @@ def create(name: str, num_classes: int | None, *, as_pretrained: bool = False) -
         from dualeval.models.fashion_cnn import FashionCNN
 
         return FashionCNN(**arguments)
-    known = _torchvision_names()
+    known = published.torchvision_names()
     if name not in known:
         near = difflib.get_close_matches(name, [*known, EMBEDDED], n=5, cutoff=0.5)
         hint = f" Nearest: {', '.join(near)}." if near else ""
@@ -60,26 +63,11 @@ def create(name: str, num_classes: int | None, *, as_pretrained: bool = False) -
         )
     # Without this argument torchvision warns that these two take long to draw their first values.
     extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    if as_pretrained:
-        extra |= _pretrained_arguments(name)
+    if entry is not None:
+        extra |= published.constructor_arguments(name, entry)
     model = torchvision().models.get_model(name, weights=None, **arguments, **extra)
     assert isinstance(model, nn.Module)
     return model
-
-
-def _pretrained_arguments(name: str) -> dict[str, Any]:
-    """What torchvision's own constructors change when they are given weights."""
-    if name in ("googlenet", "inception_v3"):
-        return {"transform_input": True}
-    if name.startswith("vit_"):
-        return {"image_size": _default_weights(name).meta["min_size"][0]}
-    return {}
-
-
-def _torchvision_names() -> list[str]:
-    models = torchvision().models
-    names: list[str] = models.list_models(module=models)
-    return names
 
 
 def _import_factory(name: str) -> Any:
@@ -107,9 +95,53 @@ def sources_of(name: str) -> list[Any]:
     return [sys.modules[name.partition(":")[0]], _import_factory(name)] if ":" in name else []
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightsSource:
+    """Where a classifier's weights come from.
+
+    Attributes:
+        text: the value of ``--weights``.
+        seed: of "random:SEED"; None for weights in a file.
+        path: the file; None for random ones.
+        entry: torchvision's entry, where the file is one that it publishes, whatever the file's name.
+    """
+
+    text: str
+    seed: int | None = None
+    path: Path | None = None
+    entry: Any = None
+
+
+def find_weights(name: str, weights: str) -> WeightsSource:
+    """Find out what a value of ``--weights`` stands for, and that it is there.
+
+    Args:
+        name: as for ``create``.
+        weights: a path, the name of weights that torchvision publishes (DEFAULT, IMAGENET1K_V1,
+            ResNet50_Weights.IMAGENET1K_V1; from its local cache) or "random:SEED".
+
+    Raises:
+        UsageError: there are no such weights.
+    """
+    seed = seed_of(weights)
+    if seed is not None:
+        return WeightsSource(text=weights, seed=seed)
+    if is_published_name(weights):
+        entry = published.entry_named(name, weights)
+        return WeightsSource(text=weights, path=published.checked_cached_file(entry, weights), entry=entry)
+    path = Path(weights)
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        hint = "" if path.suffix or len(path.parts) > 1 else " " + published.names_hint(name, weights)
+        raise UsageError(
+            f"weights file {path} {found}. Give a state_dict file with --weights PATH.{hint.rstrip()}"
+        )
+    return WeightsSource(text=weights, path=path, entry=published.recognise(name, path))
+
+
 def build(
     name: str,
-    weights: str,
+    weights: str | WeightsSource,
     num_classes: int | None,
     *,
     weights_key: str | None = None,
@@ -120,7 +152,7 @@ def build(
 
     Args:
         name: as for ``create``.
-        weights: a path, "DEFAULT" (torchvision's own, from its local cache) or "random:SEED".
+        weights: as for ``find_weights``, or what that has found.
         num_classes: number of outputs; None where only the model or the weights tell.
         weights_key: where the state_dict lies in a file, as for ``checkpoints.read_state_dict``.
         weights_prefix: of the names that are taken from a file, as for ``weights.load_state_dict``.
@@ -129,75 +161,48 @@ def build(
     Raises:
         UsageError: model and weights do not fit, or do not exist.
     """
-    seed = seed_of(weights)
-    if seed is not None:
+    source = weights if isinstance(weights, WeightsSource) else find_weights(name, weights)
+    if source.path is None:
+        assert source.seed is not None, "weights are in a file or drawn"
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(source.seed)
             return create(name, num_classes).eval()
-    default = weights == "DEFAULT"
-    found = _default_state_dict(name) if default else read_state_dict(Path(weights), weights_key)
+    found = read_state_dict(source.path, weights_key)
     if name.startswith("densenet"):
         for old in [key for key in found.tensors if _OLD_DENSENET.search(key)]:
             found.tensors[_OLD_DENSENET.sub(r"\1\2", old)] = found.tensors.pop(old)
     with torch.random.fork_rng(devices=[]):  # a constructor draws values that are overwritten here
-        model = create(name, num_classes, as_pretrained=default)
-    loaded = load_state_dict(model, found, prefix=weights_prefix, source=f"the weights {weights}")
-    if not default:
+        model = create(name, num_classes, entry=source.entry)
+    loaded = load_state_dict(model, found, prefix=weights_prefix, source=f"the weights {source.text}")
+    if not is_published_name(source.text):
         on_load(loaded)
     return model.eval()
 
 
-def _default_weights(name: str) -> Any:
-    """torchvision's default weights entry of a model; None where the model has none."""
-    if ":" in name or name == EMBEDDED or name not in _torchvision_names():
-        return None
-    entries = list(torchvision().models.get_model_weights(name))
-    return entries[0].DEFAULT if entries else None
+def preprocessing_of(name: str, entry: Any = None) -> Preprocessing:
+    """The preprocessing of a model's images.
 
+    Args:
+        name: as for ``create``.
+        entry: torchvision's entry, where the weights are published ones: theirs is taken.
 
-def _cached_file(entry: Any) -> Path:
-    return Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
-
-
-def _default_state_dict(name: str) -> StateDict:
-    entry = _default_weights(name)
-    if entry is None:
-        raise UsageError(f"--weights DEFAULT: {name} has no weights of its own. Give a state_dict file.")
-    cached = _cached_file(entry)
-    if not cached.is_file():
-        raise UsageError(
-            f"--weights DEFAULT: {entry} is not in the local cache ({cached}). Add --download to fetch it, "
-            "or put the file there."
-        )
-    return read_state_dict(cached)
-
-
-def download_default(name: str) -> None:
-    """Fetch a model's default weights into torch's cache, checked against the hash in their name.
-
-    Raises:
-        DualevalError: they could not be fetched.
+    Returns:
+        For other weights that of the first ones published for the model: later ones often go with a recipe
+        of their own (resnet50's IMAGENET1K_V2 with a resize to 232), which nobody else's weights had. For a
+        model without published weights the one of most ImageNet classifiers.
     """
-    entry = _default_weights(name)
-    if entry is not None and not _cached_file(entry).is_file():
-        try:
-            entry.get_state_dict(progress=False, check_hash=True)
-        except (OSError, RuntimeError) as error:  # no network; the wrong hash
-            raise DualevalError(
-                f"{entry.url} cannot be fetched: {error}. Put it at {_cached_file(entry)}."
-            ) from error
-
-
-def preprocessing_of(name: str) -> Preprocessing:
-    """The preprocessing that belongs to a model's default weights; ImageNet's usual one where it has none."""
-    entry = _default_weights(name)
     if entry is None:
-        return Preprocessing()
-    preset = entry.transforms()
-    return Preprocessing(
-        resize=preset.resize_size[0],
-        crop=preset.crop_size[0],
-        interpolation=preset.interpolation.value,
-        mean=tuple(preset.mean),
-        std=tuple(preset.std),
-    )
+        entry = next(iter(published.entries_of(name)), None)
+    return Preprocessing() if entry is None else published.preprocessing_of(entry)
+
+
+def preprocessing_origin(name: str, entry: Any = None) -> str:
+    """Where ``preprocessing_of`` takes its values from, in words for people."""
+    if entry is not None:
+        return f"those of {entry}"
+    entries = published.entries_of(name)
+    if not entries:
+        return "assumed, the model names none"
+    if all(published.preprocessing_of(other) == published.preprocessing_of(entries[0]) for other in entries):
+        return "the model's defaults"
+    return f"the model's defaults, as for {entries[0].name}"

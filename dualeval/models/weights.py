@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import StateDict
 from dualeval.models.prefixes import prefix_that_fits, take_prefix, unwrap_for
+from dualeval.weights_name import is_published_name
 
 _LISTED_AT_MOST = 8
 _RANDOM = "random:"
@@ -73,7 +74,7 @@ def refuse_choice_without_file(weights: str | None, key: str | None, prefix: str
         UsageError: it goes with the library's own weights, with random ones, or with none.
     """
     given = [f"--weights-{name}" for name, value in (("key", key), ("prefix", prefix)) if value is not None]
-    if given and (weights is None or weights == "DEFAULT" or weights.startswith(_RANDOM)):
+    if given and (weights is None or is_published_name(weights) or weights.startswith(_RANDOM)):
         beside = "without --weights" if weights is None else f"with --weights {weights}"
         raise UsageError(
             f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given {beside}, where there is no "

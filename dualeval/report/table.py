@@ -7,15 +7,19 @@ from rich.table import Table
 
 from dualeval.result import Result
 
+# Of the lines around the table.
+_LABEL_WIDTH = 16
 # Metrics that are proportions of samples, or averages of such; shown in percent, stored as fractions.
 _FRACTIONS = ("top", "micro_", "macro_", "ece")
 
 
 def print_result(result: Result, console: Console | None = None) -> None:
-    """Print the scalar metrics with their intervals, the samples, the digest and where the files are."""
+    """Print what was evaluated, the scalar metrics with their intervals, and where the files are."""
     console = console or Console()
     if result.earlier:
-        console.print(_of_earlier_run(result), soft_wrap=True, highlight=False, markup=False)
+        _print_line(console, _of_earlier_run(result))
+    for label, text in result.description.items():
+        _print_line(console, f"{label:<{_LABEL_WIDTH}}{text}")
     table = Table("metric", "value", "95 % interval")
     for name, value in result.metrics.items():
         if isinstance(value, (int, float)):
@@ -38,7 +42,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
         f"files           {result.folder}",
     ]
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        _print_line(console, line)
     for warning in result.warnings:
         console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False, style="yellow")
 
@@ -54,6 +58,11 @@ def _of_earlier_run(result: Result) -> str:
         "skipped": "; not compared with what the job gives now (--no-replay)",
     }[result.replay]
     return f"Finished before{when} and shown again{proof}."
+
+
+def _print_line(console: Console, line: str) -> None:
+    # Whole, however narrow the terminal, to be copied.
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _work(result: Result) -> str:

@@ -166,6 +166,23 @@ class Task(Protocol):
         """
         return ()
 
+    def options(self) -> Mapping[str, Any]:
+        """The options as they are used, for ``job`` in the result. Called after ``build_model``.
+
+        Returns:
+            Plain values by option: also those that nobody gave, and None for what is not done.
+        """
+        return {}
+
+    def description(self) -> Mapping[str, str]:
+        """What is evaluated, in words for people; printed with the metrics. Called after ``build_model``.
+
+        Returns:
+            By label, as ``model``, ``weights``, ``data``, ``preprocessing``; the engine adds fingerprints to
+            weights and data.
+        """
+        return {}
+
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """What the task adds to the run's fingerprint: plain values, preprocessing among them."""

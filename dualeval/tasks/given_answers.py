@@ -42,6 +42,8 @@ class GivenAnswers(ScoredAnswers):
     def __init__(
         self, *, data: Path, predictions: Path, null_odds: Path | None = None, metrics: Sequence[str] = ()
     ) -> None:
+        self._data = data
+        self._predictions = predictions
         self._answers = read_predictions(predictions)
         self._odds = None if null_odds is None else read_null_odds(null_odds)
         super().__init__(read_questions(data), metrics)
@@ -133,6 +135,10 @@ class GivenAnswers(ScoredAnswers):
 
     def _all_row_metrics(self) -> list[RowMetric]:
         return _row_metrics(self._odds is not None)
+
+    def description(self) -> dict[str, str]:
+        """The files of questions and answers."""
+        return {"data": str(self._data), "predictions": str(self._predictions)}
 
     def fingerprint(self) -> dict[str, Any]:
         """What is scored."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.data.idx import IdxImages
-from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.preprocessing import Normalisation, Preprocessing
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.models import classifiers
 from dualeval.models.weights import LoadedWeights, notes_of, refuse_choice_without_file
 from dualeval.tasks import Task
+from dualeval.tasks.image_preprocessing import choose_for_files, choose_for_idx
 
 if TYPE_CHECKING:
     from dualeval.data.image_folder import ImageFolder
@@ -33,6 +33,7 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 EMBEDDED_WEIGHTS = ASSETS / "fashion_cnn.safetensors"
 
 _TOP = 5
+_SHIPPED = "{}, shipped with dualeval"
 
 
 class ImageClassification(Task):
@@ -40,13 +41,15 @@ class ImageClassification(Task):
 
     Args:
         model: as for ``models.classifiers.create``; None is the embedded job's network.
-        weights: as for ``models.classifiers.build``; None is the embedded job's, for its network alone.
+        weights: as for ``models.classifiers.find_weights``; None is the embedded job's, for its network
+            alone.
         weights_key: where the state_dict lies in a checkpoint, with dots between; None finds the only one.
         weights_prefix: take only the names of a file that begin with this, without it.
         data: a folder of class folders, or of idx files; None is the embedded job's test set.
         num_classes: number of classes; needed only where neither data nor weights tell.
         metrics: names of metrics; empty for the default ones.
-        preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``.
+        preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``. For idx
+            files mean and std, which nothing tells but for the embedded weights and the embedded data.
         data_fingerprint: what of image files tells one data set from another: "ends" (size, first and last
             4 KiB) or "content" (all bytes); of idx files it is always all.
 
@@ -90,38 +93,52 @@ class ImageClassification(Task):
                 "--weights DEFAULT (the library's own) or --weights random:SEED."
             )
         refuse_choice_without_file(weights, weights_key, weights_prefix)
-        self._weights = weights or str(EMBEDDED_WEIGHTS)
         self._weights_key = weights_key
         self._weights_prefix = weights_prefix
         self.loaded_weights: LoadedWeights | None = None
-        folder = ASSETS if data is None else data
-        self._in_memory = IdxImages.is_in(folder)
-        unused = [f"--{key}" for key in ("resize", "crop", "interpolation") if key in (preprocessing or {})]
-        if self._in_memory and unused:
-            raise UsageError(
-                f"{' and '.join(unused)} has no meaning for the idx files in {folder}: their images are "
-                "evaluated as they are. Leave it out."
-            )
-        base = (
-            Preprocessing(mean=(FASHION_MEAN,), std=(FASHION_STD,))
+        self._source = classifiers.find_weights(self._model_name, weights or str(EMBEDDED_WEIGHTS))
+        self._folder = ASSETS if data is None else data
+        self._in_memory = IdxImages.is_in(self._folder)
+        asked = preprocessing or {}
+        self._preprocessing = (
+            choose_for_idx(self._folder, self._known_for_idx(), asked)
             if self._in_memory
-            else classifiers.preprocessing_of(self._model_name)
+            else choose_for_files(self._model_name, self._source, asked)
         )
-        self._preprocessing = replace(base, **(preprocessing or {}))
         self._dataset: IdxImages | ImageFolder = (
-            IdxImages(folder)
+            IdxImages(self._folder)
             if self._in_memory
-            else _image_folder(folder, self._preprocessing, whole_files=data_fingerprint == "content")
+            else _image_folder(
+                self._folder, self._preprocessing.of_files, whole_files=data_fingerprint == "content"
+            )
         )
         self._data_fingerprint = "content" if self._in_memory else data_fingerprint
         self._metric_names = tuple(metrics)
         self._num_classes = self._agreed_classes(num_classes)
         self._scale: tuple[Tensor, Tensor] | None = None
+        self._model_detail = ""
 
     @property
     def decodes(self) -> bool:
         """True for image files; idx files are unpacked once, into memory."""
         return not self._in_memory
+
+    def _known_for_idx(self) -> tuple[Normalisation, str] | None:
+        """What idx files are normalised with, and why, where that is known without being asked for."""
+        fashion = Normalisation(mean=(FASHION_MEAN,), std=(FASHION_STD,))
+        if self._weights_are_embedded:
+            return fashion, "the model's defaults"
+        return (fashion, "Fashion-MNIST's") if self._data_is_embedded else None
+
+    @property
+    def _weights_are_embedded(self) -> bool:
+        path = self._source.path
+        own = path is not None and path.resolve() == EMBEDDED_WEIGHTS
+        return own and self._model_name == classifiers.EMBEDDED
+
+    @property
+    def _data_is_embedded(self) -> bool:
+        return self._folder.resolve() == ASSETS
 
     def _agreed_classes(self, asked: int | None) -> int | None:
         found = self._dataset.num_classes
@@ -151,22 +168,26 @@ class ImageClassification(Task):
         """
         model = classifiers.build(
             self._model_name,
-            self._weights,
+            self._source,
             self._num_classes,
             weights_key=self._weights_key,
             weights_prefix=self._weights_prefix,
             on_load=self._remember,
         ).to(device)
+        if hasattr(model, "transform_input"):
+            # Of googlenet and inception_v3: it normalises anew, and a state_dict does not say whether.
+            self._model_detail = f", transform_input {model.transform_input}"
         shape = self._dataset.sample_shape
-        channels = len(self._preprocessing.mean), len(self._preprocessing.std)
+        wanted = self._preprocessing.values
+        channels = len(wanted.mean), len(wanted.std)
         if set(channels) - {1, shape[0]}:
             raise UsageError(
                 f"--mean has {channels[0]} values and --std {channels[1]}, expected {shape[0]} of each, "
                 f"one a channel, or 1 for all channels."
             )
         self._scale = (
-            torch.tensor(self._preprocessing.mean, device=device).view(-1, 1, 1),
-            torch.tensor(self._preprocessing.std, device=device).view(-1, 1, 1),
+            torch.tensor(wanted.mean, device=device).view(-1, 1, 1),
+            torch.tensor(wanted.std, device=device).view(-1, 1, 1),
         )
         self._num_classes = self._tried(model, torch.zeros(2, *shape, dtype=torch.uint8, device=device))
         return model
@@ -239,12 +260,44 @@ class ImageClassification(Task):
         """The factory that made the model, where it has one."""
         return classifiers.sources_of(self._model_name)
 
+    def options(self) -> dict[str, Any]:
+        """The options as they are used; null for steps that are not done."""
+        path = self._source.path
+        return {
+            "model": self._model_name,
+            "weights": self._source.text if path is None else str(path.absolute()),
+            "data": str(self._folder.absolute()),
+            "num_classes": self._num_classes,
+            **self._preprocessing.to_json(),
+            "metric": [metric.name for metric in self.metrics()],
+        }
+
+    def description(self) -> dict[str, str]:
+        """Model, weights, data and preprocessing."""
+        size = "{1} x {2} as stored, ".format(*self._dataset.sample_shape) if self._in_memory else ""
+        return {
+            "model": self._model_name + self._model_detail,
+            "weights": self._described_weights(),
+            "data": _SHIPPED.format("Fashion-MNIST's test set")
+            if self._data_is_embedded
+            else str(self._folder),
+            "preprocessing": f"{size}{self._preprocessing.values} ({self._preprocessing.origin})",
+        }
+
+    def _described_weights(self) -> str:
+        if self._weights_are_embedded:
+            return _SHIPPED.format(EMBEDDED_WEIGHTS.name)
+        source = self._source
+        if source.path is None:
+            return f"{source.text}, untrained"
+        return str(source.path) if source.entry is None else f"{source.entry}, {source.path}"
+
     def fingerprint(self) -> dict[str, Any]:
         """Model name, classes and preprocessing; data and weights have fingerprints of their own."""
         return {
             "model": self._model_name,
             "num_classes": self._num_classes,
-            "preprocessing": asdict(self._preprocessing),
+            "preprocessing": self._preprocessing.to_json(),
             "data_fingerprint": self._data_fingerprint,
         }
 

@@ -19,7 +19,7 @@ from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models import question_answering as models
-from dualeval.models.weights import LoadedWeights, notes_of, refuse_choice_without_file
+from dualeval.models.weights import LoadedWeights, notes_of, refuse_choice_without_file, seed_of
 from dualeval.tasks.scored_answers import ScoredAnswers, answer_metrics, chosen
 
 # What the model gives in files of their own, under the names that the official scripts' users know.
@@ -87,6 +87,7 @@ class QuestionAnswering(ScoredAnswers):
                 "without an answer, -1e30 all."
             )
         self._folder = model
+        self._data = data
         self._weights = weights
         self._weights_key = weights_key
         self._weights_prefix = weights_prefix
@@ -241,19 +242,49 @@ class QuestionAnswering(ScoredAnswers):
         chosen = super().metrics()
         return chosen if any(metric.name == WindowWork.name for metric in chosen) else [*chosen, WindowWork()]
 
+    def options(self) -> dict[str, Any]:
+        """The options as they are used; no null_threshold where every question has an answer."""
+        weights = self._weights or str(self._folder)
+        return {
+            **super().options(),
+            "model": str(self._folder.absolute()),
+            "weights": weights if seed_of(weights) is not None else str(Path(weights).absolute()),
+            "data": str(self._data.absolute()),
+            **self._answer_options(),
+        }
+
+    def _answer_options(self) -> dict[str, Any]:
+        return {
+            "max_length": self._encoder.max_length,
+            "stride": self._encoder.stride,
+            "n_best": self._n_best,
+            "max_answer_length": self._max_answer_length,
+            "null_threshold": self._null_threshold if self._unanswerable else None,
+        }
+
+    def description(self) -> dict[str, str]:
+        """Model, weights, data, and how windows and answers are made."""
+        untrained = ", untrained" if self._weights and seed_of(self._weights) is not None else ""
+        answers = f"at most {self._max_answer_length} tokens, of the {self._n_best} best starts and ends"
+        if self._unanswerable:
+            answers += f", null threshold {self._null_threshold:g}"
+        return {
+            "model": str(self._folder),
+            "weights": f"{self._weights or 'in the folder of the model'}{untrained}",
+            "data": str(self._data),
+            "windows": f"at most {self._encoder.max_length} tokens, stride {self._encoder.stride}",
+            "answers": answers,
+        }
+
     def fingerprint(self) -> dict[str, Any]:
         """What windows, logits and answers depend on, besides the weights."""
         return {
             # Weights say nothing of how many heads they are divided among.
             "config": models.config_fingerprint(self._folder),
             "tokenizer": self._encoder.fingerprint(),
-            "max_length": self._encoder.max_length,
-            "stride": self._encoder.stride,
             "most_windows": self._encoder.most_windows,
-            "n_best": self._n_best,
-            "max_answer_length": self._max_answer_length,
             "unanswerable": self._unanswerable,
-            "null_threshold": self._null_threshold if self._unanswerable else None,
+            **self._answer_options(),
         }
 
 

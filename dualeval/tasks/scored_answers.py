@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,6 +89,11 @@ class ScoredAnswers(Task):
     def row_metrics(self) -> list[RowMetric]:
         """The best thresholds, where there are questions without an answer."""
         return self._chosen()[1]
+
+    def options(self) -> Mapping[str, Any]:
+        """The metrics that are computed."""
+        names = [metric.name for metric in self.metrics()]
+        return {"metric": names + [metric.name for metric in self.row_metrics()]}
 
     def findings(self, count: int) -> dict[str, list[str]]:
         """Questions with a gold answer that is not at its ``answer_start``; its text counts all the same."""

@@ -1,0 +1,104 @@
+"""Which preprocessing a job has: what was asked for, and where the rest comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dualeval.data.preprocessing import Normalisation, Preprocessing
+from dualeval.errors import UsageError
+from dualeval.models.classifiers import WeightsSource, preprocessing_of, preprocessing_origin
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenPreprocessing:
+    """The preprocessing of a job.
+
+    Attributes:
+        values: what is done; more than normalisation for image files alone.
+        origin: where the values come from, in words for people.
+    """
+
+    values: Normalisation
+    origin: str
+
+    @property
+    def of_files(self) -> Preprocessing:
+        """The values for image files."""
+        assert isinstance(self.values, Preprocessing), "these images are taken in their own size"
+        return self.values
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field of ``Preprocessing``; None for what is not done."""
+        return {**dict.fromkeys(_names(Preprocessing)), **asdict(self.values)}
+
+
+def choose_for_files(model: str, source: WeightsSource, asked: Mapping[str, Any]) -> ChosenPreprocessing:
+    """Choose for image files: what was asked for, and else what belongs to weights and model.
+
+    Args:
+        model: the model's name.
+        source: its weights.
+        asked: fields of ``Preprocessing``.
+
+    Raises:
+        UsageError: there is no such interpolation; or the crop is larger than what it is cut from, and not
+            both were asked for.
+    """
+    values = replace(preprocessing_of(model, source.entry), **asked)
+    if values.crop > values.resize and not {"resize", "crop"} <= asked.keys():
+        other = "crop" if "resize" in asked else "resize"
+        raise UsageError(
+            f"the crop of {values.crop} pixels is larger than the {values.resize} that the shorter side is "
+            f"resized to, so images would get black borders. Give --{other} as well; where both --resize "
+            "and --crop are given, borders are allowed."
+        )
+    origin = _origin(Preprocessing, asked, preprocessing_origin(model, source.entry))
+    return ChosenPreprocessing(values=values, origin=origin)
+
+
+def choose_for_idx(
+    folder: Path, known: tuple[Normalisation, str] | None, asked: Mapping[str, Any]
+) -> ChosenPreprocessing:
+    """Choose for idx files, which are taken in their own size.
+
+    Args:
+        folder: where they are, for messages.
+        known: the values where they are known, and why; None where they have to be asked for.
+        asked: fields of ``Preprocessing``.
+
+    Raises:
+        UsageError: a field has no meaning here, or mean or standard deviation are not known.
+    """
+    unused = [f"--{name}" for name in ("resize", "crop", "interpolation") if name in asked]
+    if unused:
+        raise UsageError(
+            f"{' and '.join(unused)} has no meaning for the idx files in {folder}: their images are "
+            "evaluated as they are. Leave it out."
+        )
+    missing = [f"--{name}" for name in _names(Normalisation) if name not in asked]
+    if missing and known is None:
+        raise UsageError(
+            f"the idx files in {folder} need {' and '.join(missing)}: these belong to the weights, and "
+            "nothing tells which ones this model was trained with. Give the values of its training, for "
+            "pixels scaled to [0, 1], as in --mean 0.5 --std 0.5."
+        )
+    base, why = known or (Normalisation(), "")
+    return ChosenPreprocessing(values=replace(base, **asked), origin=_origin(Normalisation, asked, why))
+
+
+def _names(kind: type[Normalisation]) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _origin(kind: type[Normalisation], asked: Mapping[str, Any], others: str) -> str:
+    """Which values were asked for, and where the others come from."""
+    given = [name for name in ("resize", "interpolation", "crop", "mean", "std") if name in asked]
+    if not given:
+        return others
+    if len(given) == len(_names(kind)):
+        return "given"
+    *most, last = given
+    return f"{', '.join(most)}{' and ' if most else ''}{last} given, else {others}"

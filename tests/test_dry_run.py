@@ -1,0 +1,165 @@
+"""``dualeval run --dry-run``: the job as it would run, checked; nothing is started or written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from dualeval.cli import dualeval
+from dualeval.errors import EXIT_USAGE, DualevalError, UsageError
+from dualeval.models import classifiers
+from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS
+from dualeval.vision_library import torchvision
+from tests import questions
+from tests.conftest import Launch
+from tests.published_weights import Publish, cache, publish
+
+__all__ = ["cache", "publish"]  # fixtures
+
+# Imported here, not in the first test that needs it: the import sets an environment variable.
+torchvision()
+DryRun = Callable[..., dict[str, Any]]
+RUN: list[str | Path] = [sys.executable, "-m", "dualeval", "run"]
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> DryRun:
+    """Run in this process, and check that nothing is written in ``tmp_path``; returns what is printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str | Path) -> dict[str, Any]:
+        before = sorted(tmp_path.rglob("*"))
+        command = ["run", *map(str, arguments), "--launcher", "none", "--out", "out", "--dry-run"]
+        try:
+            dualeval.main(command, standalone_mode=False, obj=command)
+        finally:
+            said = capsys.readouterr().out
+            assert sorted(tmp_path.rglob("*")) == before
+        job: dict[str, Any] = json.loads(said)
+        return job
+
+    return run
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    for name in "ab":
+        (tmp_path / "val" / name).mkdir(parents=True)
+        Image.new("RGB", (40, 40)).save(tmp_path / "val" / name / "0.png")
+    return tmp_path
+
+
+def test_the_embedded_job(launch: Launch, tmp_path: Path) -> None:
+    done = launch([*RUN, "--dry-run", "--out", tmp_path / "out"], cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+    job = json.loads(done.stdout)
+    assert job["weights"] == str(EMBEDDED_WEIGHTS)
+    assert (job["model"], job["num_classes"], job["mean"], job["std"]) == (
+        "fashion-cnn",
+        10,
+        [0.286],
+        [0.353],
+    )
+    assert (job["resize"], job["crop"], job["interpolation"]) == (None, None, None)
+    assert (job["device"], job["workers"], job["metric"][:2]) == ("cpu", 0, ["loss", "top1"])
+
+
+def test_a_job_of_pictures(dry_run: DryRun, pictures: Path) -> None:
+    (pictures / "job.toml").write_text('data = "val"\nbatch-size = 32\nmetric = ["loss"]\n')
+    model = ["--model", "squeezenet1_1", "--weights", "random:0"]
+    job = dry_run("--config", "job.toml", *model, "--crop", "64")
+    assert (job["data"], job["num_classes"], job["metric"]) == (str(pictures / "val"), 2, ["loss"])
+    assert (job["resize"], job["crop"], job["interpolation"]) == (256, 64, "bilinear")
+    assert job["mean"] == [0.485, 0.456, 0.406]
+    assert job["batch_size"] == 32
+    assert job["workers"] >= 1
+
+
+def test_published_weights(dry_run: DryRun, pictures: Path, publish: Publish, cache: Path) -> None:
+    """As their file, with their own preprocessing; what is in the cache is not fetched again."""
+    file = publish("mobilenet_v2", "IMAGENET1K_V1", classifiers.create("mobilenet_v2", None), cache)
+    for number in range(1000):
+        (pictures / f"val/{number:04d}").mkdir()
+    for folder in "ab":
+        (pictures / "val" / folder).rename(pictures / "val/0000" / folder)
+    model = ["--model", "mobilenet_v2", "--weights", "IMAGENET1K_V1", "--data", "val"]
+    job = dry_run(*model, "--download")
+    assert (job["weights"], job["resize"], job["num_classes"]) == (str(file), 256, 1000)
+    assert job["download"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "nowhere"], ["nowhere", "does not exist"]),
+        (["--weights", "none.pt"], ["none.pt", "does not exist"]),
+        (["--weights", "text.pt"], ["text.pt"]),
+        (["--weights", "twelve.pt"], ["is for 12 classes", "2 were expected"]),
+        (["--weights", "IMAGENET1K_V7"], ["IMAGENET1K_V7", "IMAGENET1K_V1"]),
+        (["--model", "squeezenet"], ["there is no model 'squeezenet'"]),
+        (["--metric", "topp1"], ["'topp1'", "top1"]),
+        (["--mean", "0.5,0.5"], ["--mean has 2 values", "expected 3"]),
+        (["--crop", "300"], ["black borders", "--resize"]),
+        (["--crop", "8"], ["cannot take images of shape (3, 8, 8)"]),
+        (["--download"], ["--download", "random:0"]),
+        (["--device", "tpu"], ["--device 'tpu'"]),
+        (["--backend", "torch"], ["--backend torch", "--nproc"]),
+        (["--nproc", "2", "--backend", "mpi"], ["--backend mpi"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_what_is_wrong_is_said(
+    dry_run: DryRun,
+    pictures: Path,
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    """These were all well."""
+    (pictures / "text.pt").write_text("no weights")
+    torch.save(classifiers.create("squeezenet1_1", 12).state_dict(), pictures / "twelve.pt")
+    with pytest.raises(DualevalError) as caught:
+        dry_run("--model", "squeezenet1_1", "--weights", "random:0", "--data", "val", *arguments)
+    assert caught.value.exit_code == EXIT_USAGE
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_ranks_of_a_launcher(launch: Launch, tmp_path: Path) -> None:
+    """Rank 0 speaks, whether it is well or not."""
+    torch.save({**FashionCNN().state_dict(), "stray": torch.zeros(1)}, tmp_path / "misfit.pt")
+    start: list[str | Path] = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = [*start, "-m", "dualeval", "run", "--dry-run", "--out", tmp_path / "out"]
+    done = launch(command, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"] == "fashion-cnn"
+    done = launch([*command, "--model", "fashion-cnn", "--weights", "misfit.pt"], cwd=tmp_path, timeout=60)
+    assert done.returncode != 0
+    assert done.stderr.count("dualeval: error: ") == 1
+    assert "not in the model: stray" in done.stderr
+    assert "exitcode  : 2 " in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["misfit.pt"]
+
+
+def test_nproc_starts_nothing(dry_run: DryRun) -> None:
+    assert dry_run("--nproc", "3")["model"] == "fashion-cnn"
+
+
+def test_question_answering(dry_run: DryRun, tmp_path: Path) -> None:
+    model = questions.save_tiny_bert(tmp_path / "tiny")
+    task: list[str | Path] = ["--task", "question-answering", "--model", model]
+    job = dry_run(*task, "--data", questions.squad_file(), "--stride", "16")
+    assert (job["model"], job["weights"]) == (str(model), str(model))
+    assert (job["max_length"], job["stride"], job["n_best"], job["max_answer_length"]) == (384, 16, 20, 30)
+    assert job["null_threshold"] is None
+    assert job["metric"][:2] == ["exact_match", "f1"]
+    with pytest.raises(UsageError, match=r"none\.json"):
+        dry_run(*task, "--data", "none.json")
