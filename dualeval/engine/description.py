@@ -17,7 +17,8 @@ def describe(task: Task, plan: EvalPlan, job: Mapping[str, Any]) -> dict[str, st
     Args:
         task: says what it evaluates; one that does not is named.
         plan: the run's.
-        job: the facts of the run's identity: ``data`` and ``weights`` with fingerprints, ``precision``.
+        job: the facts of the run's identity: ``data``, ``contents`` (None where the data set gives none) and
+            ``weights`` with fingerprints, ``precision``.
 
     Returns:
         By label: the task's own lines, of which ``weights`` and ``data`` get a fingerprint, and ``job``.
@@ -26,10 +27,12 @@ def describe(task: Task, plan: EvalPlan, job: Mapping[str, Any]) -> dict[str, st
     first = {} if "model" in own else {"task": task.name}
     # In this order, whatever the task's.
     lines = {**first, "model": "", "weights": "", "data": "", **own}
-    weights, data = job["weights"], job["data"][:_SHOWN_DIGITS]
+    weights, data = job["weights"], f"fingerprint {job['data'][:_SHOWN_DIGITS]}"
+    if job["contents"] is not None:
+        data += f", contents {job['contents'][:_SHOWN_DIGITS]}"
     mark = f"fingerprint {weights['fingerprint'][:_SHOWN_DIGITS]}" if weights["elements"] else ""
     lines["weights"] = _with(lines["weights"], mark)
-    lines["data"] = _with(lines["data"], f"{_samples(task, plan)}, fingerprint {data}")
+    lines["data"] = _with(lines["data"], f"{_samples(task, plan)}, {data}")
     lines["job"] = f"batch size {plan.batch_size}, {job['precision']}"
     return {label: text for label, text in lines.items() if text}
 
