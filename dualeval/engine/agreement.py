@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualeval.engine.numerics_probe import numeric_bits
 from dualeval.errors import UsageError
 
 # What every run computes with; a task names what else its results depend on.
@@ -55,12 +56,15 @@ def source_fingerprint(objects: Iterable[object]) -> str:
     return digest.hexdigest()
 
 
-def machine_facts(device: torch.device, libraries: Sequence[str]) -> dict[str, Any]:
-    """What of this rank's machine can change a bit: device model, CPU capability, versions.
+def machine_facts(
+    device: torch.device, libraries: Sequence[str], precision: str | None = None
+) -> dict[str, Any]:
+    """What of this rank's machine can change a bit: device model, CPU capability, versions, and its bits.
 
     Args:
         device: what computes.
         libraries: packages whose version can change a result, besides torch and numpy.
+        precision: what the bits are computed in, inside ``numerics.settings``; None leaves them out.
     """
     versions = {"python": platform.python_version()}
     for library in (*_LIBRARIES, *libraries):
@@ -80,6 +84,7 @@ def machine_facts(device: torch.device, libraries: Sequence[str]) -> dict[str, A
         "model": model,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "versions": versions,
+        **({} if precision is None else {"bits": numeric_bits(device, precision)}),
     }
 
 

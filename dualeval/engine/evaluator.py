@@ -211,7 +211,7 @@ class _Run:
             "precision": self._options._precision,
             "on_error": self._options._on_error,
         }
-        machine = machine_facts(self._backend.device, self._task.libraries)
+        machine = machine_facts(self._backend.device, self._task.libraries, self._options._precision)
         self._control.meet()
         everyone = self._backend.all_gather_json(
             {"job": job, "machine": machine, "host": socket.gethostname()}

@@ -101,4 +101,7 @@ def _warnings(
     for part in measured:
         yield from part.warnings
     if not homogeneous:
-        yield "the ranks differ in device model, CPU capability or versions: metrics agree to tolerance only"
+        yield (
+            "the ranks differ in device model, CPU capability, versions or bits: metrics agree to tolerance "
+            "only"
+        )
