@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dualeval.backends import connect
 from dualeval.backends.base import Backend
-from dualeval.engine import recorder
+from dualeval.engine import evaluator, recorder
 from dualeval.engine.control import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.errors import DualevalError
@@ -159,6 +159,27 @@ def another_job(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
     return told(lambda: Evaluator(task, backend, control, out=folder / "out").run(), control)
 
 
+def two_machines(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """The last rank has other bits; then other versions, with and without leave to mix them."""
+    real = vars(evaluator)["machine_facts"]
+    found: dict[str, Any] = {}
+
+    def run(name: str, **options: Any) -> dict[str, Any]:
+        result = Evaluator(TinyTask(100), backend, control, out=folder / name, batch_size=10, **options).run()
+        return {"homogeneous": result.homogeneous, "chunks": [kind["chunks"] for kind in result.machines]}
+
+    def play(**changes: Any) -> None:
+        if backend.world.rank == backend.world.size - 1:
+            vars(evaluator)["machine_facts"] = lambda *words: {**real(*words), **changes}
+
+    play(bits="other")
+    found["bits"] = run("bits")
+    play(versions={"torch": "1.13"})
+    found["mixed"] = run("mixed", mix_machines=True)
+    found["refused"] = told(lambda: run("refused"), control)
+    return found
+
+
 def told(run: Callable[[], Any], control: ControlPlane) -> dict[str, Any]:
     """What this rank raised, and which failure it would report."""
     try:
@@ -186,6 +207,7 @@ SCENARIOS = {
         one_fails_in_the_loop,
         one_fails_before_the_loop,
         another_job,
+        two_machines,
     )
 }
 

@@ -113,6 +113,14 @@ def test_all_ranks_hear_of_the_first_failure(
     assert {(report["message"], report["rank"], report["code"]) for report in reports} == {(message, 2, 1)}
 
 
+def test_ranks_on_two_machines_say_so(launch: Launch, tmp_path: Path) -> None:
+    for report in run_ranks(launch, "two_machines", 2, tmp_path):
+        assert report["bits"] == report["mixed"] == {"homogeneous": False, "chunks": [5, 5]}
+        assert report["refused"]["code"] == 2
+        for words in ("rank 1 on ", "versions.torch: 2.", "1.13 there", "--mix-machines"):
+            assert words in report["refused"]["message"]
+
+
 def test_a_rank_with_another_job_is_named(launch: Launch, tmp_path: Path) -> None:
     reports = run_ranks(launch, "another_job", 2, tmp_path)
     for report in reports:
