@@ -52,6 +52,12 @@ def one_row(): return Fixed(lambda images: images.mean((2, 3))[:1])
 def pair(): return Fixed(lambda images: (images.mean((2, 3)), None))
 
 
+def softmax(): return Fixed(lambda images: images.mean((2, 3)).softmax(1))
+def half_softmax(): return Fixed(lambda images: images.mean((2, 3)).softmax(1).half())
+def log_softmax(): return Fixed(lambda images: images.mean((2, 3)).log_softmax(1))
+def sigmoid(): return Fixed(lambda images: images.mean((2, 3)).sigmoid())
+
+
 def picky(error):
     def output(images):
         assert error is not AssertionError
@@ -269,6 +275,20 @@ def test_however_a_model_refuses_its_input(folder: Path, name: str, said: str) -
 def test_outputs_that_are_no_logits(folder: Path, name: str, found: str) -> None:
     message = refused(small(folder, f"shapes:{name}"))
     assert f"returned {found} for 2 images, expected logits of shape (images, classes)" in message
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize("name", ["softmax", "half_softmax"])
+def test_probabilities_are_no_logits(folder: Path, name: str) -> None:
+    message = refused(small(folder, f"shapes:{name}", weights="random:0"))
+    assert "returned probabilities" in message
+    assert "expected logits" in message
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize("name", ["log_softmax", "sigmoid", "three"])
+def test_logits_of_any_kind_are_taken(folder: Path, name: str) -> None:
+    small(folder, f"shapes:{name}", weights="random:0").build_model(CPU)
 
 
 @pytest.mark.parametrize(

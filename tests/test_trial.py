@@ -254,6 +254,6 @@ def test_a_first_batch_that_cannot_be_read_is_passed_over(tmp_path: Path) -> Non
 
 def test_the_trial_changes_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = evaluate(TinyTask(SAMPLES, broken=[3]), tmp_path / "a", batch_size=BATCH, on_error="skip")
-    monkeypatch.setattr(trial, "try_first_batch", lambda *_: [])
+    monkeypatch.setattr(trial, "try_first_batch", lambda *_, **__: [])
     plain = evaluate(TinyTask(SAMPLES, broken=[3]), tmp_path / "b", batch_size=BATCH, on_error="skip")
     assert tried.metrics_digest == plain.metrics_digest

@@ -34,7 +34,7 @@ from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
 from dualeval.engine.opening import Found, folder_of_launch
 from dualeval.engine.outcome import make_result
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.predictions import read_columns
+from dualeval.engine.predictions import load_library, read_columns
 from dualeval.engine.recorder import Recorder, check_rows
 from dualeval.engine.watch import Watch
 from dualeval.errors import DualevalError, PeerError, Stopped, UsageError
@@ -407,6 +407,8 @@ class _Run:
         recorder = Recorder(self._plan, self._metrics, self._kept, writer, self._progress)
         if self._options._watch is not None:
             self._options._watch.keep(recorder, folder)
+        if self._world.is_main:
+            load_library()
         setup_s = perf_counter() - self._options._started
         start = perf_counter()
         self._loop_and_save(recorder, found)
@@ -567,7 +569,14 @@ class _Run:
         trial.check_columns(columns, self._kept, len(samples))
         check_rows(columns, batch, samples)
         notes = trial.try_first_batch(
-            self._task, self._metrics, self._row_metrics, self._kept, columns, samples, evaluated
+            self._task,
+            self._metrics,
+            self._row_metrics,
+            self._kept,
+            columns,
+            samples,
+            evaluated,
+            writes=self._world.is_main,
         )
         self._tried = True
         if self._world.is_main:

@@ -26,6 +26,11 @@ WINDOW_ROWS = 16_384
 EVALUATED = "evaluated"
 
 
+def load_library() -> None:
+    """Import the library that writes the rows; it takes a part of a second, and the first batch needs it."""
+    import pyarrow.parquet  # noqa: F401
+
+
 def write_predictions(
     path: Path,
     files: Sequence[JournalFile],

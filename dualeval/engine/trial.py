@@ -62,6 +62,8 @@ def try_first_batch(
     columns: Mapping[str, Tensor],
     samples: range,
     evaluated: Tensor,
+    *,
+    writes: bool,
 ) -> list[str]:
     """Take one batch through all that comes after the last one, in memory; nothing is kept of it.
 
@@ -73,6 +75,7 @@ def try_first_batch(
         columns: of the batch, on the CPU, as ``postprocess`` gave them, checked by ``check_columns``.
         samples: the batch's indices in the data set.
         evaluated: which of them could be read, bool of shape (samples,).
+        writes: this rank writes the files.
 
     Returns:
         Sentences for people: what did not work on so few samples, and may on all.
@@ -89,7 +92,8 @@ def try_first_batch(
         measured += [found] if found is not None else []
         notes += [note] if note is not None else []
     check_keys(measured)
-    _try_files(task, kept, columns, samples, evaluated)
+    if writes:
+        _try_files(task, kept, columns, samples, evaluated)
     return notes
 
 

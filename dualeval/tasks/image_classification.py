@@ -33,6 +33,8 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 EMBEDDED_WEIGHTS = ASSETS / "fashion_cnn.safetensors"
 
 _TOP = 5
+# Half precision sums a thousand classes to 1 within this.
+_NEAR_ONE = 1e-2
 _SHIPPED = "{}, shipped with dualeval"
 
 
@@ -225,6 +227,12 @@ class ImageClassification(Task):
                 "expected logits of shape (images, classes)."
             )
         classes = outputs.shape[1]
+        if _are_probabilities(outputs):
+            raise UsageError(
+                f"the model {self._model_name} returned probabilities (each row lies between 0 and 1 and "
+                "sums to 1), expected logits: of these loss, confidence and ece would be wrong. Leave out "
+                "its softmax, or return torch.log of the probabilities."
+            )
         expected = self._num_classes
         if expected is not None and classes != expected:
             raise UsageError(
@@ -300,6 +308,13 @@ class ImageClassification(Task):
             "preprocessing": self._preprocessing.to_json(),
             "data_fingerprint": self._data_fingerprint,
         }
+
+
+def _are_probabilities(outputs: Tensor) -> bool:
+    """Whether outputs are what a softmax gives; one class alone tells nothing."""
+    values = outputs.double()
+    sums_to_one = (values.sum(dim=1) - 1).abs() < _NEAR_ONE
+    return outputs.shape[1] > 1 and bool(((values >= 0).all(dim=1) & sums_to_one).all())
 
 
 def _metrics(names: Sequence[str], num_classes: int) -> list[Metric]:
