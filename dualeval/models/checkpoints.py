@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 import zipfile
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +26,6 @@ KNOWN_KEYS = (
     *("averaged_model", "swa_model", "swa_state_dict"),
 )
 _LISTED_AT_MOST = 8
-# Deeper than any script nests them; a file may hold itself.
-_DEEPEST = 8
 _NOTHING = object()
 
 
@@ -191,22 +189,21 @@ def _layout(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 def _state_dicts(
     content: object, above: str, *, known_only: bool = False
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """All state_dicts in nested mappings, each with its key."""
-    level = [(above, content)]
+    """All state_dicts in nested mappings, each with its key; the outer ones first."""
+    waiting: deque[tuple[str, object]] = deque([(above, content)])
+    # A file may hold one mapping in several places, or within itself.
     seen: set[int] = set()
-    for _ in range(_DEEPEST):
-        following: list[tuple[str, object]] = []
-        for key, inner in level:
-            if _is_state_dict(inner):
-                yield key, inner
-            elif isinstance(inner, Mapping) and id(inner) not in seen:
-                seen.add(id(inner))
-                following += [
-                    (f"{key}.{name}" if key else name, value)
-                    for name, value in inner.items()
-                    if isinstance(name, str) and (name in KNOWN_KEYS or not known_only)
-                ]
-        level = following
+    while waiting:
+        key, inner = waiting.popleft()
+        if _is_state_dict(inner):
+            yield key, inner
+        elif isinstance(inner, Mapping) and id(inner) not in seen:
+            seen.add(id(inner))
+            waiting += [
+                (f"{key}.{name}" if key else name, value)
+                for name, value in inner.items()
+                if isinstance(name, str) and (name in KNOWN_KEYS or not known_only)
+            ]
 
 
 def _under(path: Path, content: object, key: str) -> tuple[str, Mapping[str, Tensor]]:
@@ -237,10 +234,9 @@ def _at(content: object, key: str) -> Iterator[object]:
 
 
 def _none_there(path: Path, content: object, above: str) -> UsageError:
-    inner = content
-    for _ in range(_DEEPEST):
-        nested = [inner[key] for key in KNOWN_KEYS if isinstance(inner, Mapping) and key in inner]
-        inner = next((value for value in nested if isinstance(value, Mapping)), inner)
+    # What is there instead, under the known keys.
+    nested = [content.get(key) for key in KNOWN_KEYS] if isinstance(content, Mapping) else []
+    inner = next((value for value in nested if isinstance(value, Mapping)), content)
     others = dict(_state_dicts(content, above))
     hint = (
         f" State_dicts lie under other keys: {_listed(others)}; --weights-key KEY takes one."

@@ -32,23 +32,18 @@ class Unwrapped:
 
 
 def unwrap_for(tensors: OrderedDict[str, Tensor], own: Collection[str]) -> Unwrapped:
-    """Remove the wrappers' prefixes, as many as it takes until the names are those of a model.
+    """Remove as many wrappers' prefixes as give most of a model's names.
 
-    Names that fit as they are stay as they are, also those of a model with an attribute ``module``. Where no
-    number of prefixes makes them fit, as in an older layout that a module converts by itself, as many are
-    removed as give most of the model's names.
+    So names that fit as they are stay as they are, also those of a model with an attribute ``module``; and
+    those of an older layout, which a module converts by itself, are brought as near as can be.
 
     Args:
         tensors: as in the file.
         own: the names in the model's ``state_dict()``.
     """
-    stages = unwrapped(tensors)
     names = set(own)
-    exact = next((stage for stage in stages if stage.tensors.keys() == names), None)
-    if exact is not None:
-        return exact
     # Of equals the last one: what all names begin with is a wrapper's more often than a model's.
-    return max(reversed(stages), key=lambda stage: len(names & stage.tensors.keys()))
+    return max(reversed(unwrapped(tensors)), key=lambda stage: len(names & stage.tensors.keys()))
 
 
 def unwrapped(tensors: OrderedDict[str, Tensor]) -> list[Unwrapped]:
