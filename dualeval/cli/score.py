@@ -13,7 +13,6 @@ import click
 from dualeval.cli import options
 from dualeval.errors import EXIT_DONE, LaunchError, UsageError
 from dualeval.launch import examine
-from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS, write_text
 from dualeval.world import World
 
 _JOB = ("task", "data", "predictions", "null_odds")
@@ -72,6 +71,7 @@ def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
 
 def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> None:
     from dualeval.engine.rescoring import check_finished, rescore
+    from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS, write_text
     from dualeval.tasks.stored import metrics_of_run
 
     given = [f"--{name.replace('_', '-')}" for name in (*_JOB, "fresh") if flags[name]]

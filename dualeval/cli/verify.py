@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from dualeval.errors import EXIT_DONE, EXIT_FAILED
-from dualeval.result import JOB
 
 
 @click.command()
@@ -26,6 +25,7 @@ def verify(context: click.Context, run: Path, as_json: bool) -> None:
     """
     from dualeval.engine import verification
     from dualeval.engine.rescoring import check_finished
+    from dualeval.result import JOB
     from dualeval.tasks.stored import metrics_of_run
 
     check_finished(run)
