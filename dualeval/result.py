@@ -44,6 +44,7 @@ class Result:
         samples_per_s: evaluated samples over evaluate seconds.
         units: by metric, "percent" for values of 0 to 100.
         work: what the metrics took, as counts, where a task counts something.
+        files: sha256 and bytes of files that lie beside it, by name.
         warnings: what a reader of the numbers should know.
         folder: where rank 0 wrote the files.
     """
@@ -68,6 +69,7 @@ class Result:
     folder: str
     units: dict[str, str] = field(default_factory=dict)
     work: dict[str, int] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def metrics_digest(self) -> str:

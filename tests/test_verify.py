@@ -7,7 +7,7 @@ import json
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+import dualeval
 from dualeval import cli
 from dualeval.engine import verification
 from dualeval.errors import DualevalError, UsageError
@@ -243,18 +244,23 @@ def test_a_result_that_is_none(run: Path, content: str) -> None:
         differences(run)
 
 
-def test_files_are_compared_with_their_checksums(tmp_path: Path) -> None:
-    path = tmp_path / "predictions.parquet"
-    path.write_bytes(b"rows")
-    recorded: Mapping[str, Any] = {"sha256": hashlib.sha256(b"rows").hexdigest(), "bytes": 4}
-    assert verification.check_file(path, recorded).differences == ()
-    path.write_bytes(b"rowz")
-    [difference] = verification.check_file(path, recorded).differences
-    assert difference.startswith('sha256: "')
-    path.write_bytes(b"row")
-    assert "bytes: 4 in result.json, 3 from the file" in verification.check_file(path, recorded).differences
+def test_a_file_of_another_checksum(run: Path) -> None:
+    """Whatever the rows say: verify names it, and nothing is computed from it."""
+    path = run / "predictions.parquet"
+    metrics = [classification_metric("loss", CLASSES)]
+    recorded = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
+    rewrite_result(run, lambda content: content["files"].update({path.name: recorded}))
+    assert differences(run) == {}
+    dualeval.rescore(run, metrics=metrics)
+    rewrite(run, lambda columns: None)
+    assert list(differences(run)) == [path.name]
+    assert differences(run)[path.name][0].startswith(f'sha256: "{recorded["sha256"]}" in result.json, ')
+    with pytest.raises(DualevalError, match="is not the file that the run has written"):
+        dualeval.rescore(run, metrics=metrics)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert any(f"bytes: {recorded['bytes']} in" in said for said in differences(run)[path.name])
     path.unlink()
-    assert "is missing" in verification.check_file(path, recorded).differences[0]
+    assert "is missing" in differences(run)[path.name][0]
 
 
 # -- the commands ----------------------------------------------------------------------------------

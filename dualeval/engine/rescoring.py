@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from dualeval.engine.columns import check_declarations, columns_of
 from dualeval.engine.stored_rows import StoredRows
-from dualeval.errors import UsageError
+from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
 from dualeval.result import PREDICTIONS, RESULT, Result, read_result, read_status
 
@@ -45,6 +46,12 @@ def rescore(
     if not metrics and not row_metrics:
         raise UsageError("no metric was given: there is nothing to compute")
     result = read_result(folder / RESULT)
+    recorded = result.files.get(PREDICTIONS)
+    if recorded is not None and recorded != file_facts(folder / PREDICTIONS):
+        raise DualevalError(
+            f"{folder / PREDICTIONS} is not the file that the run has written: its size or sha256 is not "
+            f"that in {RESULT}. 'dualeval verify {folder}' says which numbers it changes."
+        )
     measured = recompute(StoredRows(folder / PREDICTIONS), metrics, row_metrics)
     names = [*(metric.name for metric in metrics), *(metric.name for metric in row_metrics)]
     return replace(
@@ -73,6 +80,15 @@ def check_finished(folder: Path) -> None:
         f"{folder} holds no finished run: its state is '{status.state}'. Type the run's own command again, "
         f"with --out {folder}; it goes on from what is there."
     )
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """The sha256, in hex, of a file and its size in bytes, as result.json has them under ``files``."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+        return {"sha256": digest.hexdigest(), "bytes": file.tell()}
 
 
 def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
