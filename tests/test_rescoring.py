@@ -336,7 +336,7 @@ def test_runs_that_cannot_be_scored(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no metric was given"):
         dualeval.rescore(tmp_path)
     (tmp_path / "predictions.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DualevalError, match=r"predictions\.parquet cannot be read"):
+    with pytest.raises(DualevalError, match=r"predictions\.parquet is not the file that the run has written"):
         dualeval.rescore(tmp_path, metrics=metrics)
     (tmp_path / "predictions.parquet").unlink()
     with pytest.raises(UsageError, match=r"no predictions\.parquet any more"):

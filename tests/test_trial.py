@@ -118,7 +118,7 @@ def column(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     "a row metric's column that is no row": (
         {"row_metrics": [OfRows(columns=("embedding",))]},
-        r"column 'embedding' .* observe and postprocess gave only: loss, ",
+        r"metric 'of_rows' reads column 'embedding', which the task does not make",
     ),
     "a column that a row metric reads and does not name": (
         {"row_metrics": [OfRows(reads="rank")]},
@@ -179,7 +179,10 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
         {"columns": {"id": column()}, "rows": ("id",)},
         r"column 'id' is a name that is taken",
     ),
-    "a row that nobody makes": ({"rows": ("los",)}, r"column 'los' is to be kept"),
+    "a row that nobody makes": (
+        {"rows": ("los",)},
+        r"column 'los' is in the task's rows, but observe and postprocess gave only: loss",
+    ),
     "a text named as a row": ({"texts": {"loss": BATCH * ["x"]}}, r"texts have a column 'loss'"),
     "a file of a column that is not there": (
         {"files": {"answers.json": "answer"}},

@@ -7,7 +7,7 @@ import json
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+import dualeval
 from dualeval import cli
 from dualeval.engine import verification
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.classification import classification_metric, default_metrics
-from dualeval.result import sha256_of_json
+from dualeval.result import checksum_of, sha256_of_json
 from dualeval.tasks.given_answers import GivenAnswers
 from dualeval.tasks.stored import metrics_of_run
 from tests import questions
@@ -87,7 +88,7 @@ def test_a_run_that_was_left_alone(run: Path) -> None:
 
 def test_a_rewritten_file_of_the_same_values_is_the_same(run: Path) -> None:
     rewrite(run, lambda columns: None)
-    assert differences(run) == {}
+    assert list(differences(run)) == ["predictions.parquet"], "its checksum, and no number"
 
 
 def test_the_last_bit_of_one_loss(run: Path) -> None:
@@ -96,7 +97,7 @@ def test_the_last_bit_of_one_loss(run: Path) -> None:
 
     rewrite(run, change)
     found = differences(run)
-    assert list(found) == ["metrics", "metrics_digest"]
+    assert list(found) == ["predictions.parquet", "metrics", "metrics_digest"]
     value, interval = found["metrics"][0], found["metrics"][1]
     stated = json.loads((run / "result.json").read_text())
     assert value.startswith(f"loss: {stated['metrics']['loss']} in result.json, ")
@@ -243,18 +244,23 @@ def test_a_result_that_is_none(run: Path, content: str) -> None:
         differences(run)
 
 
-def test_files_are_compared_with_their_checksums(tmp_path: Path) -> None:
-    path = tmp_path / "predictions.parquet"
-    path.write_bytes(b"rows")
-    recorded: Mapping[str, Any] = {"sha256": hashlib.sha256(b"rows").hexdigest(), "bytes": 4}
-    assert verification.check_file(path, recorded).differences == ()
-    path.write_bytes(b"rowz")
-    [difference] = verification.check_file(path, recorded).differences
-    assert difference.startswith('sha256: "')
-    path.write_bytes(b"row")
-    assert "bytes: 4 in result.json, 3 from the file" in verification.check_file(path, recorded).differences
+def test_a_file_of_another_checksum(run: Path) -> None:
+    """Whatever the rows say: verify names it, and nothing is computed from it."""
+    path = run / "predictions.parquet"
+    metrics = [classification_metric("loss", CLASSES)]
+    recorded = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
+    rewrite_result(run, lambda content: content["files"].update({path.name: recorded}))
+    assert differences(run) == {}
+    dualeval.rescore(run, metrics=metrics)
+    rewrite(run, lambda columns: None)
+    assert list(differences(run)) == [path.name]
+    assert differences(run)[path.name][0].startswith(f'sha256: "{recorded["sha256"]}" in result.json, ')
+    with pytest.raises(DualevalError, match="is not the file that the run has written"):
+        dualeval.rescore(run, metrics=metrics)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert any(f"bytes: {recorded['bytes']} in" in said for said in differences(run)[path.name])
     path.unlink()
-    assert "is missing" in verification.check_file(path, recorded).differences[0]
+    assert "is missing" in differences(run)[path.name][0]
 
 
 # -- the commands ----------------------------------------------------------------------------------
@@ -381,6 +387,8 @@ def test_a_run_that_has_not_kept_a_column(embedded: Path, tmp_path: Path, comman
     copy = Path(shutil.copytree(embedded, tmp_path / "copy"))
     path = copy / "predictions.parquet"
     pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).drop_columns(["rank"]), path)
+    # As a run that kept no such column would have recorded it.
+    rewrite_result(copy, lambda content: content["files"].update({path.name: checksum_of(path)}))
     found = refusal(command, copy)
     assert "metric 'top1' reads column 'rank'" in found
     assert "--fresh" in found

@@ -88,7 +88,7 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
     chosen = metrics_of_run(run / JOB, flags["metric"])
     result = rescore(run, metrics=chosen.metrics, row_metrics=chosen.row_metrics)
     if out is not None:
-        result = replace(result, folder=str(out.absolute()))
+        result = replace(result, folder=str(out.absolute()), files={})
         try:
             out.mkdir(parents=True, exist_ok=True)
             write_text(out / RESULT, result.to_json())

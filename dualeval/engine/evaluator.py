@@ -566,7 +566,7 @@ class _Run:
         evaluated[[sample.index - samples.start for sample in failed]] = False
         if not evaluated.any():
             return
-        trial.check_columns(columns, self._kept, len(samples))
+        trial.check_columns(columns, self._kept, len(samples), [*self._metrics, *self._row_metrics])
         check_rows(columns, batch, samples)
         notes = trial.try_first_batch(
             self._task,

@@ -13,9 +13,10 @@ import torch
 
 from dualeval.engine.columns import check_declarations, columns_of
 from dualeval.engine.stored_rows import StoredRows
-from dualeval.errors import UsageError
+from dualeval.engine.trial import check_keys, plain
+from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
-from dualeval.result import PREDICTIONS, RESULT, Result, read_result, read_status
+from dualeval.result import PREDICTIONS, RESULT, Result, checksum_of, read_result, read_status
 
 
 def rescore(
@@ -45,6 +46,12 @@ def rescore(
     if not metrics and not row_metrics:
         raise UsageError("no metric was given: there is nothing to compute")
     result = read_result(folder / RESULT)
+    recorded = result.files.get(PREDICTIONS)
+    if recorded is not None and recorded != checksum_of(folder / PREDICTIONS):
+        raise DualevalError(
+            f"{folder / PREDICTIONS} is not the file that the run has written: its size or sha256 is not "
+            f"that in {RESULT}. 'dualeval verify {folder}' says which numbers it changes."
+        )
     measured = recompute(StoredRows(folder / PREDICTIONS), metrics, row_metrics)
     names = [*(metric.name for metric in metrics), *(metric.name for metric in row_metrics)]
     return replace(
@@ -118,10 +125,15 @@ def recompute(
             for metric, ledger in zip(metrics, ledgers, strict=True):
                 metric.update(ledger, columns_of(metric, columns))
     whole = {name: np.concatenate(parts.pop(name)) for name in list(parts)}
-    return [
-        *(metric.compute(ledger) for metric, ledger in zip(metrics, ledgers, strict=True)),
-        *(metric.compute(columns_of(metric, whole)) for metric in row_metrics),
+    measured = [
+        *(
+            plain(metric.name, metric.compute(ledger))
+            for metric, ledger in zip(metrics, ledgers, strict=True)
+        ),
+        *(plain(metric.name, metric.compute(columns_of(metric, whole))) for metric in row_metrics),
     ]
+    check_keys(measured)
+    return measured
 
 
 def _check_columns(rows: StoredRows, metric: Metric | RowMetric) -> None:

@@ -97,8 +97,19 @@ def try_first_batch(
     return notes
 
 
-def check_columns(columns: Mapping[str, Tensor], kept: Sequence[str], samples: int) -> None:
+def check_columns(
+    columns: Mapping[str, Tensor],
+    kept: Sequence[str],
+    samples: int,
+    metrics: Sequence[Metric | RowMetric] = (),
+) -> None:
     """Check that a batch's columns can be counted and written.
+
+    Args:
+        columns: as ``postprocess`` gave them.
+        kept: the columns that the journal keeps.
+        samples: how many the batch has.
+        metrics: those that read columns.
 
     Raises:
         UsageError: one is missing, or is of a kind that cannot; names it.
@@ -114,11 +125,13 @@ def check_columns(columns: Mapping[str, Tensor], kept: Sequence[str], samples: i
                 f"the column {name!r} is one number for a batch of {samples} samples, expected one row a "
                 "sample"
             )
+    for metric in metrics:
+        columns_of(metric, columns)
     for name in kept:
         if name not in columns:
             raise UsageError(
-                f"the column {name!r} is to be kept (in the task's rows, or read by a metric), but observe "
-                f"and postprocess gave only: {', '.join(columns) or 'none'}"
+                f"the column {name!r} is in the task's rows, but observe and postprocess gave only: "
+                f"{', '.join(columns) or 'none'}"
             )
         column = columns[name]
         if column.ndim > _LARGEST_RANK:

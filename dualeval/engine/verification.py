@@ -18,7 +18,7 @@ from dualeval.engine.rescoring import recompute, with_measured
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.result import PREDICTIONS, RESULT, Result, stated_result
+from dualeval.result import PREDICTIONS, RESULT, Result, checksum_of, stated_result
 
 # Of one kind of difference; a file cut in half differs in every row.
 _NAMED_AT_MOST = 20
@@ -62,8 +62,8 @@ def verify(folder: Path, metrics: Sequence[Metric], row_metrics: Sequence[RowMet
         says="its metrics fit its metrics_digest",
         differences=tuple(_differences("metrics_digest", digest, result.metrics_digest, "its metrics")),
     )
-    for name, recorded in content.get("files", {}).items():
-        yield check_file(folder / name, recorded)
+    for name, recorded in result.files.items():
+        yield _file_check(folder / name, recorded)
     try:
         rows = StoredRows(folder / PREDICTIONS)
         failed, checks = _sample_checks(rows, result)
@@ -88,15 +88,11 @@ def verify(folder: Path, metrics: Sequence[Metric], row_metrics: Sequence[RowMet
     )
 
 
-def check_file(path: Path, recorded: Mapping[str, Any]) -> Check:
-    """Check a file's size and sha256 against what result.json says of it."""
+def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
+    """Check a file against what result.json says of it."""
     if not path.is_file():
         return Check(name=path.name, says="it is there", differences=(f"{path} is missing",))
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    found = {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    found = checksum_of(path)
     return Check(
         name=path.name,
         says=f"{found['bytes']:,} bytes, whose sha256 is that in {RESULT}",
