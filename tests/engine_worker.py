@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dualeval.engine.control import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.errors import DualevalError
 from dualeval.launch import detect
-from tests.tiny import TinyTask
+from tests.tiny import TinyDataset, TinyTask
 
 TEN = ["loss", *(f"top{k}" for k in range(1, 7)), "precision_recall", "confusion", "ece"]
 _PRIMITIVES = ("_all_reduce", "_broadcast", "_gather_headers", "_gather", "_barrier")
@@ -180,6 +181,46 @@ def two_machines(backend: Backend, control: ControlPlane, folder: Path) -> dict[
     return found
 
 
+class Contents(TinyDataset):
+    """Has contents; those of one sample can be others."""
+
+    def __init__(self, count: int, other: int | None = None) -> None:
+        super().__init__(count)
+        self._other = other
+        self.asked: list[list[int]] = []
+
+    def content_fingerprint(self, samples: range) -> str:
+        self.asked.append([samples.start, samples.stop])
+        return f"{samples} {self._other if self._other in samples else None}"
+
+
+class ContentsTask(TinyTask):
+    """A TinyTask on such a data set."""
+
+    def __init__(self, count: int, other: int | None = None) -> None:
+        super().__init__(count)
+        self.contents = self._dataset = Contents(count, other)
+
+
+def contents(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """Contents are read once by the ranks together; then by each, as if each were a node; then others."""
+    task = ContentsTask(300)
+    shared = Evaluator(task, backend, control, out=folder / "shared").run()
+    last = backend.world.rank == backend.world.size - 1
+    backend.world = replace(backend.world, local_rank=0, local_size=1)
+    alone = ContentsTask(300)
+    each = Evaluator(alone, backend, control, out=folder / "each").run()
+    other = ContentsTask(300, 200 if last else None)
+    refused = told(lambda: Evaluator(other, backend, control, out=folder / "other").run(), control)
+    return {
+        "asked": task.contents.asked,
+        "asked_alone": alone.contents.asked,
+        "contents": [shared.data["contents"], each.data["contents"]],
+        "fingerprint": shared.fingerprint,
+        **refused,
+    }
+
+
 def told(run: Callable[[], Any], control: ControlPlane) -> dict[str, Any]:
     """What this rank raised, and which failure it would report."""
     try:
@@ -208,6 +249,7 @@ SCENARIOS = {
         one_fails_before_the_loop,
         another_job,
         two_machines,
+        contents,
     )
 }
 

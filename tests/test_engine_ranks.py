@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from tests.conftest import ROOT, Launch
+from tests.engine_worker import ContentsTask
 from tests.launchers import needs, start
+from tests.test_evaluator import evaluate
 
 WORKER = ROOT / "tests" / "engine_worker.py"
 WAYS = [("torchrun", "torch"), ("horovodrun", "horovod"), ("mpirun", "horovod"), ("mpirun", "mpi")]
@@ -128,3 +131,20 @@ def test_a_rank_with_another_job_is_named(launch: Launch, tmp_path: Path) -> Non
         assert "rank 1 on" in report["message"]
         assert "samples: 20 on rank 0, 21 here" in report["message"]
     assert not (tmp_path / "out").exists()
+
+
+def test_contents_are_read_once_a_node_and_compared(launch: Launch, tmp_path: Path) -> None:
+    task = ContentsTask(300)
+    alone = evaluate(task, tmp_path / "alone")
+    blocks = [[0, 64], [64, 128], [128, 192], [192, 256], [256, 300]]
+    assert task.contents.asked == blocks
+    first, second = reports = run_ranks(launch, "contents", 2, tmp_path)
+    assert (first["asked"], second["asked"]) == (blocks[::2], blocks[1::2])
+    host = socket.gethostname()
+    for report in reports:
+        assert report["asked_alone"] == blocks
+        assert report["contents"] == [alone.data["contents"]] * 2
+        assert report["fingerprint"] == alone.fingerprint
+        assert (report["raised"], report["code"]) == ("UsageError", 2)
+        assert f"{host} (rank 0) and {host} (rank 1)" in report["message"]
+        assert "samples 192 to 255 (tiny/192 to tiny/255) differ, and 0 more of 5" in report["message"]

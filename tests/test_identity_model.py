@@ -204,21 +204,27 @@ def with_tensor(tensor: Tensor) -> str:
 class Pair(Tensor):
     """A tensor that is made of two others and a number, as those of quantising libraries are."""
 
+    low: Tensor
+    high: Tensor
+    scale: float
+
     @staticmethod
     def __new__(cls, low: Tensor, high: Tensor, scale: float) -> Pair:
-        made: Pair = Tensor._make_wrapper_subclass(cls, low.shape, dtype=low.dtype)  # type: ignore[attr-defined]
-        made.low, made.high, made.scale = low, high, scale  # type: ignore[attr-defined]
+        made: Pair = Tensor._make_wrapper_subclass(cls, low.shape, dtype=low.dtype)
+        made.low, made.high, made.scale = low, high, scale
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["low", "high"], self.scale  # type: ignore[attr-defined]
+        return ["low", "high"], self.scale
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], scale: Any, *_: Any) -> Pair:
         return Pair(inner["low"], inner["high"], scale)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         assert function is torch.ops.aten.detach.default, "it is taken apart, and nothing else"
         return Pair(args[0].low, args[0].high, args[0].scale)
 
@@ -260,7 +266,7 @@ def tensors_of_all_kinds() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested", "ignore:torch.quantize")
 def test_tensors_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {name: with_tensor(tensor) for name, tensor in tensors_of_all_kinds().items()}
     same = [pair for pair in itertools.combinations(found, 2) if found[pair[0]] == found[pair[1]]]
