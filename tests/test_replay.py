@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from dualeval.engine.journal import read_journal_file
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import UsageError
 from dualeval.result import Result, read_status
+from dualeval.tasks.image_classification import ASSETS
+from tests.conftest import Finished, Launch
 from tests.test_evaluator import evaluate
 from tests.tiny import TinyTask
 
@@ -237,6 +241,49 @@ def test_a_column_of_another_dtype_is_a_difference() -> None:
             place="out",
             name=str,
         )
+
+
+NET = """
+import torch
+from torch import nn
+from helper import scale
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.head = nn.Linear(784, num_classes)
+
+    def forward(self, images):
+        return scale(self.head(images.flatten(1)))
+"""
+
+
+def test_a_changed_helper_is_noticed_from_the_command_line(launch: Launch, tmp_path: Path) -> None:
+    """Source and weights are the same: what the model imports is in no identity, and in every number."""
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "helper.py").write_text("def scale(logits):\n    return 2.0 * logits\n")
+    command = [sys.executable, "-m", "dualeval", "run", "--model", "net:Net", "--weights", "random:0"]
+    command += ["--data", str(ASSETS), "--mean", "0.5", "--std", "0.5", "--limit", "640", "--out", "out"]
+
+    def run(*more: str) -> Finished:
+        return launch([*command, *more], cwd=tmp_path, variables={"PYTHONDONTWRITEBYTECODE": "1"})
+
+    first = run()
+    assert first.returncode == 0, first.stderr
+    again = run()
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("Finished before at 20")
+    assert "; one batch was evaluated anew, and has the same bits." in again.stdout.splitlines()[0]
+    (tmp_path / "helper.py").write_text("def scale(logits):\n    return 3.0 * logits\n")
+    changed = run()
+    assert changed.returncode == 2
+    assert "sample t10k-" in changed.stderr
+    assert "column 'confidence': 0." in changed.stderr
+    skipped = run("--no-replay", "--json")
+    assert skipped.returncode == 0, skipped.stderr
+    told = json.loads(skipped.stdout)
+    assert (told["earlier"], told["replay"]) == (True, "skipped")
 
 
 def test_options_of_python_are_those_of_the_command_line(tmp_path: Path) -> None:

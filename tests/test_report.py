@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,6 +184,31 @@ def test_what_was_evaluated_comes_first() -> None:
     lines = printed(result(description=description)).splitlines()
     assert lines[:2] == ["model           resnet18", f"preprocessing   256 bilinear [sic], {'x' * 60}"]
     assert "metric" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("replay", "words"),
+    [
+        ("same bits", "; one batch was evaluated anew, and has the same bits."),
+        ("within tolerance", "; one batch was evaluated anew, and agrees to tolerance."),
+        ("nothing to compare", "; it has no rows that could be evaluated anew and compared."),
+        ("skipped", "; not compared with what the job gives now (--no-replay)."),
+    ],
+)
+def test_a_result_of_an_earlier_run_says_so_first(replay: str, words: str) -> None:
+    shown = result(earlier=True, finished_at="2026-11-21T20:00:00+00:00", replay=replay)
+    lines = printed(replace(shown, description={"model": "resnet18"})).splitlines()
+    assert lines[:2] == [
+        f"Finished before at 2026-11-21T20:00:00+00:00 and shown again{words}",
+        "model           resnet18",
+    ]
+
+
+def test_a_mixed_result_says_that_its_digest_is_comparable_with_none() -> None:
+    mixed = result(homogeneous=False, machines=[{}, {}])
+    assert f"metrics_digest  {mixed.metrics_digest} (comparable with none: 2 kinds of machine)" in printed(
+        mixed
+    )
 
 
 def test_warnings_come_last() -> None:
