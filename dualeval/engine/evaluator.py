@@ -5,48 +5,40 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, check_count
 from dualeval.engine import numerics, replay, trial
 from dualeval.engine.agreement import check_same_job, machine_facts
 from dualeval.engine.columns import columns_of, kept_columns
-from dualeval.engine.compute import Compute, Pending, is_out_of_memory, usable_threads
 from dualeval.engine.control import ControlPlane
 from dualeval.engine.evaluation_mode import set_evaluation_mode
-from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.folder import RunFolder
 from dualeval.engine.identity import contents_fingerprint, job_identity
 from dualeval.engine.journal import JournalFile, JournalWriter
+from dualeval.engine.loop import Evaluation, Loop, Show, evaluate_alone, unwritable
 from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
 from dualeval.engine.opening import Found, folder_of_launch
 from dualeval.engine.outcome import make_result
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import load_library, read_columns
-from dualeval.engine.recorder import Recorder, check_rows
+from dualeval.engine.recorder import Recorder
 from dualeval.engine.watch import Watch
-from dualeval.errors import DualevalError, PeerError, Stopped, UsageError
+from dualeval.errors import PeerError, Stopped, UsageError
 from dualeval.metrics import Measured
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
 from dualeval.tasks import Task
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
-
-# Called with (samples done over all ranks, samples in all); on rank 0 only.
-Show = Callable[[int, int], None]
 
 
 class Evaluator:
@@ -172,23 +164,37 @@ class _Run:
         self._control = evaluator._control
         self._world = evaluator._backend.world
         self._model = model
-        self._threads = threads
-        self._settings = settings
         self._dataset = self._task.dataset()
         self._plan = self._make_plan()
         self._metrics = tuple(self._task.metrics())
         self._row_metrics = tuple(self._task.row_metrics())
         self._kept = kept_columns(self._task, self._metrics, self._row_metrics)
         trial.check_names([*self._metrics, *self._row_metrics], self._kept)
-        self._tried = False
         self._times: dict[str, float] = {}
-        self._postprocess_s = 0.0
         self._progress = evaluator._control.progress
         # After all that a task's own code may have set. What this rank says of it is in the result.
         self._said_of_settings = [*settings.notes, *settings.check_after_build()]
         if self._world.is_main:
             for sentence in self._said_of_settings:
                 evaluator._note(sentence)
+        self._evaluation = Evaluation(
+            task=self._task,
+            dataset=self._dataset,
+            model=model,
+            plan=self._plan,
+            metrics=self._metrics,
+            row_metrics=self._row_metrics,
+            kept=self._kept,
+            backend=self._backend,
+            control=self._control,
+            settings=settings,
+            precision=evaluator._precision,
+            on_error=evaluator._on_error,
+            schedule=evaluator._schedule,
+            workers=evaluator._workers,
+            threads=threads,
+            note=evaluator._note,
+        )
 
     def _make_plan(self) -> EvalPlan:
         count = len(self._dataset)
@@ -358,7 +364,7 @@ class _Run:
                 )
             outcome, note = replay.prove(
                 stored,
-                self._evaluated_alone,
+                lambda samples: evaluate_alone(self._evaluation, samples),
                 machine=facts["machine"],
                 precision=self._options._precision,
                 place=folder.path,
@@ -369,31 +375,12 @@ class _Run:
         self._control.meet()
         return str(self._backend.broadcast_json(outcome, src=0))
 
-    def _evaluated_alone(self, samples: range) -> dict[str, npt.NDArray[Any]]:
-        """The columns of one batch."""
-        device = self._backend.device
-        # In a reading process where the loop reads in some: what a data set opens may not outlive a fork.
-        feed = Feed(
-            Reader(self._dataset, self._task),
-            [samples],
-            workers=min(self._options._workers, 1),
-            device=device,
-        )
-        [batch] = feed
-        if batch.failed and (batch.data is None or self._options._on_error == "stop"):
-            raise self._unreadable(batch.failed[0])
-        with Compute(self._task, self._model, device, self._options._precision, 1) as compute:
-            columns = self._task.postprocess(compute.start(batch.data)(), samples)
-        return {name: columns[name].numpy() for name in self._kept}
-
     def _finished(self, folder: RunFolder, result: Result) -> Result:
         if self._world.is_main:
             self._options._note(f"this job was finished before, in {folder.path}: its result is shown again")
         self._control.meet()
         self._close(folder)
         return result
-
-    # -- the loop ----------------------------------------------------------------------------------
 
     def _evaluate_into(
         self, folder: RunFolder, facts: Mapping[str, Any], found: Found, proof: str | None
@@ -411,183 +398,17 @@ class _Run:
             load_library()
         setup_s = perf_counter() - self._options._started
         start = perf_counter()
-        self._loop_and_save(recorder, found)
+        loop = Loop(self._evaluation, recorder)
+        loop.run(found, self._options._show if self._world.is_main else None)
         evaluate_s = perf_counter() - start
-        metrics_s = self._postprocess_s + recorder.metrics_s
-        self._times.update(evaluate=evaluate_s, metrics=metrics_s, journal=recorder.journal_s)
+        metrics_s = loop.postprocess_s + recorder.metrics_s
+        self._times.update(loop.times, evaluate=evaluate_s, metrics=metrics_s, journal=recorder.journal_s)
+        self._said_of_settings += loop.said_of_settings
         result = self._finish(folder, facts, found, recorder, writer, proof, setup_s=setup_s)
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
         self._control.meet()
         self._close(folder)
         return result
-
-    def _loop_and_save(self, recorder: Recorder, found: Found) -> None:
-        """Evaluate what remains; whatever ends the loop, what was finished is saved."""
-        show = self._options._show if self._world.is_main else None
-        chunks = [chunk for file in found.earlier.files for chunk in file.chunks]
-        before = sum(len(self._plan.chunk_samples(chunk)) for chunk in chunks)
-        self._control.begin_run(
-            None if show is None else lambda done: show(before + done, self._plan.num_samples)
-        )
-        try:
-            self._loop(recorder, found.earlier.remaining)
-        except BaseException as error:
-            # The first error is the one to report, whatever this one comes to.
-            with suppress(Exception):
-                recorder.flush()
-            if is_out_of_memory(error):
-                self._out_of_memory(recorder, error)
-            raise
-        else:
-            self._save(recorder)
-        finally:
-            self._control.end_run()
-        if self._control.stopping is not None:
-            raise Stopped(self._control.stopping)
-
-    def _save(self, recorder: Recorder) -> None:
-        try:
-            recorder.flush()
-        except OSError as error:
-            self._unwritable(recorder, error)
-
-    def _unwritable(self, recorder: Recorder, error: OSError) -> NoReturn:
-        raise DualevalError(
-            f"the output folder {recorder.folder.parent} cannot be written any more on "
-            f"{socket.gethostname()}: {error.strerror or error}. {recorder.chunks_saved} chunks of this rank "
-            "are saved. Make room, or bring the folder back, and type the same command again."
-        ) from error
-
-    def _out_of_memory(self, recorder: Recorder, error: BaseException) -> NoReturn:
-        job = self._options
-        smaller = max(1, self._plan.batch_size // 2)
-        precision = "" if job._precision.startswith("amp") else ", or --precision amp-bf16 on a GPU"
-        device = self._backend.device
-        raise DualevalError(
-            f"out of memory on {device} with --batch-size {self._plan.batch_size}: "
-            f"{str(error).splitlines()[0]} Try --batch-size {smaller}{precision}; on a CPU fewer threads "
-            f"(OMP_NUM_THREADS) or fewer ranks. {recorder.chunks_saved} finished chunks of this rank stay "
-            "for the same command where there is more memory; another batch size is another job, and begins "
-            "anew (--fresh)."
-        ) from error
-
-    def _loop(self, recorder: Recorder, remaining: Sequence[int]) -> None:
-        """Every batch of this rank: no collective, no wait but for the batch ``compute.ahead`` behind."""
-        dynamic = self._options._schedule == "dynamic"
-        size = self._world.size
-        mine: Iterable[int] = self._claimed(remaining) if dynamic else remaining[self._world.rank :: size]
-        under_way: deque[tuple[tuple[int, int], Pending | None, tuple[FailedSample, ...]]] = deque()
-        # What has been handed to the feed, until it comes out.
-        handed: deque[tuple[int, int]] = deque()
-
-        def batches() -> Iterator[range]:
-            for chunk in mine:
-                for batch in self._plan.chunk_batches(chunk):
-                    handed.append((chunk, batch))
-                    if len(handed) == 1:
-                        self._progress.step("load", chunk)
-                    yield self._plan.batch_samples(batch)
-
-        # A rank's share, if all are equally fast.
-        share = -(-len(remaining) * self._plan.num_batches // (self._plan.num_chunks * size))
-        feed = Feed(
-            Reader(self._dataset, self._task),
-            batches(),
-            workers=min(self._options._workers, share),
-            device=self._backend.device,
-            ahead=1 if dynamic else 2,
-            step=lambda stage: self._progress.step(stage, handed[0][0] if handed else None),
-        )
-        compute_s = 0.0
-        device = self._backend.device
-        threads = usable_threads(self._task, self._model, device, self._threads, share)
-        with Compute(self._task, self._model, device, self._options._precision, threads) as compute:
-            for batch in feed:
-                # Not the batch itself is kept: its inputs would stay on the device for as long.
-                chunk, number = handed.popleft()
-                if batch.failed and self._options._on_error == "stop":
-                    raise self._unreadable(batch.failed[0])
-                self._progress.step("forward", chunk)
-                start = perf_counter()
-                pending = None if batch.data is None else compute.start(batch.data)
-                under_way.append(((chunk, number), pending, batch.failed))
-                compute_s += perf_counter() - start
-                if len(under_way) > compute.ahead:
-                    compute_s += self._settle(recorder, *under_way.popleft())
-                self._control.raise_if_peer_failed()
-                # The chunk in hand is finished; no other is begun.
-                if self._control.stopping and number == self._plan.chunk_batches(chunk)[-1]:
-                    break
-                self._progress.step("load", handed[0][0] if handed else None)
-            while under_way:
-                compute_s += self._settle(recorder, *under_way.popleft())
-        self._said_of_settings += self._settings.check_after_loop(compute.changed_settings)
-        self._times.update(data=feed.wait_s, transfer=feed.transfer_s, compute=compute_s)
-
-    def _claimed(self, remaining: Sequence[int]) -> Iterator[int]:
-        """Chunks that no other rank takes, as long as there are any: the one in hand, and the next."""
-        # The next is asked for while this one is computed, so that nobody waits for rank 0's answer.
-        with ThreadPoolExecutor(1, "dualeval-claims") as pool:
-            following = pool.submit(self._control.claim)
-            while (number := following.result()) < len(remaining):
-                following = pool.submit(self._control.claim)
-                yield remaining[number]
-
-    def _settle(
-        self,
-        recorder: Recorder,
-        number: tuple[int, int],
-        pending: Pending | None,
-        failed: tuple[FailedSample, ...],
-    ) -> float:
-        """Wait for a batch and record it; returns the seconds waited."""
-        start = perf_counter()
-        self._progress.step("forward", number[0])
-        columns = None if pending is None else pending()
-        waited = perf_counter() - start
-        self._progress.step("metrics", number[0])
-        if columns is not None:
-            start = perf_counter()
-            columns = self._task.postprocess(columns, self._plan.batch_samples(number[1]))
-            self._postprocess_s += perf_counter() - start
-            if not self._tried:
-                self._try(number[1], columns, failed)
-        try:
-            recorder.add(*number, columns, failed)
-        except OSError as error:
-            self._unwritable(recorder, error)
-        self._control.add_done(len(self._plan.batch_samples(number[1])))
-        return waited
-
-    def _try(self, batch: int, columns: Mapping[str, Tensor], failed: tuple[FailedSample, ...]) -> None:
-        """Take this rank's first batch through all that comes after the last one."""
-        samples = self._plan.batch_samples(batch)
-        evaluated = torch.ones(len(samples), dtype=torch.bool)
-        evaluated[[sample.index - samples.start for sample in failed]] = False
-        if not evaluated.any():
-            return
-        trial.check_columns(columns, self._kept, len(samples), [*self._metrics, *self._row_metrics])
-        check_rows(columns, batch, samples)
-        notes = trial.try_first_batch(
-            self._task,
-            self._metrics,
-            self._row_metrics,
-            self._kept,
-            columns,
-            samples,
-            evaluated,
-            writes=self._world.is_main,
-        )
-        self._tried = True
-        if self._world.is_main:
-            for sentence in notes:
-                self._options._note(sentence)
-
-    def _unreadable(self, sample: FailedSample) -> UsageError:
-        return UsageError(
-            f"sample {self._dataset.id(sample.index)} (index {sample.index}) cannot be read: {sample.error}. "
-            "Mend or remove it, or run with --on-error skip to leave such samples out and list them."
-        )
 
     # -- after the loop ----------------------------------------------------------------------------
 
@@ -633,7 +454,7 @@ class _Run:
         try:
             folder.collect(self._backend, writer.written, reports, lambda: self._progress.step("reduce"))
         except OSError as error:
-            self._unwritable(recorder, error)
+            raise unwritable(recorder, error) from error
         self._progress.step("write")
         measured = [
             trial.plain(metric.name, metric.compute(slots)) for metric, slots in recorder.ledger.parts()
@@ -679,7 +500,7 @@ class _Run:
                     step=lambda: self._progress.step("write"),
                 )
             except OSError as error:
-                self._unwritable(recorder, error)
+                raise unwritable(recorder, error) from error
         return result
 
     def _merged_files(
@@ -696,7 +517,7 @@ class _Run:
         try:
             return folder.merged_files(found, reports, fingerprint, step=lambda: self._progress.step("write"))
         except OSError as error:
-            self._unwritable(recorder, error)
+            raise unwritable(recorder, error) from error
 
     def _measured_by_rows(self, files: list[JournalFile]) -> list[Measured]:
         """What rank 0 makes of all samples' rows, told to every rank."""
