@@ -1,4 +1,4 @@
-"""The loop: a rank's batches are read, computed and recorded; no collective, and no wait that can be spared."""
+"""The loop: a rank's batches are read, computed and recorded, without a collective."""
 
 from __future__ import annotations
 
