@@ -393,7 +393,7 @@ class _Run:
         # A rank's share, if all are equally fast.
         share = -(-len(remaining) * self._plan.num_batches // (self._plan.num_chunks * size))
         feed = Feed(
-            Reader(self._dataset, self._task),
+            Reader(self._dataset, self._task, fill=self._options._on_error == "skip"),
             batches(),
             workers=min(self._options._workers, share),
             device=self._backend.device,

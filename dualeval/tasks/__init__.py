@@ -17,7 +17,14 @@ from dualeval.metrics import Metric, RowMetric
 
 
 class Dataset(Protocol):
-    """Samples in a fixed order, read a batch at a time (PyTorch's ``__getitems__`` protocol)."""
+    """Samples in a fixed order, read a batch at a time (PyTorch's ``__getitems__`` protocol).
+
+    A data set may have one method more, ``placeholder(index)``. It returns a sample of the shape that the one
+    at ``index`` would have, which holds nothing. With ``--on-error skip`` it takes the place of a sample that
+    cannot be read, so that the rest of its batch is computed as it would be with that sample. A data set
+    whose samples differ in shape needs it for that. Without it the place holds zeros like another sample of
+    the batch.
+    """
 
     def __len__(self) -> int:
         """Number of samples."""
