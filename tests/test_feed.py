@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
+from enum import Enum
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
-from dualeval.engine.feed import Batch, Feed, Reader, zeros_like
-from dualeval.errors import DualevalError
+from dualeval.engine.feed import Batch, Feed, Reader
+from dualeval.engine.nests import map_tensors, zeros_like
+from dualeval.errors import DualevalError, UsageError
 from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
@@ -78,3 +87,154 @@ class Dropping(TinyTask):
 def test_a_data_set_must_not_drop_samples() -> None:
     with pytest.raises(DualevalError, match="gave 3 samples for the 4 indices 0 to 3"):
         read(Dropping(), [range(4)])
+
+
+# -- what takes a failed sample's place ------------------------------------------------------------
+
+
+class Given(TinyTask):
+    """Gives these samples; those that are None cannot be read."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        super().__init__(len(samples))
+        self._samples = samples
+        self._dataset.__getitems__ = self._read  # type: ignore[method-assign]
+
+    def _read(self, indices: Sequence[int]) -> list[Any]:
+        chosen = [self._samples[index] for index in indices]
+        if any(sample is None for sample in chosen):
+            raise OSError("broken")
+        return chosen
+
+    def collate(self, samples: Any) -> Any:
+        return samples
+
+
+class Boxes(NamedTuple):
+    corners: Any
+    name: str = "x"
+
+
+@dataclass(frozen=True)
+class Scan:
+    pixels: Any
+    spacing: float
+    where: InitVar[str] = "here"
+
+    def __post_init__(self, where: str) -> None:
+        assert where
+
+
+@dataclass(slots=True)
+class Note:
+    text: str
+    score: Any = 1
+
+
+class Kind(Enum):
+    CAT = 1
+
+
+VALUES: dict[str, tuple[Any, Any]] = {
+    "array": (np.full((2, 3), 7, np.uint8), np.zeros((2, 3), np.uint8)),
+    "array of texts": (np.array(["a", "bc"]), np.array(["", ""], "<U2")),
+    "array of objects": (np.array(["a", 3, None], object), np.array(["", 0, None], object)),
+    "array of one number": (np.array(3.0), np.array(0.0)),
+    "numpy number": (np.float32(3), np.float32(0)),
+    "numpy bool": (np.bool_(True), np.bool_(False)),
+    "numpy text": (np.str_("abc"), np.str_("")),
+    "tensor": (torch.full((2,), 3, dtype=torch.int16), torch.zeros(2, dtype=torch.int16)),
+    "torch number": (torch.tensor(3.0), torch.tensor(0.0)),
+    "bool": (True, False),
+    "int": (3, 0),
+    "float": (0.5, 0.0),
+    "text": ("abc", ""),
+    "bytes": (b"abc", b""),
+    "None": (None, None),
+    "path": (PurePosixPath("a/b"), PurePosixPath()),
+    "member of an enum": (Kind.CAT, Kind.CAT),
+    "ordered dict": (OrderedDict(b=1, a="x"), OrderedDict(b=0, a="")),
+    "default dict": (defaultdict(list, a=[1]), defaultdict(list, a=[0])),
+    "user dict": (UserDict(a=1), UserDict(a=0)),
+    "read-only mapping": (MappingProxyType({"a": 1}), {"a": 0}),
+    "named tuple": (Boxes((1, 2)), Boxes((0, 0), "")),
+    "data class": (Scan(pixels=[1.5], spacing=2.0), Scan(pixels=[0.0], spacing=0.0)),
+    "data class with slots": (Note("abc"), Note("", 0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [*((name, 0) for name in VALUES), ("array", 1), ("numpy number", 1), ("named tuple", 1)],
+)
+def test_every_kind_of_value_has_a_zero(name: str, workers: int) -> None:
+    value, zero = VALUES[name]
+    [batch] = read(Given([{"x": value}, None, {"x": value}]), [range(3)], workers)
+    assert [sample.index for sample in batch.failed] == [1]
+    found = batch.data[1]["x"]
+    assert type(found) is type(zero)
+    same(found, zero)
+    same(batch.data[0]["x"], value)
+    same(batch.data[2]["x"], value)
+
+
+def test_a_samples_own_values_stay() -> None:
+    value = {"a": [torch.ones(2), np.ones(2)], "b": Note("abc"), "c": OrderedDict(x=1)}
+    before = copy.deepcopy(value)
+    zeros_like(value)
+    assert repr(value) == repr(before)
+
+
+def same(one: Any, other: Any) -> None:
+    if isinstance(one, np.ndarray | np.generic):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert np.array_equal(one, other)
+    elif isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_value_without_a_zero_is_named(workers: int) -> None:
+    task = Given([(torch.ones(2), slice(3)), None])
+    with pytest.raises(UsageError) as error:
+        read(task, [range(2)], workers)
+    message = str(error.value)
+    assert message.startswith("sample tiny/1 (index 1) cannot be read: OSError: broken. ")
+    for words in ("TinyDataset hold a builtins.slice", "placeholder(index)", "mend or remove"):
+        assert words in message
+    assert "Traceback" not in message
+
+
+def test_no_place_is_filled_where_the_run_stops_anyway() -> None:
+    task = Given([slice(3), None, slice(3)])
+    data, failed = Reader(task.dataset(), task, fill=False)[range(3)]
+    assert data is None
+    assert [sample.index for sample in failed] == [1]
+    data, failed = Reader(task.dataset(), task, fill=False)[range(1)]
+    assert (data, failed) == ([slice(3)], ())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_may_say_what_takes_a_samples_place(workers: int) -> None:
+    task = Given([slice(3), None, None])
+    task.dataset().placeholder = lambda index: slice(0, index)  # type: ignore[attr-defined]
+    [batch] = read(task, [range(3)], workers)
+    assert batch.data == [slice(3), slice(0, 1), slice(0, 2)]
+    assert [sample.index for sample in batch.failed] == [1, 2]
+
+
+def test_tensors_are_found_in_every_kind_of_nest() -> None:
+    """That is how they get to a GPU."""
+    ones = torch.ones(2)
+    nest = {"a": [Boxes(ones), Scan(ones, 1.0)], "b": UserDict(x=(ones, "y", None)), "c": np.ones(2)}
+    found = map_tensors(lambda tensor: tensor + 1, nest)
+    boxes, scan = found["a"]
+    assert isinstance(boxes, Boxes) and isinstance(scan, Scan)
+    assert isinstance(found["b"], UserDict) and found["c"] is nest["c"]
+    for tensor in (boxes.corners, scan.pixels, found["b"]["x"][0]):
+        assert tensor.tolist() == [2, 2]
+    assert (boxes.name, scan.spacing, found["b"]["x"][1:]) == ("x", 1.0, ("y", None))
+    assert ones.tolist() == [1, 1]

@@ -20,8 +20,18 @@ from dualeval.data.windows import (
     WindowEncoder,
     grouped,
 )
-from dualeval.engine.feed import zeros_like
-from tests.made_tokenizers import ACCENTS, CONTEXT_WORDS, NAMES, RIVER, Made, make_all, same_bits, split
+from dualeval.engine.nests import zeros_like
+from tests.made_tokenizers import (
+    ACCENTS,
+    CONTEXT_WORDS,
+    NAMES,
+    QUESTION_WORDS,
+    RIVER,
+    Made,
+    make_all,
+    same_bits,
+    split,
+)
 
 Sample = dict[str, Tensor]
 
@@ -287,3 +297,38 @@ def test_collate_is_deterministic_and_leaves_its_samples_alone(
     assert same_bits(encoder.collate(samples), first)
     assert same_bits(collator(FACTS, 8).collate(again), first)
     assert same_bits(samples, again)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_placeholder_leaves_the_others_where_they_are(made: dict[str, Made], name: str) -> None:
+    """Each question in turn cannot be read: the others' groups, places and padding are the same."""
+    encoder = made[name].encoder(max_length=44, stride=8, most_windows=3)
+    texts = [RIVER, "c1 c2", ACCENTS, "", RIVER[:150], " ".join(CONTEXT_WORDS), RIVER[70:]]
+    asked = [(f"q{number}", text) for number, text in enumerate(texts)]
+    samples = [encoder.encode(*pair) for pair in asked]
+    whole = encoder.collate(samples)
+    for at, pair in enumerate(asked):
+        found = encoder.collate([*samples[:at], encoder.placeholder(*pair), *samples[at + 1 :]])
+        for column in ("places", "windows", "tokens", "padded_tokens"):
+            assert same_bits(found[column], whole[column])
+        own = {place for place in whole["places"][at].tolist() if place >= 0}
+        for place, (row, wanted) in enumerate(zip(rows_of(found), rows_of(whole), strict=True)):
+            assert row["attention_mask"] == wanted["attention_mask"]
+            if place not in own:
+                assert row == wanted
+            else:
+                assert {tuple(span) for span in row["spans"]} == {(-1, -1)}
+                assert row["input_ids"] != wanted["input_ids"]
+
+
+def test_the_placeholder_of_a_question_that_has_no_windows(made: dict[str, Made]) -> None:
+    """No run can read it, so in no run are there windows of it."""
+    encoder = made["word_level"].encoder(max_length=16, stride=4)
+    asked = " ".join(QUESTION_WORDS[:12]), " ".join(CONTEXT_WORDS)
+    with pytest.raises(ValueError, match="room for 1 tokens"):
+        encoder.encode(*asked)
+    other = encoder.encode("q1", "c1 c2")
+    batch = encoder.collate([other, encoder.placeholder(*asked)])
+    assert same_bits(batch["groups"], encoder.collate([other])["groups"])
+    assert batch["windows"].tolist() == [1, 0]
+    assert encoder.collate([encoder.placeholder(*asked)])["groups"] == []

@@ -223,11 +223,13 @@ def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict
     import torch
 
     from dualeval.backends import choose_backend, choose_device
+    from dualeval.engine.numerics import check_precision
 
     # What every rank would find here.
     last = world if nproc is None else _last_rank(nproc, world, manner)
     choose_backend(manner.backend, last)
     device = choose_device(job.device, last, allow_shared_gpu=manner.allow_shared_gpu)
+    check_precision(job.precision, device)
     if job.download:
         _fetch(job)
     task = _make_task(job)

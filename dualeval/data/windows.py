@@ -123,6 +123,23 @@ class WindowEncoder:
             "null": torch.tensor([self._null_place(window.ids) for window in windows], dtype=torch.int32),
         }
 
+    def placeholder(self, question: str, context: str) -> dict[str, Tensor]:
+        """As ``encode``, with as many windows of the same lengths, of tokens 0 that are not the context's.
+
+        No window at all where ``encode`` raises ValueError: such a question never has one.
+        """
+        try:
+            encoded = self.encode(question, context)
+        except ValueError:
+            none = torch.zeros(0, dtype=torch.int32)
+            return {"ids": none, "types": none, "spans": none.reshape(0, 2), "lengths": none, "null": none}
+        return {
+            **encoded,
+            "ids": torch.zeros_like(encoded["ids"]),
+            "types": torch.zeros_like(encoded["types"]),
+            "spans": torch.full_like(encoded["spans"], _NOT_CONTEXT),
+        }
+
     def _tokens_of(self, text: str) -> int:
         return len(self._uncut.encode(text, add_special_tokens=False))
 
@@ -224,6 +241,14 @@ class EncodedQuestions:
         """
         chosen = self._questions.__getitems__(indices)
         return [self._encoder.encode(question.question, question.context) for question in chosen]
+
+    def placeholder(self, index: int) -> dict[str, Tensor]:
+        """What takes a question's place where it cannot be read: windows of its lengths, without its tokens.
+
+        The windows of the other questions are grouped and padded by it as by the question.
+        """
+        question = self._questions[index]
+        return self._encoder.placeholder(question.question, question.context)
 
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over everything about the first ``count`` questions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dualeval.engine.nests import map_tensors, zeros_like
 from dualeval.engine.progress import Stage
-from dualeval.errors import DualevalError
+from dualeval.errors import DualevalError, UsageError
 from dualeval.tasks import Dataset, Task
 
 _PR_SET_PDEATHSIG = 1
@@ -40,8 +41,9 @@ class Batch:
     """A batch as the evaluator gets it.
 
     Attributes:
-        data: the task's batch on the device; None where no sample of it could be read.
-        failed: its unreadable samples, whose places in ``data`` hold zeros.
+        data: the task's batch on the device; None where no sample of it could be read, or where one could not
+            and its place is not filled.
+        failed: its unreadable samples, whose places in ``data`` hold placeholders or zeros.
     """
 
     data: Any
@@ -49,14 +51,27 @@ class Batch:
 
 
 class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
-    """Reads and collates whole batches; ``reader[range]`` is what a loader's worker calls."""
+    """Reads and collates whole batches; ``reader[range]`` is what a loader's worker calls.
 
-    def __init__(self, dataset: Dataset, task: Task) -> None:
+    Args:
+        dataset: what is read.
+        task: collates.
+        fill: whether the place of a sample that cannot be read is filled, so that the rest of its batch is
+            computed as it would be with that sample; without it such a batch has no data.
+    """
+
+    def __init__(self, dataset: Dataset, task: Task, *, fill: bool = True) -> None:
         self._dataset = dataset
         self._task = task
+        self._fill = fill
 
     def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
-        """Read one batch: its data, None if no sample could be read, and the samples that failed."""
+        """Read one batch: its data, None if no sample could be read, and the samples that failed.
+
+        Raises:
+            DualevalError: the data set does not give one sample an index.
+            UsageError: nothing can take a failed sample's place.
+        """
         try:
             samples = self._dataset.__getitems__(indices)
         except Exception:  # noqa: BLE001 - any error of a data set is the sample's; the next lines find whose
@@ -71,19 +86,19 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         return (None if samples is None else self._task.collate(samples)), failed
 
     def _read_one_by_one(self, indices: range) -> tuple[list[Any] | None, tuple[FailedSample, ...]]:
-        """The second attempt, each sample alone; a sample that fails again becomes zeros."""
-        samples: list[Any] = []
+        """The second attempt, each sample alone."""
+        samples: dict[int, Any] = {}
         failed: list[FailedSample] = []
         for index in indices:
             try:
-                samples.append(self._read_one(index))
+                samples[index] = self._read_one(index)
             except Exception as error:  # noqa: BLE001 - reported with the sample's id; the run decides
-                samples.append(None)
                 failed.append(FailedSample(index=index, error=f"{type(error).__name__}: {error}"))
-        if len(failed) == len(samples):
+        if not samples or (failed and not self._fill):
             return None, tuple(failed)
-        example = next(sample for sample in samples if sample is not None)
-        return [zeros_like(example) if sample is None else sample for sample in samples], tuple(failed)
+        example = next(iter(samples.values()))
+        samples.update({sample.index: self._in_place_of(sample, example) for sample in failed})
+        return [samples[index] for index in indices], tuple(failed)
 
     def _read_one(self, index: int) -> Any:
         samples = self._dataset.__getitems__([index])
@@ -92,23 +107,35 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         [sample] = samples
         return sample
 
+    def _in_place_of(self, failed: FailedSample, example: Any) -> Any:
+        """What the data set gives for a failed sample; zeros like another one where it gives nothing."""
+        placeholder = getattr(self._dataset, "placeholder", None)
+        if placeholder is not None:
+            return placeholder(failed.index)
+        try:
+            return zeros_like(example)
+        except TypeError as error:
+            raise UsageError(
+                f"sample {self._dataset.id(failed.index)} (index {failed.index}) cannot be read: "
+                f"{failed.error}. Nothing can take its place in its batch: the samples of "
+                f"{type(self._dataset).__name__} hold a {error}, which has no zero (expected tensors, numpy "
+                "arrays, numbers, text, None, and dicts, lists, tuples and dataclasses of them). Give the "
+                "data set a method placeholder(index) that returns a sample of the same shape, or mend or "
+                "remove the sample."
+            ) from error
 
-def zeros_like(sample: _Tree) -> _Tree:
-    """A sample of the same structure, shapes and dtypes that holds only zeros (empty text for text)."""
-    zeros: _Tree = _map(torch.zeros_like, sample, other=lambda value: type(value)())
-    return zeros
 
+class _Returning(torch.utils.data.Dataset[Any]):
+    """A reader whose errors for people are returned: a loader would wrap them into its worker's traceback."""
 
-def _map(function: Any, tree: Any, other: Any = lambda value: value) -> Any:
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return {key: _map(function, value, other) for key, value in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(_map(function, value, other) for value in tree)
-    if isinstance(tree, list):
-        return [_map(function, value, other) for value in tree]
-    return other(tree)
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, indices: range) -> Any:
+        try:
+            return self._reader[indices]
+        except DualevalError as error:
+            return error
 
 
 class Feed:
@@ -156,7 +183,7 @@ class Feed:
             return map(self._reader.__getitem__, self._batches)
         # Batches are the loader's samples: the plan has already made them.
         return torch.utils.data.DataLoader(
-            self._reader,
+            _Returning(self._reader),
             batch_size=None,
             sampler=self._batches,
             collate_fn=_unchanged,
@@ -176,6 +203,10 @@ class Feed:
                 return
             finally:
                 self.wait_s += perf_counter() - start
+            if isinstance(item, DualevalError):
+                # The error keeps this frame, and the iterator would keep the reading processes.
+                del iterator
+                raise item
             yield item
 
     def _as_they_are(self, loaded: Iterator[tuple[Any, tuple[FailedSample, ...]]]) -> Iterator[Batch]:
@@ -189,7 +220,7 @@ class Feed:
             start = perf_counter()
             self._step("transfer")
             with torch.cuda.stream(copies):
-                batch = Batch(data=_map(self._copy, data), failed=failed)
+                batch = Batch(data=map_tensors(self._copy, data), failed=failed)
                 copied = copies.record_event()
             self.transfer_s += perf_counter() - start
             if ahead is not None:
@@ -206,7 +237,7 @@ class Feed:
         compute = torch.cuda.current_stream(self._device)
         compute.wait_event(copied)
         # The allocator must not hand the memory on while the computing stream still reads it.
-        _map(lambda tensor: tensor.record_stream(compute), batch.data)
+        map_tensors(lambda tensor: tensor.record_stream(compute), batch.data)
         return batch
 
 

@@ -85,13 +85,13 @@ def evaluate_alone(evaluation: Evaluation, samples: range) -> dict[str, npt.NDAr
     """
     # In a reading process where the loop reads in some: what a data set opens may not outlive a fork.
     feed = Feed(
-        Reader(evaluation.dataset, evaluation.task),
+        Reader(evaluation.dataset, evaluation.task, fill=evaluation.on_error == "skip"),
         [samples],
         workers=min(evaluation.workers, 1),
         device=evaluation.backend.device,
     )
     [batch] = feed
-    if batch.failed and (batch.data is None or evaluation.on_error == "stop"):
+    if batch.data is None or (batch.failed and evaluation.on_error == "stop"):
         raise unreadable(evaluation.dataset, batch.failed[0])
     with Compute(
         evaluation.task, evaluation.model, evaluation.backend.device, evaluation.precision, 1
@@ -203,7 +203,7 @@ class Loop:
         # A rank's share, if all are equally fast.
         share = -(-len(remaining) * self._plan.num_batches // (self._plan.num_chunks * size))
         feed = Feed(
-            Reader(self._evaluation.dataset, self._task),
+            Reader(self._evaluation.dataset, self._task, fill=self._evaluation.on_error == "skip"),
             batches(),
             workers=min(self._evaluation.workers, share),
             device=self._evaluation.backend.device,

@@ -22,6 +22,12 @@ class Dataset(Protocol):
     One whose contents are too much for every rank to read may have a second method beside ``fingerprint``:
     ``content_fingerprint(samples: range) -> str``, a hash of what is in these consecutive samples. It is
     called after ``fingerprint``; the ranks of a node share the samples, and the nodes compare.
+
+    A data set may have one method more, ``placeholder(index)``. It returns a sample of the shape that the one
+    at ``index`` would have, which holds nothing. With ``--on-error skip`` it takes the place of a sample that
+    cannot be read, so that the rest of its batch is computed as it would be with that sample. A data set
+    whose samples differ in shape needs it for that. Without it the place holds zeros like another sample of
+    the batch.
     """
 
     def __len__(self) -> int:
