@@ -216,7 +216,6 @@ def contents(backend: Backend, control: ControlPlane, folder: Path) -> dict[str,
         "asked": task.contents.asked,
         "asked_alone": alone.contents.asked,
         "contents": [shared.data["contents"], each.data["contents"]],
-        "fingerprint": shared.fingerprint,
         **refused,
     }
 
