@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ def refused(
     with pytest.raises(UsageError) as caught:
         evaluate(after, out, **(options or {}))
     message = str(caught.value)
-    assert f"job.{names}" in message or f"machine.{names}" in message, message
+    assert f"job.{names}" in message, message
     assert "--fresh" in message
     fields = {part.partition(":")[0].split(".")[1] for part in message.partition("(")[2].split("; ")}
     # What a model holds may come from other modules, and a tensor that is not there is its structure, too.
@@ -235,6 +235,7 @@ class Within:
 
     name = "within"
     size = 2
+    columns = ("loss",)
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -490,7 +491,6 @@ REPLAY: dict[str, Callable[[Sources, pytest.MonkeyPatch], object]] = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="found by the batch that is evaluated anew, and by nothing else")
 @pytest.mark.parametrize("name", REPLAY)
 def test_what_the_identity_cannot_know(
     sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -524,7 +524,8 @@ def refused_or_anew(task: Task, out: Path, truth: Result) -> None:
 def test_how_a_run_works_does_not_matter(tmp_path: Path, options: dict[str, Any]) -> None:
     first = evaluate(NetTask(Net), tmp_path / "out")
     notes: list[str] = []
-    assert evaluate(NetTask(Net), tmp_path / "out", note=notes.append, **options).to_json() == first.to_json()
+    again = evaluate(NetTask(Net), tmp_path / "out", note=notes.append, **options)
+    assert again.to_json() == replace(first, earlier=True, replay="same bits").to_json()
     assert "finished before" in notes[0]
     other = evaluate(NetTask(Net), tmp_path / "other", **options)
     assert (other.fingerprint, other.metrics_digest) == (first.fingerprint, first.metrics_digest)
