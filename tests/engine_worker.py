@@ -160,6 +160,18 @@ def another_job(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
     return told(lambda: Evaluator(task, backend, control, out=folder / "out").run(), control)
 
 
+def rank_in_the_model(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """The model keeps its rank among its attributes."""
+
+    class Ranked(TinyTask):
+        def build_model(self, device: torch.device) -> nn.Module:
+            model = super().build_model(device)
+            model.rank = backend.world.rank  # type: ignore[assignment]
+            return model
+
+    return told(lambda: Evaluator(Ranked(10), backend, control, out=folder / "out").run(), control)
+
+
 def two_machines(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The last rank has other bits; then other versions, with and without leave to mix them."""
     real = vars(evaluator)["machine_facts"]
@@ -248,6 +260,7 @@ SCENARIOS = {
         one_fails_before_the_loop,
         another_job,
         two_machines,
+        rank_in_the_model,
         contents,
     )
 }

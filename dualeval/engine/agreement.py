@@ -74,8 +74,18 @@ def check_same_job(jobs: list[dict[str, Any]], hosts: list[str]) -> None:
             shown = "; ".join(f"{name}: {first} on rank 0, {own} here" for name, first, own in differing)
             raise UsageError(
                 f"rank {rank} on {hosts[rank]} does not have the same job as rank 0 on {hosts[0]} ({shown}). "
-                "Start every rank with the same options, data and weights."
+                f"Start every rank with the same options, data and weights.{structure_hint(differing)}"
             )
+
+
+def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
+    """A sentence on what a difference in the model's structure means; empty where there is none."""
+    if not any(name.removeprefix("job.").startswith("structure.") for name, _, _ in found):
+        return ""
+    return (
+        " (structure.NAME is a hash of what the attributes of the model's module NAME hold, its class and "
+        "its hooks: a rank, a time or a random number does not belong there.)"
+    )
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualeval.engine.agreement import differences
+from dualeval.engine.agreement import differences, structure_hint
 from dualeval.engine.journal import SUFFIX, Earlier, read_journal
 from dualeval.engine.lease import LEASE
 from dualeval.engine.machines import check_kinds_of_parts
@@ -158,7 +158,7 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
         shown = "; ".join(f"{name}: {old} there, {new} now" for name, old, new in differing)
         raise UsageError(
             f"{path} holds another job ({shown}). Give another --out, or --fresh to remove that job's files "
-            "and start over."
+            f"and start over.{structure_hint(differing)}"
         )
 
 
