@@ -31,7 +31,7 @@ class Result:
         chunks: total, evaluated_now and resumed chunks.
         job: the job as resolved.
         fingerprint: sha256 of all that decides the metrics.
-        data: name and fingerprint of the data set.
+        data: fingerprints of the data set and of its contents.
         weights: fingerprint of the model's parameters and buffers, and their number.
         versions: of Python and of the libraries that compute.
         world: size, nodes, launcher, backend.

@@ -41,7 +41,11 @@ class Measured:
 
 
 class Metric(Protocol):
-    """Samples to integers to values; merging two states is adding their ledgers."""
+    """Samples to integers to values; merging two states is adding their ledgers.
+
+    Its class and its attributes tell one metric from another; where they tell too much or too little, it has
+    a method ``fingerprint()`` that returns plain values, as JSON has them. So has a ``RowMetric``.
+    """
 
     @property
     def name(self) -> str:
