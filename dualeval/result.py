@@ -35,7 +35,7 @@ class Result:
         chunks: total, evaluated_now and resumed chunks.
         job: the options as they were used.
         fingerprint: sha256 of all that decides the metrics.
-        data: name and fingerprint of the data set.
+        data: fingerprints of the data set and of its contents.
         weights: fingerprint of the model's parameters and buffers, and their number.
         versions: of Python and of the libraries that compute.
         world: size, nodes, launcher, backend.

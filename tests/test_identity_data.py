@@ -122,7 +122,9 @@ def test_threads_keep_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (tmp_path / f"{number}").write_text("x" * number)
     paths = [tmp_path / f"{number}" for number in range(30)]
     monkeypatch.setattr(files, "_FILES_A_TURN", 4)
-    assert [size for size, _ in files.on_threads(files.size_and_time, paths)] == list(range(30))
+    for most in (100, 2):
+        monkeypatch.setattr(files, "_MOST_TURNS", most)
+        assert [size for size, _ in files.on_threads(files.size_and_time, paths)] == list(range(30))
 
 
 def test_idx_pixels_and_labels_count(tmp_path: Path) -> None:

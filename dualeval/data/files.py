@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -17,22 +17,26 @@ _PIECE_BYTES = 2**20
 # A file system behind a network answers many questions at a time, each after a while.
 _THREADS = 8
 _FILES_A_TURN = 64
+# All of them are handed out at once.
+_MOST_TURNS = 4096
 
-_T = TypeVar("_T")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
-def on_threads(function: Callable[[Path], _T], paths: Sequence[Path]) -> list[_T]:
-    """Call a function for each path, several at a time; its results in the order of the paths."""
-    turns = [paths[first : first + _FILES_A_TURN] for first in range(0, len(paths), _FILES_A_TURN)]
-    if len(turns) < 2:
-        return [function(path) for path in paths]
+def on_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
+    """Call a function for each item, several at a time; gives its results in the order of the items."""
+    size = max(_FILES_A_TURN, -(-len(items) // _MOST_TURNS))
+    turns = (items[first : first + size] for first in range(0, len(items), size))
+    if len(items) <= size:
+        yield from map(function, items)
+        return
     with ThreadPoolExecutor(_THREADS, "dualeval-files") as pool:
-        return [
-            result for results in pool.map(lambda turn: [*map(function, turn)], turns) for result in results
-        ]
+        for results in pool.map(lambda turn: [*map(function, turn)], turns):
+            yield from results
 
 
-def size_and_time(file: Path | int) -> tuple[int, int]:
+def size_and_time(file: Path | str | int) -> tuple[int, int]:
     """A file's size in bytes and time of change in ns; (MISSING, 0) where it cannot be had."""
     try:
         found = os.stat(file)  # noqa: PTH116 - of a descriptor, too
@@ -41,7 +45,7 @@ def size_and_time(file: Path | int) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def digest_of_file(path: Path, *, whole: bool) -> bytes:
+def digest_of_file(path: Path | str, *, whole: bool) -> bytes:
     """sha256 over a file's size and its first and last 4 KiB, or over all its bytes; of one that cannot be
     read over that."""
     for _ in range(2):
@@ -53,7 +57,7 @@ def digest_of_file(path: Path, *, whole: bool) -> bytes:
     return hashlib.sha256(b"unreadable").digest()
 
 
-def _digest_of_file(path: Path, whole: bool) -> bytes:
+def _digest_of_file(path: Path | str, whole: bool) -> bytes:
     # A pipe is not waited for: reading the sample does that, and the run's watch sees it.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

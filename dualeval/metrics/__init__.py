@@ -43,6 +43,9 @@ class Measured:
 class Metric(Protocol):
     """Samples to integers to values; merging two states is adding their ledgers.
 
+    Its class and its attributes tell one metric from another; where they tell too much or too little, it has
+    a method ``fingerprint()`` that returns plain values, as JSON has them. So has a ``RowMetric``.
+
     A run keeps the columns that its metrics read, so that they can be computed again without a forward. A
     metric whose numbers nobody will want again has an attribute ``keeps_rows = False``.
     """

@@ -92,7 +92,7 @@ def _import_factory(name: str) -> Any:
 
 def sources_of(name: str) -> list[Any]:
     """The factory that a model's name names, and its module; nothing for a name that names none."""
-    return [sys.modules[name.partition(":")[0]], _import_factory(name)] if ":" in name else []
+    return [_import_factory(name), sys.modules[name.partition(":")[0]]] if ":" in name else []
 
 
 @dataclass(frozen=True, kw_only=True)
