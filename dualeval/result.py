@@ -39,7 +39,7 @@ class Result:
         weights: fingerprint of the model's parameters and buffers, and their number.
         versions: of Python and of the libraries that compute.
         world: size, nodes, launcher, backend.
-        device: kind and model of the devices.
+        device: type, model and bits of rank 0's device.
         homogeneous: whether one kind of machine has computed all: device model, CPU capability, bits,
             versions.
         machines: each kind of machine that has computed a part, as ``device`` and ``versions`` name it, with

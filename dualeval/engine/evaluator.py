@@ -251,7 +251,12 @@ class _Run:
             "precision": self._options._precision,
             "on_error": self._options._on_error,
         }
-        machine = machine_facts(self._backend.device, self._task.libraries, self._options._precision)
+        machine = {
+            **machine_facts(self._backend.device, self._task.libraries, self._options._precision),
+            # Beside the versions: what was computed with another torch may be gone on with, where it is
+            # asked for.
+            "libraries": job.pop("libraries"),
+        }
         self._control.meet()
         everyone = self._backend.all_gather_json(
             {"job": job, "machine": machine, "host": socket.gethostname()}

@@ -1,8 +1,9 @@
 """Which machines have computed a result, and which may add to it.
 
 A machine is what ``agreement.machine_facts`` says of a rank: device type and model, CPU capability, the bits
-of a few kernels, versions. Machines of one kind (device type and versions) may add to each other's results:
-last bits can differ, and the result says so. Machines of different kinds may only where the user wants it.
+of a few kernels, versions. Machines of one kind (device type, versions, libraries' sources) may add to each
+other's results: last bits can differ, and the result says so. Machines of different kinds may only where the
+user wants it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ Machine = Mapping[str, Any]
 
 
 def kind_of(machine: Machine) -> dict[str, Any]:
-    """Device type and versions of a machine."""
-    return {"device": machine["device"], "versions": dict(machine["versions"])}
+    """Device type, versions, and hashes of the libraries' sources of a machine."""
+    return {name: machine[name] for name in ("device", "versions", "libraries")}
 
 
 def check_kinds_of_ranks(machines: Sequence[Machine], hosts: Sequence[str], *, mix: bool) -> None:

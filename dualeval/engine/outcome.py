@@ -83,7 +83,7 @@ def make_result(
         weights=facts["job"]["weights"],
         versions=machine["versions"],
         world=dict(world),
-        device={key: machine[key] for key in ("device", "model", "cpu_capability")},
+        device={key: machine[key] for key in ("device", "model", "cpu_capability", "bits")},
         homogeneous=len(machines) == 1,
         machines=[dict(kind) for kind in machines],
         finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
