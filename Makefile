@@ -9,6 +9,8 @@ SYSTEM_TOOLS := mpirun mpicxx g++ cmake slurmctld slurmd srun munged sshd ssh ip
 APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(SYSTEM_PACKAGES)
 
 .PHONY: run test test-long check format bench horovod stack system clean
+# Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core.
+TEST_WORKERS := -n logical --maxprocesses 4 --dist loadgroup
 # Two pips at once in one environment would be in each other's way.
 .NOTPARALLEL:
 
@@ -16,10 +18,11 @@ run: $(VENV)/.ready
 	$(BIN)/dualeval run
 
 test: $(VENV)/.assets stack
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest $(TEST_WORKERS) -m "not long"
 
 test-long: $(VENV)/.assets $(VENV)/.bench stack
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TEST_WORKERS) -m "not long"
+	$(BIN)/python -m pytest -m long
 	$(BIN)/python benchmarks/startup.py --rounds 3
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/faults.py --rounds 200

@@ -48,6 +48,7 @@ setup(
             "psutil",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "scikit-learn",
             "torchmetrics",

@@ -7,15 +7,16 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+from hypothesis import HealthCheck, settings
 
-from tests import requirements
+from tests import groups, requirements
 
 ROOT = Path(__file__).resolve().parent.parent
 # Seconds that a process or thread gets to end on its own once nothing holds it any more.
@@ -39,6 +40,13 @@ MPI_VARIABLES = {
 }
 # First on the PATH, as in an activated environment: horovodrun and mpirun look there for what they start.
 BIN = Path(sys.executable).parent
+
+# Threads of OpenMP otherwise wait for each other without giving up their cores, and the tests of two workers
+# then take five times as long as one after the other. Read when torch is imported, which is later.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# How long an example takes says something of what else this machine does, and nothing of the code.
+settings.register_profile("dualeval", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("dualeval")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +116,13 @@ class Launch:
                 found = [" ".join(other.cmdline()) for other in left if other.is_running()]
                 _end(left)
                 pytest.fail(f"{' '.join(map(str, command))} left processes behind: {found}")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    groups.mark(items)
+    yield
+    groups.tell(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -43,7 +43,8 @@ class Group:
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         # Four ranks take half of all the time, and three have shown nearly all that they can.
-        return [*needs(self.launcher, self.backend), *([pytest.mark.long] if self.size > 3 else [])]
+        long = [pytest.mark.long] if self.size > 3 else []
+        return [pytest.mark.xdist_group(f"contract {self}"), *needs(self.launcher, self.backend), *long]
 
     @property
     def parameter(self) -> ParameterSet:
