@@ -44,6 +44,7 @@ bench: $(VENV)/.assets $(VENV)/.bench stack
 	$(BIN)/python benchmarks/upkeep.py
 	$(BIN)/python benchmarks/schedules.py
 	$(BIN)/python benchmarks/question_answering.py
+	$(BIN)/python benchmarks/bits.py
 
 # Builds Horovod for the installed torch: minutes at first, seconds from the cache outside this clone. Called each
 # time: it looks for itself, in a second or two, whether torch, MPI or anything else has changed.
