@@ -401,6 +401,13 @@ def test_key_and_prefix_choose_the_weights(tmp_path: Path) -> None:
     assert task.notes() == [
         f"weights: the state_dict under 'ema.state_dict' of {path}, prefix 'net.' removed"
     ]
+    assert task.description()["weights"] == f"{path}, under 'ema.state_dict'"
+    used = {name: task.options()[name] for name in ("weights_key", "weights_prefix", "data_fingerprint")}
+    assert used == {
+        "weights_key": "ema.state_dict",
+        "weights_prefix": "net.",
+        "data_fingerprint": "content",
+    }
 
 
 def test_without_a_key_the_checkpoint_is_refused(tmp_path: Path) -> None:

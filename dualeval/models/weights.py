@@ -52,6 +52,17 @@ class LoadedWeights:
     left_out: tuple[str, ...]
 
 
+def options_of(loaded: LoadedWeights | None) -> dict[str, str | None]:
+    """The options ``weights_key`` and ``weights_prefix`` as they were used; None for nothing."""
+    key, prefix = ("", "") if loaded is None else (loaded.key, loaded.prefix)
+    return {"weights_key": key or None, "weights_prefix": prefix or None}
+
+
+def place_in_file(loaded: LoadedWeights | None) -> str:
+    """Where in a file the weights lie, to follow its name; empty where they are all of it."""
+    return f", under {loaded.key!r}" if loaded is not None and loaded.key else ""
+
+
 def notes_of(loaded: LoadedWeights | None) -> list[str]:
     """What people should know of how a file was read: nothing where it was taken as it is."""
     if loaded is None or not (loaded.key or loaded.prefix or loaded.left_out):

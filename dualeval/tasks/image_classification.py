@@ -15,7 +15,13 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.models import classifiers
-from dualeval.models.weights import LoadedWeights, notes_of, refuse_choice_without_file
+from dualeval.models.weights import (
+    LoadedWeights,
+    notes_of,
+    options_of,
+    place_in_file,
+    refuse_choice_without_file,
+)
 from dualeval.tasks import Task
 from dualeval.tasks.image_preprocessing import choose_for_files, choose_for_idx
 
@@ -274,7 +280,9 @@ class ImageClassification(Task):
         return {
             "model": self._model_name,
             "weights": self._source.text if path is None else str(path.absolute()),
+            **options_of(self.loaded_weights),
             "data": str(self._folder.absolute()),
+            "data_fingerprint": self._data_fingerprint,
             "num_classes": self._num_classes,
             **self._preprocessing.to_json(),
             "metric": [metric.name for metric in self.metrics()],
@@ -298,7 +306,8 @@ class ImageClassification(Task):
         source = self._source
         if source.path is None:
             return f"{source.text}, untrained"
-        return str(source.path) if source.entry is None else f"{source.entry}, {source.path}"
+        path = f"{source.path}{place_in_file(self.loaded_weights)}"
+        return path if source.entry is None else f"{source.entry}, {path}"
 
     def fingerprint(self) -> dict[str, Any]:
         """Model name, classes and preprocessing; data and weights have fingerprints of their own."""

@@ -19,7 +19,14 @@ from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models import question_answering as models
-from dualeval.models.weights import LoadedWeights, notes_of, refuse_choice_without_file, seed_of
+from dualeval.models.weights import (
+    LoadedWeights,
+    notes_of,
+    options_of,
+    place_in_file,
+    refuse_choice_without_file,
+    seed_of,
+)
 from dualeval.tasks.scored_answers import ScoredAnswers, answer_metrics, chosen
 
 # What the model gives in files of their own, under the names that the official scripts' users know.
@@ -249,6 +256,7 @@ class QuestionAnswering(ScoredAnswers):
             **super().options(),
             "model": str(self._folder.absolute()),
             "weights": weights if seed_of(weights) is not None else str(Path(weights).absolute()),
+            **options_of(self.loaded_weights),
             "data": str(self._data.absolute()),
             **self._answer_options(),
         }
@@ -270,7 +278,8 @@ class QuestionAnswering(ScoredAnswers):
             answers += f", null threshold {self._null_threshold:g}"
         return {
             "model": str(self._folder),
-            "weights": f"{self._weights or 'in the folder of the model'}{untrained}",
+            "weights": f"{self._weights or 'in the folder of the model'}"
+            f"{place_in_file(self.loaded_weights)}{untrained}",
             "data": str(self._data),
             "windows": f"at most {self._encoder.max_length} tokens, stride {self._encoder.stride}",
             "answers": answers,
