@@ -1,4 +1,4 @@
-"""Options that take one of a few words or a whole number, and the one check of them.
+"""Options that take one of a few words, a whole number or a number a channel, and the one check of them.
 
 The command line, the job file and Python take the same values and refuse the same ones.
 """
@@ -6,7 +6,8 @@ The command line, the job file and Python take the same values and refuse the sa
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from dualeval.errors import UsageError
 
@@ -49,3 +50,42 @@ def check_count(option: str, value: object, least: int) -> None:
     # A bool is an int for Python.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{option} {value!r}: expected a whole number of at least {least}")
+
+
+def check_mean(option: str, values: object) -> None:
+    """Check the mean of pixels, a number a channel; None passes.
+
+    Raises:
+        UsageError: these are no such numbers.
+    """
+    if values is not None and not _numbers(values, lambda value: 0 <= value <= 1):
+        raise UsageError(
+            f"{option} {_joined(values)}: expected numbers from 0 to 1, one a channel: the mean of pixels "
+            "scaled to [0, 1]. Divide that of pixels from 0 to 255 by 255."
+        )
+
+
+def check_std(option: str, values: object) -> None:
+    """Check the standard deviation of pixels, a number a channel; None passes.
+
+    Raises:
+        UsageError: these are no such numbers.
+    """
+    if values is not None and not _numbers(values, lambda value: 0 < value < math.inf):
+        raise UsageError(
+            f"{option} {_joined(values)}: expected numbers above 0, one a channel: the standard deviation of "
+            "pixels scaled to [0, 1]"
+        )
+
+
+def _numbers(values: object, fits: Callable[[float], bool]) -> bool:
+    return (
+        isinstance(values, (tuple, list))
+        and bool(values)
+        and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+        and all(map(fits, values))
+    )
+
+
+def _joined(values: object) -> str:
+    return ",".join(map(str, values)) if isinstance(values, (tuple, list)) else repr(values)

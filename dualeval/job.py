@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import types
 import typing
 from collections.abc import Mapping
@@ -11,7 +10,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dualeval.choices import DATA_FINGERPRINTS, ON_ERROR, PRECISIONS, check_choice, check_count
+from dualeval.choices import (
+    DATA_FINGERPRINTS,
+    ON_ERROR,
+    PRECISIONS,
+    check_choice,
+    check_count,
+    check_mean,
+    check_std,
+)
 from dualeval.errors import UsageError
 from dualeval.weights_name import is_published_name
 
@@ -101,8 +108,8 @@ class Job:
         check_choice(_flag("on_error"), self.on_error, ON_ERROR)
         if self.data_fingerprint is not None:
             check_choice(_flag("data_fingerprint"), self.data_fingerprint, DATA_FINGERPRINTS)
-        if self.std is not None and not (self.std and all(0 < value < math.inf for value in self.std)):
-            raise UsageError(f"{_flag('std')} {self.std}: expected numbers above 0, one a channel")
+        check_mean("--mean", self.mean)
+        check_std("--std", self.std)
         if self.download and not (self.weights and is_published_name(self.weights)):
             found = "is not given" if self.weights is None else f"is {self.weights}"
             raise UsageError(
@@ -161,6 +168,8 @@ def _from_file(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = key.replace("-", "_")
+        if name in values:
+            raise UsageError(f"--config {path}: {key!r} is there twice, with - and with _. Remove one.")
         if name not in hints:
             near = difflib.get_close_matches(name, hints, n=3)
             hint = f" Nearest: {', '.join(near)}." if near else ""

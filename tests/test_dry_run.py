@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from dualeval.cli import dualeval
 from dualeval.errors import EXIT_USAGE, DualevalError, UsageError
@@ -107,6 +108,8 @@ def test_published_weights(dry_run: DryRun, pictures: Path, publish: Publish, ca
         (["--weights", "IMAGENET1K_V7"], ["IMAGENET1K_V7", "IMAGENET1K_V1"]),
         (["--model", "squeezenet"], ["there is no model 'squeezenet'"]),
         (["--metric", "topp1"], ["'topp1'", "top1"]),
+        (["--mean", "nan"], ["--mean nan", "expected numbers"]),
+        (["--metric", "top1", "--metric", "top1"], ["two metrics are called 'top1'"]),
         (["--mean", "0.5,0.5"], ["--mean has 2 values", "expected 3"]),
         (["--crop", "300"], ["black borders", "--resize"]),
         (["--crop", "8"], ["cannot take images of shape (3, 8, 8)"]),
@@ -163,3 +166,19 @@ def test_question_answering(dry_run: DryRun, tmp_path: Path) -> None:
     assert job["metric"][:2] == ["exact_match", "f1"]
     with pytest.raises(UsageError, match=r"none\.json"):
         dry_run(*task, "--data", "none.json")
+
+
+def test_a_checkpoint_s_key_is_said(dry_run: DryRun, tmp_path: Path) -> None:
+    torch.save({"model_ema": load_file(EMBEDDED_WEIGHTS)}, tmp_path / "ema.pt")
+    job = dry_run("--model", "fashion-cnn", "--weights", "ema.pt", "--mean", "0.5", "--std", "0.5")
+    assert (job["weights_key"], job["weights_prefix"], job["data_fingerprint"]) == (
+        "model_ema",
+        None,
+        "content",
+    )
+
+
+def test_the_name_of_a_file_as_output_folder(dry_run: DryRun, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UsageError, match="--out out is a file"):
+        dry_run()

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.models import classifiers
 from dualeval.models.fashion_cnn import FashionCNN
@@ -208,7 +209,10 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
     assert result.job == {
         "model": "squeezenet1_1",
         "weights": "random:0",
+        "weights_key": None,
+        "weights_prefix": None,
         "data": str(folder),
+        "data_fingerprint": "ends",
         "num_classes": 2,
         "resize": 40,
         "crop": 40,
@@ -222,9 +226,10 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
     assert result.description == {
         "model": "squeezenet1_1",
         "weights": f"random:0, untrained (fingerprint {result.weights['fingerprint'][:8]})",
-        "data": f"{folder} (4 samples, fingerprint {result.data['fingerprint'][:8]})",
+        "data": f"{folder} (4 samples, fingerprint {result.data['fingerprint'][:8]}, "
+        f"contents {result.data['contents'][:8]})",
         "preprocessing": f"40 bilinear, crop 40, {IMAGENET} ({origin})",
-        "job": "batch size 64, fp32",
+        "job": f"batch size 64, fp32 (fingerprint {result.fingerprint[:8]})",
     }
 
 
@@ -244,7 +249,7 @@ def test_idx_files_claim_no_resize(tmp_path: Path) -> None:
     }
     shown = result.description["data"].partition(" (")[2]
     assert shown.startswith("the first 70 of 10,000 samples, fingerprint ")
-    assert result.description["job"] == "batch size 32, fp32"
+    assert result.description["job"] == f"batch size 32, fp32 (fingerprint {result.fingerprint[:8]})"
 
 
 def test_a_task_that_describes_nothing_is_named(tmp_path: Path) -> None:
@@ -254,7 +259,7 @@ def test_a_task_that_describes_nothing_is_named(tmp_path: Path) -> None:
         "task": "tiny",
         "weights": f"fingerprint {result.weights['fingerprint'][:8]}",
         "data": f"20 samples, fingerprint {result.data['fingerprint'][:8]}",
-        "job": "batch size 64, fp32",
+        "job": f"batch size 64, fp32 (fingerprint {result.fingerprint[:8]})",
     }
 
 
@@ -274,6 +279,22 @@ def test_two_logs_can_be_told_apart(folder: Path, tmp_path: Path) -> None:
         assert list(said) == ["model", "weights", "data", "preprocessing", "job"]
         logs.append(said)
     first, resized, elsewhere = logs
-    assert {name for name in first if first[name] != resized[name]} == {"preprocessing"}
-    assert {name for name in first if first[name] != elsewhere[name]} == {"data"}
+    assert {name for name in first if first[name] != resized[name]} == {"preprocessing", "job"}
+    assert {name for name in first if first[name] != elsewhere[name]} == {"data", "job"}
     assert json.loads((tmp_path / "1/result.json").read_text())["description"] == resized
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mean": (72.9,)}, "--mean 72.9: expected numbers from 0 to 1"),
+        ({"mean": 0.5}, "--mean 0.5: expected numbers"),
+        ({"std": (0.0,)}, "--std 0.0: expected numbers above 0"),
+        ({"std": ("a",)}, "--std a: expected numbers"),
+        ({"crop": -1}, "--crop -1: expected a whole number"),
+        ({"resize": 31.5}, "--resize 31.5: expected a whole number"),
+    ],
+)
+def test_python_checks_what_the_command_line_checks(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Preprocessing(**given)

@@ -266,3 +266,13 @@ def test_numbers_of_windows_and_answers(name: str, least: int) -> None:
     flag = "--" + name.replace("_", "-")
     with pytest.raises(UsageError, match=f"{flag} {least - 1}: expected a whole number of at least {least}"):
         Job(task="question-answering", **{name: least - 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mean", [(72.9,), (0.5, -0.1), (float("nan"),), (float("inf"),)])
+def test_means_are_of_scaled_pixels(mean: tuple[float, ...]) -> None:
+    assert "Divide that of pixels from 0 to 255 by 255" in fails(None, mean=mean)
+
+
+def test_a_key_in_two_spellings(tmp_path: Path) -> None:
+    written = write(tmp_path, "batch-size = 8\nbatch_size = 16\n")
+    assert "'batch_size' is there twice" in fails(written)

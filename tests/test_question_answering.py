@@ -89,7 +89,7 @@ def test_the_result_says_what_was_evaluated(tiny: Path, data: dict[str, Path], t
         "data": f"{data['v2.0']} ({result.samples['total']} samples, fingerprint {fingerprints[1]})",
         "windows": "at most 64 tokens, stride 16",
         "answers": "at most 30 tokens, of the 20 best starts and ends, null threshold 1.5",
-        "job": f"batch size {BATCH}, fp32",
+        "job": f"batch size {BATCH}, fp32 (fingerprint {result.fingerprint[:8]})",
     }
     names = ("max_length", "stride", "n_best", "max_answer_length", "null_threshold")
     assert [result.job[name] for name in names] == [64, 16, 20, 30, 1.5]

@@ -223,19 +223,28 @@ def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict
     import torch
 
     from dualeval.backends import choose_backend, choose_device
-    from dualeval.engine.numerics import check_precision
+    from dualeval.engine import numerics
+    from dualeval.engine.evaluation_mode import set_evaluation_mode
+    from dualeval.engine.trial import check_names
 
     # What every rank would find here.
     last = world if nproc is None else _last_rank(nproc, world, manner)
     choose_backend(manner.backend, last)
     device = choose_device(job.device, last, allow_shared_gpu=manner.allow_shared_gpu)
-    check_precision(job.precision, device)
+    numerics.check_precision(job.precision, device)
+    if manner.out is not None and manner.out.exists() and not manner.out.is_dir():
+        raise UsageError(f"--out {manner.out} is a file. Give the name of a folder.")
     if job.download:
         _fetch(job)
     task = _make_task(job)
     # Whether weights fit the model, and the model the data, does not depend on the device.
-    task.build_model(torch.device("cpu"))
-    task.metrics()
+    cpu = torch.device("cpu")
+    with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
+        model = task.build_model(cpu)
+    check_names([*task.metrics(), *task.row_metrics()], task.rows)
+    if world.is_main:
+        for sentence in [*task.notes(), *set_evaluation_mode(model)]:
+            click.echo(f"dualeval: note: {sentence}", err=True)
     cores = max(1, len(os.sched_getaffinity(0)) // last.local_size)
     return {**_as_used(job, device.type, _workers(job, task, cores)), **task.options()}
 

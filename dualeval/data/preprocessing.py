@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dualeval.errors import UsageError
+from dualeval.choices import check_choice, check_count, check_mean, check_std
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -18,10 +18,17 @@ class Normalisation:
     Attributes:
         mean: per channel, of pixels scaled to [0, 1].
         std: per channel, of pixels scaled to [0, 1].
+
+    Raises:
+        UsageError: these are no such values.
     """
 
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
+
+    def __post_init__(self) -> None:
+        check_mean("--mean", self.mean)
+        check_std("--std", self.std)
 
     def __str__(self) -> str:
         """In words for people."""
@@ -44,7 +51,7 @@ class Preprocessing(Normalisation):
         interpolation: one of ``INTERPOLATIONS``; as Pillow computes them.
 
     Raises:
-        UsageError: there is no such interpolation.
+        UsageError: these are no such values.
     """
 
     resize: int = 256
@@ -56,7 +63,7 @@ class Preprocessing(Normalisation):
         return f"{self.resize} {self.interpolation}, crop {self.crop}, {super().__str__()}"
 
     def __post_init__(self) -> None:
-        if self.interpolation not in INTERPOLATIONS:
-            raise UsageError(
-                f"--interpolation {self.interpolation!r}: expected one of {', '.join(INTERPOLATIONS)}"
-            )
+        super().__post_init__()
+        check_count("--resize", self.resize, 1)
+        check_count("--crop", self.crop, 1)
+        check_choice("--interpolation", self.interpolation, INTERPOLATIONS)

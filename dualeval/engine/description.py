@@ -11,7 +11,7 @@ from dualeval.tasks import Task
 _SHOWN_DIGITS = 8
 
 
-def describe(task: Task, plan: EvalPlan, job: Mapping[str, Any]) -> dict[str, str]:
+def describe(task: Task, plan: EvalPlan, job: Mapping[str, Any], fingerprint: str) -> dict[str, str]:
     """Complete a task's description with what the engine knows.
 
     Args:
@@ -19,6 +19,7 @@ def describe(task: Task, plan: EvalPlan, job: Mapping[str, Any]) -> dict[str, st
         plan: the run's.
         job: the facts of the run's identity: ``data``, ``contents`` (None where the data set gives none) and
             ``weights`` with fingerprints, ``precision``.
+        fingerprint: of the whole job; two jobs whose other lines are equal differ in it.
 
     Returns:
         By label: the task's own lines, of which ``weights`` and ``data`` get a fingerprint, and ``job``.
@@ -33,7 +34,9 @@ def describe(task: Task, plan: EvalPlan, job: Mapping[str, Any]) -> dict[str, st
     mark = f"fingerprint {weights['fingerprint'][:_SHOWN_DIGITS]}" if weights["elements"] else ""
     lines["weights"] = _with(lines["weights"], mark)
     lines["data"] = _with(lines["data"], f"{_samples(task, plan)}, {data}")
-    lines["job"] = f"batch size {plan.batch_size}, {job['precision']}"
+    lines["job"] = (
+        f"batch size {plan.batch_size}, {job['precision']} (fingerprint {fingerprint[:_SHOWN_DIGITS]})"
+    )
     return {label: text for label, text in lines.items() if text}
 
 

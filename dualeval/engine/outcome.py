@@ -72,7 +72,7 @@ def make_result(
             "resumed": plan.num_chunks - len(remaining),
         },
         job={**job, **task.options()},
-        description=describe(task, plan, facts["job"]),
+        description=describe(task, plan, facts["job"], facts["fingerprint"]),
         fingerprint=facts["fingerprint"],
         data={
             "fingerprint": facts["job"]["data"],

@@ -104,8 +104,8 @@ class ImageClassification(Task):
         self._weights_key = weights_key
         self._weights_prefix = weights_prefix
         self.loaded_weights: LoadedWeights | None = None
-        self._source = classifiers.find_weights(self._model_name, weights or str(EMBEDDED_WEIGHTS))
-        self._folder = ASSETS if data is None else data
+        self._source = classifiers.find_weights(self._model_name, str(weights or EMBEDDED_WEIGHTS))
+        self._folder = ASSETS if data is None else Path(data)
         self._in_memory = IdxImages.is_in(self._folder)
         asked = preprocessing or {}
         self._preprocessing = (
