@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine import trial
+from dualeval.engine.measured import plain
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.metrics.exact import ExactMean
@@ -124,25 +125,31 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
         {"row_metrics": [OfRows(reads="rank")]},
         r"metric 'of_rows' reads column 'rank', which is not among its columns \(loss\)",
     ),
-    "NaN in a value": (
-        {"metrics": [Counting(float("nan"))]},
-        r"metric 'counting' gave nan for counted: give None",
-    ),
-    "infinity in a list": (
-        {"metrics": [Counting([1.0, float("inf")])]},
-        r"metric 'counting' gave inf for counted\[1\]",
-    ),
-    "NaN in an interval": (
-        {"metrics": [Counting(1.0, intervals={"counted": (0.0, float("nan"))})]},
-        r"metric 'counting' gave nan for the interval of counted\[1\]",
-    ),
-    "NaN of numpy": ({"metrics": [Counting(np.float32("nan"))]}, r"metric 'counting' gave nan for counted"),
     "a tensor as a value": (
         {"metrics": [Counting(torch.tensor(1.0))]},
         r"metric 'counting' gave a Tensor for counted, .*\.item\(\)",
     ),
     "an array as a value": ({"metrics": [Counting({"a": np.zeros(3)})]}, r"a ndarray for counted\.a"),
     "numbers as keys": ({"metrics": [Counting({1: 2})]}, r"counted has the key 1, expected a text"),
+    "a number as a key": ({"metrics": [Counting(1, key=1)]}, r"values has the key 1, expected a text"),  # type: ignore[arg-type]
+    "an interval of three": (
+        {"metrics": [Counting(1, intervals={"counted": (0, 1, 2)})]},
+        r"gave a tuple for the interval of counted, expected a pair",
+    ),
+    "an interval of nothing": (
+        {"metrics": [Counting(1, intervals={"other": (0, 1)})]},
+        r"gave an interval for 'other', and no value",
+    ),
+    "a text as warnings": (
+        {"metrics": [Counting(1, warnings="careful")]},
+        r"gave a str for warnings, expected a tuple",
+    ),
+    "a unit that is no text": ({"metrics": [Counting(1, units={"counted": 3})]}, r"a int for units\.counted"),
+    "half a surrogate": ({"metrics": [Counting("\ud800")]}, r"gave a text that is no Unicode"),
+    "a column without values": (
+        {"columns": {"none": column(0)}, "rows": ("none",)},
+        r"column 'none' has layout torch.strided and shape \(10, 0\)",
+    ),
     "a column of three dimensions": (
         {"columns": {"map": column(2, 3)}, "rows": ("map",)},
         r"column 'map' has shape \(10, 2, 3\), expected \(samples,\) or \(samples, values\)",
@@ -204,9 +211,47 @@ def test_it_fails_on_the_first_batch(tmp_path: Path, name: str) -> None:
     assert task.forwards <= 1
 
 
-def test_a_metric_that_raises_is_named_with_its_own_frames(tmp_path: Path) -> None:
-    class Broken(Counting):
+@pytest.mark.parametrize(
+    ("metric", "words", "measured"),
+    [
+        (Counting(float("nan")), "metric 'counting' gave nan for counted, which is null", None),
+        (Counting([1.0, float("inf")]), "metric 'counting' gave inf for counted[1]", [1.0, None]),
+        (Counting(np.float32("nan")), "metric 'counting' gave nan for counted", None),
+        (
+            Counting(1.0, intervals={"counted": (0.0, float("nan"))}),
+            "metric 'counting' gave nan for the interval of counted",
+            1.0,
+        ),
+    ],
+)
+def test_what_is_not_finite_is_said_at_once_and_is_null_at_the_end(
+    tmp_path: Path, metric: Metric, words: str, measured: Any
+) -> None:
+    """Some metrics are undefined on one batch of one class; none may cost the run its end."""
+    notes: list[str] = []
+    task = Custom(metrics=[metric])
+    result = evaluate(task, tmp_path, batch_size=BATCH, note=notes.append)
+    assert [note for note in notes if note.startswith("on the first batch alone, ") and words in note]
+    assert [warning for warning in result.warnings if words in warning]
+    assert result.metrics["counted"] == measured
+    assert "counted" not in result.intervals
+
+
+def test_a_metric_may_be_undefined_on_the_first_batch(tmp_path: Path) -> None:
+    class Late(Counting):
         def compute(self, ledger: Tensor) -> Measured:
+            return Measured(values={"late": 1 // (int(ledger[0]) // SAMPLES)})
+
+    notes: list[str] = []
+    result = evaluate(Custom(metrics=[Late()]), tmp_path, batch_size=BATCH, note=notes.append)
+    assert result.metrics["late"] == 1
+    [note] = [note for note in notes if "ZeroDivisionError" in note]
+    assert "metric 'counting' fails on the first batch alone" in note
+
+
+def test_a_metric_that_cannot_update_is_named_with_its_own_frames(tmp_path: Path) -> None:
+    class Broken(Counting):
+        def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
             raise ZeroDivisionError("in my metric")
 
     task = Custom(metrics=[Broken()])
@@ -234,7 +279,7 @@ def test_numbers_of_numpy_are_taken(tmp_path: Path) -> None:
 
 
 def values_as_json(values: Any) -> Any:
-    return json.loads(json.dumps(trial.plain("m", Measured(values=values)).values))
+    return json.loads(json.dumps(plain("m", Measured(values=values)).values))
 
 
 def test_a_row_metric_may_need_more_than_one_batch(tmp_path: Path) -> None:
@@ -248,9 +293,9 @@ def test_a_row_metric_may_need_more_than_one_batch(tmp_path: Path) -> None:
 
 
 def test_a_first_batch_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
-    task = Custom(metrics=[Counting(float("nan"))])
+    task = Custom(metrics=[Counting({1, 2})])
     task.dataset()._broken = set(range(BATCH))
-    with pytest.raises(UsageError, match="gave nan"):
+    with pytest.raises(UsageError, match="gave a set for counted"):
         evaluate(task, tmp_path, batch_size=BATCH, on_error="skip")
     assert task.forwards == 1
 

@@ -26,6 +26,7 @@ from dualeval.engine.identity import contents_fingerprint, job_identity
 from dualeval.engine.journal import JournalFile, JournalWriter
 from dualeval.engine.loop import Evaluation, Loop, Show, evaluate_alone, unwritable
 from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
+from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.opening import Found, folder_of_launch
 from dualeval.engine.outcome import make_result
 from dualeval.engine.plan import EvalPlan
@@ -461,12 +462,10 @@ class _Run:
         except OSError as error:
             raise unwritable(recorder, error) from error
         self._progress.step("write")
-        measured = [
-            trial.plain(metric.name, metric.compute(slots)) for metric, slots in recorder.ledger.parts()
-        ]
+        measured = [plain(metric.name, metric.compute(slots)) for metric, slots in recorder.ledger.parts()]
         files = self._merged_files(folder, found, reports, facts["fingerprint"], recorder)
         measured += self._measured_by_rows(files)
-        trial.check_keys(measured)
+        check_keys(measured)
         result = make_result(
             self._task,
             self._plan,
@@ -533,7 +532,7 @@ class _Run:
             names = sorted({name for metric in self._row_metrics for name in metric.columns})
             columns = read_columns(files, self._plan, names, lambda: self._progress.step("write"))
             words = [
-                asdict(trial.plain(metric.name, metric.compute(columns_of(metric, columns))))
+                asdict(plain(metric.name, metric.compute(columns_of(metric, columns))))
                 for metric in self._row_metrics
             ]
         self._control.meet()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.engine.journal import JournalFile
+from dualeval.engine.journal import Column, JournalFile
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 
@@ -217,7 +217,17 @@ def _windows(
     """Yield (index of the first sample, columns) for consecutive chunks of about ``WINDOW_ROWS`` rows."""
     where = _places(files, plan)
     # A file whose samples all failed has no columns but EVALUATED.
-    known = {name: column for file in files for name, column in file.columns.items()}
+    known: dict[str, Column] = {}
+    for file in files:
+        for name, column in file.columns.items():
+            first = known.setdefault(name, column)
+            if (first.dtype, first.row_shape) != (column.dtype, column.row_shape):
+                raise DualevalError(
+                    f"column {name!r} is {column.dtype} with rows of shape {column.row_shape} in "
+                    f"{file.path}, and {first.dtype} with rows of shape {first.row_shape} in another file: "
+                    "each batch must give the same columns, of the same dtype and row shape. Mend the task "
+                    "and start over with --fresh."
+                )
     chunk = 0
     while chunk < plan.num_chunks:
         first = plan.chunk_samples(chunk).start

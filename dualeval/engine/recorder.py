@@ -17,7 +17,7 @@ from dualeval.engine.ledger import Ledger
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import EVALUATED
 from dualeval.engine.progress import Progress
-from dualeval.errors import ExactlyOnceError
+from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.metrics import Metric
 
 # Samples that one ledger update takes: its cost is per call, not per sample.
@@ -137,6 +137,11 @@ def check_rows(columns: Mapping[str, Tensor], batch: int, samples: range) -> Non
             )
 
 
+def kind_of_column(column: Tensor) -> str:
+    """Its dtype and row shape, for people."""
+    return f"{column.dtype} with rows of shape {tuple(column.shape[1:])}"
+
+
 class Recorder:
     """Takes the batches of one rank, a chunk's one after the other, and folds whole chunks.
 
@@ -193,6 +198,7 @@ class Recorder:
 
         Raises:
             ExactlyOnceError: as ``check_rows``.
+            UsageError: a column is of another kind than in the first batch.
             OSError: finished chunks could not be written.
         """
         samples = self._plan.batch_samples(batch)
@@ -205,9 +211,23 @@ class Recorder:
             self._chunk_failed += len(failed)
             if columns is not None and self._empty is None:
                 self._empty = {name: column[:0] for name, column in columns.items()}
+            elif columns is not None:
+                self._check_kinds(columns, batch, samples)
             self._chunk.append(_Finished(rows=len(samples), columns=columns, evaluated=evaluated))
             if batch == self._plan.chunk_batches(chunk)[-1]:
                 self._finish_chunk(chunk)
+
+    def _check_kinds(self, columns: Mapping[str, Tensor], batch: int, samples: range) -> None:
+        assert self._empty is not None
+        for name, like in self._empty.items():
+            column = columns.get(name)
+            if column is None or (column.dtype, column.shape[1:]) != (like.dtype, like.shape[1:]):
+                found = "is not there" if column is None else f"is {kind_of_column(column)}"
+                raise UsageError(
+                    f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) "
+                    f"{found}, and in the first batch it was {kind_of_column(like)}: each batch must give "
+                    "the same columns, of the same dtype and row shape"
+                )
 
     def _finish_chunk(self, chunk: int) -> None:
         start = perf_counter()

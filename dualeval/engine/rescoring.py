@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from dualeval.engine.columns import check_declarations, columns_of
+from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.stored_rows import StoredRows
-from dualeval.engine.trial import check_keys, plain
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
 from dualeval.result import PREDICTIONS, RESULT, Result, checksum_of, read_result, read_status

@@ -6,10 +6,8 @@ in memory.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dualeval.engine.columns import columns_of
+from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.predictions import EVALUATED, json_entries, parquet_bytes
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric
@@ -42,6 +41,18 @@ def check_names(metrics: Sequence[Metric | RowMetric], kept: Sequence[str]) -> N
         UsageError: two metrics share a name, or a column has a name that is taken.
     """
     names = [metric.name for metric in metrics]
+    for metric in metrics:
+        size = getattr(metric, "size", 1)
+        if (
+            not isinstance(metric.name, str)
+            or not isinstance(size, int)
+            or isinstance(size, bool)
+            or size < 1
+        ):
+            raise UsageError(
+                f"the metric {type(metric).__name__} has name {metric.name!r} and size {size!r}, expected a "
+                "text and a whole number of at least 1"
+            )
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"two metrics are called {name!r}. Give each a name of its own.")
@@ -84,17 +95,15 @@ def try_first_batch(
         UsageError: a column or a metric is not as it must be; names it.
     """
     present = {name: column[evaluated] for name, column in columns.items()}
-    measured = [_try_metric(metric, present) for metric in metrics]
     rows = {name: present[name].numpy() for name in kept}
-    notes = []
-    for metric in row_metrics:
-        found, note = _try_row_metric(metric, rows)
-        measured += [found] if found is not None else []
-        notes += [note] if note is not None else []
-    check_keys(measured)
+    tried = [_try_metric(metric, present) for metric in metrics]
+    for row_metric in row_metrics:
+        own = columns_of(row_metric, rows)
+        tried.append(_try_compute(row_metric.name, partial(row_metric.compute, own)))
+    check_keys(measured for measured, _ in tried if measured is not None)
     if writes:
         _try_files(task, kept, columns, samples, evaluated)
-    return notes
+    return [note for _, notes in tried for note in notes]
 
 
 def check_columns(
@@ -114,6 +123,10 @@ def check_columns(
     Raises:
         UsageError: one is missing, or is of a kind that cannot; names it.
     """
+    if not isinstance(columns, Mapping):
+        raise UsageError(
+            f"observe and postprocess gave a {type(columns).__name__}, expected a dict of columns by name"
+        )
     for name, column in columns.items():
         if not isinstance(column, Tensor):
             raise UsageError(
@@ -134,6 +147,11 @@ def check_columns(
                 f"{', '.join(columns) or 'none'}"
             )
         column = columns[name]
+        if column.layout is not torch.strided or 0 in column.shape[1:]:
+            raise UsageError(
+                f"the column {name!r} has layout {column.layout} and shape {tuple(column.shape)}, expected a "
+                "dense tensor with at least one value a sample"
+            )
         if column.ndim > _LARGEST_RANK:
             raise UsageError(
                 f"the column {name!r} has shape {tuple(column.shape)}, expected (samples,) or (samples, "
@@ -146,105 +164,39 @@ def check_columns(
             )
 
 
-def _try_metric(metric: Metric, columns: Mapping[str, Tensor]) -> Measured:
+def _try_metric(metric: Metric, columns: Mapping[str, Tensor]) -> tuple[Measured | None, list[str]]:
+    """What a metric says of one batch, and what did not work on so few samples."""
     slots = torch.zeros(metric.size, dtype=torch.int64)
     own = columns_of(metric, columns)
     try:
         metric.update(slots, own)
-        measured = metric.compute(slots)
     except DualevalError:
         raise
     except Exception as error:  # raised on with the metric's name; what it is, its own frames show
         raise RuntimeError(
             f"metric {metric.name!r} fails on the first batch: {type(error).__name__}: {error}"
         ) from error
-    return plain(metric.name, measured)
+    if slots.shape != (metric.size,):
+        raise UsageError(
+            f"metric {metric.name!r} has changed the shape of its ledger from ({metric.size},) to "
+            f"{tuple(slots.shape)}: update adds to it in place"
+        )
+    return _try_compute(metric.name, lambda: metric.compute(slots))
 
 
-def _try_row_metric(
-    metric: RowMetric, rows: Mapping[str, npt.NDArray[Any]]
-) -> tuple[Measured | None, str | None]:
-    """What a row metric says of one batch; or a note, where so few samples are too few for it."""
-    own = columns_of(metric, rows)
+def _try_compute(name: str, compute: Callable[[], Measured]) -> tuple[Measured | None, list[str]]:
     try:
-        measured = metric.compute(own)
+        measured = compute()
     except DualevalError:
         raise
     except Exception as error:  # noqa: BLE001 - some need all classes, or many samples; the note says what it was
-        return None, (
-            f"metric {metric.name!r} fails on the first batch alone ({type(error).__name__}: {error}); it is "
-            "computed on all rows at the end"
-        )
-    return plain(metric.name, measured), None
-
-
-def check_keys(measured: Iterable[Measured]) -> None:
-    """Check that no two metrics give a value of the same name.
-
-    Raises:
-        UsageError: two do; names the key.
-    """
-    seen: set[str] = set()
-    for part in measured:
-        for key in part.values:
-            if key in seen:
-                raise UsageError(
-                    f"two metrics give a value called {key!r}, and only one could be in the result. Rename "
-                    "one."
-                )
-            seen.add(key)
-
-
-def plain(metric: str, measured: Measured) -> Measured:
-    """What a metric has measured as plain JSON values; numpy's numbers become Python's.
-
-    Args:
-        metric: its name.
-        measured: as ``compute`` gave it.
-
-    Raises:
-        UsageError: a value is NaN or infinite, or no plain value; names metric and key.
-    """
-    if not isinstance(measured, Measured):
-        raise UsageError(
-            f"metric {metric!r} returned a {type(measured).__name__}, expected dualeval.Measured(values=...)"
-        )
-    found = replace(
-        measured,
-        values={key: _plain(metric, key, value) for key, value in measured.values.items()},
-        intervals={
-            key: tuple(_plain(metric, f"the interval of {key}", ends))
-            for key, ends in measured.intervals.items()
-        },
-        nonfinite=_plain(metric, "nonfinite", measured.nonfinite),
-        work=_plain(metric, "work", measured.work),
-    )
-    json.dumps(asdict(found), allow_nan=False)
-    return found
-
-
-def _plain(metric: str, where: str, value: Any) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(
-            f"metric {metric!r} gave {value} for {where}: give None where there is no finite value, and "
-            "count such samples in Measured.nonfinite"
-        )
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise UsageError(f"metric {metric!r}: {where} has the key {key!r}, expected a text")
-        return {key: _plain(metric, f"{where}.{key}", entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(metric, f"{where}[{place}]", entry) for place, entry in enumerate(value)]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise UsageError(
-        f"metric {metric!r} gave a {type(value).__name__} for {where}, expected a number, a text, a list or "
-        "dict of them, or "
-        f"None{'; a tensor of one number becomes one by .item()' if isinstance(value, Tensor) else ''}"
-    )
+        return None, [
+            f"metric {name!r} fails on the first batch alone ({type(error).__name__}: {error}); it is "
+            "computed on all samples at the end"
+        ]
+    found = plain(name, measured)
+    new = found.warnings[len(measured.warnings) :]
+    return found, [f"on the first batch alone, {sentence}" for sentence in new]
 
 
 def _try_files(

@@ -1,0 +1,155 @@
+"""What metrics measure, checked and brought to plain JSON values before it goes anywhere."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dualeval.errors import UsageError
+from dualeval.metrics import Measured
+
+
+def plain(metric: str, measured: Measured) -> Measured:
+    """What a metric has measured as plain JSON values; numpy's numbers become Python's.
+
+    NaN and infinities are no JSON: they become None, and a warning says so.
+
+    Args:
+        metric: its name.
+        measured: as ``compute`` gave it.
+
+    Raises:
+        UsageError: a value is of another kind; names metric and key.
+    """
+    if not isinstance(measured, Measured):
+        raise UsageError(
+            f"metric {metric!r} returned a {type(measured).__name__}, expected dualeval.Measured(values=...)"
+        )
+    values = _Values(metric)
+    found = replace(
+        measured,
+        values=values.mapping("values", measured.values, at_top=True),
+        intervals=values.intervals(measured.intervals, measured.values),
+        nonfinite=values.mapping("nonfinite", measured.nonfinite, each=values.counts),
+        units=values.mapping("units", measured.units, each=values.text),
+        work=values.counts("work", measured.work),
+        warnings=values.warnings(measured.warnings),
+    )
+    found = replace(found, warnings=(*found.warnings, *values.lost))
+    try:
+        # As the digest and result.json are made.
+        json.dumps(asdict(found), sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"metric {metric!r} gave a text that is no Unicode (half a surrogate pair): {error.object!a}"
+        ) from error
+    return found
+
+
+def check_keys(measured: Iterable[Measured]) -> None:
+    """Check that no two metrics give a value of the same name.
+
+    Raises:
+        UsageError: two do; names the key.
+    """
+    seen: set[str] = set()
+    for part in measured:
+        for key in part.values:
+            if key in seen:
+                raise UsageError(
+                    f"two metrics give a value called {key!r}, and only one could be in the result. Rename "
+                    "one."
+                )
+            seen.add(key)
+
+
+class _Values:
+    """Checks the values of one metric.
+
+    Attributes:
+        lost: a sentence for each value that is not finite.
+    """
+
+    def __init__(self, metric: str) -> None:
+        self._metric = metric
+        self.lost: list[str] = []
+
+    def mapping(self, where: str, value: Any, *, each: Any = None, at_top: bool = False) -> dict[str, Any]:
+        """A mapping of texts, each value checked by ``each``; at the top a key is named by itself."""
+        if not isinstance(value, Mapping):
+            raise self._unexpected(where, value, "a dict")
+        for key in value:
+            if not isinstance(key, str):
+                raise UsageError(f"metric {self._metric!r}: {where} has the key {key!r}, expected a text")
+        check = each or self._any
+        return {key: check(key if at_top else f"{where}.{key}", entry) for key, entry in value.items()}
+
+    def intervals(self, intervals: Any, values: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+        """Pairs of numbers for keys of ``values``; a pair that is not finite is left out."""
+        found = {}
+        for key, ends in self.mapping("intervals", intervals, each=lambda where, ends: ends).items():
+            if key not in values:
+                raise UsageError(
+                    f"metric {self._metric!r} gave an interval for {key!r}, and no value of that name"
+                )
+            if not isinstance(ends, (tuple, list)) or len(ends) != 2:
+                raise self._unexpected(f"the interval of {key}", ends, "a pair of numbers")
+            low, high = (self._any(f"the interval of {key}", end) for end in ends)
+            if not all(end is None or isinstance(end, (int, float)) for end in (low, high)):
+                raise self._unexpected(f"the interval of {key}", ends, "a pair of numbers")
+            if low is not None and high is not None:
+                found[key] = (low, high)
+        return found
+
+    def counts(self, where: str, value: Any) -> dict[str, int]:
+        """Whole numbers by name."""
+        found = self.mapping(where, value)
+        for key, count in found.items():
+            if not isinstance(count, int):
+                raise self._unexpected(f"{where}.{key}", count, "a whole number")
+        return found
+
+    def text(self, where: str, value: Any) -> str:
+        """A text."""
+        if not isinstance(value, str):
+            raise self._unexpected(where, value, "a text")
+        return value
+
+    def warnings(self, value: Any) -> tuple[str, ...]:
+        """Sentences."""
+        if not isinstance(value, (tuple, list)):
+            raise self._unexpected("warnings", value, "a tuple of texts")
+        return tuple(self.text("warnings", sentence) for sentence in value)
+
+    def _any(self, where: str, value: Any) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, float) and not math.isfinite(value):
+            self.lost.append(
+                f"metric {self._metric!r} gave {value} for {where}, which is null in the result: give None "
+                "where there is no finite value, and count such samples in Measured.nonfinite"
+            )
+            return None
+        if isinstance(value, Mapping):
+            return self.mapping(where, value)
+        if isinstance(value, (list, tuple)):
+            return [self._any(f"{where}[{place}]", entry) for place, entry in enumerate(value)]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise self._unexpected(
+            where,
+            value,
+            "a number, a text, a list or dict of them, or None"
+            + ("; a tensor of one number becomes one by .item()" if isinstance(value, Tensor) else ""),
+        )
+
+    def _unexpected(self, where: str, value: Any, expected: str) -> UsageError:
+        return UsageError(
+            f"metric {self._metric!r} gave a {type(value).__name__} for {where}, expected {expected}"
+        )
