@@ -145,7 +145,6 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
         r"gave a str for warnings, expected a tuple",
     ),
     "a unit that is no text": ({"metrics": [Counting(1, units={"counted": 3})]}, r"a int for units\.counted"),
-    "half a surrogate": ({"metrics": [Counting("\ud800")]}, r"gave a text that is no Unicode"),
     "a column without values": (
         {"columns": {"none": column(0)}, "rows": ("none",)},
         r"column 'none' has layout torch.strided and shape \(10, 0\)",
@@ -267,6 +266,31 @@ def test_what_a_metric_returns_must_be_measured(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"metric 'counting' returned a dict, expected dualeval.Measured"):
         evaluate(Custom(metrics=[Plain()]), tmp_path, batch_size=BATCH)
+
+
+def test_a_text_that_is_no_unicode_is_named(tmp_path: Path) -> None:
+    class Half(Counting):
+        def compute(self, ledger: Tensor) -> Measured:
+            return Measured(values={"half": chr(0xD800)})
+
+    with pytest.raises(UsageError, match="metric 'counting' gave a text that is no Unicode"):
+        evaluate(Custom(metrics=[Half()]), tmp_path, batch_size=BATCH)
+
+
+@pytest.mark.parametrize("kind", ["dtype", "width", "missing"])
+def test_each_batch_has_the_same_columns(tmp_path: Path, kind: str) -> None:
+    class Varying(Custom):
+        def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+            later = self.forwards > 3
+            found = (
+                {"dtype": column().long(), "width": column(2), "missing": None}[kind] if later else column()
+            )
+            more = {} if found is None else {"score": found}
+            return {**super().observe(outputs, batch), **more}
+
+    task = Varying(rows=("loss", "score"))
+    with pytest.raises(UsageError, match=r"column 'score' of batch 3 \(samples 30 to 39\) is .* first batch"):
+        evaluate(task, tmp_path, batch_size=BATCH)
 
 
 def test_numbers_of_numpy_are_taken(tmp_path: Path) -> None:

@@ -220,11 +220,11 @@ def _windows(
     known: dict[str, Column] = {}
     for file in files:
         for name, column in file.columns.items():
-            first = known.setdefault(name, column)
-            if (first.dtype, first.row_shape) != (column.dtype, column.row_shape):
+            like = known.setdefault(name, column)
+            if (like.dtype, like.row_shape) != (column.dtype, column.row_shape):
                 raise DualevalError(
                     f"column {name!r} is {column.dtype} with rows of shape {column.row_shape} in "
-                    f"{file.path}, and {first.dtype} with rows of shape {first.row_shape} in another file: "
+                    f"{file.path}, and {like.dtype} with rows of shape {like.row_shape} in another file: "
                     "each batch must give the same columns, of the same dtype and row shape. Mend the task "
                     "and start over with --fresh."
                 )
