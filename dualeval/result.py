@@ -55,6 +55,8 @@ class Result:
         earlier: an earlier run has made this result, and this one has only printed it.
         replay: what evaluating one finished batch anew has shown: "same bits", "within tolerance",
             "skipped", or "nothing to compare"; None where nothing was finished before.
+        metric_digests: by metric, a hash of what it makes of the batch that a later run evaluates anew; on
+            rank 0 only.
         files: by name, ``bytes`` and ``sha256`` of the files beside result.json; complete on rank 0 only.
     """
 
@@ -82,6 +84,7 @@ class Result:
     finished_at: str | None = None
     earlier: bool = False
     replay: str | None = None
+    metric_digests: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     description: dict[str, str] = field(default_factory=dict)
 

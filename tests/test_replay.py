@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.journal import read_journal_file
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import UsageError
+from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.result import Result, read_status
 from dualeval.tasks.image_classification import ASSETS
 from tests.conftest import Finished, Launch
@@ -31,7 +32,15 @@ BATCH = 10
 
 # What a model reads, as from a helper module, a file or the environment, and no identity names: a factor, and
 # the number of batches after which it breaks.
-unnamed = {"factor": 1.0, "batches": math.inf}
+unnamed = {
+    "factor": 1.0,
+    "batches": math.inf,
+    "limit": 2.0,
+    "scale": 1.0,
+    "word": 0.0,
+    "unsteady": 0.0,
+    "ticks": 0.0,
+}
 
 
 class Reading(TinyTask):
@@ -191,6 +200,17 @@ def test_each_batch_is_read_back_from_journal_and_parquet(
     assert seen == {"begun": set(range(0, 130, 10)), "done": set(range(0, SAMPLES, 10))}
 
 
+def proof(stored: replay.StoredBatch, loss: Any) -> replay.Proof:
+    return replay.Proof(
+        stored,
+        lambda samples: ({"loss": loss}, ()),
+        machine={},
+        precision="fp32",
+        place="out",
+        name=str,
+    )
+
+
 @pytest.mark.parametrize(
     ("there", "now", "same"),
     [
@@ -209,14 +229,7 @@ def test_bits_are_compared(there: list[float], now: list[float], same: bool) -> 
     )
 
     def prove() -> tuple[str, str | None]:
-        return replay.prove(
-            stored,
-            lambda samples: {"loss": np.array(now, np.float32)},
-            machine={},
-            precision="fp32",
-            place="out",
-            name=str,
-        )
+        return proof(stored, np.array(now, np.float32)).rows()
 
     if same:
         assert prove() == ("same bits", None)
@@ -233,14 +246,121 @@ def test_a_column_of_another_dtype_is_a_difference() -> None:
         machines=({"model": "other"},),
     )
     with pytest.raises(UsageError, match="column 'loss'"):
-        replay.prove(
-            stored,
-            lambda samples: {"loss": np.zeros(1, np.float64)},
-            machine={},
-            precision="fp32",
-            place="out",
-            name=str,
-        )
+        proof(stored, np.zeros(1, np.float64)).rows()
+
+
+class Limited:
+    """A metric whose limit is looked up where no identity looks."""
+
+    name = "limited"
+    size = 1
+    columns = ("loss",)
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        ledger += torch.count_nonzero(columns["loss"] < unnamed["limit"])
+
+    def compute(self, ledger: Tensor) -> Measured:
+        return Measured(values={"limited": int(ledger) * unnamed["scale"]})
+
+
+class Largest:
+    """A metric of all rows that does the same."""
+
+    name = "largest"
+    columns = ("loss",)
+
+    def compute(self, columns: Mapping[str, Any]) -> Measured:
+        return Measured(values={"largest": float(columns["loss"].max()) * unnamed["scale"]})
+
+
+class Measuring(Reading):
+    """A task with these metrics, texts of its own, and a column that is another each time."""
+
+    rows = (*Reading.rows, "ticks")  # type: ignore[assignment]
+
+    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        unnamed["ticks"] += 1
+        columns = super().observe(outputs, batch)
+        return {
+            **columns,
+            "ticks": torch.full_like(columns["loss"], 1000.0 * unnamed["ticks"] * unnamed["unsteady"]),
+        }
+
+    def metrics(self) -> list[Metric]:
+        return [*super().metrics(), Limited()]
+
+    def row_metrics(self) -> list[RowMetric]:
+        return [Largest()]
+
+    def texts(self, rows: Mapping[str, Any], first: int) -> dict[str, list[str]]:
+        return {"word": [str(unnamed["word"])] * len(rows["loss"])}
+
+
+def measure(out: Path, **options: Any) -> Result:
+    return evaluate(Measuring(SAMPLES), out, batch_size=BATCH, **options)
+
+
+@pytest.mark.parametrize(
+    ("begun", "name", "words"),
+    [
+        (True, "limit", "metric 'limited' makes other numbers of the rows in "),
+        (False, "limit", "metric 'limited' makes other numbers of the rows in "),
+        (False, "scale", "metric 'limited' makes other numbers of the rows in "),
+        (False, "word", r"column 'word': '0.0' there, '1.0' now"),
+    ],
+)
+def test_metrics_and_texts_that_read_something_else_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool, name: str, words: str
+) -> None:
+    if begun:
+        monkeypatch.setitem(unnamed, "batches", 13)
+        with pytest.raises(RuntimeError, match="enough"):
+            measure(tmp_path)
+        monkeypatch.setitem(unnamed, "batches", math.inf)
+    else:
+        assert set(measure(tmp_path).metric_digests) >= {"limited", "largest", "loss"}
+        assert measure(tmp_path).replay == "same bits"
+    before = unnamed[name]
+    monkeypatch.setitem(unnamed, name, before + 1.0)
+    with pytest.raises(UsageError, match=words):
+        measure(tmp_path)
+    monkeypatch.setitem(unnamed, name, before)
+    assert measure(tmp_path).replay == "same bits"
+
+
+def test_one_unsteady_column_frees_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(unnamed, "unsteady", 1e-9)
+    measure(tmp_path)
+    notes: list[str] = []
+    assert measure(tmp_path, note=notes.append).replay == "within tolerance"
+    assert any("(column ticks)" in note for note in notes)
+    monkeypatch.setitem(unnamed, "factor", 1.000001)
+    with pytest.raises(UsageError, match=r"column 'confidence'.*something that they do not name has changed"):
+        measure(tmp_path)
+
+
+def test_a_column_that_is_never_the_same_is_said_to_be_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(unnamed, "unsteady", 1.0)
+    measure(tmp_path)
+    with pytest.raises(UsageError, match=r"column 'ticks'.*gives other numbers each time.*--no-replay"):
+        measure(tmp_path)
+
+
+def test_a_sample_that_fails_now_is_named_where_samples_are_skipped(there: Path) -> None:
+    """Its place holds zeros, and these are no number of it."""
+
+    def skipping(broken: set[int], out: Path) -> Result:
+        task = Reading(SAMPLES)
+        task.dataset()._broken = broken
+        task.dataset().fingerprint = lambda count: "same"  # type: ignore[method-assign]
+        return evaluate(task, out, batch_size=BATCH, on_error="skip")
+
+    out = there.parent / "skipped"
+    skipping(set(), out)
+    with pytest.raises(UsageError, match=r"sample tiny/\d+ \(index \d+\) cannot be read any more: OSError"):
+        skipping(set(range(0, SAMPLES, 3)), out)
 
 
 NET = """

@@ -358,6 +358,8 @@ class _Run:
         if found.finished is None and len(found.earlier.remaining) == self._plan.num_chunks:
             return None
         if not self._options._replay:
+            if self._world.is_main:
+                self._options._note("what is finished is not compared with what this job gives now")
             return replay.SKIPPED
         outcome: str | None = None
         if self._world.is_main:
@@ -368,7 +370,7 @@ class _Run:
                 stored = replay.batch_of_predictions(
                     folder.path / PREDICTIONS, self._plan, facts["fingerprint"], found.finished.machines
                 )
-            outcome, note = replay.prove(
+            proof = replay.Proof(
                 stored,
                 lambda samples: evaluate_alone(self._evaluation, samples),
                 machine=facts["machine"],
@@ -376,6 +378,10 @@ class _Run:
                 place=folder.path,
                 name=self._dataset.id,
             )
+            outcome, note = proof.rows()
+            proof.texts(self._task)
+            digests = {} if found.finished is None else found.finished.metric_digests
+            proof.metrics(self._metrics, self._row_metrics, self._plan, digests)
             if note is not None:
                 self._options._note(note)
         self._control.meet()
@@ -501,11 +507,19 @@ class _Run:
                     self._kept,
                     found,
                     files,
+                    self._metric_digests,
                     step=lambda: self._progress.step("write"),
                 )
             except OSError as error:
                 raise unwritable(recorder, error) from error
         return result
+
+    def _metric_digests(self, path: Path, fingerprint: str) -> dict[str, str]:
+        """What the metrics make of the batch that a later run compares, by their names."""
+        stored = replay.batch_of_predictions(path, self._plan, fingerprint)
+        if not stored.evaluated.any():
+            return {}
+        return replay.metric_digests(self._metrics, self._row_metrics, stored.columns)
 
     def _merged_files(
         self,

@@ -290,6 +290,7 @@ class RunFolder:
         kept: Sequence[str],
         found: Found,
         files: Sequence[JournalFile],
+        digests: Callable[[Path, str], dict[str, str]],
         step: Callable[[], None] = lambda: None,
     ) -> Result:
         """Write predictions.parquet, result.json and, last, status.json; then the journal has served.
@@ -301,6 +302,7 @@ class RunFolder:
             kept: the columns of the journal that are written.
             found: what was there at the start.
             files: as ``merged_files`` gave them.
+            digests: makes ``metric_digests`` of predictions.parquet, for this fingerprint.
             step: called now and then.
 
         Returns:
@@ -312,7 +314,11 @@ class RunFolder:
                 for name, column in task.json_files.items():
                     write_json_file(self.path / name, files, plan, task, kept, column, step)
                 names = (PREDICTIONS, *task.json_files)
-                result = replace(result, files={name: checksum_of(self.path / name, step) for name in names})
+                result = replace(
+                    result,
+                    files={name: checksum_of(self.path / name, step) for name in names},
+                    metric_digests=digests(self.path / PREDICTIONS, result.fingerprint),
+                )
                 write_text(self.path / RESULT, result.to_json())
                 # Their names, too, must be on the disk before the journal goes.
                 sync_folder(self.path)

@@ -74,14 +74,16 @@ class Evaluation:
     note: Callable[[str], None]
 
 
-def evaluate_alone(evaluation: Evaluation, samples: range) -> dict[str, npt.NDArray[Any]]:
+def evaluate_alone(
+    evaluation: Evaluation, samples: range
+) -> tuple[dict[str, npt.NDArray[Any]], tuple[FailedSample, ...]]:
     """Read and compute one batch by itself, as the loop would.
 
     Returns:
-        Its kept columns by name, first dimension the samples.
+        Its kept columns by name, first dimension the samples; and the samples that could not be read.
 
     Raises:
-        UsageError: a sample of it cannot be read.
+        UsageError: none of it can be read, or one cannot, where that ends a run.
     """
     # In a reading process where the loop reads in some: what a data set opens may not outlive a fork.
     feed = Feed(
@@ -97,7 +99,7 @@ def evaluate_alone(evaluation: Evaluation, samples: range) -> dict[str, npt.NDAr
         evaluation.task, evaluation.model, evaluation.backend.device, evaluation.precision, 1
     ) as compute:
         columns = evaluation.task.postprocess(compute.start(batch.data)(), samples)
-    return {name: columns[name].numpy() for name in evaluation.kept}
+    return {name: columns[name].numpy() for name in evaluation.kept}, batch.failed
 
 
 def unreadable(dataset: Dataset, sample: FailedSample) -> UsageError:

@@ -7,18 +7,28 @@ or a variable that the model reads cannot; but they show in the numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from dualeval.engine.columns import columns_of
+from dualeval.engine.feed import FailedSample
 from dualeval.engine.journal import JournalFile
+from dualeval.engine.measured import plain
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import EVALUATED
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import UsageError
+from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
+from dualeval.result import sha256_of_json
+
+if TYPE_CHECKING:
+    from dualeval.tasks import Task
 
 SAME_BITS = "same bits"
 WITHIN_TOLERANCE = "within tolerance"
@@ -40,12 +50,16 @@ class StoredBatch:
         evaluated: which of them that run could read, bool of shape (samples,).
         columns: the rows of those, by column, first dimension the evaluated samples.
         machines: what has computed it: one machine, or those that it may have been.
+        texts: the texts of these rows, by column, where the run had written them.
+        file: where the rows lie in a journal.
     """
 
     samples: range
     evaluated: npt.NDArray[np.bool_]
     columns: Mapping[str, npt.NDArray[Any]]
     machines: tuple[Mapping[str, Any], ...]
+    texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+    file: JournalFile | None = None
 
 
 def drawn(fingerprint: str, count: int) -> int:
@@ -53,7 +67,7 @@ def drawn(fingerprint: str, count: int) -> int:
     return int(fingerprint, 16) % count
 
 
-def batch_of_journal(files: tuple[JournalFile, ...], plan: EvalPlan, fingerprint: str) -> StoredBatch:
+def batch_of_journal(files: Sequence[JournalFile], plan: EvalPlan, fingerprint: str) -> StoredBatch:
     """The rows of the finished batch that the fingerprint draws.
 
     Args:
@@ -75,11 +89,12 @@ def batch_of_journal(files: tuple[JournalFile, ...], plan: EvalPlan, fingerprint
         evaluated=evaluated,
         columns={name: values[evaluated] for name, values in rows.items()},
         machines=(file.machine,),
+        file=file,
     )
 
 
 def batch_of_predictions(
-    path: Path, plan: EvalPlan, fingerprint: str, machines: Sequence[Mapping[str, Any]]
+    path: Path, plan: EvalPlan, fingerprint: str, machines: Sequence[Mapping[str, Any]] = ()
 ) -> StoredBatch:
     """The rows of the batch that the fingerprint draws, or of the next with a sample that was read.
 
@@ -100,89 +115,235 @@ def batch_of_predictions(
             break
     without_count = [{name: value for name, value in kind.items() if name != "chunks"} for kind in machines]
     return StoredBatch(
-        samples=samples, evaluated=window.evaluated, columns=window.columns, machines=tuple(without_count)
+        samples=samples,
+        evaluated=window.evaluated,
+        columns=window.columns,
+        machines=tuple(without_count),
+        texts=window.texts,
     )
 
 
-def prove(
-    stored: StoredBatch,
-    evaluate: Callable[[range], Mapping[str, npt.NDArray[Any]]],
-    *,
-    machine: Mapping[str, Any],
-    precision: str,
-    place: object,
-    name: Callable[[int], str],
-) -> tuple[str, str | None]:
-    """Evaluate a batch anew and compare it: to the bit on the machine that has computed it, else to
-    tolerance.
+class Proof:
+    """Evaluates a stored batch anew and compares all that was made of it.
 
     Args:
         stored: what is on the disk.
-        evaluate: gives the columns of a batch, one row for each of its samples.
+        evaluate: gives the columns of a batch, one row for each of its samples, and the samples that failed.
         machine: this machine.
         precision: how it computes; decides the tolerance.
-        place: where the rows lie, for the message.
+        place: where the rows lie, for messages.
         name: a sample's id by its index.
-
-    Returns:
-        ``SAME_BITS``, ``WITHIN_TOLERANCE`` or ``NOTHING_TO_COMPARE``; and a sentence for people, or None.
-
-    Raises:
-        UsageError: they differ; names a sample, the column and both values.
     """
-    if not stored.evaluated.any() or not stored.columns:
-        return NOTHING_TO_COMPARE, None
 
-    def compared() -> dict[str, npt.NDArray[Any]]:
-        columns = evaluate(stored.samples)
-        return {column: columns[column][stored.evaluated] for column in stored.columns if column in columns}
+    def __init__(
+        self,
+        stored: StoredBatch,
+        evaluate: Callable[[range], tuple[Mapping[str, npt.NDArray[Any]], tuple[FailedSample, ...]]],
+        *,
+        machine: Mapping[str, Any],
+        precision: str,
+        place: object,
+        name: Callable[[int], str],
+    ) -> None:
+        self._stored = stored
+        self._evaluate = evaluate
+        self._same_machine = all(other == machine for other in stored.machines)
+        self._tolerance = _TOLERANCES[precision]
+        self._place = place
+        self._name = name
+        self._again: Mapping[str, npt.NDArray[Any]] | None = None
 
-    now = compared()
-    note = None
-    same_machine = all(other == machine for other in stored.machines)
-    differing = _first_difference(stored.columns, now, None)
-    if differing is None:
-        return SAME_BITS, None
-    if same_machine and _first_difference(now, compared(), None) is not None:
+    def rows(self) -> tuple[str, str | None]:
+        """Compare the columns: to the bit on the machine that has computed them, else to tolerance.
+
+        A column that is another each time on this machine, too, is compared to tolerance.
+
+        Returns:
+            ``SAME_BITS``, ``WITHIN_TOLERANCE`` or ``NOTHING_TO_COMPARE``; and a sentence for people, or None.
+
+        Raises:
+            UsageError: they differ; names a sample, the column and both values. Or a sample cannot be read
+                any more.
+        """
+        if not self._stored.evaluated.any() or not self._stored.columns:
+            return NOTHING_TO_COMPARE, None
+        now = self._evaluated()
+        outcome, unsteady = SAME_BITS, []
+        for column, values in self._stored.columns.items():
+            found = now.get(column)
+            if found is None or (found.dtype, found.shape) != (values.dtype, values.shape):
+                self._refuse(column, 0, now)
+            elif (row := _first_difference(values, found, None)) is not None:
+                if self._same_machine and not self._is_unsteady(column, found):
+                    self._refuse(column, row, now)
+                unsteady += [column] if self._same_machine else []
+                row = _first_difference(values, found, self._tolerance)
+                if row is not None:
+                    self._refuse(column, row, now, unsteady=self._same_machine)
+                outcome = WITHIN_TOLERANCE
         note = (
-            "the model does not give the same bits twice on this machine: the finished batch that was "
-            "evaluated anew is compared to tolerance only"
+            f"the model does not give the same bits twice on this machine (column {', '.join(unsteady)}): "
+            "the finished batch that was evaluated anew is compared to tolerance there"
         )
-    if note is not None or not same_machine:
-        differing = _first_difference(stored.columns, now, _TOLERANCES[precision])
-        if differing is None:
-            return WITHIN_TOLERANCE, note
-    column, row = differing
-    index = stored.samples[int(np.flatnonzero(stored.evaluated)[row])]
-    there = _shown(stored.columns[column][row])
-    found = _shown(now[column][row]) if column in now else "no such column"
-    raise UsageError(
-        f"{place} holds other numbers than this job gives now: sample {name(index)} (index {index}), column "
-        f"{column!r}: {there} there, {found} now. Options, data, weights and source files are those of then, "
-        "so something that they do not name has changed: an imported helper, or a file or variable that the "
-        "model reads. Give another --out, or --fresh to start over; --no-replay goes on without this "
-        "comparison."
-    )
+        return outcome, note if unsteady else None
 
+    def _evaluated(self) -> dict[str, npt.NDArray[Any]]:
+        columns, failed = self._evaluate(self._stored.samples)
+        for sample in failed:
+            if self._stored.evaluated[sample.index - self._stored.samples.start]:
+                raise UsageError(
+                    f"sample {self._name(sample.index)} (index {sample.index}) cannot be read any more: "
+                    f"{sample.error}. It could be read when {self._place} was made. Bring it back, or give "
+                    "--fresh to start over without it."
+                )
+        return {name: values[self._stored.evaluated] for name, values in columns.items()}
 
-def _first_difference(
-    there: Mapping[str, npt.NDArray[Any]], now: Mapping[str, npt.NDArray[Any]], tolerance: float | None
-) -> tuple[str, int] | None:
-    """Column and row of the first difference that counts; a tolerance of None wants equal bits."""
-    for column, values in there.items():
-        found = now.get(column)
-        if found is None or found.dtype != values.dtype or found.shape != values.shape:
-            return column, 0
-        if tolerance is None:
-            equal = _same_bits(values, found)
-        elif values.dtype.kind == "f":
-            equal = np.isclose(values, found, rtol=tolerance, atol=tolerance, equal_nan=True)
+    def _is_unsteady(self, column: str, found: npt.NDArray[Any]) -> bool:
+        """Whether a column comes out otherwise in a second evaluation of the same batch."""
+        if self._again is None:
+            self._again = self._evaluated()
+        return _first_difference(found, self._again[column], None) is not None
+
+    def _refuse(
+        self, column: str, row: int, now: Mapping[str, npt.NDArray[Any]], *, unsteady: bool = False
+    ) -> NoReturn:
+        index = self._stored.samples[int(np.flatnonzero(self._stored.evaluated)[row])]
+        there = _shown(self._stored.columns[column][row])
+        found = _shown(now[column][row]) if column in now else "no such column"
+        why = (
+            "This job gives other numbers each time, also from one evaluation of a batch to the next: "
+            "dropout, a random number or a time decides them, and nothing can show that the two belong "
+            "together."
+            if unsteady
+            else "Options, data, weights and source files are those of then, so something that they do not "
+            "name has changed: an imported helper, or a file or variable that the model reads."
+        )
+        raise UsageError(
+            f"{self._place} holds other numbers than this job gives now: sample {self._name(index)} (index "
+            f"{index}), column {column!r}: {there} there, {found} now. {why} Give another --out, or --fresh "
+            "to start over; --no-replay goes on without this comparison."
+        )
+
+    def texts(self, task: Task) -> None:
+        """Compare the texts that a task makes of the stored rows.
+
+        Raises:
+            UsageError: they differ; names a sample, the column and both values.
+        """
+        if not self._stored.texts:
+            return
+        rows: dict[str, npt.NDArray[Any]] = {}
+        for name, values in self._stored.columns.items():
+            rows[name] = np.zeros((len(self._stored.samples), *values.shape[1:]), values.dtype)
+            rows[name][self._stored.evaluated] = values
+        made = task.texts(rows, self._stored.samples.start)
+        for column, there in self._stored.texts.items():
+            now = made.get(column)
+            for place in np.flatnonzero(self._stored.evaluated).tolist():
+                found = None if now is None else now[place]
+                if found != there[place]:
+                    index = self._stored.samples[place]
+                    raise UsageError(
+                        f"{self._place} holds other texts than this job gives now: sample "
+                        f"{self._name(index)} (index {index}), column {column!r}: {there[place]!r} there, "
+                        f"{found!r} now. Something that the identity does not name has changed. Give another "
+                        "--out, or --fresh to start over; --no-replay goes on without this comparison."
+                    )
+
+    def metrics(
+        self,
+        metrics: Sequence[Metric],
+        row_metrics: Sequence[RowMetric],
+        plan: EvalPlan,
+        digests: Mapping[str, str],
+    ) -> None:
+        """Compare what metrics make of the stored rows with what they made of them then, on the same machine.
+
+        Args:
+            metrics: of the ledger, in their order.
+            row_metrics: of all rows together.
+            plan: the job's.
+            digests: of a finished run, as ``metric_digests`` gave them.
+
+        Raises:
+            UsageError: a metric comes to another number; names it.
+        """
+        if not self._same_machine:
+            return
+        if self._stored.file is not None:
+            differing = _metrics_of_another_ledger(self._stored.file, metrics, plan)
         else:
-            equal = values == found
-        wrong = np.flatnonzero(~equal.reshape(len(values), -1).all(axis=1))
-        if len(wrong) > (0 if tolerance is None else int(_OUTSIDE * len(values))):
-            return column, int(wrong[0])
-    return None
+            now = metric_digests(metrics, row_metrics, self._stored.columns)
+            differing = [name for name, digest in now.items() if digests.get(name, digest) != digest]
+        if differing:
+            raise UsageError(
+                f"metric {differing[0]!r} makes other numbers of the rows in {self._place} than it did then. "
+                "Its options and source file are those of then, so something that they do not name has "
+                "changed: an imported helper, or a file or variable that it reads. Give another --out, or "
+                "--fresh to start over; 'dualeval score' computes metrics of a finished run anew, from its "
+                "rows; --no-replay goes on without this comparison."
+            )
+
+
+def metric_digests(
+    metrics: Sequence[Metric],
+    row_metrics: Sequence[RowMetric],
+    columns: Mapping[str, npt.NDArray[Any]],
+) -> dict[str, str]:
+    """What each metric makes of rows, as a hash by its name; without those whose columns are not kept."""
+    found = {}
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in columns.items()}
+    for metric in filter(keeps_rows, metrics):
+        slots = torch.zeros(metric.size, dtype=torch.int64)
+        metric.update(slots, columns_of(metric, tensors))
+        found[metric.name] = _digest_of(slots.tolist(), partial(metric.compute, slots))
+    for row_metric in row_metrics:
+        own = columns_of(row_metric, columns)
+        found[row_metric.name] = _digest_of([], partial(row_metric.compute, own))
+    return found
+
+
+def _digest_of(slots: list[int], compute: Callable[[], Measured]) -> str:
+    try:
+        measured = asdict(plain("", compute()))
+    except Exception as error:  # noqa: BLE001 - so few samples may be too few for it; that, too, stays as it is
+        measured = {"raises": type(error).__name__}
+    measured.pop("warnings", None)
+    return sha256_of_json([slots, measured])[:16]
+
+
+def _metrics_of_another_ledger(file: JournalFile, metrics: Sequence[Metric], plan: EvalPlan) -> list[str]:
+    """Names of the metrics whose part of a file's ledger is not that of its rows."""
+    rows = sum(file.rows)
+    evaluated = file.read_rows(EVALUATED, 0, rows).astype(bool)
+    there = torch.zeros(3 * plan.num_chunks + sum(metric.size for metric in metrics), dtype=torch.int64)
+    there.index_add_(0, torch.from_numpy(file.slots), torch.from_numpy(file.values))
+    start = 3 * plan.num_chunks
+    differing = []
+    for metric in metrics:
+        slots = torch.zeros(metric.size, dtype=torch.int64)
+        if keeps_rows(metric):
+            columns = {
+                name: torch.from_numpy(file.read_rows(name, 0, rows)[evaluated]) for name in metric.columns
+            }
+            metric.update(slots, columns_of(metric, columns))
+            if not torch.equal(slots, there[start : start + metric.size]):
+                differing.append(metric.name)
+        start += metric.size
+    return differing
+
+
+def _first_difference(there: npt.NDArray[Any], now: npt.NDArray[Any], tolerance: float | None) -> int | None:
+    """The row of the first difference that counts; a tolerance of None wants equal bits."""
+    if tolerance is None:
+        equal = _same_bits(there, now)
+    elif there.dtype.kind == "f":
+        equal = np.isclose(there, now, rtol=tolerance, atol=tolerance, equal_nan=True)
+    else:
+        equal = there == now
+    wrong = np.flatnonzero(~equal.reshape(len(there), -1).all(axis=1))
+    allowed = 0 if tolerance is None else int(_OUTSIDE * len(there))
+    return int(wrong[0]) if len(wrong) > allowed else None
 
 
 def _same_bits(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

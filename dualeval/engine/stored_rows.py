@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Window:
         columns: by name, the rows of the samples that could, in order, first dimension these samples.
         ids: each row's, where they were asked for.
         indices: likewise.
+        texts: by name, the columns of text of all rows, where they were asked for.
     """
 
     start: int
@@ -35,6 +36,7 @@ class Window:
     columns: Mapping[str, npt.NDArray[Any]]
     ids: Sequence[str]
     indices: npt.NDArray[np.int64]
+    texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
 
 
 class StoredRows:
@@ -97,7 +99,7 @@ class StoredRows:
             start += len(evaluated)
 
     def batch(self, samples: range) -> Window:
-        """Read the rows of consecutive samples, all columns of numbers.
+        """Read the rows of consecutive samples, all columns of numbers and texts.
 
         Args:
             samples: their indices in the data set.
@@ -116,15 +118,18 @@ class StoredRows:
                     first = first if groups else start
                     groups.append(number)
                 start += rows
-            table = file.read_row_groups(groups, columns=list(self.names))
+            names = [name for name in file.schema_arrow.names if name not in _IDS]
+            table = file.read_row_groups(groups, columns=names)
             [batch] = table.slice(samples.start - first, len(samples)).combine_chunks().to_batches()
             columns = {name: _numbers(batch.column(name)) for name in self.names}
+            texts = {name: batch.column(name).to_pylist() for name in names if name not in self.names}
         return Window(
             start=samples.start,
             evaluated=self._evaluated(batch, self.names, samples.start),
             columns=columns,
             ids=[],
             indices=np.empty(0, np.int64),
+            texts=texts,
         )
 
     def _evaluated(self, batch: Any, names: Sequence[str], start: int) -> npt.NDArray[np.bool_]:
