@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import os
 import random
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path, PureWindowsPath
@@ -21,7 +23,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.serialization import get_safe_globals, safe_globals
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import KNOWN_KEYS, read_state_dict
+from dualeval.models.candidates import KNOWN_KEYS
+from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.weights import LoadedWeights, load_state_dict, notes_of
 from tests.test_weights import CANARY, Canary, assert_equal, small
 
@@ -394,10 +397,196 @@ def test_a_key_where_there_are_none(tmp_path: Path, state: dict[str, Tensor]) ->
 
 
 def test_what_is_no_tensor_is_named(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    torch.save({"model": {**state, "0._extra_state": {"scale": 1}}}, tmp_path / "w.pt")
-    assert "no tensor is 0._extra_state" in refused(tmp_path / "w.pt")
+    torch.save({"model": {**state, "0.scale": {"scale": 1}}}, tmp_path / "w.pt")
+    assert "no tensor is 0.scale" in refused(tmp_path / "w.pt")
 
 
 def test_many_are_cut(tmp_path: Path, state: dict[str, Tensor]) -> None:
     torch.save({f"part{number}": dict(state) for number in range(11)}, tmp_path / "w.pt")
     assert "part7 (9 tensors) and 3 more" in refused(tmp_path / "w.pt")
+
+
+# -- several, and none wins silently -----------------------------------------------------------------------
+
+
+def behind(prefix: str, state: dict[str, Tensor], **others: Tensor) -> dict[str, Tensor]:
+    """The same under other names, as copies."""
+    return {**{prefix + name: tensor.clone() for name, tensor in state.items()}, **others}
+
+
+def arrays(state: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: tensor.numpy() for name, tensor in state.items()}
+
+
+RIVALS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "and a number": (lambda s: {"model": {**s, "epoch": 3}, "model_ema": behind("", s)}, "model ("),
+    "and an extra state": (lambda s: {"model": {**s, "_extra_state": None}, "ema": behind("", s)}, "model ("),
+    "arrays": (lambda s: {"model": arrays(s), "model_ema": behind("", s)}, "model (0 tensors, and 0.weight"),
+    "an average inside": (lambda s: {"model": {**s, "ema": behind("", s)}}, "model (9 tensors, and ema)"),
+    "an average in the file": (lambda s: {**s, "ema": behind("", s)}, "the file itself (9 tensors, and ema)"),
+    "in a list": (
+        lambda s: {"net": s, "ema": {"stds": [0.1, 0.2], "emas": [behind("", s), behind("", s)]}},
+        "ema.emas.0 (9 tensors), ema.emas.1 (9 tensors)",
+    ),
+    "by decay": (
+        lambda s: {"model": s, "ema": {0.999: behind("", s), 0.9999: behind("", s)}},
+        "ema.0.999 (9 tensors), ema.0.9999 (9 tensors)",
+    ),
+    "in a tuple": (lambda s: {"model": s, "ema": (behind("", s), 0.999)}, "ema.0 (9 tensors)"),
+    "of another layout in a tuple": (
+        lambda s: {"model": s, "ema": (nn.Linear(9, 9).state_dict(), 0.999)},
+        "ema.0 (2 tensors)",
+    ),
+    "by number": (lambda s: {"model": s, 0: behind("", s)}, "0 (9 tensors)"),
+    "behind a prefix": (lambda s: {"model": s, "teacher": behind("backbone.", s)}, "teacher (9 tensors)"),
+    "behind another": (
+        lambda s: {"model": s, "averages": behind("net.", s, updates=torch.ones(1))},
+        "averages (10 tensors)",
+    ),
+    "the known one behind a prefix": (
+        lambda s: {"model": behind("backbone.", s), "slow": behind("", s)},
+        "slow (9 tensors)",
+    ),
+    "with one tensor more": (
+        lambda s: {"model": s, "avg": behind("", s, updates=torch.ones(1))},
+        "avg (10 tensors)",
+    ),
+    "with a number more": (
+        lambda s: {"model": s, "avg": {**behind("", s), "n": 1}},
+        "avg (9 tensors, and n)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_none_wins_silently(tmp_path: Path, state: dict[str, Tensor], name: str) -> None:
+    make, said = RIVALS[name]
+    torch.save(make(state), tmp_path / "w.pt")
+    message = refused(tmp_path / "w.pt")
+    assert "They can give different results." in message
+    assert said in message
+    assert "--weights-key KEY, such as --weights-key" in message
+    # The one that is offered can be taken.
+    key = message.partition("such as --weights-key ")[2].split(". ")[0].removesuffix(".")
+    assert read_state_dict(tmp_path / "w.pt", key).key == key
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (lambda s: {"ema": (s, 0.999)}, "ema.0"),
+        (lambda s: {"ema": {0.999: s}}, "ema.0.999"),
+        (lambda s: {"model": s, "ema": {"decay": 0.9, "updates": torch.tensor(3)}}, "model"),
+        (lambda s: {"model": s, "net": {"out": Path("a"), "lr": np.float64(1)}}, "model"),
+        (lambda s: {"model": {"state_dict": s, "mean": torch.ones(3), "epoch": 1}}, "model.state_dict"),
+        (lambda s: {"model": s, "loss": {"weight": torch.ones(3), "0.weight": torch.ones(3, 4)}}, "model"),
+        (lambda s: {"model": s, "head": {"weight": s["2.weight"], "bias": s["2.bias"]}}, "model"),
+        (lambda s: {"model": s, "optimizer": {"exp_avg": behind("", s)}}, "model"),
+        (lambda s: {"model": s, "history": [[0.5, {"loss": torch.ones(1)}]]}, "model"),
+    ],
+)
+def test_what_is_no_rival(
+    tmp_path: Path, state: dict[str, Tensor], content: Callable[[Any], Any], key: str
+) -> None:
+    torch.save(content(state), tmp_path / "w.pt")
+    found = read_state_dict(tmp_path / "w.pt")
+    assert found.key == key
+    assert_equal(found.tensors, state)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("key", ["optimizer", "opt"])
+def test_an_optimizer_is_no_rival(tmp_path: Path, kind: Any, key: str) -> None:
+    """Also of a model of one tensor, and where it lies under a known key with the model."""
+    for model in (small(), nn.Linear(1, 1, bias=False)):
+        optimizer = kind(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4 if isinstance(model, nn.Sequential) else 1)).sum().backward()
+        optimizer.step()
+        torch.save({"model": {"net": model.state_dict(), key: optimizer.state_dict()}}, tmp_path / "w.pt")
+        assert read_state_dict(tmp_path / "w.pt").key == "model.net"
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (lambda a, b: {"ema": {"model": a}, "ema.model": b}, "ema.model"),
+        (lambda a, b: {1: a, "1": b}, "1"),
+        (lambda a, b: {"x": [a], "x.0": b}, "x.0"),
+    ],
+)
+def test_a_key_that_two_things_answer_to(
+    tmp_path: Path, state: dict[str, Tensor], content: Callable[[Any, Any], Any], key: str
+) -> None:
+    path = tmp_path / "w.pt"
+    torch.save(content(state, behind("", state)), path)
+    assert f"--weights-key {key}: 2 things in {path} answer to it" in refused(path, key)
+    if key == "ema.model":
+        assert "Two things answer to ema.model. Save the one that is meant alone" in refused(path)
+    torch.save(content(state, state), path)
+    assert_equal(read_state_dict(path, key).tensors, state)
+
+
+@pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("module", ["posix.system", "sys.exit"])
+def test_a_type_of_a_blocked_module_is_named(
+    tmp_path: Path, state: dict[str, Tensor], module: str, zip_format: bool
+) -> None:
+    function = {"posix.system": os.system, "sys.exit": sys.exit}[module]
+    content = {"model": state, "args": argparse.Namespace(f=function)}
+    torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=zip_format)
+    assert f"cannot be read as plain tensors (Unsupported global: GLOBAL {module})" in refused(
+        tmp_path / "w.pt"
+    )
+
+
+# -- what a module keeps beside tensors --------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A module with an extra state."""
+
+    def __init__(self, scale: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.scale = scale
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        if state == "unknown":
+            raise KeyError(state)
+        self.scale = state
+
+
+@pytest.mark.parametrize("key", ["", "model"])
+@pytest.mark.parametrize("scale", [None, 2.5, {"a": [1, "b", None]}])
+def test_an_extra_state_is_handed_on(tmp_path: Path, scale: Any, key: str) -> None:
+    state = nn.Sequential(Scaled(scale)).state_dict()
+    torch.save({key: state} if key else state, tmp_path / "w.pt")
+    model = nn.Sequential(Scaled("nothing yet"))
+    load_state_dict(model, read_state_dict(tmp_path / "w.pt"), source="the weights w.pt")
+    assert model[0].scale == scale
+    wrapped = {f"module.{name}": value for name, value in state.items()}
+    torch.save(wrapped, tmp_path / "w.pt")
+    model = nn.Sequential(Scaled("nothing yet"))
+    load_state_dict(model, read_state_dict(tmp_path / "w.pt"), source="the weights w.pt")
+    assert model[0].scale == scale
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (Path("a"), "the model Scaled: 1 not plain: _extra_state."),
+        ({"a": [np.float32(1)]}, "the model Scaled: 1 not plain: _extra_state."),
+        ("unknown", "does not fit the model Scaled: 'unknown'"),
+    ],
+)
+def test_an_extra_state_that_cannot_be_read(tmp_path: Path, scale: Any, said: str) -> None:
+    torch.save(Scaled(scale).state_dict(), tmp_path / "w.pt")
+    found = read_state_dict(tmp_path / "w.pt")
+    with pytest.raises(UsageError) as caught:
+        load_state_dict(Scaled(), found, source="the weights w.pt")
+    assert said in str(caught.value)
+    with pytest.raises(UsageError, match="1 not in the model: _extra_state"):
+        load_state_dict(nn.LayerNorm(2, bias=False), found, source="the weights w.pt")
