@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import os
 import random
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path, PureWindowsPath
@@ -21,7 +23,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.serialization import get_safe_globals, safe_globals
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints import KNOWN_KEYS, read_state_dict
+from dualeval.models.candidates import KNOWN_KEYS
+from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.weights import LoadedWeights, load_state_dict, notes_of
 from tests.test_weights import CANARY, Canary, assert_equal, small
 
@@ -394,10 +397,23 @@ def test_a_key_where_there_are_none(tmp_path: Path, state: dict[str, Tensor]) ->
 
 
 def test_what_is_no_tensor_is_named(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    torch.save({"model": {**state, "0._extra_state": {"scale": 1}}}, tmp_path / "w.pt")
-    assert "no tensor is 0._extra_state" in refused(tmp_path / "w.pt")
+    torch.save({"model": {**state, "0.scale": {"scale": 1}}}, tmp_path / "w.pt")
+    assert "no tensor is 0.scale" in refused(tmp_path / "w.pt")
 
 
 def test_many_are_cut(tmp_path: Path, state: dict[str, Tensor]) -> None:
     torch.save({f"part{number}": dict(state) for number in range(11)}, tmp_path / "w.pt")
     assert "part7 (9 tensors) and 3 more" in refused(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("module", ["posix.system", "sys.exit"])
+def test_a_type_of_a_blocked_module_is_named(
+    tmp_path: Path, state: dict[str, Tensor], module: str, zip_format: bool
+) -> None:
+    function = {"posix.system": os.system, "sys.exit": sys.exit}[module]
+    content = {"model": state, "args": argparse.Namespace(f=function)}
+    torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=zip_format)
+    assert f"cannot be read as plain tensors (Unsupported global: GLOBAL {module})" in refused(
+        tmp_path / "w.pt"
+    )

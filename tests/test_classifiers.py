@@ -48,6 +48,11 @@ def no_module():
     return "linear"
 
 
+def own_densenet():
+    inner = nn.ModuleDict({"norm": nn.ModuleDict({"1": nn.BatchNorm1d(2)})})
+    return nn.ModuleDict({"denselayer1": inner})
+
+
 CONSTANT = 3
 """
 
@@ -296,6 +301,26 @@ def test_old_names_in_densenets_files(tmp_path: Path) -> None:
     assert "features.denseblock1.denselayer1.norm.1.weight" in old
     torch.save(old, tmp_path / "w.pth")
     assert is_equal(classifiers.build("densenet121", str(tmp_path / "w.pth"), 2), wanted)
+
+
+@pytest.mark.usefixtures("factories")
+def test_a_factory_of_ones_own_keeps_its_names(tmp_path: Path) -> None:
+    (tmp_path / "densenet_own.py").write_text("from zoo.models import own_densenet as net\n")
+    try:
+        wanted = classifiers.build("densenet_own:net", "random:1", None)
+        assert "denselayer1.norm.1.weight" in wanted.state_dict()
+        torch.save(wanted.state_dict(), tmp_path / "w.pth")
+        assert is_equal(classifiers.build("densenet_own:net", str(tmp_path / "w.pth"), None), wanted)
+    finally:
+        sys.modules.pop("densenet_own", None)
+
+
+def test_only_names_that_fit_are_renamed(tmp_path: Path) -> None:
+    wanted = classifiers.build("densenet121", "random:1", 2)
+    stray = {"head.denselayer1.norm.1.weight": torch.ones(1)}
+    torch.save({**wanted.state_dict(), **stray}, tmp_path / "w.pth")
+    with pytest.raises(UsageError, match=r"1 not in the model: head\.denselayer1\.norm\.1\.weight"):
+        classifiers.build("densenet121", str(tmp_path / "w.pth"), 2)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])

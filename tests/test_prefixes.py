@@ -227,3 +227,21 @@ def test_the_prefix_that_would_fit_is_offered(tmp_path: Path, state: dict[str, T
     model = small()
     load(model, found, "model.")
     assert_equal(model.state_dict(), state)
+
+
+def test_all_prefixes_that_would_fit_are_offered(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    names = {prefix + name: tensor for prefix in ("model.", "ema.") for name, tensor in state.items()}
+    message = refused(small(), saved(tmp_path / "w.pt", names))
+    assert "one of 2 prefixes are those of the model: 'model.', 'ema.'. They can give different" in message
+    for prefix in ("model.", "ema", "ema."):
+        load(small(), saved(tmp_path / "w.pt", names), prefix)
+
+
+def test_a_prefix_whose_dot_is_missing(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    names = {prefix + name: tensor for prefix in ("model.", "model_ema.") for name, tensor in state.items()}
+    found = saved(tmp_path / "w.pt", names)
+    message = refused(small(), found, "model")
+    assert "some continue with a dot (model.0.weight) and others do not (model_ema.0.weight)" in message
+    assert "Type --weights-prefix model. for those" in message
+    load(small(), found, "model.")
+    load(small(), found, "model_ema")

@@ -272,3 +272,39 @@ def test_what_a_module_says_itself_is_passed_on() -> None:
     later._metadata = OrderedDict({"": {"version": 3}})  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="does not fit the model Renamed: version 3"):
         load_into(Renamed(), later, "w.pt")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64])
+def test_other_kinds_of_numbers_are_refused(state: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Quantized weights have scales beside them; without these they are other weights."""
+    message = misfit({**state, "0.weight": (state["0.weight"] * 100).to(dtype)})
+    assert f"1 of another dtype: 0.weight {dtype}, the model has torch.float32" in message
+
+
+def test_eighth_size_floats_and_floats_for_integers_are_refused(state: dict[str, Tensor]) -> None:
+    message = misfit({**state, "2.bias": state["2.bias"].to(torch.float8_e4m3fn)})
+    assert "2.bias torch.float8_e4m3fn, the model has torch.float32" in message
+    message = misfit({**state, "1.num_batches_tracked": torch.tensor(0.5)})
+    assert "1.num_batches_tracked torch.float32, the model has torch.int64" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("count", [torch.int64, torch.int32])
+def test_other_sizes_of_a_kind_are_taken(
+    state: dict[str, Tensor], dtype: torch.dtype, count: torch.dtype
+) -> None:
+    model = small()
+    others = {
+        name: tensor.to(dtype if tensor.is_floating_point() else count) for name, tensor in state.items()
+    }
+    load_into(model, others, "w.pt")
+    assert torch.equal(model.state_dict()["0.weight"], others["0.weight"].float())
+
+
+def test_integers_that_do_not_fit_are_refused() -> None:
+    model = nn.Module()
+    model.register_buffer("mask", torch.zeros(2, dtype=torch.bool))
+    load_into(model, {"mask": torch.tensor([1, 0], dtype=torch.uint8)}, "w.pt")
+    assert model.state_dict()["mask"].tolist() == [True, False]
+    with pytest.raises(UsageError, match=r"mask torch\.int64, the model has torch\.bool"):
+        load_into(model, {"mask": torch.tensor([2, 0])}, "w.pt")

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 import zipfile
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
 from dualeval.errors import UsageError
-from dualeval.models.prefixes import unwrapped
-
-# Where training scripts put state_dicts: the model's own, and averages of it over the training.
-KNOWN_KEYS = (
-    *("state_dict", "model_state_dict", "model", "net", "module"),
-    *("model_ema", "state_dict_ema", "ema", "ema_state_dict", "ema_model", "shadow"),
-    *("averaged_model", "swa_model", "swa_state_dict"),
+from dualeval.models.candidates import (
+    KNOWN_KEYS,
+    Candidate,
+    at,
+    candidates,
+    is_state_dict,
+    listed,
+    said_twice,
+    state_dicts,
 )
+from dualeval.models.passed_over import PassedOver, PassedOverArray
+
 _LISTED_AT_MOST = 8
-_NOTHING = object()
+_REFUSED = re.compile(r"unsupported global(?:: global)? (\S+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,22 +41,13 @@ class StateDict:
     Attributes:
         path: the file.
         key: the keys that lead to it, with dots between; "" where the file is nothing else.
-        tensors: by name; with the ``_metadata`` that torch keeps beside them where there are any.
+        tensors: by name; with the ``_metadata`` that torch keeps beside them where there are any. An
+            entry ``_extra_state`` may be anything, and hold objects that were passed over.
     """
 
     path: Path
     key: str
-    tensors: OrderedDict[str, Tensor]
-
-
-class _PassedOver:
-    """Takes the place of an object in a file that is no tensor: it ignores all that the file says of it."""
-
-    def __new__(cls, *_: object, **__: object) -> _PassedOver:
-        return object.__new__(cls)
-
-    def __setstate__(self, _: object) -> None:
-        """Keep nothing."""
+    tensors: OrderedDict[str, Any]
 
 
 class _AsDict:
@@ -73,23 +69,23 @@ class _AsList:
 # matter what they would do with it: numpy's believe the offsets in a dtype, and follow them. What a file puts
 # into one of them is read by the same rules, so nothing else can hide there.
 _ADMITTED: dict[str, Callable[..., object]] = {
-    **dict.fromkeys(("argparse.Namespace", "types.SimpleNamespace"), _PassedOver),
+    **dict.fromkeys(("argparse.Namespace", "types.SimpleNamespace"), PassedOver),
     **{
-        f"{module}.{name}": _PassedOver
+        f"{module}.{name}": PassedOver
         for module in ("pathlib", "pathlib._local")  # the latter in files of Python 3.13
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     },
     # Scalars and arrays; numpy 1 and numpy 2.
-    **dict.fromkeys(("numpy.dtype", "numpy.ndarray"), _PassedOver),
+    **dict.fromkeys(("numpy.dtype", "numpy.ndarray"), PassedOver),
     **{
-        f"{module}.multiarray.{name}": _PassedOver
+        f"{module}.multiarray.{name}": made
         for module in ("numpy.core", "numpy._core")
-        for name in ("scalar", "_reconstruct")
+        for name, made in (("scalar", PassedOver), ("_reconstruct", PassedOverArray))
     },
-    **{f"datetime.{name}": _PassedOver for name in ("datetime", "date", "time", "timedelta", "timezone")},
+    **{f"datetime.{name}": PassedOver for name in ("datetime", "date", "time", "timedelta", "timezone")},
     # As values, and as what a defaultdict makes.
     **{
-        f"builtins.{name}": _PassedOver
+        f"builtins.{name}": PassedOver
         for name in ("bool", "int", "float", "str", "list", "tuple", "dict", "frozenset", "range", "slice")
     },
     "collections.defaultdict": _AsDict,
@@ -114,7 +110,7 @@ def read_state_dict(path: Path, key: str | None = None) -> StateDict:
     if not path.is_file():
         raise UsageError(f"weights file {path} does not exist. Give a state_dict file with --weights PATH.")
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    if _is_state_dict(content):
+    if is_state_dict(content):
         if key is not None:
             raise UsageError(
                 f"--weights-key {key}: {path} is one state_dict, with no keys above it. Leave --weights-key "
@@ -124,7 +120,7 @@ def read_state_dict(path: Path, key: str | None = None) -> StateDict:
     return _found(path, *(_only_one(path, content) if key is None else _under(path, content, key)))
 
 
-def _found(path: Path, key: str, tensors: Mapping[str, Tensor]) -> StateDict:
+def _found(path: Path, key: str, tensors: Mapping[str, Any]) -> StateDict:
     # With its _metadata, the versions of modules by which some of them know and convert an older layout.
     return StateDict(
         path=path, key=key, tensors=tensors if isinstance(tensors, OrderedDict) else OrderedDict(tensors)
@@ -134,15 +130,7 @@ def _found(path: Path, key: str, tensors: Mapping[str, Tensor]) -> StateDict:
 # -- finding ---------------------------------------------------------------------------------------------
 
 
-def _is_state_dict(content: object) -> TypeGuard[Mapping[str, Tensor]]:
-    return (
-        isinstance(content, Mapping)
-        and bool(content)
-        and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items())
-    )
-
-
-def _only_one(path: Path, content: object, above: str = "") -> tuple[str, Mapping[str, Tensor]]:
+def _only_one(path: Path, content: object, above: str = "") -> tuple[str, Mapping[str, Any]]:
     """The one state_dict under known keys.
 
     Args:
@@ -153,95 +141,62 @@ def _only_one(path: Path, content: object, above: str = "") -> tuple[str, Mappin
     Raises:
         UsageError: there is none, or more than one.
     """
-    found = _candidates(content, above)
+    found = candidates(content, above)
     if not found:
         raise _none_there(path, content, above)
     if len(found) > 1:
-        raise UsageError(
-            f"{path} holds {len(found)} state_dicts: {_listed(found)}. They can give different results. "
-            f"Say which is meant: --weights-key KEY, such as --weights-key {next(iter(found))}."
-        )
-    return next(iter(found.items()))
+        raise _several(path, found)
+    return found[0].key, found[0].content
 
 
-def _candidates(content: object, above: str) -> dict[str, Mapping[str, Tensor]]:
-    """State_dicts under known keys; with these, others of the same layout, that could take their place."""
-    known = dict(_state_dicts(content, above, known_only=True))
-    # One that lies under two keys is one.
-    found = {key: tensors for key, tensors in known.items() if _first_key_of(tensors, known) == key}
-    layouts = [_layout(tensors) for tensors in found.values()]
-    for key, tensors in _state_dicts(content, above) if found else ():
-        # An average under a name of the script's own.
-        if not any(tensors is other for other in found.values()) and _layout(tensors) in layouts:
-            found[key] = tensors
-    return found
+def _several(path: Path, found: list[Candidate]) -> UsageError:
+    twice = said_twice(found)
+    clear = next((place.key for place in found if place.whole and place.key not in twice), None)
+    saved = "the one that is meant alone, with torch.save(model.state_dict(), PATH)."
+    advice = (
+        f"Save {saved}"
+        if clear is None
+        else f"Say which is meant: --weights-key KEY, such as --weights-key {clear}."
+    )
+    if twice:
+        advice = f"Two things answer to {', '.join(twice)}. {advice}"
+    if clear is not None and not all(place.whole for place in found):
+        advice = f"{advice} One with other things than tensors cannot be taken: save it alone."
+    return UsageError(
+        f"{path} holds {len(found)} state_dicts: {listed(found)}. They can give different results. {advice}"
+    )
 
 
-def _first_key_of(tensors: Mapping[str, Tensor], found: Mapping[str, Mapping[str, Tensor]]) -> str:
-    return next(key for key, other in found.items() if other is tensors)
-
-
-def _layout(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    bare = unwrapped(OrderedDict(tensors))[-1].tensors
-    return {name: tensor.shape for name, tensor in bare.items()}
-
-
-def _state_dicts(
-    content: object, above: str, *, known_only: bool = False
-) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """All state_dicts in nested mappings, each with its key; the outer ones first."""
-    waiting: deque[tuple[str, object]] = deque([(above, content)])
-    # A file may hold one mapping in several places, or within itself.
-    seen: set[int] = set()
-    while waiting:
-        key, inner = waiting.popleft()
-        if _is_state_dict(inner):
-            yield key, inner
-        elif isinstance(inner, Mapping) and id(inner) not in seen:
-            seen.add(id(inner))
-            waiting += [
-                (f"{key}.{name}" if key else name, value)
-                for name, value in inner.items()
-                if isinstance(name, str) and (name in KNOWN_KEYS or not known_only)
-            ]
-
-
-def _under(path: Path, content: object, key: str) -> tuple[str, Mapping[str, Tensor]]:
+def _under(path: Path, content: object, key: str) -> tuple[str, Mapping[str, Any]]:
     """The state_dict that a key leads to, or the only one below it."""
-    inner = next(_at(content, key), _NOTHING)
-    if inner is _NOTHING:
-        elsewhere = dict(_state_dicts(content, ""))
-        hint = f" State_dicts lie under {_listed(elsewhere)}." if elsewhere else ""
+    found = at(content, key)
+    if not found:
+        elsewhere = state_dicts(content)
+        hint = f" State_dicts lie under {listed(elsewhere)}." if elsewhere else ""
         raise UsageError(f"--weights-key {key}: {path} holds no such key ({_keys_of(content)}).{hint}")
-    if _is_state_dict(inner):
+    if len(found) > 1:
+        raise UsageError(
+            f"--weights-key {key}: {len(found)} things in {path} answer to it, expected one. Save the one "
+            "that is meant alone, with torch.save(model.state_dict(), PATH)."
+        )
+    [inner] = found
+    if is_state_dict(inner):
         return key, inner
-    if not isinstance(inner, Mapping):
-        what = "an object" if isinstance(inner, _PassedOver) else f"a {type(inner).__name__}"
+    if not isinstance(inner, (Mapping, list, tuple)):
+        what = "an object" if isinstance(inner, PassedOver) else f"a {type(inner).__name__}"
         raise UsageError(
             f"--weights-key {key}: {path} holds {what} there, expected a state_dict (tensors by name)."
         )
     return _only_one(path, inner, key)
 
 
-def _at(content: object, key: str) -> Iterator[object]:
-    """What keys with dots between lead to; a key may have dots of its own."""
-    if isinstance(content, Mapping):
-        for name, value in content.items():
-            if str(name) == key:
-                yield value
-            elif key.startswith(f"{name}."):
-                yield from _at(value, key.removeprefix(f"{name}."))
-
-
 def _none_there(path: Path, content: object, above: str) -> UsageError:
     # What is there instead, under the known keys.
     nested = [content.get(key) for key in KNOWN_KEYS] if isinstance(content, Mapping) else []
     inner = next((value for value in nested if isinstance(value, Mapping)), content)
-    others = dict(_state_dicts(content, above))
+    others = state_dicts(content, above)
     hint = (
-        f" State_dicts lie under other keys: {_listed(others)}; --weights-key KEY takes one."
-        if others
-        else ""
+        f" State_dicts lie under other keys: {listed(others)}; --weights-key KEY takes one." if others else ""
     )
     place = f" under the key {above}" if above else ""
     return UsageError(
@@ -258,12 +213,6 @@ def _keys_of(content: object) -> str:
     if len(others) == len(content):
         return found
     return f"{found}; no tensor is {', '.join(others[:_LISTED_AT_MOST])}"
-
-
-def _listed(found: Mapping[str, Mapping[str, Tensor]]) -> str:
-    shown = [f"{key} ({len(tensors)} tensors)" for key, tensors in found.items()]
-    more = f" and {len(shown) - _LISTED_AT_MOST} more" if len(shown) > _LISTED_AT_MOST else ""
-    return ", ".join(shown[:_LISTED_AT_MOST]) + more
 
 
 # -- reading ---------------------------------------------------------------------------------------------
@@ -287,9 +236,7 @@ def _read_torch(path: Path) -> object:
             mapped = zipfile.is_zipfile(path)
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        lines = str(error).splitlines()
-        refused = next((line.strip() for line in lines if "Unsupported" in line), lines[0].split(". ")[0])
-        detail = refused.split(" was not an allowed")[0].removeprefix("WeightsUnpickler error: ")
+        detail = _refusal(str(error))
         raise UsageError(
             f"{path} cannot be read as plain tensors ({detail}). It is damaged, or holds pickled Python "
             "objects, which could run code. Save it again with torch.save(model.state_dict(), PATH) or as "
@@ -298,6 +245,15 @@ def _read_torch(path: Path) -> object:
     except Exception as error:  # a damaged stream raises whatever its bytes happen to ask for
         said = str(error) or type(error).__name__
         raise UsageError(f"{path} is not a readable torch file: {said.splitlines()[0]}") from error
+
+
+def _refusal(said: str) -> str:
+    """What torch refuses, without its advice to switch the protection off."""
+    name = _REFUSED.search(said)
+    if name is not None:
+        return f"Unsupported global: GLOBAL {name[1]}"
+    _, _, detail = said.partition("WeightsUnpickler error: ")
+    return (detail or said).splitlines()[0].split(". ")[0]
 
 
 @contextmanager

@@ -168,15 +168,23 @@ def build(
             torch.manual_seed(source.seed)
             return create(name, num_classes).eval()
     found = read_state_dict(source.path, weights_key)
-    if name.startswith("densenet"):
-        for old in [key for key in found.tensors if _OLD_DENSENET.search(key)]:
-            found.tensors[_OLD_DENSENET.sub(r"\1\2", old)] = found.tensors.pop(old)
     with torch.random.fork_rng(devices=[]):  # a constructor draws values that are overwritten here
         model = create(name, num_classes, entry=source.entry)
+    if name.startswith("densenet") and name in published.torchvision_names():
+        _rename_as_torchvision(found.tensors, model)
     loaded = load_state_dict(model, found, prefix=weights_prefix, source=f"the weights {source.text}")
     if not is_published_name(source.text):
         on_load(loaded)
     return model.eval()
+
+
+def _rename_as_torchvision(tensors: dict[str, Any], model: nn.Module) -> None:
+    """Give a DenseNet's tensors the present names, where the model has these; a prefix may be before them."""
+    own = tuple(model.state_dict())
+    for old in [name for name in tensors if _OLD_DENSENET.search(name)]:
+        new = _OLD_DENSENET.sub(r"\1\2", old)
+        if new.endswith(own) and new not in tensors:
+            tensors[new] = tensors.pop(old)
 
 
 def preprocessing_of(name: str, entry: Any = None) -> Preprocessing:

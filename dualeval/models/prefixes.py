@@ -76,7 +76,7 @@ def take_prefix(tensors: OrderedDict[str, Tensor], prefix: str, source: str) -> 
         source: where the tensors come from, for messages.
 
     Raises:
-        UsageError: no name begins with it.
+        UsageError: no name begins with it; or some with a dot after it and others without.
     """
     if not prefix:
         return Unwrapped(tensors=tensors)
@@ -87,8 +87,15 @@ def take_prefix(tensors: OrderedDict[str, Tensor], prefix: str, source: str) -> 
             f"{', '.join(list(tensors)[:3])}{', ...' if len(tensors) > 3 else ''}). "
             "Give a prefix that the names have, or leave it out."
         )
-    if all(name[len(prefix)] == "." and len(name) > len(prefix) + 1 for name in inside):
+    dotted = [name for name in inside if name[len(prefix)] == "." and len(name) > len(prefix) + 1]
+    if len(dotted) == len(inside):
         prefix += "."
+    elif dotted and not prefix.endswith("."):
+        other = next(name for name in inside if name not in set(dotted))
+        raise UsageError(
+            f"--weights-prefix {prefix}: of the names in {source}, some continue with a dot ({dotted[0]}) "
+            f"and others do not ({other}). Type --weights-prefix {prefix}. for those with a dot."
+        )
     return Unwrapped(
         tensors=_without(tensors, prefix),
         prefix=prefix,
@@ -96,13 +103,13 @@ def take_prefix(tensors: OrderedDict[str, Tensor], prefix: str, source: str) -> 
     )
 
 
-def prefix_that_fits(tensors: Mapping[str, Tensor], own: Collection[str]) -> str | None:
-    """A prefix with which all of a model's names are among the tensors' names."""
+def prefixes_that_fit(tensors: Mapping[str, Tensor], own: Collection[str]) -> list[str]:
+    """The prefixes with each of which all of a model's names are among the tensors' names."""
     first = next(iter(own), None)
     if first is None:
-        return None
+        return []
     prefixes = [name[: -len(first)] for name in tensors if name.endswith(f".{first}")]
-    return next((prefix for prefix in prefixes if all(prefix + name in tensors for name in own)), None)
+    return [prefix for prefix in prefixes if all(prefix + name in tensors for name in own)]
 
 
 def _without(tensors: OrderedDict[str, Tensor], prefix: str) -> OrderedDict[str, Tensor]:

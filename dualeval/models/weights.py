@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import StateDict
-from dualeval.models.prefixes import prefix_that_fits, take_prefix, unwrap_for
+from dualeval.models.dtypes import changed_kinds
+from dualeval.models.extra_state import is_read
+from dualeval.models.prefixes import prefixes_that_fit, take_prefix, unwrap_for
 from dualeval.weights_name import is_published_name
 
 _LISTED_AT_MOST = 8
@@ -119,56 +122,82 @@ def load_state_dict(
     try:
         load_into(model, taken.tensors, f"{source} ({', '.join(chosen)})" if chosen else source)
     except UsageError as error:
-        fitting = prefix_that_fits(tensors, own)
-        if fitting is None or fitting == taken.prefix:
+        fitting = prefixes_that_fit(tensors, own)
+        if not fitting or taken.prefix in fitting:
             raise
-        raise UsageError(
-            f"{error} The names that begin with {fitting!r} are those of the model: "
-            f"--weights-prefix {fitting} takes them alone."
-        ) from error
+        raise UsageError(f"{error} {_advice(fitting)}") from error
     return loaded
 
 
-def load_into(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+def _advice(fitting: list[str]) -> str:
+    if len(fitting) == 1:
+        return (
+            f"The names that begin with {fitting[0]!r} are those of the model: "
+            f"--weights-prefix {fitting[0]} takes them alone."
+        )
+    shown = ", ".join(map(repr, fitting[:_LISTED_AT_MOST])) + (
+        ", ..." if len(fitting) > _LISTED_AT_MOST else ""
+    )
+    return (
+        f"The names that begin with one of {len(fitting)} prefixes are those of the model: {shown}. They can "
+        f"give different results. Say which are meant: --weights-prefix PREFIX, such as --weights-prefix "
+        f"{fitting[0]}."
+    )
+
+
+def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
     """Copy tensors into a model; all of them, and no others.
 
     The model's own loading goes first: some modules convert an older layout of their tensors.
 
     Args:
         model: takes the values; keeps its dtypes and device.
-        state: tensors by the model's names.
+        state: tensors by the model's names; an entry ``_extra_state`` is whatever its module keeps.
         source: where the tensors come from, for messages.
 
     Raises:
-        UsageError: lists missing and unexpected names and wrong shapes; where the only difference is the
-            number of classes, says so.
+        UsageError: lists missing and unexpected names, wrong shapes and dtypes that change values; where
+            the only difference is the number of classes, says so.
     """
     own = model.state_dict()
+    unread = [name for name, value in state.items() if name in own and not is_read(value)]
+    if unread:
+        raise UsageError(
+            f"{source} cannot be put into the model {type(model).__name__}: {_listed('not plain', unread)}. "
+            "What a module keeps beside tensors is read where it is None, numbers, text, tensors, or lists "
+            "and dicts of these. Save it as such (get_extra_state)."
+        )
+    kinds = changed_kinds(own, state)
+    if kinds:
+        raise _misfit(model, own, state, source, kinds)
     if not hasattr(state, "_metadata") and state.keys() == own.keys():
         # A format without versions, in the present layout: MNASNet loads nothing of unknown version.
         state = OrderedDict(state)
         state._metadata = own._metadata  # type: ignore[attr-defined]
     try:
         model.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:
-        raise _misfit(model, own, state, source, error) from error
+    # Beside torch's own errors, those of a module's set_extra_state.
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise _misfit(model, own, state, source, [], error) from error
 
 
 def _misfit(
     model: nn.Module,
-    own: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
+    own: Mapping[str, Any],
+    state: Mapping[str, Any],
     source: str,
-    error: Exception,
+    kinds: list[str],
+    error: Exception | None = None,
 ) -> UsageError:
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
     shapes = {
         name: (tuple(state[name].shape), tuple(own[name].shape))
         for name in own
-        if name in state and state[name].shape != own[name].shape
+        if isinstance(own[name], Tensor) and isinstance(state.get(name), Tensor)
+        if state[name].shape != own[name].shape
     }
-    if not missing and not unexpected and (counts := _class_counts(shapes)):
+    if not missing and not unexpected and not kinds and (counts := _class_counts(shapes)):
         return UsageError(
             f"{source} is for {counts[0]} classes, but {counts[1]} were expected (from the data's class "
             "folders, or --num-classes). Give data and weights of the same classes."
@@ -177,10 +206,14 @@ def _misfit(
         _listed("missing in the file", missing),
         _listed("not in the model", unexpected),
         _listed("of another shape", [f"{name} {a}, the model has {b}" for name, (a, b) in shapes.items()]),
+        _listed("of another dtype", kinds),
     ]
-    found = "; ".join(filter(None, parts)) or str(error).splitlines()[-1].strip()
+    said = str(error).strip() or type(error).__name__
+    found = "; ".join(filter(None, parts)) or said.splitlines()[-1].strip()
+    advice = " Integers in place of weights are quantized ones: save them as floats." if kinds else ""
     return UsageError(
         f"{source} does not fit the model {type(model).__name__}: {found}. Give the weights of this --model."
+        f"{advice}"
     )
 
 
