@@ -308,3 +308,10 @@ def test_integers_that_do_not_fit_are_refused() -> None:
     assert model.state_dict()["mask"].tolist() == [True, False]
     with pytest.raises(UsageError, match=r"mask torch\.int64, the model has torch\.bool"):
         load_into(model, {"mask": torch.tensor([2, 0])}, "w.pt")
+
+
+def test_a_counter_that_was_cast_with_all_the_rest_is_taken(state: dict[str, Tensor]) -> None:
+    """As ``{name: value.half() for name, value in state.items()}`` leaves it."""
+    model = small()
+    load_into(model, {**state, "1.num_batches_tracked": torch.tensor(7.0).half()}, "w.pt")
+    assert model.state_dict()["1.num_batches_tracked"] == 7

@@ -37,7 +37,7 @@ def _keeps_its_kind(value: Tensor, wanted: torch.dtype) -> bool:
         return False
     if wanted in _FLOATS or wanted.is_complex:
         return value.dtype in _FLOATS or (wanted.is_complex and value.is_complex())
-    if value.is_floating_point() or value.is_complex() or wanted.is_floating_point:
+    if value.is_complex() or wanted.is_floating_point:
         return False
-    # Of integers, all that fit: an older library's uint8 for bool, or int64 for int32.
+    # Whole numbers that fit: an older library's uint8 for bool, or a counter that was cast with all the rest.
     return bool(torch.equal(value.to(wanted).to(value.dtype), value))
