@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import InitVar, dataclass
 from enum import Enum
 from pathlib import PurePosixPath
@@ -183,6 +183,174 @@ def test_a_samples_own_values_stay() -> None:
     before = copy.deepcopy(value)
     zeros_like(value)
     assert repr(value) == repr(before)
+
+
+class Store(MutableMapping[str, Any]):
+    """Keeps its items in an attribute, which a shallow copy shares."""
+
+    def __init__(self, **items: Any) -> None:
+        self.items_of = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_of[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of)
+
+    def __len__(self) -> int:
+        return len(self.items_of)
+
+
+class Frozen(Store):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("a frozen")
+
+
+class Doubling(dict[str, Any]):
+    """A dict that writes each item into another one, too."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.other = dict(items)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.other[key] = value
+        super().__setitem__(key, value)
+
+
+class Words(list[Any]):
+    pass
+
+
+MAPPINGS: dict[str, tuple[Any, Any]] = {
+    "own mapping": (Store(a=1), {"a": 0}),
+    "frozen mapping": (Frozen(a=1), {"a": 0}),
+    "dict with a second one": (Doubling(a=1), {"a": 0}),
+    "counter": (Counter(a=3), Counter(a=0)),
+    "list": (Words([1]), [0]),
+}
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_zeros_are_never_written_into_the_example(name: str) -> None:
+    value, zero = MAPPINGS[name]
+    before = copy.deepcopy(value)
+    task = Given([value, None, value])
+    [batch] = read(task, [range(3)])
+    found = batch.data[1]
+    assert type(found) is type(zero) and found == zero
+    assert batch.data[0] is value and vars_of(value) == vars_of(before)
+
+
+def vars_of(value: Any) -> Any:
+    return (list(value), dict(value) if hasattr(value, "keys") else None, getattr(value, "__dict__", None))
+
+
+class Shared:
+    """A descriptor that stores where all copies of an object look."""
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return 1 if owner is None else owner.store["pixels"]
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        owner.__dict__.setdefault("store", {})["pixels"] = value
+
+
+@dataclass
+class Described:
+    pixels: Any = Shared()
+
+
+@dataclass
+class Same:
+    pixels: Any
+
+    def __copy__(self) -> Same:
+        return self
+
+
+@pytest.mark.parametrize("value", [Described(3), Same(3), deque([1]), UserList([1])])
+def test_what_would_share_with_the_example_is_refused_by_name(value: Any) -> None:
+    before = repr(value)
+    with pytest.raises(UsageError, match=rf"hold a \S*{type(value).__name__}, which has no zero"):
+        read(Given([value, None]), [range(2)])
+    assert repr(value) == before
+
+
+# -- found out at the first batch ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_a_zero_the_first_batch_is_refused(workers: int) -> None:
+    task = Given([slice(3), slice(3), None])
+    with pytest.raises(UsageError) as error:
+        read(task, [range(1), range(1, 3)], workers)
+    message = str(error.value)
+    for words in ("--on-error skip", "TinyDataset hold a builtins.slice", "placeholder(index)"):
+        assert words in message
+    task.dataset().placeholder = lambda index: slice(0, index)  # type: ignore[attr-defined]
+    assert [batch.data for batch in read(task, [range(1)], workers)] == [[slice(3)]]
+
+
+class Ready(TinyTask):
+    """Gives whole batches; ``flaky`` reads of many samples fail."""
+
+    def __init__(self, bad: Sequence[int], flaky: int = 0) -> None:
+        super().__init__(6)
+        self._dataset.__getitems__ = self._read  # type: ignore[method-assign,assignment]
+        self._bad = bad
+        self._flaky = flaky
+
+    def _read(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        for index in indices:
+            if index in self._bad:
+                raise OSError(f"sample {index} is torn")
+        if len(indices) > 1 and self._flaky:
+            self._flaky -= 1
+            raise OSError("no connection")
+        return {"x": torch.tensor(list(indices))}
+
+    def collate(self, samples: Any) -> Any:
+        return samples
+
+
+@pytest.mark.parametrize("fill", [False, True], ids=["stop", "skip"])
+def test_a_ready_batch_is_refused_with_its_own_error(fill: bool) -> None:
+    task = Ready([1, 4])
+    with pytest.raises(UsageError) as error:
+        Reader(task.dataset(), task, fill=fill)[range(3)]
+    message = str(error.value)
+    for words in (
+        "samples tiny/0 to tiny/2 (indices 0 to 2) cannot be read: OSError: sample 1 is torn.",
+        "sample tiny/1 (index 1) gives OSError: sample 1 is torn.",
+        "returns ready batches",
+        "--on-error skip",
+        "return a list of samples",
+    ):
+        assert words in message
+
+
+def test_a_ready_batch_of_bad_samples_is_refused_too() -> None:
+    task = Ready([2, 3])
+    reader = Reader(task.dataset(), task)
+    reader[range(2)]
+    with pytest.raises(UsageError, match=r"indices 2 to 3\) cannot be read: OSError: sample 2 is torn"):
+        reader[range(2, 4)]
+
+
+def test_a_ready_batch_is_tried_twice() -> None:
+    task = Ready([], flaky=1)
+    data, failed = Reader(task.dataset(), task)[range(3)]
+    assert data["x"].tolist() == [0, 1, 2] and failed == ()
+    task = Ready([], flaky=2)
+    with pytest.raises(UsageError, match=r"indices 0 to 2\) cannot be read: OSError: no connection\. TinyD"):
+        Reader(task.dataset(), task)[range(3)]
 
 
 def same(one: Any, other: Any) -> None:

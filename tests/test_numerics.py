@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +17,12 @@ from dualeval.backends import connect
 from dualeval.engine import numerics
 from dualeval.engine.control import open_control_plane
 from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.settings_watch import watch_settings
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.world import World
 from tests.conftest import Launch
-from tests.tiny import TinyTask
+from tests.tiny import CLASSES, FEATURES, TinyTask
 
 CPU = torch.device("cpu")
 # mypy knows the older settings only.
@@ -53,6 +55,20 @@ def state() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
+        "grad": torch.is_grad_enabled(),
+        "fast path": BACKENDS.mha.get_fastpath_enabled(),
+        "mkldnn": BACKENDS.mkldnn.enabled,
+        "nnpack": torch._C._get_nnpack_enabled(),
+        "cudnn enabled": BACKENDS.cudnn.enabled,
+        "cudnn deterministic": BACKENDS.cudnn.deterministic,
+        "flash": BACKENDS.cuda.flash_sdp_enabled(),
+        "efficient": BACKENDS.cuda.mem_efficient_sdp_enabled(),
+        "math": BACKENDS.cuda.math_sdp_enabled(),
+        "cudnn attention": BACKENDS.cuda.cudnn_sdp_enabled(),
+        "math reduction": BACKENDS.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        "fp16 reduction": BACKENDS.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "bf16 reduction": BACKENDS.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "einsum": BACKENDS.opt_einsum.enabled,
         "flush": float(torch.tensor(2.0**-1040, dtype=torch.float64) * 1.0) == 0.0,
     }
 
@@ -126,6 +142,46 @@ def default_device() -> None:
     torch.set_default_device("meta")
 
 
+def grad_off() -> None:
+    torch.set_grad_enabled(False)
+
+
+def no_fast_path() -> None:
+    BACKENDS.mha.set_fastpath_enabled(False)
+
+
+def no_mkldnn() -> None:
+    BACKENDS.mkldnn.enabled = False
+
+
+def no_nnpack() -> None:
+    torch._C._set_nnpack_enabled(False)
+
+
+def no_cudnn() -> None:
+    BACKENDS.cudnn.enabled = False
+
+
+def no_cudnn_determinism() -> None:
+    BACKENDS.cudnn.deterministic = False
+
+
+def attention() -> None:
+    BACKENDS.cuda.enable_flash_sdp(False)
+    BACKENDS.cuda.enable_mem_efficient_sdp(False)
+    BACKENDS.cuda.enable_cudnn_sdp(False)
+    BACKENDS.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+
+
+def only_flash() -> None:
+    BACKENDS.cuda.enable_math_sdp(False)
+
+
+def full_reductions() -> None:
+    BACKENDS.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    BACKENDS.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 CHANGES: dict[Callable[[], None], str] = {
     medium: "mkldnn.matmul.fp32_precision from 'ieee' to 'bf16'",
     medium_then_older: "mkldnn.matmul.fp32_precision from 'ieee' to 'bf16'",
@@ -138,6 +194,15 @@ CHANGES: dict[Callable[[], None], str] = {
     flush_denormal: "torch.set_flush_denormal from False to True",
     default_dtype: "torch.get_default_dtype() from torch.float32 to torch.float64",
     default_device: "torch.get_default_device() from device(type='cpu') to device(type='meta')",
+    grad_off: "torch.is_grad_enabled() from True to False",
+    no_fast_path: "torch.backends.mha.get_fastpath_enabled() from True to False",
+    no_mkldnn: "torch.backends.mkldnn.enabled from True to False",
+    no_nnpack: "torch.backends.nnpack.enabled from True to False",
+    no_cudnn: "torch.backends.cudnn.enabled from True to False",
+    no_cudnn_determinism: "torch.backends.cudnn.deterministic from True to False",
+    attention: "torch.backends.cuda.flash_sdp_enabled() from True to False",
+    only_flash: "torch.backends.cuda.math_sdp_enabled() from True to False",
+    full_reductions: "matmul.allow_fp16_reduced_precision_reduction from True to False",
 }
 
 
@@ -203,7 +268,8 @@ def test_what_the_model_changes_when_it_is_built_is_set_back_and_noted(
 # With another default type or device the data set has nothing that fits the model.
 @pytest.mark.parametrize(
     "change",
-    [change for change in CHANGES if change not in (default_dtype, default_device)],
+    # Grad mode is inference mode's in there.
+    [change for change in CHANGES if change not in (default_dtype, default_device, grad_off)],
     ids=lambda change: change.__name__,
 )
 def test_what_the_model_changes_in_its_forward_is_a_warning(
@@ -216,6 +282,173 @@ def test_what_the_model_changes_in_its_forward_is_a_warning(
     assert notes == []
     [warning] = [warning for warning in result.warnings if CHANGES[change] in warning]
     assert "while batches were computed" in warning and "metrics_digest" in warning
+
+
+@pytest.mark.parametrize(
+    "change",
+    [default_dtype, no_fast_path, no_mkldnn, no_nnpack, no_cudnn, attention, only_flash, full_reductions],
+    ids=lambda change: change.__name__,
+)
+def test_what_the_program_set_before_does_not_reach_the_run(
+    tmp_path: Path, scratch: None, change: Callable[[], None]
+) -> None:
+    plain = Changing()
+    wanted, _ = evaluate(plain, tmp_path / "plain")
+    change()
+    before = state()
+    task = Changing()
+    result, notes = evaluate(task, tmp_path / "out")
+    assert state() == before
+    assert task.met == plain.met
+    assert result.metrics_digest == wanted.metrics_digest
+    name, _, values = CHANGES[change].partition(" from ")
+    standard, _, found = values.partition(" to ")
+    assert any(f"{name} was {found} before this run; it is {standard} in it" in note for note in notes)
+    assert set(notes) <= set(result.warnings)
+
+
+def test_grad_mode_is_the_callers(tmp_path: Path) -> None:
+    met = []
+
+    def see() -> None:
+        met.append(torch.is_grad_enabled())
+
+    with torch.no_grad():
+        _, notes = evaluate(Changing(at_build=see, in_forward=see), tmp_path / "out")
+        assert not torch.is_grad_enabled()
+    assert notes == []
+    assert met == [True, False, False, False, False]
+
+
+# -- a change that a forward puts back itself ------------------------------------------------------
+
+
+class Around(nn.Module):
+    """A layer that computes with other settings, and puts them back."""
+
+    def __init__(self, change: Callable[[], None], restore: Callable[[], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self._change = change
+        self._restore = restore
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self._change()
+        try:
+            # By itself: no module is called while the settings are other ones.
+            return nn.functional.linear(rows, self.linear.weight, self.linear.bias)
+        finally:
+            self._restore()
+
+
+class AroundTask(TinyTask):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(64)
+        self._model = model
+        self.threads: list[int] = []
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        return self._model.eval()
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        self.threads.append(threading.get_ident())
+        return super().forward(model, batch)
+
+
+def keep_denormals() -> None:
+    torch.set_flush_denormal(False)
+
+
+PUT_BACK: dict[str, tuple[Callable[[], None], Callable[[], None], str]] = {
+    "medium": (
+        medium,
+        lambda: torch.set_float32_matmul_precision("highest"),
+        "torch.backends.mkldnn.matmul.fp32_precision from 'ieee' to 'bf16'",
+    ),
+    "fast path": (
+        no_fast_path,
+        lambda: BACKENDS.mha.set_fastpath_enabled(True),
+        "torch.backends.mha.get_fastpath_enabled() from True to False",
+    ),
+    "mkldnn": (
+        no_mkldnn,
+        lambda: setattr(BACKENDS.mkldnn, "enabled", True),
+        "torch.backends.mkldnn.enabled from True to False",
+    ),
+    "denormals": (
+        flush_denormal,
+        keep_denormals,
+        "torch.set_flush_denormal from False to True",
+    ),
+    "dtype": (
+        default_dtype,
+        lambda: torch.set_default_dtype(torch.float32),
+        "torch.get_default_dtype() from torch.float32 to torch.float64",
+    ),
+    "device": (
+        default_device,
+        lambda: torch.set_default_device(None),
+        "torch.get_default_device() from device(type='cpu') to device(type='meta')",
+    ),
+}
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["one thread", "two threads"])
+@pytest.mark.parametrize("kind", PUT_BACK)
+def test_a_forward_that_puts_its_change_back_is_noticed_and_computed_alone(
+    tmp_path: Path, scratch: None, kind: str, pool: bool
+) -> None:
+    change, restore, said = PUT_BACK[kind]
+    torch.set_num_threads(2 if pool else 1)
+    task = AroundTask(Around(change, restore))
+    result, _ = evaluate(task, tmp_path / "out")
+    [warning] = [warning for warning in result.warnings if said in warning]
+    assert "sets it back" in warning and "one at a time" in warning
+    assert set(task.threads) == {threading.get_ident()}
+    assert sys.getprofile() is None
+
+
+def test_a_forward_that_changes_nothing_keeps_its_threads(tmp_path: Path, scratch: None) -> None:
+    def set_the_same() -> None:
+        torch.set_float32_matmul_precision("highest")
+
+    torch.set_num_threads(2)
+    task = AroundTask(Around(set_the_same, set_the_same))
+    result, _ = evaluate(task, tmp_path / "out")
+    assert not any("forward" in warning for warning in result.warnings)
+    first, *others = task.threads
+    assert first == threading.get_ident() and first not in others
+    assert len(task.threads) == 4
+
+
+def test_a_profiler_of_the_callers_stays(tmp_path: Path) -> None:
+    def profiler(frame: Any, event: str, arg: Any) -> None:
+        pass
+
+    sys.setprofile(profiler)
+    try:
+        evaluate(Changing(), tmp_path / "out")
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+
+
+def test_watching_leaves_the_fused_kernels_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks or a mode of torch's would switch them off, and so give the first batch other bits."""
+    calls = []
+    fused = torch._transformer_encoder_layer_fwd
+
+    def counted(*arguments: Any) -> Tensor:
+        calls.append(len(arguments))
+        result: Tensor = fused(*arguments)
+        return result
+
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    with numerics.settings("fp32", CPU) as settings, torch.inference_mode():
+        with watch_settings(settings) as seen:
+            layer(torch.rand(2, 3, 8))
+    assert len(calls) == 1 and not seen
 
 
 def test_linear_layers_give_the_bits_of_float32(scratch: None) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine import numerics
+from dualeval.engine.settings_watch import is_compiled, watch_settings
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task
@@ -65,15 +66,25 @@ class Compute:
         precision: a key of ``numerics.PRECISIONS``.
         threads: batches that are computed at the same time, as ``usable_threads`` gives it; each thread has a
             copy of the model's modules, which shares their parameters and buffers.
+        settings: those in force. The first batch is then computed alone, and watched: where its forward
+            changes one, even for a part of itself, all batches are computed one at a time, as the change
+            would reach the other threads. None watches nothing.
 
     Attributes:
         ahead: batches that may be under way before the oldest is to be waited for.
         changed_settings: what the model's code has changed in the threads; for
             ``NumericSettings.check_after_loop``.
+        changed_inside: what the first batch's forward has changed, if only for a part of itself.
     """
 
     def __init__(
-        self, task: Task, model: nn.Module, device: torch.device, precision: str, threads: int
+        self,
+        task: Task,
+        model: nn.Module,
+        device: torch.device,
+        precision: str,
+        threads: int,
+        settings: numerics.NumericSettings | None = None,
     ) -> None:
         self._task = task
         self._device = device
@@ -81,7 +92,9 @@ class Compute:
         self._model = model
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
+        self._watched = None if settings is None or is_compiled(model) else settings
         self.changed_settings: set[str] = set()
+        self.changed_inside: set[str] = set()
         self.ahead = _AHEAD_ON_GPU if device.type == "cuda" else 0
         if threads > 1:
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
@@ -110,12 +123,25 @@ class Compute:
 
     def start(self, data: Any) -> Pending:
         """Begin with a batch that is on the device."""
-        if self._pool is not None:
+        if self._watched is not None:
+            columns = self._watched_columns(self._watched, data)
+            self._watched = None
+        elif self._pool is not None:
             return self._pool.submit(self._columns_in_pool, data).result
-        columns = self._columns(self._model, data)
+        else:
+            columns = self._columns(self._model, data)
         if self._device.type != "cuda":
             return lambda: columns
         return self._on_its_way(columns)
+
+    def _watched_columns(self, settings: numerics.NumericSettings, data: Any) -> Columns:
+        with watch_settings(settings) as self.changed_inside:
+            columns = self._columns(self._model, data)
+        if self.changed_inside and self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+            self.ahead = 0
+        return columns
 
     def _columns_in_pool(self, data: Any) -> Columns:
         columns = self._columns(self._own.model, data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
@@ -64,20 +64,27 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         self._dataset = dataset
         self._task = task
         self._fill = fill
+        # Whether the data set is known to return ready batches, and the samples to have zeros.
+        self._ready_batches = False
+        self._fill_tried = False
 
     def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
         """Read one batch: its data, None if no sample could be read, and the samples that failed.
 
         Raises:
             DualevalError: the data set does not give one sample an index.
-            UsageError: nothing can take a failed sample's place.
+            UsageError: nothing can take a failed sample's place, which the first batch shows; or the data
+                set returns ready batches, and one cannot be read.
         """
         try:
             samples = self._dataset.__getitems__(indices)
-        except Exception:  # noqa: BLE001 - any error of a data set is the sample's; the next lines find whose
-            samples, failed = self._read_one_by_one(indices)
+        except Exception as error:  # noqa: BLE001 - any error of a data set is the sample's; next: whose
+            samples, failed = self._read_one_by_one(indices, error)
         else:
             failed = ()
+            self._ready_batches = not isinstance(samples, list)
+            if isinstance(samples, list) and samples:
+                self._try_to_fill(samples[0])
         if isinstance(samples, list) and len(samples) != len(indices):
             raise DualevalError(
                 f"the data set gave {len(samples)} samples for the {len(indices)} indices {indices.start} to "
@@ -85,7 +92,7 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             )
         return (None if samples is None else self._task.collate(samples)), failed
 
-    def _read_one_by_one(self, indices: range) -> tuple[list[Any] | None, tuple[FailedSample, ...]]:
+    def _read_one_by_one(self, indices: range, first: Exception) -> tuple[Any, tuple[FailedSample, ...]]:
         """The second attempt, each sample alone."""
         samples: dict[int, Any] = {}
         failed: list[FailedSample] = []
@@ -93,7 +100,9 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             try:
                 samples[index] = self._read_one(index)
             except Exception as error:  # noqa: BLE001 - reported with the sample's id; the run decides
-                failed.append(FailedSample(index=index, error=f"{type(error).__name__}: {error}"))
+                failed.append(FailedSample(index=index, error=_said(error)))
+        if self._ready_batches:
+            return self._read_ready_batch_again(indices, first, failed), ()
         if not samples or (failed and not self._fill):
             return None, tuple(failed)
         example = next(iter(samples.values()))
@@ -103,26 +112,68 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
     def _read_one(self, index: int) -> Any:
         samples = self._dataset.__getitems__([index])
         if not isinstance(samples, list):
-            raise TypeError("a data set that returns ready batches cannot leave out single samples")
+            self._ready_batches = True
+            return samples
         [sample] = samples
         return sample
+
+    def _read_ready_batch_again(
+        self, indices: range, first: Exception, failed: Sequence[FailedSample]
+    ) -> Any:
+        """A batch whose samples cannot be taken apart: all of it, or none."""
+        try:
+            return self._dataset.__getitems__(indices)
+        except Exception as error:
+            alone = "".join(
+                f" Alone, sample {self._dataset.id(sample.index)} (index {sample.index}) gives "
+                f"{sample.error}."
+                for sample in failed[:1]
+            )
+            raise UsageError(
+                f"the batch of samples {self._dataset.id(indices[0])} to {self._dataset.id(indices[-1])} "
+                f"(indices {indices[0]} to {indices[-1]}) cannot be read: {_said(first)}.{alone} "
+                f"{type(self._dataset).__name__} returns ready batches, so no single sample can be left out "
+                "(--on-error skip): mend or remove the bad one, or let __getitems__ return a list of samples "
+                "and the task's collate make the batch."
+            ) from error
+
+    def _try_to_fill(self, example: Any) -> None:
+        """Find out at the first batch, and not at the first failure, that nothing can take a sample's place.
+
+        Raises:
+            UsageError: nothing can.
+        """
+        if self._fill_tried or not self._fill:
+            return
+        self._fill_tried = True
+        if getattr(self._dataset, "placeholder", None) is None:
+            self._zeros("--on-error skip: a sample may be unreadable", example)
 
     def _in_place_of(self, failed: FailedSample, example: Any) -> Any:
         """What the data set gives for a failed sample; zeros like another one where it gives nothing."""
         placeholder = getattr(self._dataset, "placeholder", None)
         if placeholder is not None:
             return placeholder(failed.index)
+        return self._zeros(
+            f"sample {self._dataset.id(failed.index)} (index {failed.index}) cannot be read: {failed.error}",
+            example,
+        )
+
+    def _zeros(self, why: str, example: Any) -> Any:
         try:
             return zeros_like(example)
         except TypeError as error:
             raise UsageError(
-                f"sample {self._dataset.id(failed.index)} (index {failed.index}) cannot be read: "
-                f"{failed.error}. Nothing can take its place in its batch: the samples of "
+                f"{why}. Nothing can take its place in its batch: the samples of "
                 f"{type(self._dataset).__name__} hold a {error}, which has no zero (expected tensors, numpy "
                 "arrays, numbers, text, None, and dicts, lists, tuples and dataclasses of them). Give the "
                 "data set a method placeholder(index) that returns a sample of the same shape, or mend or "
-                "remove the sample."
+                "remove the sample, and run with --on-error stop."
             ) from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class _Returning(torch.utils.data.Dataset[Any]):

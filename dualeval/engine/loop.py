@@ -215,7 +215,9 @@ class Loop:
         compute_s = 0.0
         model, device = self._evaluation.model, self._evaluation.backend.device
         threads = usable_threads(self._task, model, device, self._evaluation.threads, share)
-        with Compute(self._task, model, device, self._evaluation.precision, threads) as compute:
+        with Compute(
+            self._task, model, device, self._evaluation.precision, threads, self._evaluation.settings
+        ) as compute:
             for batch in feed:
                 # Not the batch itself is kept: its inputs would stay on the device for as long.
                 chunk, number = handed.popleft()
@@ -235,7 +237,9 @@ class Loop:
                 self._progress.step("load", handed[0][0] if handed else None)
             while under_way:
                 compute_s += self._settle(*under_way.popleft())
-        self.said_of_settings += self._evaluation.settings.check_after_loop(compute.changed_settings)
+        self.said_of_settings += self._evaluation.settings.check_after_loop(
+            compute.changed_settings, compute.changed_inside
+        )
         self.times.update(data=feed.wait_s, transfer=feed.transfer_s, compute=compute_s)
 
     def _claimed(self, remaining: Sequence[int]) -> Iterator[int]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+import inspect
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import PurePath
+from types import MemberDescriptorType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +22,14 @@ _PLAIN = (bool, int, float, complex, str, bytes, bytearray)
 
 
 def map_values(function: Callable[[Any], Any], nest: Any) -> Any:
-    """Make a nest of the same structure from what a function makes of each value."""
+    """Make a nest of the same structure from what a function makes of each value; the nest stays as it is.
+
+    A mapping of a type that cannot be made anew from its items becomes a plain dict. A list or tuple of
+    a type of its own becomes a plain one; a namedtuple stays one.
+
+    Raises:
+        TypeError: a dataclass cannot be copied without a share in the original's fields; names its type.
+    """
     if isinstance(nest, Mapping):
         return _mapping(nest, {key: map_values(function, value) for key, value in nest.items()})
     if isinstance(nest, tuple):
@@ -69,22 +79,41 @@ def _zero(value: Any) -> Any:
             return plain()
     if isinstance(value, PurePath):
         return type(value)()
+    raise TypeError(_name(value))
+
+
+def _name(value: Any) -> str:
     kind = type(value)
-    raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _mapping(nest: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """A mapping of the same type where that is one to write into."""
-    if type(nest) is dict or not isinstance(nest, MutableMapping):
+    """A mapping of the same type where that can be made anew from its items, else a plain dict.
+
+    A copy is not written into: a class of somebody's own may share its storage with it.
+    """
+    kind: Any = type(nest)
+    if kind is defaultdict:
+        return defaultdict(nest.default_factory, values)  # type: ignore[attr-defined]
+    if kind is dict or not isinstance(nest, (dict, UserDict)):
         return values
-    found = copy.copy(nest)
-    for key, value in values.items():
-        found[key] = value
-    return found
+    try:
+        found = kind(values)
+        same = list(found) == list(values) and all(found[key] is value for key, value in values.items())
+    except Exception:  # noqa: BLE001 - a constructor of its own, which may want anything
+        return values
+    return found if same and type(found) is kind else values
 
 
 def _dataclass(nest: Any, names: set[str], function: Callable[[Any], Any]) -> Any:
+    for name in names:
+        # A slot is the object's own; any other descriptor stores the value where it likes.
+        field = inspect.getattr_static(type(nest), name, None)
+        if hasattr(type(field), "__set__") and not isinstance(field, MemberDescriptorType):
+            raise TypeError(_name(nest))
     found = copy.copy(nest)
+    if found is nest or (hasattr(nest, "__dict__") and found.__dict__ is nest.__dict__):
+        raise TypeError(_name(nest))
     for name in names:
         # Frozen ones too; and their own constructors may want other arguments.
         object.__setattr__(found, name, map_values(function, getattr(nest, name)))

@@ -81,6 +81,7 @@ class _Setting:
         write: sets it.
         wanted: its value in the run.
         usual: its values in a process where nobody has set it; None where any value is usual.
+        in_forward: whether it has its value in a forward, too.
     """
 
     name: str
@@ -88,6 +89,7 @@ class _Setting:
     write: Callable[[Any], object]
     wanted: Any
     usual: tuple[Any, ...] | None = None
+    in_forward: bool = True
 
 
 class NumericSettings:
@@ -127,18 +129,35 @@ class NumericSettings:
             return []
         return [f"the model's code has changed {_joined(changes)}; this run has set it back"]
 
-    def check_after_loop(self, in_threads: Iterable[str] = ()) -> list[str]:
+    def changes_in_forward(self) -> list[str]:
+        """What differs now from the run's settings, inside of a forward; sets nothing."""
+        return [
+            _change(setting.name, setting.wanted, found)
+            for setting in self._settings
+            if setting.in_forward and (found := setting.read()) != setting.wanted
+        ]
+
+    def check_after_loop(self, in_threads: Iterable[str] = (), in_first: Iterable[str] = ()) -> list[str]:
         """Set again what the model's code has changed while batches were computed.
 
         Args:
             in_threads: what ``check_thread`` has returned.
+            in_first: what the first batch's forward has changed, if only for a part of itself.
 
         Returns:
             A sentence about what that was; none where it was nothing.
         """
+        inside = sorted(in_first)
         changes = list(dict.fromkeys([*self._set_again(), *sorted(in_threads)]))
-        if not changes:
+        if not changes and not inside:
             return []
+        if not changes:
+            return [
+                f"the model's forward changes {_joined(inside)} and sets it back: a part of the model is "
+                "computed with other settings than the run's. Batches were computed one at a time, as the "
+                "change reaches all threads. Remove that from the model's forward"
+            ]
+        changes = list(dict.fromkeys([*changes, *inside]))
         return [
             f"the model's code has changed {_joined(changes)} while batches were computed: the same run may "
             "give another metrics_digest. Remove that from the model's forward"
@@ -255,7 +274,7 @@ def _older_fp32_settings(tf32: bool) -> list[_Setting]:
 
 
 def _other_settings(device: torch.device) -> list[_Setting]:
-    threads, dtype, place = torch.get_num_threads(), torch.get_default_dtype(), torch.get_default_device()
+    threads, place = torch.get_num_threads(), torch.get_default_device()
     return [
         _Setting(
             name="torch.get_deterministic_debug_mode()",
@@ -269,6 +288,7 @@ def _other_settings(device: torch.device) -> list[_Setting]:
         # Filling every new tensor costs time, and hides nothing: the engine reads no uninitialised memory.
         _attribute("torch.utils.deterministic.fill_uninitialized_memory", False),
         _attribute("torch.backends.cudnn.benchmark", False, usual=(False,)),
+        *_kernel_settings(),
         _Setting(
             name=_THREADS,
             read=torch.get_num_threads,
@@ -282,7 +302,16 @@ def _other_settings(device: torch.device) -> list[_Setting]:
             name="torch.get_default_dtype()",
             read=torch.get_default_dtype,
             write=torch.set_default_dtype,
-            wanted=dtype,
+            wanted=torch.float32,
+            usual=(torch.float32,),
+        ),
+        _Setting(
+            name="torch.is_grad_enabled()",
+            read=torch.is_grad_enabled,
+            write=torch.set_grad_enabled,
+            wanted=True,
+            # A forward is in inference mode, which has it off.
+            in_forward=False,
         ),
         _Setting(
             name="torch.get_default_device()",
@@ -291,6 +320,64 @@ def _other_settings(device: torch.device) -> list[_Setting]:
             write=lambda value: torch.set_default_device(None if value.type == "cpu" else value),
             wanted=place,
         ),
+    ]
+
+
+def _kernel_settings() -> list[_Setting]:
+    """Which kernels an operation may choose from: each choice has last bits of its own."""
+    cuda, matmul = torch.backends.cuda, "torch.backends.cuda.matmul."
+    einsum: bool = torch.backends.opt_einsum.is_available()
+    choices = [
+        _Setting(name=name, read=read, write=write, wanted=wanted, usual=(wanted,))
+        for name, read, write, wanted in (
+            (
+                "torch.backends.mha.get_fastpath_enabled()",
+                torch.backends.mha.get_fastpath_enabled,
+                torch.backends.mha.set_fastpath_enabled,
+                True,
+            ),
+            # set_flags, the public way, sets fp32_precision as well.
+            (
+                "torch.backends.mkldnn.enabled",
+                torch._C._get_mkldnn_enabled,
+                torch._C._set_mkldnn_enabled,
+                True,
+            ),
+            (
+                "torch.backends.nnpack.enabled",
+                torch._C._get_nnpack_enabled,
+                torch._C._set_nnpack_enabled,
+                True,
+            ),
+            (
+                "torch.backends.cuda.flash_sdp_enabled()",
+                cuda.flash_sdp_enabled,
+                cuda.enable_flash_sdp,
+                True,
+            ),
+            (
+                "torch.backends.cuda.mem_efficient_sdp_enabled()",
+                cuda.mem_efficient_sdp_enabled,
+                cuda.enable_mem_efficient_sdp,
+                True,
+            ),
+            ("torch.backends.cuda.math_sdp_enabled()", cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
+            ("torch.backends.cuda.cudnn_sdp_enabled()", cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, True),
+            (
+                "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()",
+                cuda.fp16_bf16_reduction_math_sdp_allowed,
+                cuda.allow_fp16_bf16_reduction_math_sdp,
+                False,
+            ),
+        )
+    ]
+    return [
+        *choices,
+        _attribute("torch.backends.cudnn.enabled", True, usual=(True,)),
+        _attribute("torch.backends.cudnn.deterministic", True, usual=(False,)),
+        _attribute(f"{matmul}allow_fp16_reduced_precision_reduction", True, usual=(True,)),
+        _attribute(f"{matmul}allow_bf16_reduced_precision_reduction", True, usual=(True,)),
+        _attribute("torch.backends.opt_einsum.enabled", einsum, usual=(einsum,)),
     ]
 
 

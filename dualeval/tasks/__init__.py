@@ -27,7 +27,7 @@ class Dataset(Protocol):
     at ``index`` would have, which holds nothing. With ``--on-error skip`` it takes the place of a sample that
     cannot be read, so that the rest of its batch is computed as it would be with that sample. A data set
     whose samples differ in shape needs it for that. Without it the place holds zeros like another sample of
-    the batch.
+    the batch; samples that hold what has no zero, as a picture of PIL's, are refused at the first batch.
     """
 
     def __len__(self) -> int:
@@ -40,7 +40,8 @@ class Dataset(Protocol):
         """Read the samples at ``indices``.
 
         Returns either a list with one entry a sample, or, where the samples are in memory already, one
-        ready batch that ``Task.collate`` passes on. Only list entries can fail one by one.
+        ready batch that ``Task.collate`` passes on. Only list entries can fail one by one: a ready batch that
+        cannot be read, twice, ends the run, with ``--on-error skip`` too.
         """
 
     def fingerprint(self, count: int) -> str:

@@ -194,8 +194,8 @@ class ImageClassification(Task):
                 f"one a channel, or 1 for all channels."
             )
         self._scale = (
-            torch.tensor(wanted.mean, device=device).view(-1, 1, 1),
-            torch.tensor(wanted.std, device=device).view(-1, 1, 1),
+            torch.tensor(wanted.mean, dtype=torch.float32, device=device).view(-1, 1, 1),
+            torch.tensor(wanted.std, dtype=torch.float32, device=device).view(-1, 1, 1),
         )
         self._num_classes = self._tried(model, torch.zeros(2, *shape, dtype=torch.uint8, device=device))
         return model
