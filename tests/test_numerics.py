@@ -445,9 +445,12 @@ def test_watching_leaves_the_fused_kernels_of_attention(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    with numerics.settings("fp32", CPU) as settings, torch.inference_mode():
-        with watch_settings(settings) as seen:
-            layer(torch.rand(2, 3, 8))
+    with (
+        numerics.settings("fp32", CPU) as settings,
+        torch.inference_mode(),
+        watch_settings(settings) as seen,
+    ):
+        layer(torch.rand(2, 3, 8))
     assert len(calls) == 1 and not seen
 
 
