@@ -190,6 +190,20 @@ def test_preprocessing_is_the_models_where_it_is_not_changed(folder: Path) -> No
     }
 
 
+def test_images_are_scaled_in_float32_whatever_a_factory_sets(folder: Path, models: None) -> None:
+    images = torch.arange(3 * 40 * 40).remainder(256).to(torch.uint8).reshape(1, 3, 40, 40)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        task = small(folder, "shapes:three")
+        torch.set_default_dtype(dtype)
+        try:
+            model = task.build_model(CPU)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(task.forward(model, {"images": images}))
+    assert torch.equal(*found)
+
+
 def test_an_unknown_interpolation_is_told_before_any_image_is_read(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"--interpolation 'cubic'.*bicubic"):
         small(folder, preprocessing={"interpolation": "cubic"})
