@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,7 +212,7 @@ class ImageClassification(Task):
         """Run the model once, and return the number of classes that it tells apart."""
         try:
             with torch.inference_mode():
-                outputs = self.forward(model, {"images": images})
+                outputs = self.forward(_for_a_trial(model), {"images": images})
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError, ValueError) as error:
@@ -317,6 +318,15 @@ class ImageClassification(Task):
             "preprocessing": self._preprocessing.to_json(),
             "data_fingerprint": self._data_fingerprint,
         }
+
+
+def _for_a_trial(model: nn.Module) -> nn.Module:
+    """A copy of the modules that shares their tensors: what a forward keeps in them is no part of the model."""
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    try:
+        return copy.deepcopy(model, shared)
+    except Exception:  # noqa: BLE001 - whatever stands in the way; it is then tried itself
+        return model
 
 
 def _are_probabilities(outputs: Tensor) -> bool:
