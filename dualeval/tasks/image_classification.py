@@ -321,7 +321,7 @@ class ImageClassification(Task):
 
 
 def _for_a_trial(model: nn.Module) -> nn.Module:
-    """A copy of the modules that shares their tensors: what a forward keeps in them is no part of the model."""
+    """A copy of the modules that shares their tensors: what a forward keeps is no part of the model."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     try:
         return copy.deepcopy(model, shared)
