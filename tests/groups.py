@@ -1,4 +1,4 @@
-"""Which tests one worker runs, one after the other, where several share the work: ``pytest -n 2 --dist loadgroup``.
+"""Which tests one worker of ``pytest -n 2 --dist loadgroup`` runs, one after the other.
 
 All others may run beside any other test, on another worker: what a test needs of the machine (a port, a
 folder, a host) is its own.

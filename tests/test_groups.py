@@ -53,8 +53,8 @@ def test_a_group_is_one_workers(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(HOOK)
     for name in ("one", "two"):
         (tmp_path / f"test_{name}.py").write_text(TESTS)
-    options = ["-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", "--rootdir", tmp_path]
-    done = launch([sys.executable, "-m", "pytest", *options, tmp_path], cwd=tmp_path)
+    options = ["-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    done = launch([sys.executable, "-m", "pytest", *options], cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "32 passed" in done.stdout
 
