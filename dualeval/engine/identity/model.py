@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from dualeval.engine.identity.tensors import tensor_digest
-from dualeval.engine.identity.values import Values, script_code
+from dualeval.engine.identity.values import Values, attributes_of, script_code
 
 # Of an nn.Module's attributes: what is read in another way, and what no forward in evaluation reads.
 _BOOKKEEPING = {
@@ -76,7 +76,7 @@ class ModelValues(Values):
 
     def special(self, value: Any) -> bytes | None:
         """A module that is no part of the model, such as one that a hook keeps: with all that it holds."""
-        if not isinstance(value, nn.Module):
+        if not issubclass(type(value), nn.Module):
             return None
         tensors = _own_tensors(value)
         return self.all("module", [self.own(value), tensors, list(value._modules.values())])
@@ -92,7 +92,9 @@ class ModelValues(Values):
     def _values(self, module: nn.Module) -> bytes:
         if isinstance(module, torch.jit.ScriptModule):
             return self._script(module)
-        attributes = {name: value for name, value in vars(module).items() if name not in _BOOKKEEPING}
+        attributes = {
+            name: value for name, value in attributes_of(module).items() if name not in _BOOKKEEPING
+        }
         left_out: set[str] = set()
         if isinstance(module, torch.fx.GraphModule):
             attributes["code"] = module.code
