@@ -434,6 +434,11 @@ def _plain(value: Any) -> bytes | None:
     return None
 
 
+def has_path(value: str) -> bool:
+    """Whether a text is an absolute path, or holds one."""
+    return (value.startswith("/") and len(value) > 1) or _PATH_INSIDE.search(value) is not None
+
+
 def _text(value: str) -> bytes:
     if _DEVICE.fullmatch(value):
         return _hash("device")
