@@ -510,12 +510,12 @@ def test_attributes_are_named() -> None:
 
 class OwnDict:
     @property
-    def __dict__(self) -> Any:  # type: ignore[misc]
+    def __dict__(self) -> Any:  # type: ignore[override]
         raise RuntimeError("__dict__")
 
 
 class OwnClass:
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         raise RuntimeError("__class__")
 
