@@ -384,6 +384,67 @@ class Mine(Within):
         evaluate(NetTask(Net, (other.Mine(1.0),)), tmp_path / "out")
 
 
+METRIC = """
+import os
+from tests.test_identity_changes import Within
+
+LIMIT = float(os.environ.get("TEST_LIMIT", "1"))
+CALLS = 0
+
+class Mine(Within):
+    factor = 1.0
+    def update(self, ledger, columns):
+        global CALLS
+        CALLS += 1
+        super().update(ledger, {"loss": columns["loss"] * self.factor * LIMIT})
+
+def made(factor, default=1.0):
+    class Made(Within):
+        def update(self, ledger, columns, by=default):
+            super().update(ledger, {"loss": columns["loss"] * factor * by})
+    return Made(1.0)
+"""
+
+
+def test_what_the_source_of_a_metric_leaves_open(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one source, with other numbers: from the environment, a caller, or an assignment."""
+    mine = sources.write("mine", METRIC)
+    first = NetTask(Net, (mine.Mine(1.0),))
+    evaluate(first, tmp_path / "class")
+    assert evaluate(first, tmp_path / "class").earlier, "a global that is counted up is none"
+    mine.Mine.factor = 2.0
+    refused_as = r"job\.constants\.mine\.Mine\.factor: 1\.0 there, 2\.0 now"
+    with pytest.raises(UsageError, match=refused_as):
+        evaluate(NetTask(Net, (mine.Mine(1.0),)), tmp_path / "class")
+    monkeypatch.setenv("TEST_LIMIT", "2")
+    mine = sources.write("mine", METRIC)
+    with pytest.raises(UsageError, match=r"job\.constants\.mine\.Mine\.LIMIT: 1\.0 there, 2\.0 now"):
+        evaluate(NetTask(Net, (mine.Mine(1.0),)), tmp_path / "class")
+    monkeypatch.setattr(mine.Mine, "dualeval_identity_ignores", ("LIMIT",), raising=False)
+    notes = refused_notes(NetTask(Net, (mine.Mine(1.0),)), tmp_path / "class")
+    assert "Mine.LIMIT: 1.0 there, None now" in notes, "it is left out"
+    evaluate(NetTask(Net, (mine.made(1.0),)), tmp_path / "closure")
+    for other, name in ((mine.made(2.0), "factor"), (mine.made(1.0, 2.0), "by")):
+        with pytest.raises(UsageError, match=rf"Made\.update\.{name}: 1\.0 there, 2\.0 now"):
+            evaluate(NetTask(Net, (other,)), tmp_path / "closure")
+
+
+def refused_notes(task: Task, out: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        evaluate(task, out)
+    return str(caught.value)
+
+
+def test_a_refusal_names_the_attribute_and_the_way_out(tmp_path: Path) -> None:
+    evaluate(NetTask(lambda: Net(note=1.0)), tmp_path)
+    message = refused_notes(NetTask(lambda: Net(note=2.0)), tmp_path)
+    assert "(job.structure.model.note: " in message
+    assert "structure.model:" not in message
+    assert "dualeval_identity_ignores" in message
+
+
 # Data
 
 

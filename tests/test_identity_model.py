@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import itertools
 import json
 import shutil
+import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine.identity import tensors
-from dualeval.engine.identity.model import model_fingerprint
+from dualeval.engine.identity.model import ModelValues, model_fingerprint, structure_by_name
 from dualeval.errors import UsageError
 from dualeval.models.question_answering import build
 from tests import questions
@@ -326,6 +329,230 @@ def test_tensors_without_values_are_named() -> None:
         weights(model)
     with pytest.raises(UsageError, match=r"tensor bias has no values yet: it belongs to a lazy module"):
         weights(nn.LazyLinear(2))
+
+
+# Objects that know each other
+
+
+class Place:
+    """Knows its neighbours."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.near: list[Any] = []
+
+
+def grid(size: int) -> list[Place]:
+    places = {(row, column): Place(f"{row},{column}") for row in range(size) for column in range(size)}
+    for (row, column), place in places.items():
+        around = [(row, column + 1), (row + 1, column), (row - 1, column), (row, column - 1)]
+        place.near = [places[other] for other in around if other in places]
+    return list(places.values())
+
+
+def each_with_each(size: int) -> list[Place]:
+    places = [Place(str(number)) for number in range(size)]
+    for place in places:
+        place.near = [other for other in places if other is not place]
+    return places
+
+
+def threes(levels: int) -> Any:
+    made: Any = (1.0,)
+    for _ in range(levels):
+        made = (made, made, made)
+    return made
+
+
+def nameless(size: int) -> list[Place]:
+    places = [Place("") for _ in range(size)]
+    for place, other in itertools.pairwise(places):
+        place.near, other.near = [*place.near, other], [place]
+    return places
+
+
+GRAPHS: dict[str, Callable[[], Any]] = {
+    "grid": lambda: grid(20),
+    "each with each": lambda: each_with_each(60),
+    "shared tuples": lambda: threes(35),
+    "chain without names": lambda: nameless(300),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_each_object_of_a_graph_is_looked_at_a_few_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[None] = []
+    make = ModelValues._make
+    limit = 200_000  # all paths are more than can be walked in a lifetime
+
+    def counted(self: ModelValues, value: Any, asked: Any) -> bytes:
+        made.append(None)
+        assert len(made) < limit
+        return make(self, value, asked)
+
+    monkeypatch.setattr(ModelValues, "_make", counted)
+    found = structure(Holder(GRAPHS[name]()))
+    made.clear()
+    assert structure(Holder(GRAPHS[name]())) == found
+    other = GRAPHS[name]()
+    if isinstance(other, list):
+        other[-1].name = "another"
+        made.clear()
+        assert structure(Holder(other)) != found
+
+
+CYCLES = """
+import json
+from tests.made_models import Holder, structure
+from tests.test_identity_model import Place
+names = {"animal", "cat", "dog", "cow", "pig", "hen"}
+kinds = {name: Place(name) for name in names}
+for name in sorted(names - {"animal"}):
+    kinds[name].near.append(kinds["animal"])
+    kinds["animal"].near.append(kinds[name])
+print(json.dumps([structure(Holder(kinds)), structure(Holder(set(kinds.values())))]))
+"""
+
+
+def test_a_cycle_that_comes_out_of_a_set(launch: Launch) -> None:
+    found = set()
+    for seed in "123":
+        done = launch([sys.executable, "-c", CYCLES], variables={"PYTHONHASHSEED": seed})
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+def test_where_a_cycle_is_entered_does_not_count() -> None:
+    one, other = Place("one"), Place("other")
+    one.near, other.near = [other], [one]
+    values = ModelValues()
+    first = values.digest(one)
+    second = values.digest(other)
+    values = ModelValues()
+    assert (values.digest(other), values.digest(one)) == (second, first)
+    assert first != second
+
+
+# What is another at each start
+
+
+def test_what_says_when_or_where_a_thing_was_made_does_not_count() -> None:
+    def found(value: Any) -> dict[str, str]:
+        return structure(Holder(value))
+
+    day = datetime.datetime(2024, 1, 1)
+    assert found(day) == found(day + datetime.timedelta(1))
+    assert found(uuid.uuid4()) == found(uuid.uuid4())
+    for text in ("file://{}", "--cache={}", "a {}/b c", "PATH={}:/usr/lib"):
+        assert found(text.format("/tmp/a")) == found(text.format("/tmp/b")), text
+    for one, other in (("a/b", "a/c"), ("https://a/b", "https://a/c"), ("x /2", "x /3"), ("--a=1", "--a=2")):
+        assert found(one) != found(other)
+
+
+def test_a_key_that_is_the_id_of_a_parameter() -> None:
+    def made(names: str = "ab") -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.groups = {id(item): name for item, name in zip(model.parameters(), names, strict=True)}  # type: ignore[assignment]
+        return model
+
+    first, second = made(), made()
+    assert structure(first) == structure(second)
+    assert structure(made("ba")) != structure(first)
+
+
+def test_a_process_counts_with_its_class() -> None:
+    found = []
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", ""]) as process:
+            found.append(structure(Holder(process)))
+    assert found[0] == found[1]
+
+
+class Ignoring(nn.Module):
+    dualeval_identity_ignores: Any = ("started",)
+
+    def __init__(self, started: float, scale: float = 1.0) -> None:
+        super().__init__()
+        self.started = started
+        self.scale = scale
+
+
+def test_an_attribute_is_left_out_by_name() -> None:
+    assert structure(Ignoring(1.0)) == structure(Ignoring(2.0))
+    assert structure(Ignoring(1.0)) != structure(Ignoring(1.0, 2.0))
+    found = []
+    for scale in (1.0, 2.0):
+        model = Ignoring(1.0, scale)
+        model.dualeval_identity_ignores = ["scale"]
+        found.append(structure(model))
+    assert found[0] == found[1]
+    wrong = Ignoring(1.0)
+    wrong.dualeval_identity_ignores = 3
+    with pytest.raises(UsageError, match=r"dualeval_identity_ignores of .*Ignoring is of type int; expected"):
+        structure(wrong)
+
+
+def test_attributes_are_named() -> None:
+    def named(model: nn.Module) -> dict[str, str]:
+        return structure_by_name(model, ModelValues(model))
+
+    one, other = (named(nn.Sequential(nn.Conv1d(1, 1, 1, stride=stride))) for stride in (1, 2))
+    assert [name for name in one if one[name] != other[name]] == ["0.stride"]
+    many = named(nn.Sequential(*(nn.Conv1d(1, 1, 1) for _ in range(60)), Ignoring(1.0)))
+    assert len(many) == 128
+    assert "60.scale" in many, "the user's own come first"
+    assert named(nn.Sequential(*(nn.ReLU() for _ in range(65)))) == {}
+
+
+# Attributes that run code
+
+
+class OwnDict:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("__dict__")
+
+
+class OwnClass:
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise RuntimeError("__class__")
+
+
+class Items(dict[Any, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("items")
+
+
+class Endless(list[Any]):
+    def __iter__(self) -> Any:
+        return itertools.count()
+
+
+class Pairs(tuple[Any, ...]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("iter")
+
+
+class Unordered(set[Any]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("iter")
+
+
+@pytest.mark.parametrize("kind", [Items, Endless, Pairs, Unordered])
+def test_a_derived_container_is_read_and_not_run(kind: Callable[[Any], Any]) -> None:
+    contents = ({1: 2}, {1: 3}) if kind is Items else ([1], [2])
+    one, same, other = (structure(Holder(kind(content))) for content in (contents[0], *contents))
+    assert one == same != other
+
+
+def test_an_object_that_cannot_be_read_counts_with_its_class() -> None:
+    assert structure(Holder(OwnDict())) == structure(Holder(OwnDict()))
+    # torch itself asks an attribute for its class; inside a list nobody does.
+    assert (
+        structure(Holder([OwnClass()])) == structure(Holder([OwnClass()])) != structure(Holder([OwnDict()]))
+    )
 
 
 # A model of the transformers library

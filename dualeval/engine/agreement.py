@@ -16,6 +16,10 @@ from dualeval.errors import UsageError
 # What every run computes with; a task names what else its results depend on.
 _LIBRARIES = ("dualeval", "torch", "numpy")
 
+_ATTRIBUTES = "structure_attributes."
+_NAMED = (_ATTRIBUTES, "constants.")
+_MOST_LISTED = 16
+
 
 def machine_facts(
     device: torch.device, libraries: Sequence[str], precision: str | None = None
@@ -71,7 +75,7 @@ def check_same_job(jobs: list[dict[str, Any]], hosts: list[str]) -> None:
     for rank, job in enumerate(jobs):
         differing = differences(jobs[0], job)
         if differing:
-            shown = "; ".join(f"{name}: {first} on rank 0, {own} here" for name, first, own in differing)
+            shown = listing(differing, "on rank 0", "here")
             raise UsageError(
                 f"rank {rank} on {hosts[rank]} does not have the same job as rank 0 on {hosts[0]} ({shown}). "
                 f"Start every rank with the same options, data and weights.{structure_hint(differing)}"
@@ -79,13 +83,41 @@ def check_same_job(jobs: list[dict[str, Any]], hosts: list[str]) -> None:
 
 
 def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
-    """A sentence on what a difference in the model's structure means; empty where there is none."""
-    if not any(name.removeprefix("job.").startswith("structure.") for name, _, _ in found):
+    """A sentence on a difference in the model's structure or a class's constants; else empty."""
+    names = [name.removeprefix("job.") for name, _, _ in found]
+    if not any(name.startswith(("structure.", *_NAMED)) for name in names):
         return ""
     return (
         " (structure.NAME is a hash of what the attributes of the model's module NAME hold, its class and "
-        "its hooks: a rank, a time or a random number does not belong there.)"
+        "its hooks, and constants.CLASS has the values that the methods of CLASS read: a rank, a time or a "
+        "random number does not belong there. A class that says dualeval_identity_ignores = "
+        '("NAME OF ATTRIBUTE",) leaves out what decides no number.)'
     )
+
+
+def listing(found: Sequence[tuple[str, Any, Any]], there: str, here: str) -> str:
+    """Differences in words; the attributes of the model's structure by name, where they are known.
+
+    Args:
+        found: as ``differences`` gives them.
+        there: where the first of the values is.
+        here: where the second is.
+    """
+    attributes = [item for item in found if _ATTRIBUTES in item[0]]
+    explained = {name.replace(_ATTRIBUTES, "structure.") for name, _, _ in attributes}
+    named = [
+        (name.replace(_ATTRIBUTES, "structure."), *values)
+        for name, *values in found
+        # The hash of a module says no more than those of its attributes.
+        if "structure." not in name or not any(other.startswith(f"{name}.") for other in explained)
+    ]
+    shown = [f"{name}: {_brief(one)} {there}, {_brief(other)} {here}" for name, one, other in named]
+    more = [f"and {len(shown) - _MOST_LISTED} more"] if len(shown) > _MOST_LISTED else []
+    return "; ".join(shown[:_MOST_LISTED] + more)
+
+
+def _brief(value: Any) -> Any:
+    return f"{len(value)} values" if isinstance(value, Mapping) else value
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

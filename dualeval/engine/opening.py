@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualeval.engine.agreement import differences, structure_hint
+from dualeval.engine.agreement import differences, listing, structure_hint
 from dualeval.engine.journal import SUFFIX, Earlier, read_journal
 from dualeval.engine.lease import LEASE
 from dualeval.engine.machines import check_kinds_of_parts
@@ -155,7 +155,7 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
     own = json.loads(json.dumps({"job": facts["job"]}))
     differing = differences(kept, own)
     if differing:
-        shown = "; ".join(f"{name}: {old} there, {new} now" for name, old, new in differing)
+        shown = listing(differing, "there", "now")
         raise UsageError(
             f"{path} holds another job ({shown}). Give another --out, or --fresh to remove that job's files "
             f"and start over.{structure_hint(differing)}"

@@ -13,8 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from dualeval.engine.identity.constants import constants, shown
 from dualeval.engine.identity.data import contents_fingerprint
-from dualeval.engine.identity.model import ModelValues, model_fingerprint, structure_fingerprint
+from dualeval.engine.identity.model import (
+    ModelValues,
+    model_fingerprint,
+    structure_by_name,
+    structure_fingerprint,
+)
 from dualeval.engine.identity.source import has_source, modules_of, source_fingerprints
 from dualeval.engine.identity.values import attributes_of
 from dualeval.errors import UsageError
@@ -30,7 +36,6 @@ __all__ = [
 ]
 
 _SHOWN = 16  # characters of a hash
-_LONGEST_VALUE = 60
 
 
 def job_identity(
@@ -68,6 +73,10 @@ def job_identity(
         "samples": samples,
         "weights": model_fingerprint(model),
         "structure": structure,
+        # Says which of a module's attributes differs.
+        "structure_attributes": structure_by_name(model, values),
+        # What the source of classes leaves open: it may come from the environment, or a caller.
+        "constants": constants([task, dataset, *model.modules(), *measures], values),
         # Their order is that of their slots in the ledger.
         "metrics": [metric.name for metric in measures],
         "metric_options": _by_name(measures),
@@ -122,13 +131,4 @@ def metric_fingerprint(metric: Metric | RowMetric) -> Any:
     if isinstance(metric, nn.Module):
         return {"class": named, "state": values.digest(metric).hex()[:_SHOWN]}
     attributes = sorted(attributes_of(metric).items())
-    return {"class": named, **{name: _shown(value, values) for name, value in attributes}}
-
-
-def _shown(value: Any, values: ModelValues) -> Any:
-    """A short value as it is, any other as a hash."""
-    if value is None or (type(value) in (bool, int, float) and abs(value) < 2**53):
-        return value
-    if type(value) is str and len(value) <= _LONGEST_VALUE and not value.startswith("/"):
-        return value
-    return values.digest(value).hex()[:_SHOWN]
+    return {"class": named, **{name: shown(value, values) for name, value in attributes}}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
+from dualeval.engine.identity.source import is_own
 from dualeval.engine.identity.tensors import tensor_digest
-from dualeval.engine.identity.values import Values, script_code
+from dualeval.engine.identity.values import Values, attributes_of, script_code
 
 # Of an nn.Module's attributes: what is read in another way, and what no forward in evaluation reads.
 _BOOKKEEPING = {
@@ -27,6 +29,8 @@ _TRACED = {"meta", "_graph", "_code", "_tracer_cls", "_tracer_extras", "_codegen
 # The children whose structure is named one by one.
 _MOST_NAMED = 64
 _SHOWN = 16  # characters of a hash
+_MOST_ATTRIBUTES = 128
+_SHOWN_OF_ONE = 6  # it explains a difference, and finds none
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -76,7 +80,7 @@ class ModelValues(Values):
 
     def special(self, value: Any) -> bytes | None:
         """A module that is no part of the model, such as one that a hook keeps: with all that it holds."""
-        if not isinstance(value, nn.Module):
+        if not issubclass(type(value), nn.Module):
             return None
         tensors = _own_tensors(value)
         return self.all("module", [self.own(value), tensors, list(value._modules.values())])
@@ -92,14 +96,7 @@ class ModelValues(Values):
     def _values(self, module: nn.Module) -> bytes:
         if isinstance(module, torch.jit.ScriptModule):
             return self._script(module)
-        attributes = {name: value for name, value in vars(module).items() if name not in _BOOKKEEPING}
-        left_out: set[str] = set()
-        if isinstance(module, torch.fx.GraphModule):
-            attributes["code"] = module.code
-            left_out = _TRACED
-        elif type(module).__module__.startswith("torch._dynamo"):
-            left_out = _COMPILED | {name for name, value in attributes.items() if callable(value)}
-        return self.attributes({name: value for name, value in attributes.items() if name not in left_out})
+        return self.attributes(values_of(module))
 
     def _script(self, module: Any) -> bytes:
         compiled = module._c
@@ -108,6 +105,28 @@ class ModelValues(Values):
         attributes.pop("_is_full_backward_hook", None)
         methods = {name: script_code(self, compiled._get_method(name)) for name in compiled._method_names()}
         return self.all("script", [module.original_name, attributes, methods])
+
+    def by_name(self, module: nn.Module) -> Iterator[tuple[str, bytes]]:
+        """The digests of what a module says, one by one: its class, its hooks, and each of its values."""
+        yield "__class__", self.digest(type(module))
+        if module._forward_hooks or module._forward_pre_hooks:
+            yield "hooks", self.all("hooks", _hooks(module))
+        if not isinstance(module, torch.jit.ScriptModule):
+            for name, value in sorted(values_of(module).items()):
+                if name != "training":
+                    yield name, self.digest(value)
+
+
+def values_of(module: nn.Module) -> dict[str, Any]:
+    """What a module holds besides tensors, modules and hooks."""
+    attributes = {name: value for name, value in attributes_of(module).items() if name not in _BOOKKEEPING}
+    left_out: set[str] = set()
+    if isinstance(module, torch.fx.GraphModule):
+        attributes["code"] = module.code
+        left_out = _TRACED
+    elif type(module).__module__.startswith("torch._dynamo"):
+        left_out = _COMPILED | {name for name, value in attributes.items() if callable(value)}
+    return {name: value for name, value in attributes.items() if name not in left_out}
 
 
 def structure_fingerprint(model: nn.Module, values: ModelValues) -> dict[str, str]:
@@ -128,6 +147,29 @@ def structure_fingerprint(model: nn.Module, values: ModelValues) -> dict[str, st
         groups.setdefault(group, hashlib.sha256()).update(name.encode() + b"\0" + values.own(module))
     groups["model"].update(values.all("model", [_aliases(model), _hooks_of_all()]))
     return {name: digest.hexdigest()[:_SHOWN] for name, digest in groups.items()}
+
+
+def structure_by_name(model: nn.Module, values: ModelValues) -> dict[str, str]:
+    """Short hashes of single attributes, to say what in a module differs; of the user's modules first.
+
+    Args:
+        model: as for ``structure_fingerprint``.
+        values: of this model.
+
+    Returns:
+        By the name of the module and that of the attribute, at most 128; none of a model of more than 64
+        children. The attributes of the model itself are those of "model".
+    """
+    if len(model._modules) > _MOST_NAMED:
+        return {}
+    own = {kind: is_own(kind) for kind in {type(module) for module in model.modules()}}
+    modules = sorted(model.named_modules(), key=lambda item: not own[type(item[1])])
+    entries = (
+        (f"{name or 'model'}.{attribute}", digest.hex()[:_SHOWN_OF_ONE])
+        for name, module in modules
+        for attribute, digest in values.by_name(module)
+    )
+    return dict(islice(entries, _MOST_ATTRIBUTES))
 
 
 def _aliases(model: nn.Module) -> list[tuple[str, str]]:

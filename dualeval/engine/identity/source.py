@@ -49,6 +49,15 @@ def has_source(item: type | FunctionType) -> bool:
     )
 
 
+def is_own(kind: type) -> bool:
+    """Whether a class is the user's: of no installed library, not Python's, not dualeval's."""
+    if not kind.__flags__ & _HEAP_TYPE:
+        return False
+    module = str(kind.__module__)
+    group, name = _place(module, source_file(module))
+    return group == "source" and name != _OWN_PACKAGE
+
+
 def modules_of(items: Iterable[Any]) -> set[str]:
     """Names of the modules that define some objects' classes, what these derive from, and some callables."""
     names: set[str] = set()

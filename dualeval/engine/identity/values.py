@@ -17,6 +17,7 @@ import operator
 import random
 import re
 import struct
+import subprocess
 import threading
 import uuid
 import weakref
@@ -24,6 +25,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
+from multiprocessing.process import BaseProcess
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
@@ -49,13 +51,19 @@ from torch import Tensor
 
 from dualeval.engine.identity.source import has_source
 from dualeval.engine.identity.tensors import tensor_digest
+from dualeval.engine.identity.walk import Walk
+from dualeval.errors import DualevalError, UsageError
 
-# Deeper ones count with their type alone.
-_MOST_DEEP = 40
+# In a class or an object: the names of attributes that decide no number.
+IGNORES = "dualeval_identity_ignores"
 
 # Attributes that say where a thing was found, and not what it is.
 _WHEREABOUTS = {"_name_or_path", "name_or_path"}
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu|tpu|xla)(:\d+)?")
+# Of two parts or more, or after "=" or "file://"; not in an address, nor a relative one.
+_PATH_INSIDE = re.compile(
+    r"""(?<![\w./~)\]}*-])/(?!/)[^\s"'<>|:;,/]+/[^\s"'<>|:;,]*|(?:(?<==)|(?<=file://))/(?!/)[^\s"'<>|:;,]+"""
+)
 # Of a class: what its functions do not read, or Python makes of them.
 _NOT_OF_A_BODY = {
     *("__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__slots__"),
@@ -65,24 +73,29 @@ _NOT_OF_A_BODY = {
 _BY_TYPE_ALONE = (
     *(torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random),
     *(logging.Logger, threading.Thread, io.IOBase, weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
-    *(weakref.WeakSet, GeneratorType),
+    *(weakref.WeakSet, GeneratorType, subprocess.Popen, BaseProcess),
+    # Those that a model holds say when it was made.
+    *(datetime.date, uuid.UUID),
 )
 _WITH_SAFE_REPR = (
     *(
-        datetime.date,
         datetime.time,
         datetime.timedelta,
         datetime.timezone,
         Decimal,
         Fraction,
-        uuid.UUID,
         range,
     ),
     *(complex, torch.dtype, torch.layout, torch.memory_format, torch.qscheme, np.dtype),
 )
 # The plain value in one of a class that derives from a plain one's.
 _DERIVED: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    *((int, int.__int__), (float, float.__float__), (str, str.__str__), (bytes, bytes)),
+    *(
+        (int, int.__int__),
+        (float, float.__float__),
+        (str, str.__str__),
+        (bytes, lambda value: bytes.__add__(value, b"")),
+    ),
 )
 # Methods of classes that are not Python's own code, such as torch.Tensor.relu.
 _DESCRIPTORS = (
@@ -108,28 +121,41 @@ class Values:
         # The objects are kept, here and below, so that nothing else gets their ids meanwhile.
         self._objects = dict(known or {})
         self._known = {id(value): name for name, value in reversed(self._objects.items())}
-        self._path: set[int] = set()
         self._done: dict[int, tuple[Any, bytes]] = {}
+        self._contents: dict[int, tuple[Any, bytes]] = {}
+        # While one value is made: who gives the digests of those that it holds.
+        self._asked: Callable[[Any], bytes] | None = None
 
     def digest(self, value: Any) -> bytes:
         """sha256 of a value, 32 bytes."""
+        if type(value) is int and value in self._known:
+            return _hash("id", self._known[value].encode())
         plain = _plain(value)
         if plain is not None:
             return plain
         if id(value) in self._known:
             return _hash("known", self._known[id(value)].encode())
-        if id(value) in self._done:
-            return self._done[id(value)][1]
-        if id(value) in self._path or len(self._path) >= _MOST_DEEP:
-            return _hash("again", _name(type(value)))
-        self._path.add(id(value))
+        if self._asked is not None:
+            return self._asked(value)
+        if id(value) not in self._done:
+            found = Walk(self._done, self._make)
+            found.visit(value)
+        return self._done[id(value)][1]
+
+    def _make(self, value: Any, asked: Callable[[Any], bytes]) -> bytes:
+        """The digest of a value from those of the values that it holds."""
+        self._asked = asked
         try:
-            made = self.special(value) or self._made(value)
+            return self.special(value) or self._made(value)
+        except (DualevalError, MemoryError):
+            raise
+        except Exception:
+            if issubclass(type(value), Tensor):
+                raise
+            # An object that does not let itself be looked at.
+            return _hash("type", _name(type(value)))
         finally:
-            self._path.discard(id(value))
-        if len(self._path) < _MOST_DEEP // 2:  # further down not all of it may have been looked at
-            self._done[id(value)] = (value, made)
-        return made
+            self._asked = None
 
     def special(self, value: Any) -> bytes | None:
         """The digest of what a subclass knows more about."""
@@ -140,29 +166,51 @@ class Values:
         return _hash(kind, *map(self.digest, values))
 
     def _made(self, value: Any) -> bytes:
+        # Its type, never isinstance: that asks an object for its __class__.
+        own = type(value)
         for kinds, make in self._makers:
-            if isinstance(value, kinds):
-                made = make(self, value)
-                exact = type(value) in _EXACT or isinstance(value, type)
-                return made if exact else self._with_attributes(value, made)
-        if isinstance(value, _BY_TYPE_ALONE):
-            return _hash("type", _name(type(value)))
+            if issubclass(own, kinds):
+                exact = own in _EXACT or issubclass(own, type)
+                return (
+                    make(self, value) if exact else self._with_attributes(value, self._content(value, make))
+                )
+        if issubclass(own, _BY_TYPE_ALONE):
+            return _hash("type", _name(own))
         return self._with_attributes(value, b"")
+
+    def _content(self, value: Any, make: Callable[[Any, Any], bytes]) -> bytes:
+        """What a maker says; of a large array it is made once, also where it is part of a cycle."""
+        if not issubclass(type(value), np.ndarray) or value.dtype.hasobject:
+            return make(self, value)
+        if id(value) not in self._contents:
+            self._contents[id(value)] = (value, make(self, value))
+        return self._contents[id(value)][1]
 
     # -- what holds other values -----------------------------------------------------------------------
 
-    def _sequence(self, value: Iterable[Any]) -> bytes:
-        return self.all(type(value).__name__, value)
+    # The iterators are Python's own: one of a derived class may raise, or never end.
 
-    def _set(self, value: Iterable[Any]) -> bytes:
-        return _hash("set", *sorted(map(self.digest, value)))
+    def _sequence(self, value: Any) -> bytes:
+        base = next(kind for kind in (tuple, list, deque) if issubclass(type(value), kind))
+        return self.all(type(value).__name__, base.__iter__(value))
 
-    def _mapping(self, value: Mapping[Any, Any]) -> bytes:
-        items = [_hash("item", self.digest(key), self.digest(item)) for key, item in value.items()]
+    def _set(self, value: Any) -> bytes:
+        base: Any = set if issubclass(type(value), set) else frozenset
+        return _hash("set", *sorted(map(self.digest, base.__iter__(value))))
+
+    def _mapping(self, value: Any) -> bytes:
+        base: Any = next(
+            kind for kind in (OrderedDict, dict, MappingProxyType) if issubclass(type(value), kind)
+        )
+        items = [_hash("item", self._key(key, item), self.digest(item)) for key, item in base.items(value)]
         # The order of a plain one may come from a set's, which is another in each process.
-        return _hash("mapping", *(items if isinstance(value, OrderedDict) else sorted(items)))
+        return _hash("mapping", *(items if base is OrderedDict else sorted(items)))
+
+    def _key(self, key: Any, item: Any) -> bytes:
+        return _hash("own id") if type(key) is int and key == id(item) else self.digest(key)
 
     def _array(self, value: np.ndarray[Any, Any] | np.generic) -> bytes:
+        value = np.asarray(value)
         if value.dtype.hasobject:
             return self.all("objects", [value.shape, *value.reshape(-1).tolist()])
         header = f"{value.dtype.descr if value.dtype.names else value.dtype.str} {value.shape}"
@@ -225,7 +273,8 @@ class Values:
 
     def body(self, kind: type) -> bytes:
         """The digest of what a class defines: its functions' code, and its values."""
-        body = {name: value for name, value in vars(kind).items() if name not in _NOT_OF_A_BODY}
+        left_out = {*_NOT_OF_A_BODY, *ignored(kind)}
+        body = {name: value for name, value in vars(kind).items() if name not in left_out}
         return _hash("body", _name(kind), self.attributes(body))
 
     def _property(self, value: property) -> bytes:
@@ -263,8 +312,8 @@ class Values:
         (_OPERATORS, lambda self, value: self.all("operator", value.__reduce__()[1])),
         (slice, lambda self, value: self.all("slice", [value.start, value.stop, value.step])),
         (re.Pattern, lambda self, value: self.all("pattern", [value.pattern, value.flags])),
-        (weakref.ref, lambda self, value: _hash("reference", self.digest(value()))),
-        (io.BytesIO, lambda self, value: self.digest(value.getvalue())),
+        (weakref.ref, lambda self, value: _hash("reference", self.digest(weakref.ref.__call__(value)))),
+        (io.BytesIO, lambda self, value: self.digest(io.BytesIO.getvalue(value))),
         (np.ufunc, lambda self, value: _hash("ufunc", value.__name__.encode())),
         (torch.jit.ScriptFunction, lambda self, value: script_code(self, value)),
         (torch.ScriptObject, _script_object),
@@ -305,22 +354,48 @@ def script_code(values: Values, method: Any) -> bytes:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """What stands in an object's ``__dict__`` and slots; no attribute that computes."""
-    try:
-        found = dict(vars(value))
-    except TypeError:  # it has none
-        found = {}
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
+    """What stands in an object's ``__dict__`` and slots, less what it ignores; no attribute that computes."""
+    found: dict[str, Any] = {}
+    for kind in reversed(type.__dict__["__mro__"].__get__(type(value))):
+        space = type.__dict__["__dict__"].__get__(kind)
+        holder = space.get("__dict__")
+        # A class may define a __dict__ of its own, and that computes.
+        if type(holder) is GetSetDescriptorType or type(holder) is MemberDescriptorType:
+            content = holder.__get__(value)
+            found.update((name, item) for name, item in dict.items(content) if type(name) is str)
+        slots = space.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name.startswith("__") and not name.endswith("__"):
                 name = f"_{kind.__name__.lstrip('_')}{name}"
-            if name not in ("__dict__", "__weakref__"):
+            slot = space.get(name)
+            if type(slot) is MemberDescriptorType:
                 try:
-                    found[name] = object.__getattribute__(value, name)
-                except AttributeError:  # an empty slot
+                    found[name] = slot.__get__(value)
+                except AttributeError:  # an empty one
                     continue
-    return found
+    left_out = {IGNORES, *ignored(type(value)), *_names_in(found.get(IGNORES, ()), type(value))}
+    return {name: item for name, item in found.items() if name not in left_out}
+
+
+def ignored(kind: type) -> set[str]:
+    """The attributes that a class, and what it derives from, leaves out of the identity."""
+    bodies = [type.__dict__["__dict__"].__get__(base) for base in type.__dict__["__mro__"].__get__(kind)]
+    named = {name for body in bodies for name in _names_in(body.get(IGNORES, ()), kind)}
+    return {IGNORES, *named}
+
+
+def _names_in(names: Any, kind: type) -> set[str]:
+    if type(names) is str:
+        return {names}
+    if type(names) in (tuple, list, set, frozenset) and all(type(name) is str for name in names):
+        return set(names)
+    # A slot or property of that name says it for each object, where it is found.
+    if type(names) is MemberDescriptorType:
+        return set()
+    raise UsageError(
+        f"{IGNORES} of {kind.__module__}.{kind.__qualname__} is of type {type(names).__name__}; expected a "
+        f'tuple of attribute names, such as {IGNORES} = ("started_at",)'
+    )
 
 
 def _hash(kind: str, *parts: bytes) -> bytes:
@@ -347,16 +422,21 @@ def _plain(value: Any) -> bytes | None:
     # Which of them it is says the machine, not the job.
     if kind is torch.device:
         return _hash("device")
-    if isinstance(value, PurePath):
+    if issubclass(kind, PurePath):
         return _hash("path", b"" if value.is_absolute() else value.as_posix().encode())
-    if isinstance(value, enum.Enum):
+    if issubclass(kind, enum.Enum):
         return None
     # A class derived from one: its value counts, and its name.
     for base, content in _DERIVED:
-        if isinstance(value, base):
+        if issubclass(kind, base):
             plain = _plain(content(value))
             return None if plain is None else _hash("derived", _name(kind), plain)
     return None
+
+
+def has_path(value: str) -> bool:
+    """Whether a text is an absolute path, or holds one."""
+    return (value.startswith("/") and len(value) > 1) or _PATH_INSIDE.search(value) is not None
 
 
 def _text(value: str) -> bytes:
@@ -365,7 +445,7 @@ def _text(value: str) -> bytes:
     # Where a file lies decides nothing: a folder may be moved.
     if value.startswith("/") and len(value) > 1:
         return _hash("path", b"")
-    return _hash("text", value.encode("utf-8", "surrogatepass"))
+    return _hash("text", _PATH_INSIDE.sub("/", value).encode("utf-8", "surrogatepass"))
 
 
 def _name(kind: type) -> bytes:

@@ -1,0 +1,135 @@
+"""What the methods of the user's classes read, and their source does not fix.
+
+A class attribute, a module's constant, a default or what a closure holds may come from the environment.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dualeval.engine.identity.source import has_source, is_own
+from dualeval.engine.identity.values import Values, has_path, ignored
+
+_SHOWN = 16  # characters of a hash
+_LONGEST_VALUE = 60
+_MOST_SHOWN = 128
+
+
+def constants(objects: Iterable[object], values: Values) -> dict[str, Any]:
+    """Values that methods read, of the user's classes among those of some objects, by class and name.
+
+    They are: plain class attributes; plain constants of a module that methods name; defaults of arguments,
+    and what functions close over, where it is plain, a tensor, an array or a function. A name that the
+    methods write to as a global is a counter, and left out.
+
+    Args:
+        objects: what the classes are of. A class without a file is left out: its code holds all of that.
+        values: makes the hashes.
+
+    Returns:
+        For each class that reads any: its values by name, long ones as hashes; one hash of all for each class
+        where there are more than 128 values.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for kind in {kind: None for item in objects for kind in type(item).__mro__}:
+        if is_own(kind) and has_source(kind):
+            left_out = ignored(kind)
+            items = sorted(_read_by(kind), key=itemgetter(0))
+            read = {name: value for name, value in items if name.rpartition(".")[2] not in left_out}
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            while read and name in found:  # made twice by one function
+                name += "'"
+            if read:
+                found[name] = read
+    if sum(map(len, found.values())) > _MOST_SHOWN:
+        return {name: values.digest(read).hex()[:_SHOWN] for name, read in found.items()}
+    return {name: {key: shown(value, values) for key, value in read.items()} for name, read in found.items()}
+
+
+def shown(value: Any, values: Values) -> Any:
+    """A short value as it is, any other as a hash."""
+    if value is None or (type(value) in (bool, int, float) and abs(value) < 2**53):
+        return value
+    if type(value) is str and len(value) <= _LONGEST_VALUE and not has_path(value):
+        return value
+    return values.digest(value).hex()[:_SHOWN]
+
+
+def _read_by(kind: type) -> Iterator[tuple[str, Any]]:
+    body = vars(kind)
+    yield from ((name, value) for name, value in body.items() if _is_plain(value) and not _is_pythons(name))
+    functions = {function: None for item in body.values() for function in _functions_of(item)}
+    reached = list(functions)
+    for function in reached:  # grows
+        reached += [held for held in _held_by(function).values() if _is_new(held, reached)]
+    written = {name for function in reached for name in _written(function.__code__)}
+    for function in reached:
+        place = f"{function.__name__}." if function in functions else f"{function.__qualname__}."
+        for name, value in _held_by(function).items():
+            if not isinstance(value, FunctionType):
+                yield f"{place}{name}", value
+        for name in _named(function.__code__) - written:
+            if not _is_pythons(name) and _is_plain(function.__globals__.get(name, _held_by)):
+                yield name, function.__globals__[name]
+
+
+def _functions_of(item: Any) -> list[FunctionType]:
+    if isinstance(item, staticmethod | classmethod):
+        item = item.__func__
+    if isinstance(item, functools.cached_property):
+        item = item.func
+    parts = [item.fget, item.fset] if isinstance(item, property) else [item]
+    return [part for part in parts if isinstance(part, FunctionType)]
+
+
+def _held_by(function: FunctionType) -> dict[str, Any]:
+    """The defaults of a function and what it closes over, where that is no object that may change."""
+    code = function.__code__
+    arguments = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    held = dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
+    held |= function.__kwdefaults__ or {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            held[name] = cell.cell_contents
+        except ValueError:  # empty
+            continue
+    kinds = (Tensor, np.ndarray, FunctionType)
+    return {name: value for name, value in held.items() if _is_plain(value) or isinstance(value, kinds)}
+
+
+def _is_new(value: Any, known: list[FunctionType]) -> bool:
+    return isinstance(value, FunctionType) and not any(value is function for function in known)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, frozenset):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
+
+
+def _is_pythons(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _named(code: CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_named, inner))
+
+
+def _written(code: CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    own = {
+        str(step.argval)
+        for step in dis.get_instructions(code)
+        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+    }
+    return own.union(*map(_written, inner))
