@@ -161,14 +161,17 @@ def another_job(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
 
 
 def rank_in_the_model(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
-    """The model keeps its rank among its attributes."""
+    """The model keeps its rank among its attributes; and then something else that differs by rank."""
+    name = "rank"
 
     class Ranked(TinyTask):
         def build_model(self, device: torch.device) -> nn.Module:
             model = super().build_model(device)
-            model.rank = backend.world.rank  # type: ignore[assignment]
+            setattr(model, name, backend.world.rank)
             return model
 
+    Evaluator(Ranked(10), backend, control, out=folder / "rank").run()
+    name = "drawn"
     return told(lambda: Evaluator(Ranked(10), backend, control, out=folder / "out").run(), control)
 
 

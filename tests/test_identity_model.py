@@ -568,3 +568,13 @@ def test_a_moved_folder_holds_the_same_model(tmp_path: Path, monkeypatch: pytest
     for change in ({"hidden_act": "relu"}, {"num_attention_heads": 4}, {"layer_norm_eps": 1e-3}):
         other = questions.save_tiny_bert(tmp_path / "other", **change)
         assert structure(build(other, None)) != wanted[0], change
+
+
+@pytest.mark.parametrize("name", ["rank", "local_rank", "_rank", "RANK", "world_size"])
+def test_which_process_it_is_does_not_count(name: str) -> None:
+    digests = set()
+    for value in (0, 1):
+        model = nn.Linear(2, 2)
+        setattr(model, name, value)
+        digests.add(str(structure_by_name(model, ModelValues(model))))
+    assert len(digests) == 1

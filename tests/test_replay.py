@@ -335,7 +335,7 @@ def test_one_unsteady_column_frees_no_other(tmp_path: Path, monkeypatch: pytest.
     assert measure(tmp_path, note=notes.append).replay == "within tolerance"
     assert any("(column ticks)" in note for note in notes)
     monkeypatch.setitem(unnamed, "factor", 1.000001)
-    with pytest.raises(UsageError, match=r"column 'confidence'.*something that they do not name has changed"):
+    with pytest.raises(UsageError, match=r"column 'confidence'.*something that it does not name has changed"):
         measure(tmp_path)
 
 

@@ -172,11 +172,24 @@ def test_the_lines_below() -> None:
     lines = printed(result()).splitlines()
     assert "samples         9,998 of 10,000 evaluated, 2 failed" in lines
     assert "ranks           2 (torchrun, torch, cpu)" in lines
+    assert not any(line.startswith(("machine", "resumed")) for line in lines)
     assert "speed           4,999 samples/s, 2.00 s of 3.50 s" in lines
     # Whole in one line, however narrow the terminal, to be copied; and no brackets are lost.
     assert f"metrics_digest  {result().metrics_digest}" in lines
     assert "files           /tmp/runs/[red]one[/red]" in lines
     assert not any("warning" in line for line in lines)
+
+
+def test_machine_and_resumed_chunks() -> None:
+    device = {"device": "cpu", "model": "A CPU", "cpu_capability": "AVX2", "bits": "31a2"}
+    chunks = {"total": 157, "evaluated_now": 7, "resumed": 150}
+    for replay, said in (
+        ("same bits", "; one batch evaluated anew: same bits"),
+        ("skipped", "; not compared (--no-replay)"),
+    ):
+        lines = printed(result(device=device, chunks=chunks, replay=replay)).splitlines()
+        assert "machine         A CPU, AVX2, bits 31a2" in lines
+        assert f"resumed         150 of 157 chunks were finished before{said}" in lines
 
 
 def test_what_was_evaluated_comes_first() -> None:

@@ -37,7 +37,7 @@ def flip(path: Path, position: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (Path.unlink, "cannot be read: No such file"),
+        (Path.unlink, "is missing"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, expected"),
         (lambda path: path.write_bytes(b""), "has 0 bytes, expected"),
         *((lambda path, at=at: flip(path, at), "does not fit its checksum") for at in (4, 100, 1000, -5)),
@@ -53,10 +53,35 @@ def test_damaged_predictions_are_named_and_made_again(
     damage(path)
     notes: list[str] = []
     again = go_on(tmp_path, note=notes.append)
+    assert not [warning for warning in again.warnings if "metrics_digest" in warning]
     assert [note for note in notes if str(path) in note and words in note]
     assert (again.metrics_digest, again.chunks["evaluated_now"]) == (first.metrics_digest, 40)
     assert path.read_bytes() == before
     assert go_on(tmp_path).earlier
+
+
+def test_another_number_in_place_of_a_damaged_one_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left to compare a batch with, but the digest of then is."""
+    first = go_on(tmp_path)
+    flip(tmp_path / "predictions.parquet", 100)
+    forward = TinyTask.forward
+    monkeypatch.setattr(TinyTask, "forward", lambda *words: 2 * forward(*words))
+    monkeypatch.setattr("dualeval.engine.evaluator.sha256_of_json", lambda job: first.fingerprint)
+    monkeypatch.setattr("dualeval.engine.opening._check_same_job", lambda *words: None)
+    again = go_on(tmp_path)
+    [warning] = [warning for warning in again.warnings if first.metrics_digest in warning]
+    assert again.metrics_digest in warning
+    assert "does not name has changed" in warning
+
+
+def test_a_result_that_is_gone_is_said(tmp_path: Path) -> None:
+    go_on(tmp_path)
+    (tmp_path / "result.json").unlink()
+    notes: list[str] = []
+    assert go_on(tmp_path, note=notes.append).chunks["evaluated_now"] == 40
+    assert "result.json is missing; all samples are evaluated again" in notes[0]
 
 
 def test_checksums_are_in_the_result(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +19,8 @@ _LIBRARIES = ("dualeval", "torch", "numpy")
 
 _ATTRIBUTES = "structure_attributes."
 _NAMED = (_ATTRIBUTES, "constants.")
+_HASH = re.compile("[0-9a-f]{6,64}")
+_SHOWN_OF_HASH = 16
 _MOST_LISTED = 16
 
 
@@ -111,13 +114,21 @@ def listing(found: Sequence[tuple[str, Any, Any]], there: str, here: str) -> str
         # The hash of a module says no more than those of its attributes.
         if "structure." not in name or not any(other.startswith(f"{name}.") for other in explained)
     ]
+    # What can be read without knowing what was hashed comes first.
+    named.sort(key=lambda item: _is_hash(item[1]) or _is_hash(item[2]))
     shown = [f"{name}: {_brief(one)} {there}, {_brief(other)} {here}" for name, one, other in named]
     more = [f"and {len(shown) - _MOST_LISTED} more"] if len(shown) > _MOST_LISTED else []
     return "; ".join(shown[:_MOST_LISTED] + more)
 
 
 def _brief(value: Any) -> Any:
-    return f"{len(value)} values" if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return f"{len(value)} values"
+    return value[:_SHOWN_OF_HASH] if _is_hash(value) else value
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and _HASH.fullmatch(value) is not None
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

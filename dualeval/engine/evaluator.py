@@ -28,7 +28,7 @@ from dualeval.engine.loop import Evaluation, Loop, Show, evaluate_alone, unwrita
 from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
 from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.opening import Found, folder_of_launch
-from dualeval.engine.outcome import make_result
+from dualeval.engine.outcome import compared_with_replaced, make_result
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import load_library, read_columns
 from dualeval.engine.recorder import Recorder
@@ -146,18 +146,23 @@ class Evaluator:
         with numerics.settings(self._precision, self._backend.device) as settings:
             with numerics.autocast(self._precision, self._backend.device):
                 model = self._task.build_model(self._backend.device)
-            notes = [*self._task.notes(), *set_evaluation_mode(model)]
+            said = set_evaluation_mode(model)
             if self._backend.world.is_main:
-                for sentence in notes:
+                for sentence in self._task.notes():
                     self._note(sentence)
-            return _Run(self, model, threads, settings).execute()
+            return _Run(self, model, threads, settings, said).execute()
 
 
 class _Run:
     """One execution: what is known once the model is built."""
 
     def __init__(
-        self, evaluator: Evaluator, model: nn.Module, threads: int, settings: numerics.NumericSettings
+        self,
+        evaluator: Evaluator,
+        model: nn.Module,
+        threads: int,
+        settings: numerics.NumericSettings,
+        said: list[str],
     ) -> None:
         self._options = evaluator
         self._task = evaluator._task
@@ -174,7 +179,7 @@ class _Run:
         self._times: dict[str, float] = {}
         self._progress = evaluator._control.progress
         # After all that a task's own code may have set. What this rank says of it is in the result.
-        self._said_of_settings = [*settings.notes, *settings.check_after_build()]
+        self._said_of_settings = [*said, *settings.notes, *settings.check_after_build()]
         if self._world.is_main:
             for sentence in self._said_of_settings:
                 evaluator._note(sentence)
@@ -499,6 +504,7 @@ class _Run:
             total_s=perf_counter() - self._options._started,
         )
         if self._world.is_main:
+            result = compared_with_replaced(result, found)
             try:
                 result = folder.write(
                     result,

@@ -52,12 +52,14 @@ class Found:
     Attributes:
         earlier: what earlier runs of this job have finished.
         finished: the result, where an earlier run came to its end.
+        replaced: its metrics_digest and bits, where a file beside it is damaged, and all is evaluated again.
         stale: files that killed runs have left, to be removed at the end.
         notes: sentences for people.
     """
 
     earlier: Earlier
     finished: Result | None = None
+    replaced: tuple[str, str | None] | None = None
     stale: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -100,14 +102,19 @@ def look(
         if isinstance(error, UsageError):
             raise
         notes.append(f"{error}; it is written anew")
+    status = read_status(path)
+    finished = replaced = None
     try:
         finished = finished_result(path, facts["fingerprint"])
         if finished is not None:
             _check_files(path, finished, step)
+        elif status is not None and status.state == "done":
+            notes.append(f"{path / RESULT} is missing; all samples are evaluated again")
     except DualevalError as error:
+        if finished is not None and finished.homogeneous:
+            replaced = (finished.metrics_digest, finished.device.get("bits"))
         finished = None
-        notes.append(f"{error}; it is left out, and made again")
-    status = read_status(path)
+        notes.append(f"{error}; all samples are evaluated again")
     launch = launch_of(world)
     if launch is not None and status is not None and (status.state, status.launch_id) == ("stopped", launch):
         # Whoever stopped it wants an end, and the launcher has taken the end for a failure.
@@ -122,7 +129,7 @@ def look(
     notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in earlier.left_out]
     parts = [file.machine for file in earlier.files] if finished is None else finished.machines
     check_kinds_of_parts(path, parts, facts["machine"], mix=mix_machines)
-    return Found(earlier=earlier, finished=finished, stale=stale, notes=tuple(notes))
+    return Found(earlier=earlier, finished=finished, replaced=replaced, stale=stale, notes=tuple(notes))
 
 
 def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
@@ -172,7 +179,9 @@ def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
         try:
             found = checksum_of(path / name, step)
         except OSError as error:
-            raise DualevalError(f"{path / name} cannot be read: {error.strerror or error}") from error
+            gone = isinstance(error, FileNotFoundError)
+            said = "is missing" if gone else f"cannot be read: {error.strerror or error}"
+            raise DualevalError(f"{path / name} {said}") from error
         if found["bytes"] != wanted["bytes"]:
             raise DualevalError(
                 f"{path / name} is damaged: it has {found['bytes']} bytes, expected {wanted['bytes']}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,20 @@ def make_result(
         ],
         folder=str(folder),
     )
+
+
+def compared_with_replaced(result: Result, found: Found) -> Result:
+    """Warn where all was evaluated again, on a machine of the same bits, and came to other metrics."""
+    if found.replaced is None or not result.homogeneous:
+        return result
+    digest, bits = found.replaced
+    if result.device.get("bits") != bits or result.metrics_digest == digest:
+        return result
+    warning = (
+        f"the result that was there before its files were damaged had metrics_digest {digest}, and this one "
+        f"has {result.metrics_digest}: something that the job's identity does not name has changed since"
+    )
+    return replace(result, warnings=[*result.warnings, warning])
 
 
 def _warnings(

@@ -185,7 +185,12 @@ class Proof:
             f"the model does not give the same bits twice on this machine (column {', '.join(unsteady)}): "
             "the finished batch that was evaluated anew is compared to tolerance there"
         )
-        return outcome, note if unsteady else None
+        if outcome == WITHIN_TOLERANCE and not unsteady:
+            note = (
+                "the finished batch that was evaluated anew was computed on a machine of other bits, model "
+                "or versions: it is compared to tolerance"
+            )
+        return outcome, note if outcome == WITHIN_TOLERANCE else None
 
     def _evaluated(self) -> dict[str, npt.NDArray[Any]]:
         columns, failed = self._evaluate(self._stored.samples)
@@ -215,8 +220,9 @@ class Proof:
             "dropout, a random number or a time decides them, and nothing can show that the two belong "
             "together."
             if unsteady
-            else "Options, data, weights and source files are those of then, so something that they do not "
-            "name has changed: an imported helper, or a file or variable that the model reads."
+            else "The identity of the job is that of then, so something that it does not name has changed: "
+            "an imported helper, a file or variable that the model reads, or the middle of a picture "
+            "(--data-fingerprint content reads all of it)."
         )
         raise UsageError(
             f"{self._place} holds other numbers than this job gives now: sample {self._name(index)} (index "

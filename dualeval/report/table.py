@@ -35,6 +35,8 @@ def print_result(result: Result, console: Console | None = None) -> None:
         f"{samples['failed']} failed",
         f"ranks           {world['size']} ({world['launcher']}, {world['backend']}, "
         f"{result.device['device']})",
+        *([f"machine         {_machine(result)}"] if result.device.get("bits") else []),
+        *([f"resumed         {_resumed(result)}"] if result.chunks["resumed"] else []),
         f"speed           {result.samples_per_s:,.0f} samples/s, {timing['evaluate_s']:.2f} s of "
         f"{timing['total_s']:.2f} s",
         *([f"work            {_work(result)}"] if result.work else []),
@@ -63,6 +65,18 @@ def _of_earlier_run(result: Result) -> str:
 def _print_line(console: Console, line: str) -> None:
     # Whole, however narrow the terminal, to be copied.
     console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _machine(result: Result) -> str:
+    device = result.device
+    return f"{device['model']}, {device['cpu_capability']}, bits {device['bits']}"
+
+
+def _resumed(result: Result) -> str:
+    chunks = result.chunks
+    proof = {None: "", "skipped": "; not compared (--no-replay)"}
+    said = proof.get(result.replay, f"; one batch evaluated anew: {result.replay}")
+    return f"{chunks['resumed']} of {chunks['total']} chunks were finished before{said}"
 
 
 def _work(result: Result) -> str:

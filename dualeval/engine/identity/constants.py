@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from operator import itemgetter
 from types import CodeType, FunctionType
 from typing import Any
@@ -16,11 +16,14 @@ import numpy as np
 from torch import Tensor
 
 from dualeval.engine.identity.source import has_source, is_own
-from dualeval.engine.identity.values import Values, has_path, ignored
+from dualeval.engine.identity.values import Values, has_path, ignored, says_where
 
 _SHOWN = 16  # characters of a hash
-_LONGEST_VALUE = 60
+# Longer ones are hashed: nobody wants a password or a token in job.json.
+_LONGEST_VALUE = 16
 _MOST_SHOWN = 128
+# What typing.Protocol leaves in every class that derives from one.
+_OF_TYPING = {"_is_protocol", "_is_runtime_protocol"}
 
 
 def constants(objects: Iterable[object], values: Values) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def constants(objects: Iterable[object], values: Values) -> dict[str, Any]:
         if is_own(kind) and has_source(kind):
             left_out = ignored(kind)
             items = sorted(_read_by(kind), key=itemgetter(0))
-            read = {name: value for name, value in items if name.rpartition(".")[2] not in left_out}
+            read = {name: value for name, value in items if not _left_out(name, left_out)}
             name = f"{kind.__module__}.{kind.__qualname__}"
             while read and name in found:  # made twice by one function
                 name += "'"
@@ -79,6 +82,11 @@ def _read_by(kind: type) -> Iterator[tuple[str, Any]]:
         for name in _named(function.__code__) - written:
             if not _is_pythons(name) and _is_plain(function.__globals__.get(name, _held_by)):
                 yield name, function.__globals__[name]
+
+
+def _left_out(name: str, ignored_names: Container[str]) -> bool:
+    own = name.rpartition(".")[2]
+    return own in ignored_names or says_where(own)
 
 
 def _functions_of(item: Any) -> list[FunctionType]:
@@ -117,7 +125,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_pythons(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
+    return name in _OF_TYPING or (name.startswith("__") and name.endswith("__"))
 
 
 def _named(code: CodeType) -> set[str]:

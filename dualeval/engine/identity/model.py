@@ -13,7 +13,7 @@ from torch.nn.modules import module as global_hooks
 
 from dualeval.engine.identity.source import is_own
 from dualeval.engine.identity.tensors import tensor_digest
-from dualeval.engine.identity.values import Values, attributes_of, script_code
+from dualeval.engine.identity.values import Values, attributes_of, says_where, script_code
 
 # Of an nn.Module's attributes: what is read in another way, and what no forward in evaluation reads.
 _BOOKKEEPING = {
@@ -126,7 +126,9 @@ def values_of(module: nn.Module) -> dict[str, Any]:
         left_out = _TRACED
     elif type(module).__module__.startswith("torch._dynamo"):
         left_out = _COMPILED | {name for name, value in attributes.items() if callable(value)}
-    return {name: value for name, value in attributes.items() if name not in left_out}
+    return {
+        name: value for name, value in attributes.items() if name not in left_out and not says_where(name)
+    }
 
 
 def structure_fingerprint(model: nn.Module, values: ModelValues) -> dict[str, str]:

@@ -58,7 +58,9 @@ from dualeval.errors import DualevalError, UsageError
 IGNORES = "dualeval_identity_ignores"
 
 # Attributes that say where a thing was found, and not what it is.
-_WHEREABOUTS = {"_name_or_path", "name_or_path"}
+_WHEREABOUTS = {"name_or_path"}
+# And those that say which process of how many this is: a job is the same in all of them.
+_PROCESS = {"rank", "global_rank", "local_rank", "node_rank", "group_rank", "world_size", "local_world_size"}
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu|tpu|xla)(:\d+)?")
 # Of two parts or more, or after "=" or "file://"; not in an address, nor a relative one.
 _PATH_INSIDE = re.compile(
@@ -226,7 +228,7 @@ class Values:
 
     def attributes(self, attributes: Mapping[str, Any]) -> bytes:
         """The digest of attributes by name, in any order."""
-        named = sorted((name, value) for name, value in attributes.items() if name not in _WHEREABOUTS)
+        named = sorted((name, value) for name, value in attributes.items() if not says_where(name))
         return _hash(
             "attributes", *(part for name, value in named for part in (name.encode(), self.digest(value)))
         )
@@ -351,6 +353,11 @@ def script_code(values: Values, method: Any) -> bytes:
     plain = re.sub(r"___torch_mangle_\d+\.?", "", text)
     named = constants if isinstance(constants, dict) else constants.const_mapping
     return values.all("script", [plain, named])
+
+
+def says_where(name: str) -> bool:
+    """Whether a value of that name says where something lies or runs, and not what it is."""
+    return name.strip("_").lower() in _WHEREABOUTS | _PROCESS
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
