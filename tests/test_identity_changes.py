@@ -281,6 +281,15 @@ def test_a_metric_whose_fingerprint_is_no_json_is_named(tmp_path: Path) -> None:
         evaluate(NetTask(Net, (Odd(1.0),)), tmp_path)
 
 
+def test_a_task_whose_fingerprint_is_no_json_is_named(tmp_path: Path) -> None:
+    class Odd(TinyTask):
+        def fingerprint(self) -> Any:
+            return {"seed": object()}
+
+    with pytest.raises(UsageError, match=r"the fingerprint\(\) of task 'tiny' returned what is no JSON"):
+        evaluate(Odd(SAMPLES), tmp_path)
+
+
 # Source
 
 

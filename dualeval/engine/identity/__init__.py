@@ -60,7 +60,7 @@ def job_identity(
         Plain values by name, as JSON has them. The contents of samples are not in it: ``contents``.
 
     Raises:
-        UsageError: a tensor of the model has no values, or a metric's fingerprint is no JSON.
+        UsageError: a tensor of the model has no values, or the fingerprint of task or metric is no JSON.
     """
     values = ModelValues(model)
     structure = structure_fingerprint(model, values)
@@ -68,7 +68,7 @@ def job_identity(
     return {
         "task": task.name,
         **_sources([task, dataset, *model.modules(), *measures], task.sources(), values),
-        "task_options": task.fingerprint(),
+        "task_options": _as_json(task.fingerprint(), f"task {task.name!r}"),
         "data": dataset.fingerprint(samples),
         "samples": samples,
         "weights": model_fingerprint(model),
@@ -107,6 +107,16 @@ def _by_name(metrics: Iterable[Metric | RowMetric]) -> dict[str, Any]:
     return found
 
 
+def _as_json(said: Any, whose: str) -> Any:
+    try:
+        return json.loads(json.dumps(said, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the fingerprint() of {whose} returned what is no JSON: {error}. Return numbers, text, None, "
+            "and lists and dicts of them."
+        ) from error
+
+
 def metric_fingerprint(metric: Metric | RowMetric) -> Any:
     """What a metric's values depend on: what its ``fingerprint()`` says; else its class and its attributes.
 
@@ -118,14 +128,7 @@ def metric_fingerprint(metric: Metric | RowMetric) -> Any:
     """
     own = getattr(metric, "fingerprint", None)
     if callable(own):
-        said = own()
-        try:
-            return json.loads(json.dumps(said, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"the fingerprint() of metric {metric.name!r} returned what is no JSON: {error}. Return "
-                "numbers, text, None, and lists and dicts of them."
-            ) from error
+        return _as_json(own(), f"metric {metric.name!r}")
     values = ModelValues()
     named = f"{type(metric).__module__}.{type(metric).__qualname__}"
     if isinstance(metric, nn.Module):
