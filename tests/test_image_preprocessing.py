@@ -289,6 +289,7 @@ def test_two_logs_can_be_told_apart(folder: Path, tmp_path: Path) -> None:
     [
         ({"mean": (72.9,)}, "--mean 72.9: expected numbers from 0 to 1"),
         ({"mean": 0.5}, "--mean 0.5: expected numbers"),
+        ({"mean": ()}, "--mean : expected numbers"),
         ({"std": (0.0,)}, "--std 0.0: expected numbers above 0"),
         ({"std": ("a",)}, "--std a: expected numbers"),
         ({"crop": -1}, "--crop -1: expected a whole number"),
