@@ -13,17 +13,14 @@ if __name__ != "dualeval.backends":
 
 import difflib
 import importlib
-import re
 from dataclasses import dataclass
-
-import torch
 
 from dualeval.backends.base import Backend
 from dualeval.backends.mpi import MPI_LAUNCHERS
 from dualeval.errors import LaunchError, UsageError
 from dualeval.world import World
 
-__all__ = ["Backend", "choose_backend", "choose_device", "connect"]
+__all__ = ["Backend", "choose_backend", "connect"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,34 +68,23 @@ _BACKENDS = {
 }
 
 
-def connect(
-    name: str | None, world: World, device: str | None = None, *, allow_shared_gpu: bool = False
-) -> Backend:
-    """Join the ranks of a world and return the backend over which they talk.
+def connect(name: str | None, world: World) -> Backend:
+    """Join the ranks of a world and return the backend over which they talk. It needs no GPU.
 
     Args:
         name: "single", "torch", "horovod" or "mpi"; None takes the launcher's own: without a launcher single,
             torchrun and srun torch, horovodrun horovod, mpirun horovod where that is built with MPI and else
             mpi.
         world: this process's place, from ``dualeval.launch.detect``.
-        device: as for ``choose_device``.
-        allow_shared_gpu: likewise.
 
     Raises:
-        UsageError: there is no such backend, or no such device here.
+        UsageError: there is no such backend.
         LaunchError: this backend cannot run under this launcher, or its library is missing or broken.
         BackendError: the group could not be joined.
     """
     entry = _BACKENDS[choose_backend(name, world)]
-    place = choose_device(device, world, allow_shared_gpu=allow_shared_gpu)
-    if place.type == "cuda":
-        # What allocates on "cuda" or pins memory takes the current device; by default 0 on all ranks.
-        torch.cuda.set_device(place)
-    # NCCL refuses ranks that share a GPU, so they meet in host memory. Decided by the options alone, which
-    # are the same on every rank; whether a GPU is shared may differ from node to node.
-    shared = world.size > 1 and (allow_shared_gpu or (device is not None and ":" in device))
     implementation: type[Backend] = getattr(importlib.import_module(entry.module), entry.class_name)
-    return implementation(world, place, torch.device("cpu") if shared else None)
+    return implementation(world)
 
 
 def choose_backend(name: str | None, world: World) -> str:
@@ -153,41 +139,3 @@ def _named(launcher: str) -> str:
     return {"none": "no launcher", "openmpi": "mpirun (Open MPI)", "mpich": "mpirun (MPICH)"}.get(
         launcher, launcher
     )
-
-
-def choose_device(wanted: str | None, world: World, *, allow_shared_gpu: bool = False) -> torch.device:
-    """Choose where this rank's model and batches belong.
-
-    Args:
-        wanted: "cpu"; "cuda", the GPU with this rank's local number; "cuda:N", that GPU on every rank; None,
-            the same as "cuda" where a GPU is visible and else the CPU.
-        world: this process's place; its ``local_rank`` counts, among the GPUs that it sees.
-        allow_shared_gpu: where a node has fewer GPUs than ranks, these take turns in sharing them.
-
-    Raises:
-        UsageError: it is none of these, or this node has no such GPU, or fewer GPUs than ranks.
-    """
-    if wanted is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", wanted):
-        raise UsageError(f"--device {wanted!r} is no device: it takes cpu, cuda (one GPU a rank) or cuda:N.")
-    if wanted == "cpu" or (wanted is None and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        reason = "sees no GPU" if torch.version.cuda else "is built without CUDA"
-        raise UsageError(f"--device {wanted}: torch {torch.__version__} {reason}. Type --device cpu.")
-    count = torch.cuda.device_count()
-    if wanted and ":" in wanted:
-        index = int(wanted.partition(":")[2])
-        if index >= count:
-            raise UsageError(
-                f"--device {wanted} needs GPU {index}, but this node shows {count} (0 to {count - 1})."
-            )
-        return torch.device("cuda", index)
-    # Fewer than the node has: the launcher lets each rank see its own.
-    bound = world.node_gpus is not None and count < world.node_gpus
-    if world.local_size > count and not bound and not allow_shared_gpu:
-        raise UsageError(
-            f"{world.local_size} ranks were started on this node, which shows {count} "
-            f"GPU{'s' if count > 1 else ''}; each rank takes one of its own. Start at most {count} processes "
-            f"a node, or type --device cpu, or --allow-shared-gpu to let ranks share."
-        )
-    return torch.device("cuda", world.local_rank % count)

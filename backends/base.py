@@ -1,18 +1,21 @@
 """Backend: the collectives that an evaluation needs, the same on every library.
 
-A backend implements five primitives on buffers that are already copied, contiguous and of a type that every
-library has; the rest is written once, here. Three rules make the rest possible:
+A backend implements three primitives on buffers that are already copied, contiguous and of a type that every
+library has; the rest is written once, here. Five rules make the rest possible:
 
+* The transport follows the tensor: a host tensor travels from host memory, a device's tensor from the device
+  where the library can do that, and else through host memory.
 * Reductions travel as int32, int64, float32 or float64, and come back in the caller's type.
 * Broadcast and gather move content and never compute, so they travel as bytes (uint8) in any type.
+* No primitive gets more than ``MOST_BYTES`` at a time: MPI and Horovod count in 32 bits.
 * The buffers are made outside of inference mode, also for a caller inside: a library's own thread that writes
   into them is in no such mode, and may not write into one of its tensors.
 
-Every method is a collective: all ranks call it, in the same order, with tensors of the same shape and type
-(gather: of the same shape behind the first dimension). What is wrong with the call itself (the operation, the
-type, a rank out of range) is a ``BackendError`` before any communication. Reductions do not compare shapes
-over the ranks: that would cost a second collective for each. No method has a time-out: noticing a rank that
-died or stalls is the control plane's task.
+Every method is a collective: all ranks call it, in the same order, with tensors of the same shape and type on
+devices of the same type (gather: of the same shape behind the first dimension). What is wrong with the call
+itself (the operation, the type, a rank out of range) is a ``BackendError`` before any communication.
+Reductions do not compare shapes over the ranks: that would cost a second collective for each. No method has
+a time-out: noticing a rank that died or stalls is the control plane's task.
 """
 
 from __future__ import annotations
@@ -58,6 +61,12 @@ _LOOK_S = 50e-6
 _PAUSE_PART = 0.03
 _LONGEST_PAUSE_S = 0.01
 
+# Most bytes of a collective: of what is reduced or broadcast, and of what all ranks together gather. MPI, and
+# Horovod in its gather, have int32 for counts and displacements.
+MOST_BYTES = 2**31 - 1
+
+_HOST = torch.device("cpu")
+
 # In place of a signature in gather's header: this rank has nothing to send and says why.
 _REFUSED = 0
 
@@ -96,18 +105,35 @@ class Backend(ABC):
     Attributes:
         name: name under which ``connect`` finds the backend.
         world: this process's place among the ranks.
-        device: where this rank's model and batches belong.
-        transport: where the buffers of a collective live: ``device``, or the CPU where the library takes
-            only host memory.
+        device: where this rank's model and batches belong; the CPU until ``use_device`` says otherwise.
+        owns_group: whether the backend opened the group. Where the caller had, it stays the caller's.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, world: World, device: torch.device, transport: torch.device | None = None) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self.device = device
-        self.transport = device if transport is None else transport
+        self.device = _HOST
+        self.owns_group = True
+        # Types of devices from whose memory the library sends.
+        self._sends_from: frozenset[str] = frozenset()
         self._closed = False
+
+    def use_device(self, device: torch.device, *, shared: bool) -> None:
+        """Say where this rank's model and batches belong.
+
+        Args:
+            device: this rank's.
+            shared: some ranks have one device together. NCCL refuses that, so all tensors then travel
+                through host memory. The same on every rank.
+        """
+        self.device = device
+        if shared:
+            self._sends_from = frozenset()
+
+    def carrier(self, device: torch.device) -> torch.device:
+        """Where the buffers of a collective live, for tensors on ``device``: there, or on the host."""
+        return device if device.type in self._sends_from else _HOST
 
     def __enter__(self) -> Backend:
         return self
@@ -133,9 +159,10 @@ class Backend(ABC):
             self._closed = True
             self._close(failed)
 
+    @torch.inference_mode(False)
     def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self._barrier()
+        """Wait until every rank is here: a reduction of one host number."""
+        self._all_reduce(torch.zeros(1, dtype=torch.int32), "sum")
 
     @torch.inference_mode(False)
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
@@ -162,9 +189,9 @@ class Backend(ABC):
         wire_type = WIRE_TYPES.get(tensor.dtype)
         if wire_type is None:
             raise _unsupported("all_reduce", tensor.dtype, WIRE_TYPES)
-        owned = _copy_to(self.transport, tensor, wire_type)
-        if owned.numel():
-            self._all_reduce(owned, op)
+        owned = _copy_to(self.carrier(tensor.device), tensor, wire_type)
+        for part in _parts(owned.view(-1)):
+            self._all_reduce(part, op)
         return owned.to(device=tensor.device, dtype=tensor.dtype)
 
     @torch.inference_mode(False)
@@ -192,9 +219,10 @@ class Backend(ABC):
         for dtype in (tensor.dtype, weight.dtype if isinstance(weight, Tensor) else torch.float64):
             if dtype not in WIRE_TYPES:
                 raise _unsupported("reduce_mean", dtype, WIRE_TYPES)
-        values = tensor.detach().to(device=self.transport, dtype=torch.float64)
+        carrier = self.carrier(tensor.device)
+        values = tensor.detach().to(device=carrier, dtype=torch.float64)
         weights = torch.as_tensor(1.0 if weight is None else weight).detach()
-        weights = weights.to(device=self.transport, dtype=torch.float64)
+        weights = weights.to(device=carrier, dtype=torch.float64)
         try:
             weights.expand(values.shape)
         except RuntimeError as error:
@@ -205,8 +233,8 @@ class Backend(ABC):
         # where, not the product alone: 0 * NaN is NaN.
         weighted = torch.where(weights == 0, 0.0, values * weights)
         sums = torch.cat([weighted.reshape(-1), weights.reshape(-1)])
-        if sums.numel():
-            self._all_reduce(sums, "sum")
+        for part in _parts(sums):
+            self._all_reduce(part, "sum")
         mean = sums[: values.numel()].reshape(values.shape) / sums[values.numel() :].reshape(weights.shape)
         dtype = tensor.dtype if tensor.dtype.is_floating_point else torch.float64
         return mean.to(device=tensor.device, dtype=dtype)
@@ -228,12 +256,14 @@ class Backend(ABC):
         """
         self._require_rank("broadcast", "src", src)
         if self.world.rank == src:
-            payload = _to_bytes("broadcast", tensor, self.transport)
+            payload = _to_bytes("broadcast", tensor, self.carrier(tensor.device))
         else:
             _require_bytes("broadcast", tensor)
-            payload = torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8, device=self.transport)
-        if payload.numel():
-            self._broadcast(payload, src)
+            payload = torch.empty(
+                tensor.numel() * tensor.itemsize, dtype=torch.uint8, device=self.carrier(tensor.device)
+            )
+        for part in _parts(payload):
+            self._broadcast(part, src)
         return payload.view(tensor.dtype).reshape(tensor.shape).to(device=tensor.device)
 
     def gather(self, tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
@@ -305,9 +335,12 @@ class Backend(ABC):
 
     @torch.inference_mode(False)
     def _gather_tensors(self, call: str, tensor: Tensor, dst: int | None) -> list[Tensor] | None:
-        payload = _to_bytes(call, tensor, self.transport, copy=False)
+        payload = _to_bytes(call, tensor, self.carrier(tensor.device), copy=False)
         rows, trailing = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, torch.Size())
         kind = f"{_type_name(tensor.dtype)} of shape ({', '.join(map(str, ('*', *trailing)))})"
+        if payload.device != _HOST:
+            # A rank that sends from host memory would wait for ever for one that does not.
+            kind += f" on {payload.device.type}"
         pieces = self._gather_bytes(call, payload, rows=rows, kind=kind, dst=dst)
         if pieces is None:
             return None
@@ -319,7 +352,7 @@ class Backend(ABC):
     @torch.inference_mode(False)
     def _gather_values(self, call: str, value: Any, dst: int | None) -> list[Any] | None:
         text, refusal = _encode(value)
-        payload = _from_text(text).to(self.transport)
+        payload = _from_text(text)
         pieces = self._gather_bytes(call, payload, rows=len(text), kind="JSON", refusal=refusal, dst=dst)
         return None if pieces is None else [_decode(_to_text(piece)) for piece, _ in pieces]
 
@@ -333,7 +366,7 @@ class Backend(ABC):
         and all raise the same error; without the header they would wait for ever or take one for the other.
 
         Args:
-            payload: uint8 of shape (bytes,) on ``transport``.
+            payload: uint8 of shape (bytes,), on its ``carrier``.
             kind: what the content is; must be the same on every rank.
             refusal: why this rank has nothing to send.
 
@@ -342,7 +375,7 @@ class Backend(ABC):
         """
         own = f"{call}{'' if dst is None else f' to rank {dst}'} of {refusal or kind}"
         signature = _hash(own) if refusal is None else _REFUSED
-        own_header = torch.tensor([payload.numel(), rows, signature], device=self.transport)
+        own_header = torch.tensor([payload.numel(), rows, signature])
         gathered = self._gather_headers(own_header.view(torch.uint8))
         headers = [header.view(torch.int64).tolist() for header in gathered]
         if any(header[2] == _REFUSED or header[2] != headers[0][2] for header in headers):
@@ -350,11 +383,11 @@ class Backend(ABC):
         longest = max(length for length, _, _ in headers)
         padded = payload
         if payload.numel() < longest:
-            padded = torch.zeros(longest, dtype=torch.uint8, device=self.transport)
+            padded = torch.zeros(longest, dtype=torch.uint8, device=payload.device)
             padded[: payload.numel()] = payload
         contents: list[Tensor] | None
         if longest:
-            contents = self._gather(padded, dst)
+            contents = self._gather_in_parts(padded, dst)
         else:
             # No rank has content, and every rank knows it: the second collective is left out.
             contents = [padded for _ in headers] if dst in (None, self.world.rank) else None
@@ -366,9 +399,22 @@ class Backend(ABC):
             for content, (length, rows_of_rank, _) in zip(contents, headers, strict=True)
         ]
 
+    def _gather_in_parts(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
+        """Gather as ``_gather``, in several collectives where one would be too large."""
+        most = max(1, MOST_BYTES // self.world.size)
+        if payload.numel() <= most:
+            return self._gather(payload, dst)
+        receives = dst in (None, self.world.rank)
+        contents = [torch.empty_like(payload) for _ in range(self.world.size)] if receives else None
+        for start in range(0, payload.numel(), most):
+            parts = self._gather(payload[start : start + most], dst)
+            for content, part in zip(contents or [], parts or [], strict=True):
+                content[start : start + most] = part
+        return contents
+
     def _raise_disagreement(self, own: str) -> None:
         """Tell all ranks what each one brought to a gather that cannot be done, and raise on all of them."""
-        text = _from_text(own.encode("utf-8", "backslashreplace")).to(self.transport)
+        text = _from_text(own.encode("utf-8", "backslashreplace"))
         pieces = self._gather_bytes("disagreement", text, rows=0, kind="text", dst=None)
         assert pieces is not None
         ranks_by_text: dict[str, list[str]] = {}
@@ -388,7 +434,8 @@ class Backend(ABC):
         """Reduce in place.
 
         Args:
-            tensor: int32, int64, float32 or float64, contiguous, not empty, on ``transport``.
+            tensor: int32, int64, float32 or float64, of one dimension, contiguous, not empty, on the host or
+                on a device of a type in ``_sends_from``.
         """
 
     @abstractmethod
@@ -396,7 +443,8 @@ class Backend(ABC):
         """Overwrite ``payload`` by that of ``src``.
 
         Args:
-            payload: uint8 of shape (bytes,), not empty, of the same size on every rank, on ``transport``.
+            payload: uint8 of shape (bytes,), contiguous, not empty, of the same size on every rank, on a
+                device as in ``_all_reduce``.
         """
 
     @abstractmethod
@@ -417,12 +465,14 @@ class Backend(ABC):
         return headers
 
     @abstractmethod
-    def _barrier(self) -> None:
-        """Wait until every rank is here."""
-
-    @abstractmethod
     def _close(self, failed: bool) -> None:
         """Leave the group; called once."""
+
+
+def _parts(flat: Tensor) -> Iterator[Tensor]:
+    """Cut a tensor of one dimension into what one collective takes; nothing of an empty one."""
+    if flat.numel():
+        yield from torch.split(flat, max(1, MOST_BYTES // flat.itemsize))
 
 
 def _to_bytes(call: str, tensor: Tensor, device: torch.device, *, copy: bool = True) -> Tensor:

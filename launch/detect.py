@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from dualeval.errors import LaunchError, UsageError
+from dualeval.launch.gpus import promised_gpus
 from dualeval.launch.hostlist import expand_hosts, expand_tasks
 from dualeval.launch.variables import ALL, HOROVODRUN, MPICH, OPEN_MPI, SRUN, TORCHRUN, Variable, Variables
 from dualeval.world import World
@@ -25,7 +26,6 @@ Probe = Callable[[Mapping[str, str]], World | None]
 
 # Slurm numbers from here on what is no step of tasks: a batch script, an salloc shell on a node.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_GPUS = "SLURM_GPUS_ON_NODE"
 # How often the ranks were started again: torchrun's --max-restarts, and a job that was requeued.
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _REQUEUES = "SLURM_RESTART_COUNT"
@@ -94,12 +94,15 @@ def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detectio
         UsageError: there is no launcher of that name.
     """
     found = {source.launcher: source.found(environ) for source in ALL}
+    promised = promised_gpus(environ)
     try:
         if launcher is not None:
-            return Detection(world=_ask_one(environ, launcher), found=found)
+            world = replace(_ask_one(environ, launcher), promised_gpus=promised)
+            return Detection(world=world, found=found)
         world, left_over = _ask_all(environ)
     except LaunchError as error:
         return Detection(error=error, found=found)
+    world = replace(world, promised_gpus=promised)
     if world.launcher == "none" and (problem := left_over or _unplaced(environ)):
         return Detection(error=problem, found=found)
     return Detection(
@@ -308,7 +311,6 @@ def _probe_srun(environ: Mapping[str, str]) -> World | None:
         run_id=f"{environ.get('SLURM_CLUSTER_NAME', '')}.{job}.{number}.{restarts}",
         node_sizes=sizes,
         mpi=_has_way_into_mpi(environ, f"{job}.{number}"),
-        node_gpus=_whole_number(SRUN, environ, _GPUS) if environ.get(_GPUS) else None,
         restarts=restarts,
     )
 

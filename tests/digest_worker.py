@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dualeval.backends import connect
+from dualeval.devices import connect
 from dualeval.engine.control import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.launch import detect

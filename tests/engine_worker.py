@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.backends import connect
 from dualeval.backends.base import Backend
+from dualeval.devices import connect
 from dualeval.engine import evaluator, recorder
 from dualeval.engine.control import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.backends import connect
+from dualeval.devices import connect
 from dualeval.engine.control import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.launch import detect

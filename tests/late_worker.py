@@ -14,7 +14,7 @@ from time import monotonic, process_time, sleep
 
 import torch
 
-from dualeval.backends import connect
+from dualeval.devices import connect
 from dualeval.launch import detect
 
 

@@ -21,7 +21,7 @@ import torch
 # The model and the data of the embedded job.
 import dualeval.data.idx
 import dualeval.models.fashion_cnn  # noqa: F401
-from dualeval.backends import connect
+from dualeval.devices import connect
 from dualeval.engine.control import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.launch import detect

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "dualeval"
 # Each room and the rooms it may import from, besides itself and the ground floor.
 GROUND = {"choices", "errors", "world", "network", "store", "vision_library", "weights_name"}
 ALLOWED = {
-    "cli": {"job", "launch", "backends", "engine", "tasks", "models", "report", "result"},
+    "cli": {"job", "launch", "backends", "devices", "engine", "tasks", "models", "report", "result"},
     "engine": {"metrics", "result", "tasks", "backends.base"},
     "tasks": {"models", "data", "metrics"},
     "models": {"data"},
@@ -25,6 +25,7 @@ ALLOWED = {
     "metrics": set(),
     "report": {"result"},
     "result": {"metrics"},
+    "devices": {"launch", "backends"},
     "job": set(),
     "backends": set(),
     "launch": set(),

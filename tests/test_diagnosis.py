@@ -28,7 +28,10 @@ def facts(rank: int, **others: Any) -> dict[str, Any]:
         "notes": [],
         "outer": [],
         "backend": "torch",
+        "gpus": [],
         "device": "cpu",
+        "device_type": "cpu",
+        "no_gpu": "torch 2.13 sees no GPU",
         "cores": [0, 1, 2, 3],
         "threads": 2,
         "omp_num_threads": None,
@@ -56,7 +59,7 @@ def report(*changed: dict[str, Any], without: tuple[int, ...] = ()) -> dict[str,
         "waited_s": 20.0,
         "output": "/data/runs",
         "addresses": ["h0", "10.0.0.1"],
-        "speed": {"latency_us": 1234.5, "bandwidth_gb_s": 1.5},
+        "speed": {"cpu": {"latency_us": 1234.5, "bandwidth_gb_s": 1.5}},
         "ranks": ranks,
     }
     return {**found, "problems": problems(found)}
@@ -69,11 +72,11 @@ def test_all_is_well() -> None:
     assert text.endswith("No problem was found.\n")
     for part in (
         "srun        taken      SLURM_PROCID=0  (rank)",
-        "3     h1    103  1 of 2  1     torch    cpu     2 of 4            h0",
+        "3     h1    103  1 of 2  1     torch    0          cpu     2 of 4            h0",
         "control plane   h0, 10.0.0.1, at a port that the kernel picks",
         "output folder   /data/runs, seen by all ranks",
         "operations      all_reduce, gather: right on all ranks",
-        "all_reduce      1,234 us for 8 bytes, 1.50 GB/s at 64 MiB",
+        "all_reduce      1,234 us for 8 bytes, 1.50 GB/s at 64 MiB (cpu tensors)",
     ):
         assert part in text
 
@@ -127,3 +130,11 @@ def test_what_keeps_ranks_apart() -> None:
     ranks = {0: facts(0), 1: facts(1, backend="mpi", torch="2.12")}
     assert len(differences(ranks)) == 2
     assert differences(ranks, BLOCKING) == ["the ranks differ in the backend: torch on rank 0; mpi on rank 1"]
+
+
+def test_a_node_without_gpu_beside_others() -> None:
+    """That it computes on the CPU is a problem where others compute on GPUs, and only there."""
+    others = [facts(rank) | {"device": "cuda:0 (H)", "device_type": "cuda"} for rank in (0, 1, 3)]
+    assert problems(report(*others)) == [
+        "rank 2 on h1 computes on the CPU, others on GPUs: torch 2.13 sees no GPU"
+    ]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualeval.backends import connect
+from dualeval.devices import connect
 from dualeval.engine import folder, recorder
 from dualeval.engine.control import open_control_plane
 from dualeval.engine.evaluator import Evaluator

@@ -64,7 +64,7 @@ class _Findings:
     size: int
     ranks: dict[int, dict[str, Any]]
     addresses: list[str] = field(default_factory=list)
-    speed: dict[str, float] = field(default_factory=dict)
+    speed: dict[str, dict[str, float]] = field(default_factory=dict)
     stage: str = "meeting the other ranks"
     probe: str | None = None
     shown: bool = False
@@ -110,11 +110,13 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
     """What this rank finds alone."""
     import torch
 
-    from dualeval.backends import choose_backend, choose_device, horovod, mpi
+    from dualeval.backends import choose_backend, horovod, mpi
+    from dualeval.devices import check_name, look
     from dualeval.engine.agreement import machine_facts
 
     errors = [] if detection.error is None else [str(detection.error)]
     versions = machine_facts(torch.device("cpu"), _LIBRARIES)["versions"]
+    sight = look(world)
     facts: dict[str, Any] = {
         "rank": world.rank,
         "size": world.size,
@@ -132,7 +134,10 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         "notes": list(detection.notes),
         "outer": list(detection.outer),
         "backend": None,
+        "gpus": [gpu.name for gpu in sight.gpus],
         "device": None,
+        "device_type": None,
+        "no_gpu": sight.reason,
         "cores": sorted(os.sched_getaffinity(0)),
         "threads": None,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
@@ -153,8 +158,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
     if detection.world is not None:
         try:
             facts["backend"] = choose_backend(asked.backend, world)
-            device = choose_device(asked.device, world, allow_shared_gpu=asked.allow_shared_gpu)
-            facts["device"] = _named(device)
+            check_name(asked.device)
         except DualevalError as error:
             errors.append(str(error))
     return facts
@@ -229,7 +233,7 @@ def _given_up(findings: _Findings, world: World, asked: _Asked) -> Iterator[None
         timer.join()
 
 
-def _try_alone(facts: dict[str, Any], world: World, asked: _Asked) -> dict[str, float]:
+def _try_alone(facts: dict[str, Any], world: World, asked: _Asked) -> dict[str, dict[str, float]]:
     with _probe(asked.out, facts) as probe:
         facts["shares_output"] = True if probe else None
         return {} if facts["errors"] else _try_backend(facts, world, asked)
@@ -337,12 +341,15 @@ def _must_stop(findings: _Findings) -> bool:
     )
 
 
-def _try_backend(facts: dict[str, Any], world: World, asked: _Asked) -> dict[str, float]:
-    """Join the backend and run every operation. A collective."""
-    from dualeval.backends import connect
+def _try_backend(facts: dict[str, Any], world: World, asked: _Asked) -> dict[str, dict[str, float]]:
+    """Join the backend, choose devices and run every operation. A collective."""
     from dualeval.backends.selftest import check_operations, measure_all_reduce
+    from dualeval.devices import connect
 
-    with connect(asked.backend, world, asked.device, allow_shared_gpu=asked.allow_shared_gpu) as backend:
+    with connect(
+        asked.backend, world, asked.device, allow_shared_gpu=asked.allow_shared_gpu, mix_machines=True
+    ) as backend:
+        facts["device"], facts["device_type"] = _named(backend.device), backend.device.type
         facts["operations"] = check_operations(backend)
         return measure_all_reduce(backend)
 

@@ -222,7 +222,8 @@ def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict
     """Check a job as far as one process can, and return its options as they would be used."""
     import torch
 
-    from dualeval.backends import choose_backend, choose_device
+    from dualeval.backends import choose_backend
+    from dualeval.devices import device_here
     from dualeval.engine import numerics
     from dualeval.engine.evaluation_mode import set_evaluation_mode
     from dualeval.engine.trial import check_names
@@ -230,7 +231,7 @@ def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict
     # What every rank would find here.
     last = world if nproc is None else _last_rank(nproc, world, manner)
     choose_backend(manner.backend, last)
-    device = choose_device(job.device, last, allow_shared_gpu=manner.allow_shared_gpu)
+    device = device_here(job.device, nproc or 1, last, allow_shared_gpu=manner.allow_shared_gpu)
     numerics.check_precision(job.precision, device)
     if manner.out is not None and manner.out.exists() and not manner.out.is_dir():
         raise UsageError(f"--out {manner.out} is a file. Give the name of a folder.")
@@ -270,13 +271,14 @@ def _last_rank(nproc: int, world: World, manner: _Manner) -> World:
 
 def _start_ranks(nproc: int, world: World, job: Job, manner: _Manner, arguments: Sequence[str]) -> int:
     """Start this same command, less --nproc, as ``nproc`` ranks of torchrun's or horovodrun's kind."""
-    from dualeval.backends import choose_backend, choose_device
+    from dualeval.backends import choose_backend
+    from dualeval.devices import device_here
     from dualeval.launch.local import run_local
 
     last = _last_rank(nproc, world, manner)
     # What the last rank would find: said here once, before any rank is started.
     choose_backend(manner.backend, last)
-    choose_device(job.device, last, allow_shared_gpu=manner.allow_shared_gpu)
+    device_here(job.device, nproc, last, allow_shared_gpu=manner.allow_shared_gpu)
     main_file = Path(__file__).resolve().parent.parent / "__main__.py"
     # Said, not left to be found: variables of another launcher may be left over in the shell.
     command = [sys.executable, str(main_file), *_without_start(arguments), "--launcher", last.launcher]
@@ -307,16 +309,18 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
     # Before any library has a thread: what is blocked then is blocked in all of them.
     signals = Signals(manner.stop_signals)
     from dualeval.backends import choose_backend, connect
+    from dualeval.devices import check_name
     from dualeval.engine.control import open_control_plane
     from dualeval.engine.watch import Watch
 
     choose_backend(manner.backend, world)
+    check_name(job.device)
     try:
-        backend = connect(manner.backend, world, job.device, allow_shared_gpu=manner.allow_shared_gpu)
+        backend = connect(manner.backend, world)
         control = open_control_plane(backend, manner.heartbeat_timeout)
         cores = _take_share_of_cores(backend)
     except DualevalError as error:
-        # Perhaps this rank's alone (its node may lack the GPU), and there is nowhere yet to tell the others.
+        # Perhaps this rank's alone (its node may lack a library), with no way yet to tell the others.
         where = f" (on rank {world.rank})" if world.size > 1 else ""
         click.echo(f"dualeval: error: {error}{where}", err=True)
         if world.size > 1:
@@ -362,10 +366,17 @@ def _take_share_of_cores(backend: Backend) -> int:
 def _run_engine(
     job: Job, manner: _Manner, backend: Backend, control: ControlPlane, watch: Watch, cores: int
 ) -> Result:
+    from dualeval.devices import take_device
     from dualeval.engine.evaluator import Evaluator
     from dualeval.report.progress import Progress
 
     world = backend.world
+    take_device(
+        backend,
+        job.device,
+        allow_shared_gpu=manner.allow_shared_gpu,
+        mix_machines=manner.mix_machines,
+    )
     if job.download:
         _download(job, world, control)
     task = _make_task(job)

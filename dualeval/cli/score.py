@@ -118,7 +118,7 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
         metrics=flags["metric"],
     )
     job = {name: None if value is None else str(value) for name, value in flags.items() if name in _JOB}
-    with connect(None, World.alone(), "cpu") as backend, open_control_plane(backend) as control:
+    with connect(None, World.alone()) as backend, open_control_plane(backend) as control:
         result = Evaluator(
             task,
             backend,

@@ -52,6 +52,10 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
     if absent:
         yield f"{_ranks(absent)} did not report within {report['waited_s']:g} s"
     yield from differences(ranks)
+    if any(facts["device_type"] == "cuda" for facts in ranks.values()):
+        for rank, facts in sorted(ranks.items()):
+            if facts["device_type"] == "cpu":
+                yield f"rank {rank} on {facts['host']} computes on the CPU, others on GPUs: {facts['no_gpu']}"
     for name in ("errors", "notes"):
         for text, where in _by_text(ranks, name):
             yield text if report["size"] == 1 else f"{text} ({_ranks(where)})"
@@ -124,6 +128,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
             "local",
             "node",
             "backend",
+            "GPUs seen",
             "device",
             "threads of cores",
             "reaches rank 0 at",
@@ -136,6 +141,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
                 f"{facts['local_rank']} of {facts['local_size']}",
                 _or_dash(facts["node_rank"]),
                 _or_dash(facts["backend"]),
+                str(len(facts["gpus"])),
                 _or_dash(facts["device"]),
                 f"{_or_dash(facts['threads'])} of {len(facts['cores'])}",
                 _or_dash(facts["reached"]),
@@ -149,10 +155,10 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"{'control plane':<16}{', '.join(report['addresses']) or '-'}, at a port that the kernel picks"
     yield f"{'output folder':<16}{report['output']}, {_shared(ranks)}"
     yield f"{'operations':<16}{_operations(ranks)}"
-    if report["speed"]:
+    for device, speed in report["speed"].items():
         yield (
-            f"{'all_reduce':<16}{report['speed']['latency_us']:,.0f} us for 8 bytes, "
-            f"{report['speed']['bandwidth_gb_s']:.2f} GB/s at 64 MiB"
+            f"{'all_reduce':<16}{speed['latency_us']:,.0f} us for 8 bytes, "
+            f"{speed['bandwidth_gb_s']:.2f} GB/s at 64 MiB ({device} tensors)"
         )
     yield ""
     found = report["problems"]

@@ -31,7 +31,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 # Relative to the greatest sum of absolute values: a sum over three ranks rounds twice.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-6, torch.float64: 1e-14}
-PRIMITIVES = ("_all_reduce", "_broadcast", "_gather_headers", "_gather", "_barrier")
+PRIMITIVES = ("_all_reduce", "_broadcast", "_gather_headers", "_gather")
 
 
 @dataclass
@@ -131,6 +131,25 @@ def count_collectives(backend: Backend) -> Iterator[list[str]]:
         for name in PRIMITIVES:
             stack.enter_context(mock.patch.object(backend, name, counted(name, getattr(backend, name))))
         yield calls
+
+
+@contextmanager
+def largest_piece(backend: Backend) -> Iterator[list[int]]:
+    """Note the most bytes of one collective meanwhile: of a gather, what all ranks send together."""
+    largest = [0]
+
+    def noted(primitive: Callable[..., Any], ranks: int) -> Callable[..., Any]:
+        def call(tensor: Tensor, *arguments: Any) -> Any:
+            largest[0] = max(largest[0], ranks * tensor.numel() * tensor.itemsize)
+            return primitive(tensor, *arguments)
+
+        return call
+
+    with ExitStack() as stack:
+        for name, ranks in (("_all_reduce", 1), ("_broadcast", 1), ("_gather", backend.world.size)):
+            primitive = noted(getattr(backend, name), ranks)
+            stack.enter_context(mock.patch.object(backend, name, primitive))
+        yield largest
 
 
 def sample(rank: int, layout: str, dtype: torch.dtype, rows: int | None = None) -> Tensor:

@@ -19,10 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dualeval.backends import connect
+from dualeval.backends import base
 from dualeval.backends.base import BYTE_TYPES, OPS, WIRE_TYPES, Op
+from dualeval.devices import connect
 from dualeval.errors import BackendError
-from tests.contract.bench import SHAPES, Bench, count_collectives, random_tensor, reduced, sample
+from tests.contract.bench import (
+    SHAPES,
+    Bench,
+    count_collectives,
+    largest_piece,
+    random_tensor,
+    reduced,
+    sample,
+)
 
 TEXT = 'Zürich 東京 🎉 \udc80 \x00 " \\ \n'
 
@@ -341,7 +350,7 @@ def check_barrier(bench: Bench) -> None:
         with count_collectives(bench.backend) as counts:
             bench.backend.barrier()
         bench.expect(arrived.exists(), f"left the barrier before rank {late} had come")
-        bench.expect(counts == ["_barrier"], f"{counts} for one barrier")
+        bench.expect(counts == ["_all_reduce"], f"{counts} for one barrier")
 
 
 def check_context(bench: Bench) -> None:
@@ -367,6 +376,32 @@ def check_attributes(bench: Bench) -> None:
     bench.expect(ranks == list(range(bench.size)), f"the ranks are {ranks}")
 
 
+def check_large_pieces(bench: Bench) -> None:
+    """What is larger than a collective takes travels in several, and arrives as in one."""
+    limit = 96
+    lengths = [5 * rank if bench.size > 1 else 40 for rank in range(bench.size)]
+    whole = [random_tensor(rank, (37,), torch.int64) for rank in range(bench.size)]
+    ragged = [random_tensor(rank, (length, 3), torch.int16) for rank, length in enumerate(lengths)]
+    device = bench.backend.device
+    with mock.patch.object(base, "MOST_BYTES", limit), largest_piece(bench.backend) as largest:
+        total = bench.backend.all_reduce(whole[bench.rank].to(device))
+        mean = bench.backend.reduce_mean(whole[bench.rank].to(device) % 1000)
+        last = bench.backend.broadcast(whole[bench.rank].to(device), bench.size - 1)
+        pieces = bench.backend.gather(ragged[bench.rank].to(device), 0)
+        everywhere = bench.backend.all_gather(ragged[bench.rank].to(device))
+        texts = bench.backend.all_gather_json(f"{bench.rank}" * 100)
+    bench.expect(0 < largest[0] <= limit, f"a collective of {largest[0]} bytes, the limit is {limit}")
+    bench.expect_tensor("all_reduce", total, reduced(whole, "sum").to(device))
+    means = torch.stack([tensor % 1000 for tensor in whole]).double().mean(0)
+    bench.expect_tensor("reduce_mean", mean, means.to(device), means.to(device))
+    bench.expect_tensor("broadcast", last, whole[-1].to(device))
+    bench.expect((pieces is None) == (bench.rank != 0), "gather gives pieces to rank 0 alone")
+    for name, found in (("gather", pieces or ragged), ("all_gather", everywhere)):
+        for rank, (piece, sent) in enumerate(zip(found, ragged, strict=True)):
+            bench.expect_tensor(f"{name} of {rank}", piece.to(device), sent.to(device))
+    bench.expect(texts == [f"{rank}" * 100 for rank in range(bench.size)], f"texts {texts}")
+
+
 def check_close(bench: Bench) -> None:
     """A second close does nothing; the group that the backend joined is gone."""
     bench.backend.close()
@@ -378,16 +413,20 @@ def check_close(bench: Bench) -> None:
 
 
 def check_callers_group(bench: Bench) -> None:
-    """A group that the caller has initialised is used, and is the caller's to end."""
-    _join_as_caller(bench, "callers-group")
-    with connect("torch", bench.backend.world, "cpu") as backend:
-        total = backend.all_reduce(torch.tensor(bench.rank + 1))
-        bench.expect(int(total) == bench.size * (bench.size + 1) // 2, f"the sum is {total}")
-    initialised = dist.is_initialized()
-    bench.expect(initialised, "close has destroyed the caller's group")
-    if initialised:
-        dist.barrier()
-        dist.destroy_process_group()
+    """A group that the caller has initialised stays the caller's to end, whatever tensors it takes."""
+    # The last takes no host tensors at all.
+    for library in ("gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", "cuda:gloo"):
+        _join_as_caller(bench, f"callers-group {library}".replace(":", " "), library)
+        with connect("torch", bench.backend.world, "cpu") as backend:
+            bench.expect(not backend.owns_group, "the group is the caller's")
+            total = backend.all_reduce(torch.tensor(bench.rank + 1))
+            bench.expect(int(total) == bench.size * (bench.size + 1) // 2, f"{library}: the sum is {total}")
+            told = backend.all_gather_json([bench.rank])
+            bench.expect(told == [[rank] for rank in range(bench.size)], f"{library}: gathered {told}")
+        initialised = dist.is_initialized()
+        bench.expect(initialised, f"{library}: close has destroyed the caller's group")
+        if initialised:
+            dist.destroy_process_group()
 
 
 def check_lost_rank(bench: Bench) -> None:
@@ -408,10 +447,10 @@ def check_lost_rank(bench: Bench) -> None:
     dist.destroy_process_group()
 
 
-def _join_as_caller(bench: Bench, name: str) -> None:
+def _join_as_caller(bench: Bench, name: str, library: str = "gloo") -> None:
     """Initialise torch.distributed as a program does that calls dualeval in the midst of its own work."""
     store = dist.FileStore(str(bench.folder / name), bench.size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=bench.rank, world_size=bench.size)
+    dist.init_process_group(library, store=store, rank=bench.rank, world_size=bench.size)
 
 
 def _await_file(path: Path) -> None:
@@ -448,6 +487,7 @@ CHECKS: dict[str, Check] = {
     "wrong-calls": Check(run=check_wrong_calls),
     "disagreement": Check(run=check_disagreement, smallest_world=2),
     "barrier": Check(run=check_barrier),
+    "large-pieces": Check(run=check_large_pieces),
     "context": Check(run=check_context),
     "close": Check(run=check_close),
     "callers-group": Check(run=check_callers_group, backends=("torch",)),

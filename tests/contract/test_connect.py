@@ -8,18 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dualeval.backends import choose_backend, choose_device, connect, horovod
+from dualeval.backends import choose_backend, connect, horovod
+from dualeval.backends.torch_distributed import devices_of
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.detect import PROBES
 from dualeval.world import World
 from tests.conftest import Launch
 
-TORCHRUN = World(rank=1, size=2, local_rank=1, local_size=2, node_rank=0, launcher="torchrun")
-
 
 def test_single_is_the_default_without_a_launcher() -> None:
     for name in (None, "single"):
-        with connect(name, World.alone(), "cpu") as backend:
+        with connect(name, World.alone()) as backend:
             assert backend.name == "single"
             assert backend.world == World.alone()
             assert backend.device == torch.device("cpu")
@@ -85,7 +84,7 @@ def test_srun_takes_torch_and_needs_a_way_into_mpi() -> None:
 
 def test_torch_needs_a_launcher() -> None:
     with pytest.raises(LaunchError, match=r"started by no launcher.*'dualeval run --nproc N'") as caught:
-        connect("torch", World.alone(), "cpu")
+        connect("torch", World.alone())
     assert "leave --backend out to take single" in str(caught.value)
 
 
@@ -96,72 +95,30 @@ def test_unknown_names() -> None:
         connect(None, World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="pigeon"))
 
 
-@pytest.mark.parametrize("wanted", ["gpu", "", "cuda:", "cuda:-1", "cpu:0", "cuda:0 ", "mps"])
-def test_no_device(wanted: str) -> None:
-    with pytest.raises(UsageError, match="is no device: it takes cpu, cuda"):
-        choose_device(wanted, TORCHRUN)
-
-
-def test_devices_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    found = {wanted: choose_device(wanted, TORCHRUN) for wanted in (None, "cpu", "cuda", "cuda:0", "cuda:1")}
-    own = torch.device("cuda", 1)
-    assert found == {
-        None: own,
-        "cpu": torch.device("cpu"),
-        "cuda": own,
-        "cuda:0": torch.device("cuda", 0),
-        "cuda:1": own,
-    }
-    with pytest.raises(UsageError, match="--device cuda:2 needs GPU 2, but this node shows 2 \\(0 to 1\\)"):
-        choose_device("cuda:2", TORCHRUN)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match="2 ranks were started on this node, which shows 1 GPU") as caught:
-        choose_device(None, TORCHRUN)
-    assert "--allow-shared-gpu" in str(caught.value)
-    assert choose_device("cuda:0", TORCHRUN) == torch.device("cuda", 0)
-
-
-def test_a_rank_that_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for seen, node_gpus, index in ((1, 2, 0), (1, 8, 0), (4, 8, 1), (2, 2, 1)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
-        place = choose_device(None, replace(TORCHRUN, node_gpus=node_gpus))
-        assert place == torch.device("cuda", index)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match="which shows 1 GPU"):
-        choose_device(None, replace(TORCHRUN, node_gpus=1))
-
-
-def test_ranks_share_gpus_in_turns_where_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    worlds = [replace(TORCHRUN, rank=rank, size=5, local_rank=rank, local_size=5) for rank in range(5)]
-    found = [choose_device(None, world, allow_shared_gpu=True).index for world in worlds]
-    assert found == [0, 1, 0, 1, 0]
-    # All of them say so, not only those for which no GPU is left: no rank waits for one that has gone.
-    for world in worlds:
-        with pytest.raises(UsageError, match="5 ranks were started on this node, which shows 2 GPUs"):
-            choose_device(None, world)
-
-
-def test_devices_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device(None, TORCHRUN) == torch.device("cpu")
-    for wanted in ("cuda", "cuda:0"):
-        with pytest.raises(UsageError, match=f"--device {wanted}: torch .* Type --device cpu"):
-            choose_device(wanted, TORCHRUN)
-
-
 def test_single_imports_no_distributed_backend(launch: Launch) -> None:
     """A backend's module is imported when it is chosen."""
     code = (
         "import sys; from dualeval.backends import connect; from dualeval.world import World; "
-        "connect(None, World.alone(), 'cpu'); sys.exit('dualeval.backends.torch_distributed' in sys.modules)"
+        "connect(None, World.alone()); sys.exit('dualeval.backends.torch_distributed' in sys.modules)"
     )
     finished = launch([sys.executable, "-c", code])
     assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "devices"),
+    [
+        ("cpu:gloo,cuda:nccl", {"cuda"}),
+        ("cuda:nccl", {"cuda"}),
+        ("cpu:gloo,cuda:gloo", set()),
+        ("cpu:gloo", set()),
+        ("cpu:mpi,cuda:mpi", set()),
+        ("cpu:gloo,xpu:xccl", {"xpu"}),
+    ],
+)
+def test_a_groups_devices(config: str, devices: set[str]) -> None:
+    """Only what a library sends from a device's own memory is sent from there."""
+    assert devices_of(config) == devices
 
 
 def test_a_group_of_another_world(launch: Launch) -> None:
@@ -170,7 +127,7 @@ def test_a_group_of_another_world(launch: Launch) -> None:
         "import os, torch.distributed as dist; from dualeval.backends import connect; "
         "from dualeval.errors import LaunchError; from dualeval.launch import detect; "
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "try: connect('torch', detect(os.environ), 'cpu')\n"
+        "try: connect('torch', detect(os.environ))\n"
         "except LaunchError as error: print(error)\n"
         "dist.destroy_process_group()"
     )

@@ -12,7 +12,7 @@ import os
 import traceback
 from pathlib import Path
 
-from dualeval.backends import connect
+from dualeval.devices import connect
 from dualeval.launch import detect
 from tests.contract.bench import Bench
 from tests.contract.checks import CHECKS

@@ -1,0 +1,206 @@
+"""Where each rank computes: every rank tells what GPUs it sees, and all choose alike."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import socket
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from dualeval import backends
+from dualeval.backends.base import Backend
+from dualeval.errors import DualevalError, UsageError
+from dualeval.launch.gpus import Gpu, Sight, choose_gpus
+from dualeval.network import host_identity
+from dualeval.world import World
+
+_CPU = torch.device("cpu")
+
+
+def connect(
+    name: str | None,
+    world: World,
+    device: str | None = None,
+    *,
+    allow_shared_gpu: bool = False,
+    mix_machines: bool = False,
+) -> Backend:
+    """Join the ranks of a world, and choose where each computes. A collective.
+
+    Args:
+        name: of the backend, as for ``dualeval.backends.connect``.
+        world: this process's place, from ``dualeval.detect``.
+        device: as for ``take_device``; likewise ``allow_shared_gpu`` and ``mix_machines``.
+
+    Raises:
+        UsageError: there is no such backend, or no such device here, or two ranks would have one GPU.
+        LaunchError: this backend cannot run under this launcher, or its library is missing or broken.
+        BackendError: the group could not be joined.
+        DualevalError: a GPU does not work.
+    """
+    check_name(device)
+    backend = backends.connect(name, world)
+    try:
+        take_device(backend, device, allow_shared_gpu=allow_shared_gpu, mix_machines=mix_machines)
+    except BaseException:
+        backend.close(failed=True)
+        raise
+    return backend
+
+
+def take_device(
+    backend: Backend,
+    wanted: str | None = None,
+    *,
+    allow_shared_gpu: bool = False,
+    mix_machines: bool = False,
+) -> None:
+    """Choose where this rank's model and batches belong, and try it; ``backend.device`` says it then.
+
+    A collective. In a group that the caller has opened, and where the caller computes on GPUs already, its
+    current GPU is taken, and stays current.
+
+    Args:
+        backend: of all ranks.
+        wanted: "cpu"; "cuda", one GPU for each rank among those that it sees; "cuda:N", that GPU on every
+            rank; None, the same as "cuda" where GPUs are seen and else the CPU.
+        allow_shared_gpu: where there are fewer GPUs than ranks, let these share them.
+        mix_machines: let some ranks compute on GPUs and others on CPUs.
+
+    Raises:
+        UsageError: it is none of these, or some rank has no such GPU, or two would have one; on all ranks.
+        DualevalError: some rank's GPU does not work; on all ranks.
+    """
+    check_name(wanted)
+    own = look(backend.world)
+    if own.gpus and not backend.owns_group and _computes_already() and ":" not in (wanted or ""):
+        current = torch.cuda.current_device()
+        own = replace(own, gpus=tuple(gpu for gpu in own.gpus if gpu.number == current))
+    asked = {"--device": wanted, "--allow-shared-gpu": allow_shared_gpu, "--mix-machines": mix_machines}
+    reports = backend.all_gather_json({"asked": asked, "sight": asdict(own)})
+    everyone = [_sight(report["sight"]) for report in reports]
+    _refuse_differing([report["asked"] for report in reports], everyone)
+    chosen = choose_gpus(everyone, wanted, allow_shared=allow_shared_gpu, mix=mix_machines)
+    gpu = chosen[backend.world.rank]
+    device = _CPU if gpu is None else torch.device("cuda", gpu.number)
+    problems = backend.all_gather_json(None if gpu is None else _problem_with(device))
+    for sight, taken, problem in zip(everyone, chosen, problems, strict=True):
+        if problem is not None:
+            assert taken is not None
+            raise DualevalError(
+                f"{sight.where}: GPU {taken.number} ({taken.name}) does not work: {problem}. Mend that node "
+                f"or leave it out, or type --device cpu to compute on CPUs."
+            )
+    if gpu is not None and backend.owns_group:
+        # What allocates on "cuda" or pins memory takes the current device; by default 0 on all ranks.
+        torch.cuda.set_device(device)
+    ids = [taken.id for taken in chosen if taken is not None]
+    backend.use_device(device, shared=len(set(ids)) < len(ids))
+
+
+def device_here(
+    wanted: str | None, ranks: int, world: World, *, allow_shared_gpu: bool = False
+) -> torch.device:
+    """Choose as ``take_device`` would for the last of some ranks on this node, before any is started.
+
+    Args:
+        wanted: as for ``take_device``, and ``allow_shared_gpu``.
+        ranks: how many there will be.
+        world: this process's place.
+
+    Raises:
+        UsageError: as ``take_device``.
+    """
+    check_name(wanted)
+    seen = look(world)
+    everyone = [replace(seen, rank=rank) for rank in range(ranks)]
+    gpu = choose_gpus(everyone, wanted, allow_shared=allow_shared_gpu)[-1]
+    return _CPU if gpu is None else torch.device("cuda", gpu.number)
+
+
+def check_name(wanted: str | None) -> None:
+    """Raise UsageError where a device is none that ``take_device`` knows."""
+    if wanted is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", wanted):
+        raise UsageError(f"--device {wanted!r} is no device: it takes cpu, cuda (one GPU a rank) or cuda:N.")
+
+
+def look(world: World) -> Sight:
+    """Say what GPUs this rank sees."""
+    sight = Sight(rank=world.rank, host=socket.gethostname(), promised=world.promised_gpus)
+    with warnings.catch_warnings(record=True) as said:
+        # torch warns where it finds a GPU that it cannot use, and says why.
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable:
+        return replace(sight, gpus=tuple(_gpu(number) for number in range(torch.cuda.device_count())))
+    if not (torch.version.cuda or torch.version.hip):
+        return replace(sight, reason=f"torch {torch.__version__} is built without CUDA")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    limited = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
+    why = "".join(f": {str(warning.message).splitlines()[0]}" for warning in said[:1])
+    return replace(sight, reason=f"torch {torch.__version__} sees no GPU{limited}{why}")
+
+
+def _computes_already() -> bool:
+    """Whether this process uses CUDA, and so has a current GPU that it may have chosen."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _refuse_differing(asked: Sequence[Mapping[str, object]], everyone: Sequence[Sight]) -> None:
+    """Raise where ranks were given different options: each would choose by its own."""
+    for options, sight in zip(asked, everyone, strict=True):
+        for name, value in options.items():
+            if value != asked[0][name]:
+                raise UsageError(
+                    f"{everyone[0].where} and {sight.where} were given different {name} "
+                    f"({asked[0][name]} and {value}). Start every rank with the same options."
+                )
+
+
+def _gpu(number: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(number)
+    known = _driver_uuid(number) or getattr(properties, "uuid", None)
+    return Gpu(
+        number=number,
+        id=f"{host_identity()}:{number}" if known is None else f"GPU-{known}",
+        name=str(properties.name),
+    )
+
+
+def _driver_uuid(number: int) -> uuid.UUID | None:
+    """The UUID of a GPU, or of the slice that is seen of it (MIG), by NVIDIA's driver; None without one.
+
+    torch has that of the whole GPU alone (cuDeviceGetUuid_v2 of the CUDA driver API).
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        ask = driver.cuDeviceGetUuid_v2
+    except (OSError, AttributeError):  # another maker's GPU, or a driver older than CUDA 11.4
+        return None
+    device = ctypes.c_int()
+    found = ctypes.create_string_buffer(16)
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), number) or ask(found, device):
+        return None
+    return uuid.UUID(bytes=found.raw)
+
+
+def _problem_with(device: torch.device) -> str | None:
+    """Why nothing can be computed on a GPU that is seen; None where it can."""
+    try:
+        torch.zeros(1, device=device).add_(1)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # noqa: BLE001 - told to all ranks, each of which raises it
+        return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return None
+
+
+def _sight(report: Mapping[str, Any]) -> Sight:
+    """A Sight out of its JSON."""
+    return Sight(**{**report, "gpus": tuple(Gpu(**gpu) for gpu in report["gpus"])})
