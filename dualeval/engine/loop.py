@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine import numerics, trial
-from dualeval.engine.compute import Compute, Pending, is_out_of_memory, usable_threads
+from dualeval.engine.accelerator import is_out_of_memory
+from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.control import ControlPlane
 from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.opening import Found
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
+from dualeval.engine.transfer import Pending
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.tasks import Dataset, Task
@@ -307,9 +309,11 @@ class Loop:
             "" if self._evaluation.precision.startswith("amp") else ", or --precision amp-bf16 on a GPU"
         )
         device = self._evaluation.backend.device
+        # Python's own has no text.
+        said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         return DualevalError(
-            f"out of memory on {device} with --batch-size {self._plan.batch_size}: "
-            f"{str(error).splitlines()[0]} Try --batch-size {smaller}{precision}; on a CPU fewer threads "
+            f"out of memory on {device} with --batch-size {self._plan.batch_size}: {said}. "
+            f"Try --batch-size {smaller}{precision}; on a CPU fewer threads "
             f"(OMP_NUM_THREADS) or fewer ranks. {self._recorder.chunks_saved} finished chunks of this rank "
             "stay for the same command where there is more memory; another batch size is another job, and "
             "begins anew (--fresh)."
