@@ -11,11 +11,13 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.nests import zeros_like
 from dualeval.engine.progress import Stage
 from dualeval.engine.transfer import Uploads
+from dualeval.engine.worker_state import pack, unpack
 from dualeval.errors import DualevalError, UsageError
 from dualeval.tasks import Dataset, Task
 
@@ -59,15 +61,23 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         task: collates.
         fill: whether the place of a sample that cannot be read is filled, so that the rest of its batch is
             computed as it would be with that sample; without it such a batch has no data.
+        model: the task's, which no reading process gets.
     """
 
-    def __init__(self, dataset: Dataset, task: Task, *, fill: bool = True) -> None:
+    def __init__(
+        self, dataset: Dataset, task: Task, *, fill: bool = True, model: nn.Module | None = None
+    ) -> None:
         self._dataset = dataset
         self._task = task
+        self._model = model
         self._fill = fill
         # Whether the data set is known to return ready batches, and the samples to have zeros.
         self._ready_batches = False
         self._fill_tried = False
+
+    def pack(self) -> bytes:
+        """Pickle it for a process that is being started; see ``worker_state``."""
+        return pack(self, self._dataset, self._task, self._model)
 
     def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
         """Read one batch: its data, None if no sample could be read, and the samples that failed.
@@ -178,13 +188,28 @@ def _said(error: Exception) -> str:
 
 
 class _Returning(torch.utils.data.Dataset[Any]):
-    """A reader whose errors for people are returned: a loader would wrap them into its worker's traceback."""
+    """A reader whose errors for people are returned: a loader would wrap them into its worker's traceback.
+
+    It is pickled where its process is not forked; what it then gets of task and data set, ``worker_state``
+    decides.
+    """
 
     def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+        self._reader: Reader | None = reader
+        self._packed = b""
+
+    def __getstate__(self) -> bytes:
+        assert self._reader is not None
+        return self._reader.pack()
+
+    def __setstate__(self, packed: bytes) -> None:
+        self._reader = None
+        self._packed = packed
 
     def __getitem__(self, indices: range) -> Any:
         try:
+            if self._reader is None:
+                self._reader = unpack(self._packed)
             return self._reader[indices]
         except DualevalError as error:
             return error

@@ -89,7 +89,7 @@ def evaluate_alone(
     """
     # In a reading process where the loop reads in some: what a data set opens may not outlive a fork.
     feed = Feed(
-        Reader(evaluation.dataset, evaluation.task, fill=evaluation.on_error == "skip"),
+        reader_of(evaluation),
         [samples],
         workers=min(evaluation.workers, 1),
         device=evaluation.backend.device,
@@ -102,6 +102,16 @@ def evaluate_alone(
     ) as compute:
         columns = evaluation.task.postprocess(compute.start(batch.data)(), samples)
     return {name: columns[name].numpy() for name in evaluation.kept}, batch.failed
+
+
+def reader_of(evaluation: Evaluation) -> Reader:
+    """What reads the batches of an evaluation."""
+    return Reader(
+        evaluation.dataset,
+        evaluation.task,
+        fill=evaluation.on_error == "skip",
+        model=evaluation.model,
+    )
 
 
 def unreadable(dataset: Dataset, sample: FailedSample) -> UsageError:
@@ -207,7 +217,7 @@ class Loop:
         # A rank's share, if all are equally fast.
         share = -(-len(remaining) * self._plan.num_batches // (self._plan.num_chunks * size))
         feed = Feed(
-            Reader(self._evaluation.dataset, self._task, fill=self._evaluation.on_error == "skip"),
+            reader_of(self._evaluation),
             batches(),
             workers=min(self._evaluation.workers, share),
             device=self._evaluation.backend.device,

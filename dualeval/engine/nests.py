@@ -42,23 +42,23 @@ def map_values(
     Raises:
         NestError: a dataclass cannot be copied without a share in the original's fields.
     """
-
-    def found(nest: Any) -> Any:
-        if is_leaf(nest):
-            return function(nest)
-        if isinstance(nest, Mapping):
-            return _mapping(nest, {key: found(value) for key, value in nest.items()})
-        if isinstance(nest, tuple):
-            values = [found(value) for value in nest]
-            # A namedtuple takes its values one by one, and may want more of its own constructor.
-            return nest._make(values) if hasattr(nest, "_make") else tuple(values)
-        if isinstance(nest, list):
-            return [found(value) for value in nest]
-        if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-            return _dataclass(nest, {field.name for field in dataclasses.fields(nest)}, found)
+    # No function inside that calls itself: it would keep what the others hold, until the next collection.
+    if is_leaf(nest):
         return function(nest)
-
-    return found(nest)
+    if isinstance(nest, Mapping):
+        return _mapping(
+            nest, {key: map_values(function, value, is_leaf=is_leaf) for key, value in nest.items()}
+        )
+    if isinstance(nest, tuple):
+        values = [map_values(function, value, is_leaf=is_leaf) for value in nest]
+        # A namedtuple takes its values one by one, and may want more of its own constructor.
+        return nest._make(values) if hasattr(nest, "_make") else tuple(values)
+    if isinstance(nest, list):
+        return [map_values(function, value, is_leaf=is_leaf) for value in nest]
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        names = {field.name for field in dataclasses.fields(nest)}
+        return _dataclass(nest, names, lambda value: map_values(function, value, is_leaf=is_leaf))
+    return function(nest)
 
 
 def zeros_like(sample: _Nest) -> _Nest:

@@ -241,7 +241,7 @@ def map_batch(tensor: Callable[[Tensor], Any], moving: Callable[[Any], Any], bat
             return value
         if _is_plain(value, _HOST):
             return tensor(value)
-        if isinstance(value, Tensor) or _moves_itself(type(value)):
+        if isinstance(value, Tensor) or _moves_itself(value):
             return moving(value)
         if not pytree.tree_is_leaf(value):
             leaves, structure = pytree.tree_flatten(value)
@@ -251,7 +251,7 @@ def map_batch(tensor: Callable[[Tensor], Any], moving: Callable[[Any], Any], bat
         return value
 
     try:
-        return map_values(leaf, batch, is_leaf=lambda value: _moves_itself(type(value)))
+        return map_values(leaf, batch, is_leaf=lambda value: _moves_itself(value))
     except NestError as error:
         raise _immovable(str(error)) from error
 
@@ -281,8 +281,13 @@ def _on_host(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
+def _moves_itself(value: Any) -> bool:
+    kind: Any = type(value)
+    return _has_to_of_devices(kind)
+
+
 @cache
-def _moves_itself(kind: type) -> bool:
+def _has_to_of_devices(kind: type) -> bool:
     """Whether a class has a method ``to(device)``: times and quantities have another ``to``."""
     method = getattr(kind, "to", None)
     if not callable(method) or issubclass(kind, Tensor):
