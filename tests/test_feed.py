@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dualeval.engine.feed import Batch, Feed, Reader
-from dualeval.engine.nests import map_tensors, zeros_like
+from dualeval.engine.nests import zeros_like
 from dualeval.errors import DualevalError, UsageError
 from tests.tiny import TinyTask
 
@@ -242,10 +242,10 @@ def test_zeros_are_never_written_into_the_example(name: str) -> None:
     value, zero = MAPPINGS[name]
     before = copy.deepcopy(value)
     task = Given([value, None, value])
-    [batch] = read(task, [range(3)])
-    found = batch.data[1]
+    samples, _ = Reader(task.dataset(), task)[range(3)]
+    found = samples[1]
     assert type(found) is type(zero) and found == zero
-    assert batch.data[0] is value and vars_of(value) == vars_of(before)
+    assert samples[0] is value and vars_of(value) == vars_of(before)
 
 
 def vars_of(value: Any) -> Any:
@@ -392,17 +392,3 @@ def test_a_data_set_may_say_what_takes_a_samples_place(workers: int) -> None:
     [batch] = read(task, [range(3)], workers)
     assert batch.data == [slice(3), slice(0, 1), slice(0, 2)]
     assert [sample.index for sample in batch.failed] == [1, 2]
-
-
-def test_tensors_are_found_in_every_kind_of_nest() -> None:
-    """That is how they get to a GPU."""
-    ones = torch.ones(2)
-    nest = {"a": [Boxes(ones), Scan(ones, 1.0)], "b": UserDict(x=(ones, "y", None)), "c": np.ones(2)}
-    found = map_tensors(lambda tensor: tensor + 1, nest)
-    boxes, scan = found["a"]
-    assert isinstance(boxes, Boxes) and isinstance(scan, Scan)
-    assert isinstance(found["b"], UserDict) and found["c"] is nest["c"]
-    for tensor in (boxes.corners, scan.pixels, found["b"]["x"][0]):
-        assert tensor.tolist() == [2, 2]
-    assert (boxes.name, scan.spacing, found["b"]["x"][1:]) == ("x", 1.0, ("y", None))
-    assert ones.tolist() == [1, 1]

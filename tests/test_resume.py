@@ -319,17 +319,30 @@ def test_restarted_ranks_find_the_folder_of_their_launch(
         run(TinyTask(SAMPLES), 2)
 
 
-def test_memory_that_is_not_there_is_explained(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, "can't allocate memory"),
+        (MemoryError(), "--batch-size 10: MemoryError. Try"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "when calling `cublasCreate(handle)`. Try",
+        ),
+    ],
+)
+def test_memory_that_is_not_there_is_explained(tmp_path: Path, error: Exception | None, said: str) -> None:
     class Greedy(Ending):
         def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             self._left -= 1
             if self._left < 0:
+                if error is not None:
+                    raise error
                 torch.empty(1 << 55, dtype=torch.uint8)
             return TinyTask.forward(self, model, batch)
 
     with pytest.raises(DualevalError) as caught:
         evaluate(Greedy(SAMPLES, 12), tmp_path, batch_size=BATCH)
-    for words in ("out of memory on cpu", "--batch-size 10", "--batch-size 5", "12 finished chunks"):
+    for words in ("out of memory on cpu", "--batch-size 10", "--batch-size 5", "12 finished chunks", said):
         assert words in str(caught.value)
     assert len(list((tmp_path / "journal").glob("*.journal"))) == 3
 

@@ -6,11 +6,11 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.numerics_probe import numeric_bits
 from dualeval.errors import UsageError
 
@@ -41,28 +41,15 @@ def machine_facts(
         except PackageNotFoundError:  # run from a checkout that is not installed
             versions[library] = "not installed"
     versions["torch"] = torch.__version__
-    if device.type == "cuda":
-        model = torch.cuda.get_device_name(device)
-        versions["cuda"] = str(torch.version.cuda)
-        versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
-    else:
-        model = _cpu_model()
+    accelerator = accelerator_of(device)
+    versions |= accelerator.versions()
     return {
         "device": device.type,
-        "model": model,
+        "model": accelerator.model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "versions": versions,
         **({} if precision is None else {"bits": numeric_bits(device, precision)}),
     }
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def check_same_job(jobs: list[dict[str, Any]], hosts: list[str]) -> None:

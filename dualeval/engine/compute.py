@@ -10,26 +10,21 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dualeval.engine import numerics
+from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.settings_watch import is_compiled, watch_settings
+from dualeval.engine.transfer import Columns, Downloads, Pending
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task
 
-Columns = Mapping[str, Tensor]
-# Waits until a batch's columns are complete, and returns them.
-Pending = Callable[[], Columns]
-
-# Batches that may be under way on a GPU before the host waits for the oldest: bounds memory.
-_AHEAD_ON_GPU = 2
 # Each batch under way holds activations of its own; more cores than this want more ranks.
 _MOST_THREADS = 16
 
@@ -45,7 +40,7 @@ def usable_threads(task: Task, model: nn.Module, device: torch.device, threads: 
         threads: what this rank has.
         batches: how many there are to compute.
     """
-    if device.type != "cpu" or not task.concurrent or min(threads, batches) < 2:
+    if not accelerator_of(device).is_host or not task.concurrent or min(threads, batches) < 2:
         return 1
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return 1
@@ -95,7 +90,9 @@ class Compute:
         self._watched = None if settings is None or is_compiled(model) else settings
         self.changed_settings: set[str] = set()
         self.changed_inside: set[str] = set()
-        self.ahead = _AHEAD_ON_GPU if device.type == "cuda" else 0
+        accelerator = accelerator_of(device)
+        self.ahead = accelerator.batches_ahead
+        self._downloads = Downloads(accelerator, self.ahead)
         if threads > 1:
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
             for _ in range(threads):
@@ -130,9 +127,7 @@ class Compute:
             return self._pool.submit(self._columns_in_pool, data).result
         else:
             columns = self._columns(self._model, data)
-        if self._device.type != "cuda":
-            return lambda: columns
-        return self._on_its_way(columns)
+        return self._downloads.start(columns)
 
     def _watched_columns(self, settings: numerics.NumericSettings, data: Any) -> Columns:
         with watch_settings(settings) as self.changed_inside:
@@ -154,32 +149,6 @@ class Compute:
             with numerics.autocast(self._precision, self._device):
                 outputs = self._task.forward(model, data)
             return self._task.observe(outputs, data)
-
-    def _on_its_way(self, columns: Columns) -> Pending:
-        """Start the columns' way from a GPU to the host; waiting is for this batch alone."""
-        host = {
-            name: torch.empty(column.shape, dtype=column.dtype, pin_memory=True).copy_(
-                column, non_blocking=True
-            )
-            for name, column in columns.items()
-        }
-        # blocking: the host sleeps while it waits, and leaves its core to the loader's workers.
-        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(self._device))
-
-        def wait() -> Columns:
-            arrived.synchronize()
-            return host
-
-        return wait
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device has no memory left for a batch."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    # What the CPU's allocator raises has no type of its own.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
 
 
 def _copy_sharing_tensors(model: nn.Module) -> nn.Module:

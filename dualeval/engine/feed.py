@@ -1,4 +1,4 @@
-"""Batches onto the device: reading, failed samples, worker processes, copies that overlap the computation."""
+"""Batches onto the device: reading, failed samples, worker processes, their way to it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from dualeval.engine.nests import map_tensors, zeros_like
+from dualeval.engine.accelerator import accelerator_of
+from dualeval.engine.nests import zeros_like
 from dualeval.engine.progress import Stage
+from dualeval.engine.transfer import Uploads
+from dualeval.engine.worker_state import pack, unpack
 from dualeval.errors import DualevalError, UsageError
 from dualeval.tasks import Dataset, Task
 
@@ -58,15 +61,23 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         task: collates.
         fill: whether the place of a sample that cannot be read is filled, so that the rest of its batch is
             computed as it would be with that sample; without it such a batch has no data.
+        model: the task's, which no reading process gets.
     """
 
-    def __init__(self, dataset: Dataset, task: Task, *, fill: bool = True) -> None:
+    def __init__(
+        self, dataset: Dataset, task: Task, *, fill: bool = True, model: nn.Module | None = None
+    ) -> None:
         self._dataset = dataset
         self._task = task
+        self._model = model
         self._fill = fill
         # Whether the data set is known to return ready batches, and the samples to have zeros.
         self._ready_batches = False
         self._fill_tried = False
+
+    def pack(self) -> bytes:
+        """Pickle it for a process that is being started; see ``worker_state``."""
+        return pack(self, self._dataset, self._task, self._model)
 
     def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
         """Read one batch: its data, None if no sample could be read, and the samples that failed.
@@ -177,13 +188,28 @@ def _said(error: Exception) -> str:
 
 
 class _Returning(torch.utils.data.Dataset[Any]):
-    """A reader whose errors for people are returned: a loader would wrap them into its worker's traceback."""
+    """A reader whose errors for people are returned: a loader would wrap them into its worker's traceback.
+
+    It is pickled where its process is not forked; what it then gets of task and data set, ``worker_state``
+    decides.
+    """
 
     def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+        self._reader: Reader | None = reader
+        self._packed = b""
+
+    def __getstate__(self) -> bytes:
+        assert self._reader is not None
+        return self._reader.pack()
+
+    def __setstate__(self, packed: bytes) -> None:
+        self._reader = None
+        self._packed = packed
 
     def __getitem__(self, indices: range) -> Any:
         try:
+            if self._reader is None:
+                self._reader = unpack(self._packed)
             return self._reader[indices]
         except DualevalError as error:
             return error
@@ -198,12 +224,12 @@ class Feed:
         workers: reading processes; 0 reads in this one.
         ahead: batches that each of them may read ahead.
         step: called with "transfer" before a batch is copied to a GPU.
-        device: where the batches are wanted. On a GPU the next batch is copied, from pinned memory and on a
-            stream of its own, while the current one is computed.
+        device: where the batches are wanted. To a GPU a batch is copied from pinned memory, on a stream of
+            its own, while those before it are computed.
 
     Attributes:
         wait_s: seconds spent waiting for data so far.
-        transfer_s: seconds the host spent on starting copies so far.
+        transfer_s: seconds the host spent on writing batches into pinned memory and starting their copies.
     """
 
     def __init__(
@@ -226,8 +252,21 @@ class Feed:
         self.transfer_s = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
-        loaded = self._timed(self._load())
-        return self._copied_ahead(loaded) if self._device.type == "cuda" else self._as_they_are(loaded)
+        accelerator = accelerator_of(self._device)
+        uploads = Uploads(accelerator)
+        for data, failed in self._timed(self._load()):
+            if not accelerator.is_host:
+                self._step("transfer")
+            # Handed out before the next one is waited for: the device computes it as soon as it is there, and
+            # the next one is read and copied meanwhile. No name is kept: it would hold the device's memory.
+            yield Batch(data=self._uploaded(uploads, data), failed=failed)
+
+    def _uploaded(self, uploads: Uploads, data: Any) -> Any:
+        start = perf_counter()
+        try:
+            return uploads.start(data)
+        finally:
+            self.transfer_s += perf_counter() - start
 
     def _load(self) -> Iterable[tuple[Any, tuple[FailedSample, ...]]]:
         if self._workers == 0:
@@ -239,7 +278,6 @@ class Feed:
             sampler=self._batches,
             collate_fn=_unchanged,
             num_workers=self._workers,
-            pin_memory=self._device.type == "cuda",
             prefetch_factor=self._ahead,
             worker_init_fn=_end_with_parent,
         )
@@ -259,37 +297,6 @@ class Feed:
                 del iterator
                 raise item
             yield item
-
-    def _as_they_are(self, loaded: Iterator[tuple[Any, tuple[FailedSample, ...]]]) -> Iterator[Batch]:
-        for data, failed in loaded:
-            yield Batch(data=data, failed=failed)
-
-    def _copied_ahead(self, loaded: Iterator[tuple[Any, tuple[FailedSample, ...]]]) -> Iterator[Batch]:
-        copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        ahead: tuple[Batch, torch.cuda.Event] | None = None
-        for data, failed in loaded:
-            start = perf_counter()
-            self._step("transfer")
-            with torch.cuda.stream(copies):
-                batch = Batch(data=map_tensors(self._copy, data), failed=failed)
-                copied = copies.record_event()
-            self.transfer_s += perf_counter() - start
-            if ahead is not None:
-                yield self._arrived(*ahead)
-            ahead = (batch, copied)
-        if ahead is not None:
-            yield self._arrived(*ahead)
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        # pin_memory gives back the same tensor where the loader pinned it already.
-        return tensor.pin_memory().to(self._device, non_blocking=True)
-
-    def _arrived(self, batch: Batch, copied: torch.cuda.Event) -> Batch:
-        compute = torch.cuda.current_stream(self._device)
-        compute.wait_event(copied)
-        # The allocator must not hand the memory on while the computing stream still reads it.
-        map_tensors(lambda tensor: tensor.record_stream(compute), batch.data)
-        return batch
 
 
 def _end_with_parent(worker: int) -> None:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine import numerics, trial
-from dualeval.engine.compute import Compute, Pending, is_out_of_memory, usable_threads
+from dualeval.engine.accelerator import is_out_of_memory
+from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.control import ControlPlane
 from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.opening import Found
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
+from dualeval.engine.transfer import Pending
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.tasks import Dataset, Task
@@ -87,7 +89,7 @@ def evaluate_alone(
     """
     # In a reading process where the loop reads in some: what a data set opens may not outlive a fork.
     feed = Feed(
-        Reader(evaluation.dataset, evaluation.task, fill=evaluation.on_error == "skip"),
+        reader_of(evaluation),
         [samples],
         workers=min(evaluation.workers, 1),
         device=evaluation.backend.device,
@@ -100,6 +102,16 @@ def evaluate_alone(
     ) as compute:
         columns = evaluation.task.postprocess(compute.start(batch.data)(), samples)
     return {name: columns[name].numpy() for name in evaluation.kept}, batch.failed
+
+
+def reader_of(evaluation: Evaluation) -> Reader:
+    """What reads the batches of an evaluation."""
+    return Reader(
+        evaluation.dataset,
+        evaluation.task,
+        fill=evaluation.on_error == "skip",
+        model=evaluation.model,
+    )
 
 
 def unreadable(dataset: Dataset, sample: FailedSample) -> UsageError:
@@ -205,7 +217,7 @@ class Loop:
         # A rank's share, if all are equally fast.
         share = -(-len(remaining) * self._plan.num_batches // (self._plan.num_chunks * size))
         feed = Feed(
-            Reader(self._evaluation.dataset, self._task, fill=self._evaluation.on_error == "skip"),
+            reader_of(self._evaluation),
             batches(),
             workers=min(self._evaluation.workers, share),
             device=self._evaluation.backend.device,
@@ -307,9 +319,11 @@ class Loop:
             "" if self._evaluation.precision.startswith("amp") else ", or --precision amp-bf16 on a GPU"
         )
         device = self._evaluation.backend.device
+        # Python's own has no text.
+        said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         return DualevalError(
-            f"out of memory on {device} with --batch-size {self._plan.batch_size}: "
-            f"{str(error).splitlines()[0]} Try --batch-size {smaller}{precision}; on a CPU fewer threads "
+            f"out of memory on {device} with --batch-size {self._plan.batch_size}: {said}. "
+            f"Try --batch-size {smaller}{precision}; on a CPU fewer threads "
             f"(OMP_NUM_THREADS) or fewer ranks. {self._recorder.chunks_saved} finished chunks of this rank "
             "stay for the same command where there is more memory; another batch size is another job, and "
             "begins anew (--fresh)."

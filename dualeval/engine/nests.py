@@ -18,34 +18,47 @@ from torch import Tensor
 
 _Nest = TypeVar("_Nest")
 
+
+class NestError(TypeError):
+    """A nest cannot be made anew; ``str()`` is the name of the type that stands in the way."""
+
+
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray)
 
 
-def map_values(function: Callable[[Any], Any], nest: Any) -> Any:
+def map_values(
+    function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = lambda value: False
+) -> Any:
     """Make a nest of the same structure from what a function makes of each value; the nest stays as it is.
 
     A mapping of a type that cannot be made anew from its items becomes a plain dict. A list or tuple of
     a type of its own becomes a plain one; a namedtuple stays one.
 
+    Args:
+        function: takes a value.
+        nest: what holds the values.
+        is_leaf: says of a dict, list, tuple or dataclass that it is one value for the function.
+
     Raises:
-        TypeError: a dataclass cannot be copied without a share in the original's fields; names its type.
+        NestError: a dataclass cannot be copied without a share in the original's fields.
     """
+    # No function inside that calls itself: it would keep what the others hold, until the next collection.
+    if is_leaf(nest):
+        return function(nest)
     if isinstance(nest, Mapping):
-        return _mapping(nest, {key: map_values(function, value) for key, value in nest.items()})
+        return _mapping(
+            nest, {key: map_values(function, value, is_leaf=is_leaf) for key, value in nest.items()}
+        )
     if isinstance(nest, tuple):
-        values = [map_values(function, value) for value in nest]
+        values = [map_values(function, value, is_leaf=is_leaf) for value in nest]
         # A namedtuple takes its values one by one, and may want more of its own constructor.
         return nest._make(values) if hasattr(nest, "_make") else tuple(values)
     if isinstance(nest, list):
-        return [map_values(function, value) for value in nest]
+        return [map_values(function, value, is_leaf=is_leaf) for value in nest]
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        return _dataclass(nest, {field.name for field in dataclasses.fields(nest)}, function)
+        names = {field.name for field in dataclasses.fields(nest)}
+        return _dataclass(nest, names, lambda value: map_values(function, value, is_leaf=is_leaf))
     return function(nest)
-
-
-def map_tensors(function: Callable[[Tensor], Any], nest: Any) -> Any:
-    """The same for the tensors of a nest; other values stay as they are."""
-    return map_values(lambda value: function(value) if isinstance(value, Tensor) else value, nest)
 
 
 def zeros_like(sample: _Nest) -> _Nest:
@@ -79,10 +92,11 @@ def _zero(value: Any) -> Any:
             return plain()
     if isinstance(value, PurePath):
         return type(value)()
-    raise TypeError(_name(value))
+    raise TypeError(name_of_type(value))
 
 
-def _name(value: Any) -> str:
+def name_of_type(value: Any) -> str:
+    """The type of a value, with its module."""
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -110,11 +124,11 @@ def _dataclass(nest: Any, names: set[str], function: Callable[[Any], Any]) -> An
         # A slot is the object's own; any other descriptor stores the value where it likes.
         field = inspect.getattr_static(type(nest), name, None)
         if hasattr(type(field), "__set__") and not isinstance(field, MemberDescriptorType):
-            raise TypeError(_name(nest))
+            raise NestError(name_of_type(nest))
     found = copy.copy(nest)
     if found is nest or (hasattr(nest, "__dict__") and found.__dict__ is nest.__dict__):
-        raise TypeError(_name(nest))
+        raise NestError(name_of_type(nest))
     for name in names:
         # Frozen ones too; and their own constructors may want other arguments.
-        object.__setattr__(found, name, map_values(function, getattr(nest, name)))
+        object.__setattr__(found, name, function(getattr(nest, name)))
     return found

@@ -1,0 +1,152 @@
+"""Devices: streams, events, pinned memory and names, which no other module of the engine asks PyTorch for.
+
+Work that the host gives an accelerator waits in a stream, and streams run beside each other. Who reads what
+another stream, or the host, has not finished, reads what was there before. An accelerator of another kind
+takes one entry in ``ACCELERATORS``, if PyTorch's common interface does not describe it well enough already.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# Batches that an accelerator may have under way before the host waits for the oldest: bounds memory.
+_AHEAD = 2
+
+# cuBLAS, cuDNN and their relatives of CUDA and ROCm have a status of their own: CUBLAS_STATUS_ALLOC_FAILED,
+# CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED, CUFFT_ALLOC_FAILED. "out of memory" is what the CUDA
+# runtime, its driver and other accelerators' allocators say: "CUDA error: out of memory".
+_NO_MEMORY = re.compile(r"DefaultCPUAllocator: |out of memory|\b[A-Z]\w*_ALLOC(ATION)?_FAILED\b")
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until the stream has come to it."""
+
+
+class Stream(AbstractContextManager[Any], Protocol):
+    """Work of a device in the order given; as a context, what is started inside goes into it."""
+
+    def wait_stream(self, other: Any, /) -> None:
+        """Let what is given to this stream from now on wait for what the other one has been given."""
+
+
+class Accelerator:
+    """A device that works beside the host, through PyTorch's common interface.
+
+    Args:
+        device: the device.
+    """
+
+    # Whether the device is the host itself: nothing is copied, and nothing runs beside it.
+    is_host = False
+    # Batches that may be under way before the host waits for the oldest.
+    batches_ahead = _AHEAD
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def model(self) -> str:
+        """The device's name, as its maker calls it."""
+        return str(torch.get_device_module(self.device).get_device_name(self.device))
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the device's libraries that can change a result."""
+        return {}
+
+    def new_stream(self) -> Stream:
+        """A stream beside the current one."""
+        return torch.Stream(self.device)
+
+    def current_stream(self) -> Stream:
+        """The stream that work goes into now; outside of any context the one that computes."""
+        return torch.accelerator.current_stream(self.device)
+
+    def record_event(self) -> Event:
+        """An event behind all that the current stream has been given, for the host to wait on."""
+        event = torch.Event(self.device)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def pinned(self, count: int) -> Tensor:
+        """Host memory that the device copies from and to by itself.
+
+        Args:
+            count: bytes.
+
+        Returns:
+            uint8 of shape (count,), not initialised.
+        """
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+    def empty(self, like: Tensor) -> Tensor:
+        """Memory of the device, taken in the current stream, of a tensor's shape, strides and dtype."""
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
+
+    def start_copy(self, source: Tensor, target: Tensor) -> None:
+        """Have the current stream copy between pinned memory and the device; the host goes on."""
+        target.copy_(source, non_blocking=True)
+
+    def keep_for(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep a tensor's memory, once nobody holds it, until a stream has done what it has been given."""
+        tensor.record_stream(stream)  # type: ignore[arg-type]
+
+
+class Host(Accelerator):
+    """The CPU, in whose memory everything is already."""
+
+    is_host = True
+    batches_ahead = 0
+
+    def model(self) -> str:
+        """The CPU's name."""
+        info = Path("/proc/cpuinfo")
+        if info.exists():
+            for line in info.read_text().splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        return platform.processor() or platform.machine()
+
+
+class Cuda(Accelerator):
+    """A GPU of NVIDIA's, or one of AMD's, which PyTorch calls the same."""
+
+    def versions(self) -> dict[str, str]:
+        """Versions of CUDA and cuDNN."""
+        return {
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        }
+
+    def record_event(self) -> Event:
+        """An event that the host waits for asleep, which leaves its core to the loader's workers."""
+        # PyTorch's common event cannot do that: its option ``blocking`` does nothing.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+# Device types that are not as PyTorch's common interface has them.
+ACCELERATORS: dict[str, Callable[[torch.device], Accelerator]] = {"cpu": Host, "cuda": Cuda}
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """What the engine asks of a device."""
+    return ACCELERATORS.get(device.type, Accelerator)(device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # What a library or the CPU's allocator raises has no type of its own.
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None

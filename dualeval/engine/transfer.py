@@ -1,0 +1,331 @@
+"""Batches to the device, and columns back to the host, beside the computation.
+
+What is copied waits in pinned memory that is used again and again: asking the system for it takes longer than
+the copy. Batches of a CPU take the same walk, and nothing of them is copied.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import cache
+from itertools import islice
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dualeval.engine.accelerator import Accelerator, Event
+from dualeval.engine.nests import NestError, map_values, name_of_type
+from dualeval.errors import UsageError
+
+Columns = Mapping[str, Tensor]
+# Waits until a batch's columns are complete, and returns them.
+Pending = Callable[[], Columns]
+
+_HOST = torch.device("cpu")
+# While a batch is copied from one buffer, the next is written into the other.
+_UPLOAD_BUFFERS = 2
+# Of the start of each tensor in a buffer, in bytes: more than any dtype needs.
+_ALIGNMENT = 64
+_SMALLEST_BUFFER = 4096
+
+_WITHOUT_TENSORS = (str, bytes, bytearray, bool, int, float, complex, type(None), np.generic, Enum, PurePath)
+# How much of an unknown object is looked through for tensors.
+_LOOKED_AT = 32
+_LOOKED_INTO = 3
+
+
+class Uploads:
+    """Brings batches to the device.
+
+    Args:
+        accelerator: the device.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        if not accelerator.is_host:
+            self._ring = PinnedRing(accelerator, _UPLOAD_BUFFERS)
+            self._copies = accelerator.new_stream()
+
+    def start(self, data: Any) -> Any:
+        """Start the copies of a batch's tensors; what the current stream is given from now on waits for them.
+
+        Args:
+            data: what ``collate`` made.
+
+        Returns:
+            The same nest on the device. A mapping, list or tuple of a type of its own may have become a plain
+            one; on a CPU, too.
+
+        Raises:
+            UsageError: it holds tensors in an object that nobody can bring to a device.
+        """
+        on_host: dict[int, Tensor] = {}
+        if not self._accelerator.is_host:
+            map_batch(lambda tensor: on_host.setdefault(id(tensor), tensor), lambda value: value, data)
+        on_device = dict(zip(on_host, self._copied(list(on_host.values())), strict=True))
+        return map_batch(
+            lambda tensor: on_device.get(id(tensor), tensor),
+            # In the computing stream: what memory it takes, only the object knows.
+            lambda value: value.to(self._accelerator.device),
+            data,
+        )
+
+    @torch.no_grad()
+    def _copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if not tensors:
+            return []
+        buffer = self._ring.take(tensors)
+        for tensor, pinned in zip(tensors, buffer.tensors, strict=True):
+            pinned.copy_(tensor)
+        found = []
+        with self._copies:
+            for pinned in buffer.tensors:
+                copy = self._accelerator.empty(pinned)
+                self._accelerator.start_copy(pinned, copy)
+                found.append(copy)
+            buffer.free = self._accelerator.record_event().synchronize
+        computing = self._accelerator.current_stream()
+        computing.wait_stream(self._copies)
+        for copy in found:
+            # The allocator would hand the memory on while the computing stream still reads it.
+            self._accelerator.keep_for(copy, computing)
+        return found
+
+
+class Downloads:
+    """Brings columns to the host.
+
+    Args:
+        accelerator: the device.
+        ahead: batches that may be under way before the oldest is waited for.
+    """
+
+    def __init__(self, accelerator: Accelerator, ahead: int) -> None:
+        self._accelerator = accelerator
+        if not accelerator.is_host:
+            self._ring = PinnedRing(accelerator, ahead + 1)
+
+    @torch.no_grad()
+    def start(self, columns: Columns) -> Pending:
+        """Start the copies of a batch's columns behind what the current stream has been given.
+
+        Where more batches are under way than were said to be, the oldest is waited for.
+
+        Args:
+            columns: by name; what is no tensor of the device stays as it is.
+
+        Returns:
+            Waits for this batch alone; gives the columns in ordinary memory.
+        """
+        if self._accelerator.is_host or not isinstance(columns, Mapping):
+            return lambda: columns
+        copied = [name for name, column in columns.items() if _is_plain(column, self._accelerator.device)]
+        buffer = self._ring.take([columns[name] for name in copied])
+        for name, pinned in zip(copied, buffer.tensors, strict=True):
+            self._accelerator.start_copy(columns[name], pinned)
+        other = {name: _on_host(column) for name, column in columns.items() if name not in copied}
+        download = _Download(
+            list(columns),
+            dict(zip(copied, buffer.tensors, strict=True)),
+            other,
+            self._accelerator.record_event(),
+        )
+        buffer.free = download.wait
+        return download.wait
+
+
+class _Download:
+    """A batch's columns on their way."""
+
+    def __init__(
+        self, names: Sequence[str], pinned: dict[str, Tensor], other: dict[str, Any], arrived: Event
+    ) -> None:
+        self._names = names
+        self._pinned = pinned
+        self._found = other
+        self._arrived: Event | None = arrived
+
+    def wait(self) -> Columns:
+        """Wait, and take the columns out of the pinned memory, which another batch may then have."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+            self._found.update((name, pinned.clone()) for name, pinned in self._pinned.items())
+            self._pinned.clear()
+        return {name: self._found[name] for name in self._names}
+
+
+class _Buffer:
+    """A piece of pinned memory that grows to what it has to hold.
+
+    Attributes:
+        tensors: views of it, of what it was last taken for.
+        free: called before it is written again: waits until nobody reads or writes it any more.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._memory: Tensor | None = None
+        self.tensors: list[Tensor] = []
+        self.free: Callable[[], object] = lambda: None
+
+    def fill(self, like: Sequence[Tensor]) -> None:
+        # Dense, in the order of the tensor's own strides: a model may compute otherwise in another order.
+        shapes = [torch.empty_like(tensor, device="meta", requires_grad=False) for tensor in like]
+        starts, size = [], 0
+        for shape in shapes:
+            starts.append(size)
+            size += -(-shape.numel() * shape.itemsize // _ALIGNMENT) * _ALIGNMENT
+        if self._memory is None or self._memory.numel() < size:
+            self.tensors = []
+            self._memory = None
+            # PyTorch's own allocator of pinned memory rounds up to a power of two, too.
+            self._memory = self._accelerator.pinned(max(_SMALLEST_BUFFER, 1 << (size - 1).bit_length()))
+        self.tensors = [
+            self._memory[start : start + shape.numel() * shape.itemsize]
+            .view(shape.dtype)
+            .as_strided(shape.shape, shape.stride())
+            for start, shape in zip(starts, shapes, strict=True)
+        ]
+
+
+class PinnedRing:
+    """Pinned buffers that are used in turns.
+
+    Args:
+        accelerator: copies from and to them.
+        count: how many there are.
+    """
+
+    def __init__(self, accelerator: Accelerator, count: int) -> None:
+        self._buffers = deque(_Buffer(accelerator) for _ in range(count))
+
+    def take(self, like: Sequence[Tensor]) -> _Buffer:
+        """The buffer that was taken longest ago, once it is free, with room for tensors like these.
+
+        Who takes it starts the copies, and then says by ``free`` how to wait for them.
+        """
+        buffer = self._buffers[0]
+        buffer.free()
+        buffer.free = lambda: None
+        buffer.fill(like)
+        self._buffers.rotate(-1)
+        return buffer
+
+
+def map_batch(tensor: Callable[[Tensor], Any], moving: Callable[[Any], Any], batch: Any) -> Any:
+    """Make a batch of the same structure; on every device in the same way.
+
+    The structure is dicts, lists, tuples, dataclasses, and what is registered with ``torch.utils._pytree``.
+
+    Args:
+        tensor: takes a plain tensor of the host.
+        moving: takes anything else that has a method ``to(device)``: other tensors, and objects like the
+            batches of transformers and PyTorch Geometric.
+        batch: stays as it is.
+
+    Raises:
+        UsageError: it holds tensors in an object of another kind.
+    """
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, _WITHOUT_TENSORS):
+            return value
+        if _is_plain(value, _HOST):
+            return tensor(value)
+        if isinstance(value, Tensor) or _moves_itself(value):
+            return moving(value)
+        if not pytree.tree_is_leaf(value):
+            leaves, structure = pytree.tree_flatten(value)
+            return pytree.tree_unflatten([map_batch(tensor, moving, part) for part in leaves], structure)
+        if _holds_tensor(value, _LOOKED_INTO, set()):
+            raise _immovable(name_of_type(value))
+        return value
+
+    try:
+        return map_values(leaf, batch, is_leaf=lambda value: _moves_itself(value))
+    except NestError as error:
+        raise _immovable(str(error)) from error
+
+
+def _immovable(kind: str) -> UsageError:
+    return UsageError(
+        f"the batch that the task's collate made holds a {kind} with tensors in it, and nothing tells how to "
+        "bring these to a device (on a CPU neither, so that a batch works everywhere or nowhere). Give it a "
+        "method to(device) that returns it there, or make it a plain dataclass, or let collate return its "
+        "tensors in a dict, list or tuple."
+    )
+
+
+def _is_plain(value: Any, device: torch.device) -> bool:
+    """Whether a value is a tensor that numbers in memory describe, and no class of somebody's own."""
+    return (
+        type(value) is Tensor
+        and value.device.type == device.type
+        and device.index in (None, value.device.index)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.is_nested
+    )
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _moves_itself(value: Any) -> bool:
+    kind: Any = type(value)
+    return _has_to_of_devices(kind)
+
+
+@cache
+def _has_to_of_devices(kind: type) -> bool:
+    """Whether a class has a method ``to(device)``: times and quantities have another ``to``."""
+    method = getattr(kind, "to", None)
+    if not callable(method) or issubclass(kind, Tensor):
+        return False
+    try:
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+    except ValueError:  # written in C, without a signature
+        return False
+    if not parameters:
+        return False
+    first = parameters[0]
+    return first.kind is first.VAR_POSITIONAL or (
+        first.name == "device" and first.kind is not first.KEYWORD_ONLY
+    )
+
+
+def _holds_tensor(value: Any, depth: int, seen: set[int]) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, (*_WITHOUT_TENSORS, type)) or depth < 0 or id(value) in seen:
+        return False
+    seen.add(id(value))
+    return any(_holds_tensor(part, depth - 1, seen) for part in islice(_parts(value), _LOOKED_AT))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What an object holds: its items, where it is a container, and its attributes."""
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        items = value
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+        items = value.flat
+    yield from items
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                yield getattr(value, name)

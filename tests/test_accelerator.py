@@ -1,0 +1,97 @@
+"""Accelerator: the one place that knows devices, their names, and what they say when memory is short."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from dualeval.engine import accelerator
+from dualeval.engine.accelerator import Accelerator, Cuda, Host, accelerator_of, is_out_of_memory
+from dualeval.engine.agreement import machine_facts
+
+ENGINE = Path(accelerator.__file__).parent
+
+
+def test_each_kind_of_device_is_one_entry() -> None:
+    assert type(accelerator_of(torch.device("cpu"))) is Host
+    assert type(accelerator_of(torch.device("cuda", 3))) is Cuda
+    # What PyTorch's common interface describes well enough needs none.
+    assert type(accelerator_of(torch.device("xpu", 1))) is Accelerator
+    assert accelerator_of(torch.device("cuda", 3)).device == torch.device("cuda", 3)
+
+
+def test_no_other_module_of_the_engine_knows_streams() -> None:
+    """Settings of numerics are CUDA's own, and stay where they are."""
+    for path in sorted(ENGINE.rglob("*.py")):
+        if path.name == "accelerator.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.keyword):
+                assert node.arg not in ("pin_memory", "non_blocking"), path
+            elif isinstance(node, ast.Attribute) and path.name != "numerics.py":
+                name = ast.unparse(node)
+                assert name not in ("torch.cuda", "torch.accelerator", "torch.Stream", "torch.Event"), path
+
+
+class Named(Accelerator):
+    def model(self) -> str:
+        return "Played 1000"
+
+    def versions(self) -> dict[str, str]:
+        return {"driver": "7"}
+
+
+def test_a_machine_says_what_its_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = machine_facts(torch.device("cpu"), ())
+    assert plain["model"] == Host(torch.device("cpu")).model() != ""
+    assert "cuda" not in plain["versions"]
+    monkeypatch.setitem(accelerator.ACCELERATORS, "cpu", Named)
+    facts = machine_facts(torch.device("cpu"), ())
+    assert facts["model"] == "Played 1000"
+    assert facts["versions"] == {**plain["versions"], "driver": "7"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+            "tried to allocate 36028797018963968 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 17.17 GB)"),
+        torch.AcceleratorError(
+            "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/"
+        ),
+    ],
+    ids=lambda error: str(error)[:60],
+)
+def test_a_lack_of_memory_is_known_by_its_words(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x12 and 13x7)"),
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. Out of shared memory."),
+        OSError("out of memory"),
+        ValueError("CUBLAS_STATUS_ALLOC_FAILED"),
+    ],
+    ids=lambda error: str(error)[:60],
+)
+def test_other_failures_are_none(error: Exception) -> None:
+    assert not is_out_of_memory(error)

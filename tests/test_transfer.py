@@ -1,0 +1,431 @@
+"""Transfer: what gets to a device and how, tried on a played one that runs late and hands memory on."""
+
+from __future__ import annotations
+
+import gc
+from collections import UserDict, deque, namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils import _pytree as pytree
+
+from dualeval.backends import connect
+from dualeval.engine import accelerator
+from dualeval.engine.compute import Compute, usable_threads
+from dualeval.engine.control import open_control_plane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.feed import Feed, Reader
+from dualeval.engine.transfer import Downloads, Uploads
+from dualeval.errors import UsageError
+from dualeval.result import Result
+from dualeval.tasks import Task
+from dualeval.world import World
+from tests.played_device import Played, PlayedTask
+from tests.tiny import TinyTask
+
+CPU = torch.device("cpu")
+SPEEDS = [(), ("computing",), ("copying",), ("computing", "copying")]
+
+_Device = TypeVar("_Device", bound=Played)
+
+
+class Play(Protocol):
+    def __call__(self, device: _Device) -> _Device: ...
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Put a played device behind "cpu", as another accelerator would be added: by one entry."""
+
+    def played(device: _Device) -> _Device:
+        monkeypatch.setitem(accelerator.ACCELERATORS, "cpu", lambda _: device)
+        return device
+
+    return played
+
+
+def evaluate(task: Task, out: Path, **options: Any) -> Result:
+    with connect(None, World.alone(), "cpu") as backend:
+        return Evaluator(task, backend, open_control_plane(backend), out=out, **options).run()
+
+
+def rows(out: Path) -> Any:
+    return pyarrow.parquet.read_table(out / "predictions.parquet").to_pydict()
+
+
+# -- the order of copies, kernels and events -------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", SPEEDS, ids=["late", "kernels early", "copies early", "early"])
+def test_the_engine_gives_the_same_through_a_device(
+    tmp_path: Path, play: Play, prompt: Sequence[str]
+) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "on_error": "skip", "workers": 1 if prompt else 0}
+    expected = evaluate(TinyTask(301, broken=[9, 77]), tmp_path / "cpu", **options)
+    device = play(Played(prompt))
+    found = evaluate(PlayedTask(301, device, broken=[9, 77]), tmp_path / "played", **options)
+    assert found.metrics_digest == expected.metrics_digest
+    assert rows(tmp_path / "played") == rows(tmp_path / "cpu")
+    assert device.reused > 200
+    # Two for batches, and three for columns, of which two batches' are under way.
+    assert len(device.pinned_memory) == 5
+
+
+def columns_of(task: TinyTask, batches: int = 12) -> list[dict[str, list[Any]]]:
+    """All that a loop does with a device, with three batches under way."""
+    found, under_way = [], deque[Any]()
+    feed = Feed(
+        Reader(task.dataset(), task),
+        (range(first, first + 6) for first in range(0, 6 * batches, 6)),
+        workers=0,
+        device=CPU,
+    )
+    with Compute(task, task.build_model(CPU), CPU, "fp32", 1) as compute:
+        for batch in feed:
+            under_way.append(compute.start(batch.data))
+            if len(under_way) > compute.ahead:
+                found.append(under_way.popleft()())
+        found += [pending() for pending in under_way]
+    return [{name: column.tolist() for name, column in columns.items()} for columns in found]
+
+
+@pytest.mark.parametrize(
+    ("forgets", "prompt"),
+    [
+        ("wait_stream", ("computing",)),
+        ("synchronize copying", ()),
+        ("synchronize computing", ("copying",)),
+        ("keep_for", ("copying",)),
+    ],
+)
+def test_each_wait_is_needed(play: Play, forgets: str, prompt: Sequence[str]) -> None:
+    """Or else the played device would prove nothing."""
+    expected = columns_of(TinyTask(72))
+    assert columns_of(PlayedTask(72, play(Played(prompt)))) == expected
+    try:
+        found = columns_of(PlayedTask(72, play(Played(prompt, [forgets]))))
+    except (RuntimeError, IndexError):
+        return  # noise where a class number should be
+    assert found != expected
+
+
+class Watched(Played):
+    """Writes down when copies to the device and kernels are given to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def launch(self, kernel: Callable[..., object], *tensors: Tensor) -> None:
+        self.log.append("copy" if self.current is not self.computing else "launch")
+        super().launch(kernel, *tensors)
+
+
+def test_a_batch_is_launched_before_the_next_is_waited_for(play: Play) -> None:
+    device = play(Watched())
+
+    class Reading(PlayedTask):
+        def collate(self, samples: Any) -> Any:
+            device.log.append("read")
+            return super().collate(samples)
+
+    columns_of(Reading(18, device), 3)
+    # Two tensors go to the device; two kernels are launched, and ten columns come back.
+    batch = ["read", "copy", "copy", *["launch"] * 2]
+    log = [entry for number, entry in enumerate(device.log) if number == 0 or entry != device.log[number - 1]]
+    assert log == ["read", "copy", "launch"] * 3
+    assert device.log[: len(batch)] == batch
+
+
+def test_stages_are_said_on_a_device_only(play: Play) -> None:
+    task = TinyTask(4)
+
+    def stages() -> list[str]:
+        found: list[str] = []
+        feed = Feed(
+            Reader(task.dataset(), task), [range(2), range(2, 4)], workers=0, device=CPU, step=found.append
+        )
+        assert len(list(feed)) == 2
+        assert feed.transfer_s > 0
+        return found
+
+    assert stages() == []
+    play(Played())
+    assert stages() == ["transfer", "transfer"]
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_pinned_memory_is_used_again_and_grows_to_the_largest_batch() -> None:
+    device = Played()
+    uploads = Uploads(device)
+    sizes = [10, 3000, 200, 5000, 1, 4000, 4096]
+    for size in sizes * 5:
+        batch = {"x": torch.arange(size), "y": torch.ones(size, dtype=torch.bool)}
+        found = uploads.start(batch)
+        for stream in device.streams:
+            stream.run(len(stream.work))
+        assert torch.equal(found["x"], batch["x"]) and torch.equal(found["y"], batch["y"])
+    # 9 bytes a number, in powers of two; each of the two buffers grows to what it has met.
+    assert len(device.pinned_memory) <= 6
+    assert max(memory.numel() for memory in device.pinned_memory) == 65536
+
+
+def test_columns_that_nobody_fetches_are_fetched_for_their_buffer() -> None:
+    device = Played(["computing"])
+    downloads = Downloads(device, ahead=2)
+    expected, pending = [], []
+    for number in range(8):
+        column = torch.full((5,), number)
+        pending.append(downloads.start({"x": column}))
+        expected.append([number] * 5)
+    assert [wait()["x"].tolist() for wait in pending] == expected
+    assert len(device.pinned_memory) == 3
+    # What was fetched stays: another batch in the same buffer does not change it.
+    first = pending[0]()
+    downloads.start({"x": torch.full((5,), 99)})
+    assert first["x"].tolist() == [0] * 5 == pending[0]()["x"].tolist()
+
+
+def test_a_batch_leaves_nothing_on_the_device() -> None:
+    device = Played()
+    uploads = Uploads(device)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            batch = uploads.start({"x": [torch.ones(3), (torch.ones(4),)], "y": Scan(torch.ones(2), 1.0)})
+            del batch
+            assert device.held == 0
+    finally:
+        gc.enable()
+
+
+TENSORS = {
+    "float32": torch.rand(3, 4),
+    "bfloat16": torch.rand(3, 4).bfloat16(),
+    "complex": torch.randn(2, dtype=torch.complex64).conj(),
+    "bool": torch.tensor([True, False, True]),
+    "one number": torch.tensor(7),
+    "empty": torch.empty(0, 3),
+    "channels last": torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    "transposed": torch.rand(3, 4).t(),
+    "expanded": torch.rand(3, 1).expand(3, 4),
+    "part": torch.rand(6, 8)[::2, 1:7:3],
+    "needs a gradient": torch.rand(3, requires_grad=True),
+}
+
+
+def test_tensors_keep_bytes_shapes_and_order_in_memory() -> None:
+    device = Played(["copying"])
+    up = Uploads(device).start(TENSORS)
+    down = Downloads(device, 0).start(TENSORS)()
+    for name, tensor in TENSORS.items():
+        for found in (up[name], down[name]):
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+            assert found.stride() == torch.empty_like(tensor).stride(), name
+
+
+# -- one walk for every device ---------------------------------------------------------------------
+
+
+class Boxes(NamedTuple):
+    corners: Any
+    name: str = "x"
+
+
+@dataclass(frozen=True)
+class Scan:
+    pixels: Any
+    spacing: float
+
+
+class Registered:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+class Encoded(UserDict[str, Any]):
+    """As transformers' BatchEncoding: a mapping that has more to it, and moves itself."""
+
+    encodings = "of the tokenizer"
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoded:
+        found = Encoded({name: value.to(device) for name, value in self.items()})
+        found.encodings = self.encodings
+        return found
+
+
+class Graph:
+    """As PyTorch Geometric's Batch."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self._store = {"nodes": nodes}
+
+    @property
+    def nodes(self) -> Tensor:
+        return self._store["nodes"]
+
+    def to(self, *arguments: Any, **options: Any) -> Graph:
+        return Graph(self.nodes.to(*arguments, **options))
+
+
+class Moment:
+    """As arrow's times: ``to`` means something else."""
+
+    def to(self, zone: str) -> Moment:
+        raise AssertionError(f"asked for {zone}")
+
+
+class Image(Tensor):
+    pass
+
+
+ONES = torch.ones(2)
+NESTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "dict": ({"a": [ONES, "x"]}, lambda nest: nest["a"][0]),
+    "namedtuple": (Boxes((1, ONES)), lambda nest: nest.corners[1]),
+    "dataclass": ([Scan(ONES, 1.0)], lambda nest: nest[0].pixels),
+    "user dict": (UserDict(a=ONES), lambda nest: nest.data["a"]),
+    "deque": (deque([{"a": ONES}]), lambda nest: nest[0]["a"]),
+    "registered": (Registered({"a": Boxes(ONES)}), lambda nest: nest.inner["a"].corners),
+    "mapping that moves itself": ({"b": Encoded(a=ONES)}, lambda nest: nest["b"]["a"]),
+    "object that moves itself": ([Graph(ONES)], lambda nest: nest[0].nodes),
+    "sequences": (pack_sequence([ONES]), lambda nest: nest.data),
+    "tensor of a class of its own": ((ONES.as_subclass(Image),), lambda nest: nest[0]),
+    "sparse": ([torch.eye(2).to_sparse()], lambda nest: nest[0].to_dense()[0] + torch.eye(2)[1]),
+    "times": ({"a": ONES, "when": Moment()}, lambda nest: nest["a"]),
+}
+
+
+@pytest.fixture
+def registered() -> Any:
+    pytree.register_pytree_node(
+        Registered, lambda nest: ([nest.inner], None), lambda values, _: Registered(*values)
+    )
+    yield
+    pytree.SUPPORTED_NODES.pop(Registered)
+
+
+@pytest.mark.parametrize("device", [accelerator.Host(CPU), Played(["copying"])], ids=["cpu", "played"])
+@pytest.mark.parametrize("name", NESTS)
+@pytest.mark.usefixtures("registered")
+def test_every_kind_of_nest_gets_there(name: str, device: accelerator.Accelerator) -> None:
+    nest, tensor_of = NESTS[name]
+    found = Uploads(device).start(nest)
+    assert type(found) is type(nest)
+    assert tensor_of(found).tolist() == [1, 1]
+    own = isinstance(nest, dict) and "b" in nest
+    assert not own or found["b"].encodings == "of the tokenizer"
+    if name == "sequences":
+        assert isinstance(found, PackedSequence) and found.batch_sizes.device == CPU
+
+
+class Opaque:
+    def __init__(self, **inner: Any) -> None:
+        self.__dict__.update(inner)
+
+
+class Slotted:
+    __slots__ = ("pixels",)
+
+    def __init__(self, pixels: Any) -> None:
+        self.pixels = pixels
+
+
+@dataclass
+class Same:
+    pixels: Any
+
+    def __copy__(self) -> Same:
+        return self
+
+
+IMMOVABLE: dict[str, tuple[Any, str]] = {
+    "object": ({"a": Opaque(x=1, y=[ONES])}, "test_transfer.Opaque"),
+    "object in an object": (Opaque(x=Opaque(y={"z": (ONES,)})), "test_transfer.Opaque"),
+    "slots": ([Slotted(ONES)], "test_transfer.Slotted"),
+    "set": ({"a": {ONES}}, "builtins.set"),
+    "array of objects": (np.array([ONES, None], object), "numpy.ndarray"),
+    "dataclass that shares": (Same(ONES), "test_transfer.Same"),
+}
+
+
+@pytest.mark.parametrize("device", [accelerator.Host(CPU), Played()], ids=["cpu", "played"])
+@pytest.mark.parametrize("name", IMMOVABLE)
+def test_what_nobody_can_move_is_refused_by_name(name: str, device: accelerator.Accelerator) -> None:
+    nest, kind = IMMOVABLE[name]
+    with pytest.raises(UsageError) as error:
+        Uploads(device).start(nest)
+    for words in (f"holds a tests.{kind}" if "test_" in kind else f"holds a {kind}", "method to(device)"):
+        assert words in str(error.value)
+
+
+def test_what_holds_no_tensors_stays_as_it_is() -> None:
+    loop = Opaque(x=1)
+    loop.itself = loop  # type: ignore[attr-defined]
+    others = [loop, {1, 2}, np.ones(2), slice(3), len, Opaque, Moment(), namedtuple]
+    for device in (accelerator.Host(CPU), Played()):
+        found = Uploads(device).start(others)
+        assert all(one is other for one, other in zip(found, others, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_task_is_told_at_its_first_batch(tmp_path: Path, workers: int) -> None:
+    class Wrapping(TinyTask):
+        def collate(self, samples: Any) -> Any:
+            return Opaque(**super().collate(samples))
+
+    with pytest.raises(UsageError, match=r"collate made holds a tests\.test_transfer\.Opaque with tensors"):
+        evaluate(Wrapping(8), tmp_path, batch_size=4, workers=workers)
+
+
+def test_a_tensor_that_is_there_twice_is_copied_once(play: Play) -> None:
+    device = Played(["copying"])
+    found = Uploads(device).start([ONES, {"a": ONES}])
+    assert found[0] is found[1]["a"]
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+class Odd(TinyTask):
+    def __init__(self, columns: Any) -> None:
+        super().__init__(8)
+        self._columns = columns
+
+    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> Any:
+        columns = super().observe(outputs, batch)
+        return self._columns if not isinstance(self._columns, dict) else {**columns, **self._columns}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["loss"], "gave a list, expected a dict of columns by name"),
+        ({"loss": [1.0]}, "the column 'loss' is a list, expected a torch.Tensor"),
+        ({"loss": torch.tensor(1.0)}, "the column 'loss' is one number"),
+        ({"loss": torch.ones(8).to_sparse()}, "the column 'loss' has layout torch.sparse_coo"),
+    ],
+)
+def test_odd_columns_are_refused_alike(tmp_path: Path, play: Play, columns: Any, message: str) -> None:
+    for name in ("cpu", "played"):
+        if name == "played":
+            play(Played(SPEEDS[-1]))
+        with pytest.raises(UsageError, match=message):
+            evaluate(Odd(columns), tmp_path / name, batch_size=8)
+
+
+def test_a_device_orders_its_batches_by_itself(play: Play) -> None:
+    assert usable_threads(TinyTask(1), nn.Linear(2, 2), CPU, 4, 100) == 4
+    play(Played())
+    assert usable_threads(TinyTask(1), nn.Linear(2, 2), CPU, 4, 100) == 1
