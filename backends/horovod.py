@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.backends.mpi import MPI_LAUNCHERS, start_mpi, stop_mpi
-from dualeval.backends.rendezvous import interface_between_nodes, shared_store
+from dualeval.backends.rendezvous import interface_between_nodes, placed_on_hosts, shared_store
 from dualeval.errors import BackendError, LaunchError
 from dualeval.network import LATE_S, LOOPBACK
 from dualeval.world import World
@@ -100,7 +100,7 @@ class HorovodBackend(Backend):
             self._mpi = start_mpi(self.world, _ADVICE)
             sleep_until(self._mpi.COMM_WORLD.Ibarrier().Test)
             yield _SETTINGS_OVER_MPI
-        elif self.world.launcher == "srun":
+        elif self.world.launcher != "horovodrun":
             with self._met_without_horovodrun() as variables:
                 yield {**_SETTINGS, **variables}
         else:
@@ -109,8 +109,8 @@ class HorovodBackend(Backend):
     @contextmanager
     def _met_without_horovodrun(self) -> Iterator[Mapping[str, str]]:
         """Serve on rank 0 what horovodrun would; yields what it would tell this rank."""
-        world = self.world
-        with shared_store(world, "Horovod's rendezvous") as (store, host, port):
+        with shared_store(self.world, "Horovod's rendezvous") as (store, host, port):
+            world = self.world = placed_on_hosts(self.world, store)
             if world.is_main:
                 everywhere = LOOPBACK if world.is_one_node else "0.0.0.0"
                 store.set(_RENDEZVOUS, str(self._serving.enter_context(_rendezvous(everywhere))))

@@ -10,9 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, variables_set
-from dualeval.backends.rendezvous import PATIENCE, interface_between_nodes, shared_store
+from dualeval.backends.rendezvous import (
+    PATIENCE,
+    interface_between_nodes,
+    own_place,
+    placed_on_hosts,
+    shared_store,
+)
 from dualeval.errors import BackendError, LaunchError
-from dualeval.world import World
+from dualeval.world import World, place_by_hosts
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -20,9 +26,9 @@ _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp
 class TorchBackend(Backend):
     """The default process group of torch.distributed.
 
-    Joins the group that torchrun's variables describe and leaves it on close. Ranks that mpirun started tell
-    each other over MPI where to meet, those of a step of Slurm's at a port that follows from the step's
-    number. Where the caller has already initialised torch.distributed, that group is used, and stays the
+    Joins the group that torchrun's variables describe, or those of another tool that have the same names, and
+    leaves it on close. Ranks that mpirun started tell each other over MPI where to meet, Flux's over PMI, and
+    those of a step of Slurm's at a port that follows from the step's number. Where the caller has already initialised torch.distributed, that group is used, and stays the
     caller's to end.
 
     Raises:
@@ -48,6 +54,7 @@ class TorchBackend(Backend):
             self._translated("joining the group"),
             shared_store(self.world, "torch.distributed") as (store, _, port),
         ):
+            self.world = placed_on_hosts(self.world, store)
             # NCCL finds a network by itself that all nodes share; gloo has to be told.
             told = on_gpu or self.world.is_one_node
             network = None if told else interface_between_nodes(self.world, store, port)
@@ -73,6 +80,9 @@ class TorchBackend(Backend):
         # Any group but one of NCCL alone takes host memory.
         on_gpu = self._library == "nccl"
         self.transport = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        if not self.world.placed:
+            hosts, local_ranks = zip(*self.all_gather_json(own_place(self.world)), strict=True)
+            self.world = place_by_hosts(self.world, hosts, local_ranks)
 
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._translated("reducing"):
