@@ -117,7 +117,9 @@ class HorovodBackend(Backend):
             rendezvous_port = int(store.get(_RENDEZVOUS))
             network = "lo" if world.is_one_node else interface_between_nodes(world, store, port)
             # The store is served until the block is left: other ranks may be on their way to it.
-            yield gloo_variables(world, host, rendezvous_port, network)
+            # The host may have been reached before it was known that there is no other.
+            address = LOOPBACK if world.is_one_node else host
+            yield gloo_variables(world, address, rendezvous_port, network)
 
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._translated("reducing"):

@@ -5,11 +5,13 @@ Its wire protocol is lines of text over a file descriptor, here as Flux (its RFC
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
 import select
 import stat
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -17,8 +19,9 @@ from dualeval.errors import BackendError, LaunchError
 from dualeval.network import LATE_S
 from dualeval.world import World
 
-# A process may tell several times, and every rank tells as often; a name is never used again.
+# A process may tell several times, and every rank tells as often: a name is never used again.
 _numbers = itertools.count()
+_LEAVE_S = 5.0
 
 
 def told_over_pmi(world: World, words: Any) -> Any:
@@ -37,10 +40,14 @@ def told_over_pmi(world: World, words: Any) -> Any:
     """
     assert world.pmi_fd is not None
     client = _Client(world.pmi_fd)
+    number = next(_numbers)
     client.ask("init pmi_version=1 pmi_subversion=1")
+    if number == 0:
+        # A server may take a process for lost that ends without, and its last words with it.
+        atexit.register(client.leave)
     store = client.ask("get_my_kvsname")["kvsname"]
     longest = int(client.ask("get_maxes")["vallen_max"]) - 1
-    name = f"dualeval-{next(_numbers)}"
+    name = f"dualeval-{number}"
     if world.is_main:
         # In hexadecimal digits: a space or an equals sign may end a value.
         text = json.dumps(words).encode().hex()
@@ -49,7 +56,7 @@ def told_over_pmi(world: World, words: Any) -> Any:
             client.ask(f"put kvsname={store} key={name}-{key} value={value}")
     client.ask("barrier_in")
     count = int(client.ask(f"get kvsname={store} key={name}-parts")["value"])
-    text = "".join(client.ask(f"get kvsname={store} key={name}-{number}")["value"] for number in range(count))
+    text = "".join(client.ask(f"get kvsname={store} key={name}-{part}")["value"] for part in range(count))
     return json.loads(bytes.fromhex(text))
 
 
@@ -70,11 +77,11 @@ class _Client:
                 f"at, as in 'flux run -o pmi=none --env=MASTER_ADDR=FIRST_HOST --env=MASTER_PORT=29500'."
             )
 
-    def ask(self, request: str) -> dict[str, str]:
+    def ask(self, request: str, limit_s: float = LATE_S) -> dict[str, str]:
         """Send a request and wait for its answer; returns that answer's values by name."""
         try:
             os.write(self._descriptor, f"cmd={request}\n".encode())
-            answer = self._line()
+            answer = self._line(limit_s)
         except OSError as error:
             raise BackendError(f"the launcher's PMI broke off ({error})") from error
         values = dict(word.partition("=")[::2] for word in answer.split())
@@ -82,12 +89,20 @@ class _Client:
             raise BackendError(f"the launcher's PMI answered {answer!r} to {request!r}")
         return values
 
-    def _line(self) -> str:
-        deadline = monotonic() + LATE_S
+    def leave(self) -> None:
+        """Say that this process asks no more."""
+        # At the end of the process nothing depends on an answer: the launcher may have gone before.
+        with suppress(BackendError):
+            self.ask("finalize", limit_s=_LEAVE_S)
+
+    def _line(self, limit_s: float) -> str:
+        deadline = monotonic() + limit_s
         while b"\n" not in self._read:
             ready, _, _ = select.select([self._descriptor], [], [], max(0.0, deadline - monotonic()))
             if not ready:
-                raise BackendError(f"not all ranks have come to the launcher's PMI in {LATE_S / 60:.0f} minutes")
+                raise BackendError(
+                    f"not all ranks have come to the launcher's PMI in {limit_s / 60:.0f} minutes"
+                )
             part = os.read(self._descriptor, 4096)
             if not part:
                 raise BackendError("the launcher has closed its PMI")

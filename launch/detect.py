@@ -224,7 +224,8 @@ def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | No
 
 def _outer(environ: Mapping[str, str], world: World) -> Iterator[str]:
     order = list(PROBES)
-    for launcher in order[order.index(world.launcher) + 1 : -1]:
+    # Plain variables are torchrun's own, too.
+    for launcher in order[order.index(world.launcher) + 1 : order.index(ENV.launcher)]:
         try:
             place = PROBES[launcher](environ)
         except LaunchError as error:
@@ -298,9 +299,9 @@ def _probe_flux(environ: Mapping[str, str]) -> World | None:
     rank, size, local_rank = (
         _whole_number(FLUX, environ, name) for name in (FLUX.rank, FLUX.size, FLUX.local_rank)
     )
-    world = replace(_checked(FLUX, environ, rank, size, 0, 1), local_rank=local_rank)
+    world = replace(_checked(FLUX, environ, rank, size, local_rank, size), local_size=1)
     if size == 1:
-        return replace(world, local_rank=0, node_rank=0, node_sizes=(1,))
+        return replace(world, node_rank=0, node_sizes=(1,))
     world = replace(world, placed=False)
     pmi = {FLUX.rank: "PMI_RANK", FLUX.size: "PMI_SIZE"}
     if "PMI_FD" in environ and all(environ.get(own) == environ[name] for name, own in pmi.items()):
@@ -324,14 +325,15 @@ def _probe_env(environ: Mapping[str, str]) -> World | None:
     rank, size = (_whole_number(ENV, environ, name) for name in (ENV.rank, ENV.size))
     _refuse_missing_ranks(environ)
     master = _address(ENV, environ, "MASTER_ADDR", "MASTER_PORT")
-    given = [name for name in ENV.optional if name in environ]
-    numbers = {name: _whole_number(ENV, environ, name) for name in given}
     world = replace(_checked(ENV, environ, rank, size, 0, 1), master=master)
+    local_rank, local_size = (
+        _whole_number(ENV, environ, name) if name in environ else default
+        for name, default in ((ENV.local_rank, 0), (ENV.local_size, size))
+    )
+    _checked(ENV, environ, rank, size, local_rank, local_size)
     if size == 1:
         return replace(world, node_rank=0, node_sizes=(1,))
-    if len(given) == len(ENV.optional):
-        _checked(ENV, environ, rank, size, numbers[ENV.local_rank], numbers[ENV.local_size])
-    return replace(world, local_rank=numbers.get(ENV.local_rank, 0), placed=False)
+    return replace(world, local_rank=local_rank, placed=False)
 
 
 def _refuse_missing_ranks(environ: Mapping[str, str]) -> None:
@@ -464,9 +466,8 @@ def _checked(
     if not rank < size:
         raise _error(source, f"{source.rank}={rank} is not below {source.size}={size}", environ)
     if not local_rank < local_size:
-        raise _error(
-            source, f"{source.local_rank}={local_rank} is not below {source.local_size}={local_size}", environ
-        )
+        limit = source.local_size if source.local_size in environ else source.size
+        raise _error(source, f"{source.local_rank}={local_rank} is not below {limit}={local_size}", environ)
     if not local_size <= size:
         raise _error(source, f"{source.local_size}={local_size} is above {source.size}={size}", environ)
     return World(
@@ -506,9 +507,7 @@ def _half_set(source: Variables, environ: Mapping[str, str], missing: list[str])
     else:
         stale = " ".join(name for name in source.needed if name in environ)
         cause = f"{TORCHRUN.mark} is not set either, so these are left over or another tool's"
-        remedy = (
-            f"{start}, set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or type 'unset {stale}'"
-        )
+        remedy = f"{start}, set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or type 'unset {stale}'"
     verb = "is" if len(missing) == 1 else "are"
     problem = f"{source.launcher}'s variables are half set: {', '.join(missing)} {verb} missing"
     return _error(source, problem, environ, f"{cause}. {remedy}", LaunchError if own else _LeftOver)

@@ -59,12 +59,14 @@ _UNREAD = (
         start="pbsdsh tells no rank: start with 'mpirun -np N dualeval run' in the job's script",
     ),
     # Kubeflow's Trainer sets options of torchrun, and starts what is typed once in each pod.
-    _Unread(rank="PET_NODE_RANK", size="PET_NNODES", start="Start with 'torchrun -m dualeval run' in each pod"),
+    _Unread(
+        rank="PET_NODE_RANK", size="PET_NNODES", start="Start with 'torchrun -m dualeval run' in each pod"
+    ),
     _Unread(
         rank="SKYPILOT_NODE_RANK",
         size="SKYPILOT_NUM_NODES",
         start="Start with 'torchrun --nnodes $SKYPILOT_NUM_NODES --node-rank $SKYPILOT_NODE_RANK "
-        "--nproc-per-node N --master-addr $(head -n1 <<< \"$SKYPILOT_NODE_IPS\") --master-port 29500 "
+        '--nproc-per-node N --master-addr $(head -n1 <<< "$SKYPILOT_NODE_IPS") --master-port 29500 '
         "-m dualeval run'",
     ),
 )
