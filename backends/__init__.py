@@ -50,13 +50,13 @@ _BACKENDS = {
     "torch": _Entry(
         module="dualeval.backends.torch_distributed",
         class_name="TorchBackend",
-        launchers=("torchrun", "srun", *MPI_LAUNCHERS),
+        launchers=("torchrun", "srun", "env", "flux", *MPI_LAUNCHERS),
         start="'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'",
     ),
     "horovod": _Entry(
         module="dualeval.backends.horovod",
         class_name="HorovodBackend",
-        launchers=("horovodrun", "srun", *MPI_LAUNCHERS),
+        launchers=("horovodrun", "srun", "env", "flux", *MPI_LAUNCHERS),
         start="'dualeval run --nproc N --backend horovod' or 'horovodrun -np N dualeval run'",
     ),
     "mpi": _Entry(
@@ -73,8 +73,8 @@ def connect(name: str | None, world: World) -> Backend:
 
     Args:
         name: "single", "torch", "horovod" or "mpi"; None takes the launcher's own: without a launcher single,
-            torchrun and srun torch, horovodrun horovod, mpirun horovod where that is built with MPI and else
-            mpi.
+            torchrun, srun, Flux and plain variables torch, horovodrun horovod, mpirun horovod where that is
+            built with MPI and else mpi.
         world: this process's place, from ``dualeval.launch.detect``.
 
     Raises:
@@ -123,7 +123,8 @@ def choose_backend(name: str | None, world: World) -> str:
 
 def _default(world: World) -> str:
     """What a launcher's ranks use where --backend does not say otherwise."""
-    defaults = {"none": "single", "torchrun": "torch", "srun": "torch", "horovodrun": "horovod"}
+    torch_launchers = ("torchrun", "srun", "env", "flux")
+    defaults = {"none": "single", "horovodrun": "horovod", **dict.fromkeys(torch_launchers, "torch")}
     if world.launcher in defaults:
         return defaults[world.launcher]
     if world.launcher in MPI_LAUNCHERS:
@@ -136,6 +137,11 @@ def _default(world: World) -> str:
 
 def _named(launcher: str) -> str:
     """A launcher in a message to people."""
-    return {"none": "no launcher", "openmpi": "mpirun (Open MPI)", "mpich": "mpirun (MPICH)"}.get(
-        launcher, launcher
-    )
+    names = {
+        "none": "no launcher",
+        "openmpi": "mpirun (Open MPI)",
+        "mpich": "mpirun (MPICH)",
+        "flux": "Flux",
+        "env": "whoever set RANK and WORLD_SIZE",
+    }
+    return names.get(launcher, launcher)

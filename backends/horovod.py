@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.backends.mpi import MPI_LAUNCHERS, start_mpi, stop_mpi
-from dualeval.backends.rendezvous import interface_between_nodes, shared_store
+from dualeval.backends.rendezvous import interface_between_nodes, placed_on_hosts, shared_store
 from dualeval.errors import BackendError, LaunchError
 from dualeval.network import LATE_S, LOOPBACK
 from dualeval.world import World
@@ -107,7 +107,7 @@ class HorovodBackend(Backend):
             self._mpi = start_mpi(self.world, _ADVICE)
             sleep_until(self._mpi.COMM_WORLD.Ibarrier().Test)
             yield _SETTINGS_OVER_MPI
-        elif self.world.launcher == "srun":
+        elif self.world.launcher != "horovodrun":
             with self._met_without_horovodrun() as variables:
                 yield {**_SETTINGS, **variables}
         else:
@@ -116,15 +116,17 @@ class HorovodBackend(Backend):
     @contextmanager
     def _met_without_horovodrun(self) -> Iterator[Mapping[str, str]]:
         """Serve on rank 0 what horovodrun would; yields what it would tell this rank."""
-        world = self.world
-        with shared_store(world, "Horovod's rendezvous") as (store, host, port):
+        with shared_store(self.world, "Horovod's rendezvous") as (store, host, port):
+            world = self.world = placed_on_hosts(self.world, store)
             if world.is_main:
                 everywhere = LOOPBACK if world.is_one_node else "0.0.0.0"
                 store.set(_RENDEZVOUS, str(self._serving.enter_context(_rendezvous(everywhere))))
             rendezvous_port = int(store.get(_RENDEZVOUS))
             network = "lo" if world.is_one_node else interface_between_nodes(world, store, port)
             # The store is served until the block is left: other ranks may be on their way to it.
-            yield gloo_variables(world, host, rendezvous_port, network)
+            # The host may have been reached before it was known that there is no other.
+            address = LOOPBACK if world.is_one_node else host
+            yield gloo_variables(world, address, rendezvous_port, network)
 
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._translated("reducing"):

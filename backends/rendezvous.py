@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public all
 
 from dualeval.backends.mpi import MpiBackend
+from dualeval.backends.pmi import told_over_pmi
 from dualeval.errors import BackendError
 from dualeval.network import (
     LATE_S,
@@ -29,7 +30,7 @@ from dualeval.network import (
     reach,
 )
 from dualeval.store import join_store, serve_store
-from dualeval.world import World
+from dualeval.world import World, place_by_hosts
 
 PATIENCE = timedelta(seconds=LATE_S)
 _ELSEWHERE = "dualeval/elsewhere"
@@ -41,13 +42,13 @@ _PAUSE_PER_RANK_S = 1e-4
 
 @contextmanager
 def told_by_rank_0(world: World, words: Any) -> Iterator[Any]:
-    """Tell every rank what rank 0 knows: over MPI, at horovodrun's rendezvous, or at a step's agreed address.
+    """Tell every rank what rank 0 knows: over MPI or PMI, at horovodrun's rendezvous, or an agreed address.
 
     Rank 0 goes on telling until its block is left, which has to wait for the others.
 
     Args:
-        world: this process's place; its launcher gives a way into MPI, or ``words``, or ``master`` and
-            ``run_id``.
+        world: this process's place; its launcher gives a way into MPI, or ``pmi_fd``, or ``words``, or
+            ``master`` and ``run_id``.
         words: on rank 0 plain values, as JSON has them; nothing elsewhere.
 
     Yields:
@@ -59,6 +60,8 @@ def told_by_rank_0(world: World, words: Any) -> Iterator[Any]:
     """
     if world.size == 1:
         yield words
+    elif world.pmi_fd is not None:
+        yield told_over_pmi(world, words)
     elif world.words is not None:
         yield _leave_words(world.words, words) if world.is_main else _await_words(world.words)
     elif world.run_id is None or world.master is None:
@@ -113,15 +116,17 @@ def shared_store(world: World, purpose: str) -> Iterator[tuple[Store, str, int |
     Rank 0 serves it until its block is left, which has to wait for the others.
 
     Args:
-        world: as for ``told_by_rank_0``, or torchrun's.
+        world: as for ``told_by_rank_0``, or torchrun's, or one that has a ``master`` alone.
         purpose: what it is for, in messages.
 
     Yields:
         the store, the host or address at which this rank has reached it and, on rank 0, the port where it is
         served.
     """
-    if world.launcher == "torchrun":
+    at_master = world.master is not None and world.run_id is None
+    if world.launcher == "torchrun" or (at_master and world.size > 1):
         assert world.master is not None
+        # Served by torchrun's agent, where there is one, and else by rank 0.
         store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
         yield PrefixStore(f"dualeval/{_agree_on_name(store, world)}", store), *world.master
         return
@@ -166,9 +171,36 @@ def _agree_on_name(store: Store, world: World) -> str:
                 return str(name)
         sleep(pause)
     raise BackendError(
-        f"the {world.size} ranks have not met at torchrun's store in "
+        f"the {world.size} ranks have not met at the store of {world.launcher}'s MASTER_ADDR in "
         f"{PATIENCE.total_seconds() / 60:.0f} minutes"
     )
+
+
+def own_place(world: World) -> tuple[str, int]:
+    """What tells this rank's host from all others, and the number on it that its launcher gave to it."""
+    # By the name too: where kernels are played (gVisor), hosts may look alike otherwise.
+    return f"{host_identity()} {socket.gethostname()}", world.local_rank
+
+
+def placed_on_hosts(world: World, store: Store) -> World:
+    """Find which ranks share a host, where the launcher does not tell. A collective there.
+
+    Args:
+        world: this process's place.
+        store: one that all ranks share.
+
+    Returns:
+        the world with this rank's place on its node.
+    """
+    if world.placed:
+        return world
+    store.set(f"dualeval/host/{world.rank}", json.dumps(own_place(world)))
+    if world.is_main:
+        told = store.multi_get([f"dualeval/host/{rank}" for rank in range(world.size)])
+        hosts, local_ranks = zip(*map(json.loads, told), strict=True)
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        store.set("dualeval/hosts", json.dumps([[numbers[host] for host in hosts], local_ranks]))
+    return place_by_hosts(world, *json.loads(store.get("dualeval/hosts")))
 
 
 def interface_between_nodes(world: World, store: Store, port: int | None) -> str | None:

@@ -12,9 +12,15 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dualeval.backends.base import Backend, Op, variables_set
-from dualeval.backends.rendezvous import PATIENCE, interface_between_nodes, shared_store
+from dualeval.backends.rendezvous import (
+    PATIENCE,
+    interface_between_nodes,
+    own_place,
+    placed_on_hosts,
+    shared_store,
+)
 from dualeval.errors import BackendError, LaunchError
-from dualeval.world import World
+from dualeval.world import World, place_by_hosts
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Libraries that send from host memory; what a group has beside them sends from a device's.
@@ -24,10 +30,11 @@ _HOST_LIBRARIES = ("gloo", "mpi", "ucc", "fake")
 class TorchBackend(Backend):
     """The default process group of torch.distributed.
 
-    Joins the group that torchrun's variables describe and leaves it on close. Ranks that mpirun started tell
-    each other over MPI where to meet, those of a step of Slurm's at a port that follows from the step's
-    number. Host tensors travel over gloo. Where all ranks have a GPU and NCCL, CUDA tensors travel over NCCL,
-    which is set up with the first of them; nothing in an evaluation sends any.
+    Joins the group that torchrun's variables describe, or those of another tool that have the same names, and
+    leaves it on close. Ranks that mpirun started tell each other over MPI where to meet, Flux's over PMI, and
+    those of a step of Slurm's at a port that follows from the step's number. Host tensors travel over gloo.
+    Where all ranks have a GPU and NCCL, CUDA tensors travel over NCCL, which is set up with the first of
+    them; nothing in an evaluation sends any.
 
     Where the caller has already initialised torch.distributed, host tensors travel over a gloo group of the
     backend's own on the same ranks, and devices' tensors over the caller's, which stays the caller's to end.
@@ -55,6 +62,7 @@ class TorchBackend(Backend):
             self._translated("joining the group"),
             shared_store(self.world, "torch.distributed") as (store, _, port),
         ):
+            self.world = placed_on_hosts(self.world, store)
             with_nccl = _all_have_nccl(store, self.world)
             network = None if self.world.is_one_node else interface_between_nodes(self.world, store, port)
             with variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}):
@@ -81,6 +89,9 @@ class TorchBackend(Backend):
         with self._translated("making a gloo group of its own"):
             # The caller's may have NCCL alone; and its collectives may be under way in another thread.
             self._host_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        if not self.world.placed:
+            hosts, local_ranks = zip(*self.all_gather_json(own_place(self.world)), strict=True)
+            self.world = place_by_hosts(self.world, hosts, local_ranks)
 
     def _group(self, tensor: Tensor) -> Any:
         return self._host_group if tensor.device.type == "cpu" else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,10 @@ class World:
             empty where none does.
         restarts: how often the launcher has started the ranks again.
         launch_id: what ranks that a launcher starts again have in common; None where it starts none again.
+        pmi_fd: file descriptor at which the launcher answers in the wire protocol of PMI-1; None where it is
+            not needed.
+        placed: False where the launcher does not tell which ranks share a node. ``local_rank`` is then what
+            it says of this rank, or 0, and ``local_size`` 1, until ``place_by_hosts`` has found them.
     """
 
     rank: int
@@ -41,6 +46,8 @@ class World:
     promised_gpus: str = ""
     restarts: int = 0
     launch_id: str | None = None
+    pmi_fd: int | None = None
+    placed: bool = True
 
     @property
     def is_main(self) -> bool:
@@ -56,3 +63,33 @@ class World:
     def alone(cls) -> World:
         """The world of a process that no launcher started."""
         return cls(rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="none")
+
+
+def place_by_hosts(world: World, hosts: Sequence[Hashable], local_ranks: Sequence[int]) -> World:
+    """Find a rank's place on its node from the hosts on which all ranks run.
+
+    Args:
+        world: the rank's place among all ranks.
+        hosts: by rank, what tells its host from all others.
+        local_ranks: by rank, the number on the host that its launcher gave to it. Where those of a host are
+            not 0, 1, 2 and so on, each once, its ranks are numbered in their order instead.
+
+    Returns:
+        the world with ``local_rank``, ``local_size``, ``node_rank`` and ``node_sizes``; nodes are numbered by
+        their first rank.
+    """
+    ranks_on: dict[Hashable, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_on.setdefault(host, []).append(rank)
+    own_host = hosts[world.rank]
+    neighbours = ranks_on[own_host]
+    given = [local_ranks[rank] for rank in neighbours]
+    position = neighbours.index(world.rank)
+    return replace(
+        world,
+        local_rank=given[position] if sorted(given) == list(range(len(given))) else position,
+        local_size=len(neighbours),
+        node_rank=list(ranks_on).index(own_host),
+        node_sizes=tuple(len(ranks) for ranks in ranks_on.values()),
+        placed=True,
+    )

@@ -5,8 +5,8 @@ first, because it alone knows this process's rank (torchrun inside an allocation
 each task of the outer launcher). All fields of a World come from the one probe that answered.
 
 A launcher's variables that are set in part are an error. One case is not: torchrun's have names that other
-tools and shells have too, so where its mark is missing and another launcher's set is whole, they are passed
-over.
+tools and shells have too. Where its mark is missing, those that torch.distributed itself reads are enough to
+be a rank by (``env``), and fewer are passed over where another launcher's set is whole.
 """
 
 from __future__ import annotations
@@ -17,8 +17,20 @@ from dataclasses import dataclass, field, replace
 
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.gpus import promised_gpus
-from dualeval.launch.hostlist import expand_hosts, expand_tasks
-from dualeval.launch.variables import ALL, HOROVODRUN, MPICH, OPEN_MPI, SRUN, TORCHRUN, Variable, Variables
+from dualeval.launch.hostlist import expand_hosts, expand_tasks, order_by_component
+from dualeval.launch.unknown import unread_rank
+from dualeval.launch.variables import (
+    ALL,
+    ENV,
+    FLUX,
+    HOROVODRUN,
+    MPICH,
+    OPEN_MPI,
+    SRUN,
+    TORCHRUN,
+    Variable,
+    Variables,
+)
 from dualeval.world import World
 
 Probe = Callable[[Mapping[str, str]], World | None]
@@ -29,8 +41,6 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # How often the ranks were started again: torchrun's --max-restarts, and a job that was requeued.
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _REQUEUES = "SLURM_RESTART_COUNT"
-# By these MPI's own launchers tell a rank its number, beside variables of theirs or, as some do, alone.
-_OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
 # Ports for ranks to meet at: outside of what the kernel gives to clients (32768 and up).
 _FIRST_PORT, _PORTS = 16384, 16000
 
@@ -120,11 +130,11 @@ def _ask_all(environ: Mapping[str, str]) -> tuple[World, _LeftOver | None]:
         try:
             world = probe(environ)
         except _LeftOver as error:
-            left_over = error
+            left_over = left_over or error
             continue
         if world is not None:
-            _refuse_contradiction(environ, world)
-            return world, left_over
+            agrees = _refuse_contradiction(environ, world)
+            return world, None if agrees else left_over
     raise AssertionError("the last probe answers always")
 
 
@@ -134,40 +144,52 @@ def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
     missing = [name for name in SRUN.needed if name not in environ]
     if missing and any(environ.get(name, "0") != "0" for name in (SRUN.rank, SRUN.local_rank)):
         return _half_set(SRUN, environ, missing)
-    others = {name: environ[name] for name in _OTHER_RANKS if name in environ}
-    if others and environ.get("PMI_SIZE") != "1":
-        found = ", ".join(f"{name}={value}" for name, value in others.items())
-        return LaunchError(
-            f"a launcher that is none of {', '.join(PROBES)} seems to have started this process as one of "
-            f"several (found: {found}). Start with '{OPEN_MPI.start}' or '{SRUN.start}', or pass --launcher "
-            f"none to run one process without them."
-        )
-    return None
+    message = unread_rank(environ, ", ".join(PROBES))
+    return LaunchError(message) if message else None
 
 
-def _refuse_contradiction(environ: Mapping[str, str], world: World) -> None:
-    """Raise where all of torchrun's variables are set, but not by torchrun, and another launcher says else.
+def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
+    """Compare a launcher's word with that of variables that anybody may have set.
 
-    Exported in a shell they would make every task of srun's the same rank; set by a script in its task they
-    would be right, and nobody but the user knows which they are.
+    Enough of torchrun's variables for torch.distributed, exported in a shell, would make every task of srun's
+    the same rank; set by a script in its task they would be right, and nobody but the user knows which they
+    are. Nor does anybody else know whether Flux has started an mpirun, or an mpirun Flux.
+
+    Returns:
+        whether such variables are there, and say the same.
+
+    Raises:
+        LaunchError: they say another rank or size.
     """
-    if world.launcher != TORCHRUN.launcher or TORCHRUN.mark in environ:
-        return
-    for launcher in list(PROBES)[1:-1]:
-        try:
-            other = PROBES[launcher](environ)
-        except LaunchError:
-            continue
-        if other is not None and (other.rank, other.size) != (world.rank, world.size):
-            raise _error(
-                TORCHRUN,
-                f"{launcher} started this process as rank {other.rank} of {other.size}, and torchrun's "
-                f"variables, which torchrun has not set ({TORCHRUN.mark} is missing), say rank {world.rank} "
-                f"of {world.size}",
-                environ,
-                f"Type 'unset {' '.join(TORCHRUN.needed)}', or choose with --launcher {launcher} or "
-                f"--launcher torchrun",
-            )
+    if TORCHRUN.mark in environ:
+        return False
+    in_doubt = {
+        TORCHRUN if world.launcher == TORCHRUN.launcher else ENV: list(PROBES)[1:-1],
+        FLUX: [OPEN_MPI.launcher, MPICH.launcher],
+    }
+    for source, launchers in in_doubt.items():
+        own = _answer(environ, source.launcher)
+        for launcher in launchers if own is not None else ():
+            other = _answer(environ, launcher)
+            if other is not None and (other.rank, other.size) != (own.rank, own.size):
+                unmarked = "" if source is FLUX else f", without torchrun's own mark {TORCHRUN.mark},"
+                raise _error(
+                    source,
+                    f"{launcher} started this process as rank {other.rank} of {other.size}, and the variables "
+                    f"of {source.launcher}{unmarked} say rank {own.rank} of {own.size}",
+                    environ,
+                    f"Type 'unset {' '.join(name for name in source.all if name in environ)}', or choose with "
+                    f"--launcher {launcher} or --launcher {source.launcher}",
+                )
+    return _answer(environ, ENV.launcher) is not None
+
+
+def _answer(environ: Mapping[str, str], launcher: str) -> World | None:
+    """What a launcher's variables say; None where they are not whole."""
+    try:
+        return PROBES[launcher](environ)
+    except LaunchError:
+        return None
 
 
 def _ask_one(environ: Mapping[str, str], launcher: str) -> World:
@@ -205,7 +227,8 @@ def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | No
 
 def _outer(environ: Mapping[str, str], world: World) -> Iterator[str]:
     order = list(PROBES)
-    for launcher in order[order.index(world.launcher) + 1 : -1]:
+    # Plain variables are torchrun's own, too.
+    for launcher in order[order.index(world.launcher) + 1 : order.index(ENV.launcher)]:
         try:
             place = PROBES[launcher](environ)
         except LaunchError as error:
@@ -268,6 +291,66 @@ def _probe_mpich(environ: Mapping[str, str]) -> World | None:
     return world and replace(world, mpi=True)
 
 
+def _probe_flux(environ: Mapping[str, str]) -> World | None:
+    """Probe for a task of Flux's.
+
+    Flux gives the tasks no address to meet at. Its PMI, which it serves to each task at a file descriptor,
+    passes one on; without PMI the user has to.
+    """
+    if not _is_whole(FLUX, environ, (FLUX.rank, FLUX.size)):
+        return None
+    rank, size, local_rank = (
+        _whole_number(FLUX, environ, name) for name in (FLUX.rank, FLUX.size, FLUX.local_rank)
+    )
+    world = replace(_checked(FLUX, environ, rank, size, local_rank, size), local_size=1)
+    if size == 1:
+        return replace(world, node_rank=0, node_sizes=(1,))
+    world = replace(world, placed=False)
+    pmi = {FLUX.rank: "PMI_RANK", FLUX.size: "PMI_SIZE"}
+    if "PMI_FD" in environ and all(environ.get(own) == environ[name] for name, own in pmi.items()):
+        return replace(world, pmi_fd=_whole_number(FLUX, environ, "PMI_FD"))
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        master = _address(FLUX, environ, "MASTER_ADDR", "MASTER_PORT")
+        return replace(world, master=master, run_id=f"flux.{environ['FLUX_JOB_ID']}")
+    raise _error(
+        FLUX,
+        "Flux gave this process no PMI (PMI_FD is missing), by which the ranks would meet",
+        environ,
+        "Leave out '-o pmi=none', or add '--env=MASTER_ADDR=FIRST_HOST --env=MASTER_PORT=29500' to 'flux "
+        "run', FIRST_HOST being the host of task 0",
+    )
+
+
+def _probe_env(environ: Mapping[str, str]) -> World | None:
+    """Probe for the variables that torch.distributed itself reads, whoever has set them."""
+    if not _is_whole(ENV, environ, (ENV.rank, ENV.size, ENV.local_rank, ENV.local_size)):
+        return None
+    rank, size = (_whole_number(ENV, environ, name) for name in (ENV.rank, ENV.size))
+    _refuse_missing_ranks(environ)
+    master = _address(ENV, environ, "MASTER_ADDR", "MASTER_PORT")
+    world = replace(_checked(ENV, environ, rank, size, 0, 1), master=master)
+    local_rank, local_size = (
+        _whole_number(ENV, environ, name) if name in environ else default
+        for name, default in ((ENV.local_rank, 0), (ENV.local_size, size))
+    )
+    _checked(ENV, environ, rank, size, local_rank, local_size)
+    if size == 1:
+        return replace(world, node_rank=0, node_sizes=(1,))
+    return replace(world, local_rank=local_rank, placed=False)
+
+
+def _refuse_missing_ranks(environ: Mapping[str, str]) -> None:
+    """Raise in a pod of a PyTorchJob which is to start several ranks, by torchrun, and starts one."""
+    count = environ.get("PET_NPROC_PER_NODE", "1")
+    if count.isdecimal() and int(count) > 1 and "LOCAL_RANK" not in environ:
+        raise _error(
+            ENV,
+            f"this pod is to start {count} ranks (PET_NPROC_PER_NODE), and WORLD_SIZE counts all of them",
+            environ,
+            "Start with 'torchrun -m dualeval run', which reads the PET_ variables, or leave out nprocPerNode",
+        )
+
+
 def _probe_srun(environ: Mapping[str, str]) -> World | None:
     """Probe for a step of Slurm's.
 
@@ -303,6 +386,7 @@ def _probe_srun(environ: Mapping[str, str]) -> World | None:
             environ,
             "Leave out --distribution=arbitrary, and SLURM_HOSTFILE",
         )
+    hosts, sizes = _in_order_of_nodes(environ, hosts, sizes, node)
     restarts = _whole_number(SRUN, environ, _REQUEUES) if environ.get(_REQUEUES) else 0
     return replace(
         _checked(SRUN, environ, rank, size, _whole_number(SRUN, environ, SRUN.local_rank), sizes[node]),
@@ -313,6 +397,34 @@ def _probe_srun(environ: Mapping[str, str]) -> World | None:
         mpi=_has_way_into_mpi(environ, f"{job}.{number}"),
         restarts=restarts,
     )
+
+
+def _in_order_of_nodes(
+    environ: Mapping[str, str], hosts: list[str], sizes: tuple[int, ...], node: int
+) -> tuple[list[str], tuple[int, ...]]:
+    """Put a step's hosts and their numbers of tasks in the order in which Slurm numbers its nodes.
+
+    In a heterogeneous step that is the order of its components, and the lists are in that of the names.
+
+    Raises:
+        LaunchError: this process's own host is not where it should be then.
+    """
+    ordered = order_by_component(environ, hosts)
+    tasks = dict(zip(hosts, sizes, strict=True))
+    own = environ.get("SLURMD_NODENAME")
+    if own in tasks and ordered[node] != own:
+        raise _error(
+            SRUN,
+            f"Slurm says that node {node} of this step is {own}, and lists {', '.join(hosts)}: a "
+            f"heterogeneous step ('srun ... : ...') numbers its nodes in another order, and nobody here "
+            f"knows on which of them rank 0 is",
+            environ,
+            "Start all ranks with one srun without ':', or ask for a heterogeneous job ('sbatch ... : ...') "
+            "and type 'srun --het-group=0,1 dualeval run'",
+        )
+    if len(tasks) < len(hosts):
+        return hosts, sizes
+    return ordered, tuple(tasks[host] for host in ordered)
 
 
 def _has_way_into_mpi(environ: Mapping[str, str], step: str) -> bool:
@@ -356,9 +468,8 @@ def _checked(
     if not rank < size:
         raise _error(source, f"{source.rank}={rank} is not below {source.size}={size}", environ)
     if not local_rank < local_size:
-        raise _error(
-            source, f"{source.local_rank}={local_rank} is not below {source.local_size}={local_size}", environ
-        )
+        limit = source.local_size if source.local_size in environ else source.size
+        raise _error(source, f"{source.local_rank}={local_rank} is not below {limit}={local_size}", environ)
     if not local_size <= size:
         raise _error(source, f"{source.local_size}={local_size} is above {source.size}={size}", environ)
     return World(
@@ -389,7 +500,7 @@ def _address(source: Variables, environ: Mapping[str, str], host: str, port: str
 
 def _half_set(source: Variables, environ: Mapping[str, str], missing: list[str]) -> LaunchError:
     start = f"Start with '{source.start}'"
-    own = source.mark is None or source.mark in environ
+    own = source is not ENV and (source.mark is None or source.mark in environ)
     if own:
         cause = (
             f"{source.launcher} started this process, but something between removed a part of its variables"
@@ -397,8 +508,8 @@ def _half_set(source: Variables, environ: Mapping[str, str], missing: list[str])
         remedy = start
     else:
         stale = " ".join(name for name in source.needed if name in environ)
-        cause = f"{source.mark} is not set either, so these are left over or another tool's"
-        remedy = f"{start}, or type 'unset {stale}'"
+        cause = f"{TORCHRUN.mark} is not set either, so these are left over or another tool's"
+        remedy = f"{start}, set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or type 'unset {stale}'"
     verb = "is" if len(missing) == 1 else "are"
     problem = f"{source.launcher}'s variables are half set: {', '.join(missing)} {verb} missing"
     return _error(source, problem, environ, f"{cause}. {remedy}", LaunchError if own else _LeftOver)
@@ -421,14 +532,17 @@ def _error(
 
 
 # Innermost launcher first: torchrun may run inside a task of any other, and horovodrun inside an allocation
-# that sets MPI's variables. In a job of Slurm's, mpirun starts its own ranks through a step of one process a
-# node. "none" stays last: it always answers.
+# that sets MPI's variables. Flux may itself run in a step of Slurm's, and may set a part of Open MPI's. In a
+# job of Slurm's, mpirun starts its own ranks through a step of one process a node. "env" is whoever sets these names, so launchers that have names of
+# their own are asked before. "none" stays last: it always answers.
 PROBES: dict[str, Probe] = {
     TORCHRUN.launcher: _probe_torchrun,
     HOROVODRUN.launcher: _probe_horovodrun,
+    FLUX.launcher: _probe_flux,
     OPEN_MPI.launcher: _probe_open_mpi,
     MPICH.launcher: _probe_mpich,
     SRUN.launcher: _probe_srun,
+    ENV.launcher: _probe_env,
     "none": _probe_none,
 }
 _STARTS = {source.launcher: source.start for source in ALL}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 
 # Text outside brackets, then perhaps a bracket: rack[1-2]n[3-4].
 _PIECE = re.compile(r"([^\[\],]*)(?:\[([0-9,-]+)\])?")
@@ -36,6 +37,32 @@ def expand_tasks(text: str) -> tuple[int, ...]:
             raise ValueError(f"{text!r} is no list of tasks a node, such as '2(x2),1'")
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
+
+
+def order_by_component(environ: Mapping[str, str], hosts: list[str]) -> list[str]:
+    """Put the hosts of a step in the order of the components of its heterogeneous job.
+
+    Slurm numbers nodes and tasks component by component, but lists the hosts of all in the order of names.
+
+    Args:
+        environ: the environment variables, with a list of hosts for each component.
+        hosts: those of the step, as listed.
+
+    Returns:
+        the same hosts; as listed where the job is not heterogeneous, or the components' lists do not tell.
+
+    Raises:
+        ValueError: a component's list is none.
+    """
+    components = itertools.takewhile(bool, (_component(environ, number) for number in itertools.count()))
+    ordered = [host for component in components for host in expand_hosts(component) if host in hosts]
+    return ordered if sorted(ordered) == sorted(hosts) else hosts
+
+
+def _component(environ: Mapping[str, str], number: int) -> str:
+    # Both names up to Slurm 22.05, where srun alone sets the older; the newer one since.
+    names = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{number}" for kind in ("HET", "PACK"))
+    return next((environ[name] for name in names if name in environ), "")
 
 
 def _names(text: str) -> list[str]:

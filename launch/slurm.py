@@ -23,7 +23,7 @@ _LIBRARIES = {"torch": "torch.distributed", "horovod": "Horovod"}
 WARNING_S = 90
 
 _COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")
-_WORDS = ("job_name", "mem", "time", "partition", "account", "qos", "log")
+_WORDS = ("job_name", "mem", "time", "partition", "account", "qos", "array", "log")
 
 # Of a job's own variables, those by which the next job's sbatch still has to find the cluster.
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_JWT")
@@ -49,28 +49,61 @@ if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
   export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 fi
 
+# What Slurm knows this job by. One task of an array has the array's own number, which stands for all of them.
+job=${SLURM_JOB_ID:-}
+if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
+  job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
+
 # The output folder, where a job that comes back goes on and status.json says how the ranks ended: that of the
 # last --out, as 'dualeval run' reads it; else one by the job's number, which a job that comes back keeps.
 out=
-is_out=
+config=
+device=
+option=
 words=()
 for word in "$@"; do
-  if [[ -n $is_out ]]; then
-    out=$word
-    is_out=
-  elif [[ $word == --out ]]; then
-    is_out=yes
-  elif [[ $word == --out=* ]]; then
-    out=${word#--out=}
-  elif [[ $word == --fresh && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
+  if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+    # As in the name of Slurm's log: the words are the same for all tasks.
+    word=${word//%a/$SLURM_ARRAY_TASK_ID}
+  fi
+  if [[ -z $option && $word == --fresh && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
     # Said of the first start: now it would remove what that one has finished.
     continue
   fi
   words+=("$word")
+  if [[ -n $option ]]; then
+    value=$word
+  elif [[ $word == --out || $word == --config || $word == --device ]]; then
+    option=$word
+    continue
+  else
+    option=${word%%=*}
+    value=${word#*=}
+  fi
+  case $option in
+    --out) out=$value ;;
+    --config) config=$value ;;
+    --device) device=$value ;;
+  esac
+  option=
 done
 if [[ -z $out ]]; then
-  out=runs/job-${SLURM_JOB_ID:?"there is no job; type 'sbatch' before this file, or --out FOLDER after it"}
+  out=runs/job-${job:?"there is no job; type 'sbatch' before this file, or --out FOLDER after it"}
   words+=(--out "$out")
+fi
+
+# Where this job has GPUs, a node on which none works is an error, and no reason to compute on CPUs.
+gpus=${SLURM_GPUS_ON_NODE:-${SLURM_JOB_GPUS:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS:-0}}}}
+if [[ $gpus != 0 && -z $device ]] &&
+  ! { [[ -n $config ]] && grep -qsE '^[[:space:]]*"?device"?[[:space:]]*=' "$config"; }; then
+  words+=(--device cuda)
+fi
+
+step=(srun --export=ALL --kill-on-bad-exit=1)
+if ((${SLURM_HET_SIZE:-1} > 1)); then
+  # By itself srun starts the first component of a heterogeneous job alone.
+  step+=("--het-group=0-$((SLURM_HET_SIZE - 1))")
 fi
 
 # Which status.json is there: one that is older than the ranks says nothing of them.
@@ -102,8 +135,8 @@ if [[ $warned == early ]]; then
 elif [[ $warned == late ]]; then
   code=75
   # Before: Slurm ends this script at once, or soon.
-  echo "dualeval: Slurm is asked to queue job $SLURM_JOB_ID again, which then goes on in $out." >&2
-  if scontrol requeue "$SLURM_JOB_ID"; then
+  echo "dualeval: Slurm is asked to queue job $job again, which then goes on in $out." >&2
+  if scontrol requeue "$job"; then
     sleep 60
   else
     echo "dualeval: Slurm does not queue this job again. To go on, type the same line with --out $out." >&2
@@ -128,8 +161,10 @@ class SlurmJob:
         partition: where it waits.
         account: whom it is charged to.
         qos: quality of service.
+        array: numbers of the tasks of a job array ("0-9", "1,3,5%2"): one evaluation each; None is no array.
         job_name: the name in Slurm's lists.
-        log: file for the output of all ranks; Slurm puts the job's number for %j.
+        log: file for the output of all ranks; Slurm puts the job's number for %j, in an array that of the
+            array and the task.
     """
 
     backend: str = "torch"
@@ -142,6 +177,7 @@ class SlurmJob:
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
+    array: str | None = None
     job_name: str = "dualeval"
     log: str = "dualeval-%j.log"
 
@@ -175,10 +211,12 @@ def sbatch_text(job: SlurmJob) -> str:
         f"#   sbatch {file} --model resnet18 --weights ckpt.pt --data /data/val --out runs/r18",
         f"#   sbatch --nodes 2 --ntasks-per-node 4 --cpus-per-task 8 {file}",
         f"#   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 {file}",
+        f"#   sbatch --array 0-9 {file} --weights step-%a.pt --model resnet18 --data /data/val",
         "#",
         "# Words before the file's name are sbatch's and win over the #SBATCH lines; words after it go to",
         "# 'dualeval run', whose relative paths are from where sbatch was typed. Without any it",
-        "# evaluates the 10,000 images that it brings along. With GPUs, ask for as many tasks as GPUs.",
+        "# evaluates the 10,000 images that it brings along. With GPUs, ask for as many tasks as GPUs. In an",
+        "# array %a in these words is the task's number.",
         "#",
         f"# {WARNING_S} s before its time is up Slurm warns the ranks: they save what they have and end.",
         "# Then the job is queued again, and goes on in its output folder; so it does where a node is lost.",
@@ -186,8 +224,7 @@ def sbatch_text(job: SlurmJob) -> str:
         *(f"#SBATCH {directive}" for directive in directives(job)),
         "",
         *_SET_UP,
-        "srun --export=ALL --kill-on-bad-exit=1 dualeval run "
-        f'--launcher srun --backend {job.backend} "${{words[@]}}" || code=$?',
+        f'"${{step[@]}}" dualeval run --launcher srun --backend {job.backend} "${{words[@]}}" || code=$?',
         "",
         *_AFTERWARDS,
         "",
@@ -208,7 +245,8 @@ def directives(job: SlurmJob) -> list[str]:
         "partition": job.partition,
         "account": job.account,
         "qos": job.qos,
-        "output": job.log,
+        "array": job.array,
+        "output": _log(job),
         "open-mode": "append",
         # To the steps: with "B:" it would go to the batch shell alone.
         "signal": f"USR2@{WARNING_S}",
@@ -228,8 +266,17 @@ def log_path(job: SlurmJob, folder: Path, job_id: str) -> Path:
     Returns:
         the path, with the job's number and name filled in; what else Slurm fills in stands as it is.
     """
-    known = {"%j": job_id, "%x": job.job_name, "%%": "%"}
-    return folder / re.sub(r"%[jx%]", lambda found: known[found[0]], job.log)
+    known = {"%j": job_id, "%A": job_id, "%x": job.job_name, "%%": "%"}
+    return folder / re.sub(r"%[jAx%]", lambda found: known[found[0]], _log(job))
+
+
+def _log(job: SlurmJob) -> str:
+    """The log's name for sbatch; the tasks of an array are named as in Slurm's lists."""
+    return job.log if job.array is None else re.sub(r"%[%j]", _of_task, job.log)
+
+
+def _of_task(found: re.Match[str]) -> str:
+    return "%A_%a" if found[0] == "%j" else found[0]
 
 
 def sbatch_environ(environ: Mapping[str, str], folder: Path) -> dict[str, str]:

@@ -27,8 +27,10 @@ class Variables:
 
     Attributes:
         launcher: its name in ``launch.detect.PROBES``.
-        rank: variable with this process's number; likewise ``size``, ``local_rank`` and ``local_size``.
+        rank: variable with this process's number; likewise ``size``, ``local_rank`` and ``local_size``, which
+            is empty where it tells none.
         others: further variables that it always sets, and that are needed.
+        optional: those of the four above that may be missing: the hosts of all ranks tell then.
         mark: a variable that it alone sets; None where the names above are its own already.
         start: what to type to start with it.
     """
@@ -39,6 +41,7 @@ class Variables:
     local_rank: str
     local_size: str
     others: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     mark: str | None = None
     start: str
 
@@ -50,12 +53,12 @@ class Variables:
     @property
     def needed(self) -> tuple[str, ...]:
         """Those without which a process cannot be placed."""
-        return (*self.ranks, *self.others)
+        return tuple(name for name in (*self.ranks, *self.others) if name and name not in self.optional)
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Those that are needed, and the mark."""
-        return (*self.needed, *((self.mark,) if self.mark else ()))
+        """Those that are needed, the optional ones, and the mark."""
+        return (*self.needed, *self.optional, *((self.mark,) if self.mark else ()))
 
     def found(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
         """Those that are set, with what they are read for."""
@@ -115,4 +118,27 @@ SRUN = Variables(
     others=("SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
     start="srun --ntasks-per-node N dualeval run",
 )
-ALL = (TORCHRUN, HOROVODRUN, OPEN_MPI, MPICH, SRUN)
+# Those of the task; Flux's own PMI sets PMI_RANK, PMI_SIZE and PMI_FD besides. It tells no number of tasks on
+# the node.
+FLUX = Variables(
+    launcher="flux",
+    rank="FLUX_TASK_RANK",
+    size="FLUX_JOB_SIZE",
+    local_rank="FLUX_TASK_LOCAL_ID",
+    local_size="",
+    others=("FLUX_JOB_ID",),
+    start="flux run -n N dualeval run",
+)
+# What torch.distributed reads (init_method "env://"). Many set it: PyTorchJob, AzureML, DeepSpeed, Composer,
+# Ray Train, own scripts. Only some tell the place on the node.
+ENV = Variables(
+    launcher="env",
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    others=("MASTER_ADDR", "MASTER_PORT"),
+    optional=("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    start="RANK=0 WORLD_SIZE=N MASTER_ADDR=FIRST_HOST MASTER_PORT=29500 dualeval run",
+)
+ALL = (TORCHRUN, HOROVODRUN, FLUX, OPEN_MPI, MPICH, SRUN, ENV)

@@ -89,6 +89,13 @@ SRUN = {
     "SLURM_TASKS_PER_NODE": "4(x2)",
     "SLURM_TASK_PID": "18",
 }
+FLUX = {
+    "FLUX_TASK_RANK": "5",
+    "FLUX_JOB_SIZE": "8",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_ID": "f4",
+    "PMI_FD": "9",
+}
 # By launcher: what it sets, the four that place a process, and what of the rest is needed.
 RECORDED = {
     "horovodrun": (HOROVODRUN, list(HOROVODRUN)[:4], list(HOROVODRUN)[4:6]),
@@ -270,13 +277,19 @@ def test_nothing_set() -> None:
 
 
 def test_every_part_of_torchruns_variables() -> None:
-    """All of them make a rank, with or without the mark; an address makes none; else it is an error."""
+    """All of them make a rank, with or without the mark; an address makes none; else it is an error.
+
+    Without the mark those that torch.distributed reads are enough, whoever has set them.
+    """
     needed = set(TORCHRUN) - {MARK}
+    env = {"RANK", "WORLD_SIZE", *MASTER}
     for count in range(len(TORCHRUN) + 1):
         for names in combinations(TORCHRUN, count):
             environ = {name: TORCHRUN[name] for name in names}
             if set(names) >= needed:
                 assert detect(environ).launcher == "torchrun"
+            elif MARK not in names and set(names) >= env:
+                assert detect(environ).launcher == "env"
             elif set(names) <= MASTER:
                 assert detect(environ) == World.alone()
             else:
@@ -294,6 +307,8 @@ def test_left_over_or_cut_short() -> None:
     """Without torchrun's mark the shell is to blame, and the message has the line that cleans it."""
     with pytest.raises(LaunchError, match=r"left over or another tool's.*'unset RANK WORLD_SIZE'"):
         detect({"WORLD_SIZE": "8", "RANK": "3"})
+    with pytest.raises(LaunchError, match="env's variables are half set: MASTER_PORT is missing"):
+        detect({"WORLD_SIZE": "8", "RANK": "3", "MASTER_ADDR": "h0"}, "env")
     with pytest.raises(LaunchError, match="torchrun started this process") as caught:
         detect({"RANK": "3", MARK: "none"})
     assert "unset" not in str(caught.value)
@@ -347,7 +362,7 @@ def test_unknown_launcher(name: str, near: str) -> None:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
-        st.sampled_from([*TORCHRUN, *HOROVODRUN, *OPEN_MPI, *MPICH, *list(SRUN)[:8]]),
+        st.sampled_from([*TORCHRUN, *HOROVODRUN, *OPEN_MPI, *MPICH, *list(SRUN)[:8], *FLUX]),
         st.text(max_size=3) | st.sampled_from("0123"),
     )
 )
@@ -356,7 +371,7 @@ def test_any_environment_is_a_world_or_a_launch_error(environ: dict[str, str]) -
         world = detect(environ)
     except LaunchError:
         return
-    assert 0 <= world.local_rank < world.local_size <= world.size
+    assert 0 <= world.local_rank < (world.local_size if world.placed else world.size) <= world.size
     assert 0 <= world.rank < world.size
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from dualeval.result import Status
 from tests.conftest import ROOT, Finished, Launch
 
 COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")
-WORDS = ("mem", "time", "partition", "account", "qos", "job_name", "log")
+WORDS = ("mem", "time", "partition", "account", "qos", "array", "job_name", "log")
 # How Slurm calls what is not called as its option.
 NAMES = {"log": "output"}
 # What stands where a test's own PATH needs bash and hostname.
@@ -70,7 +71,7 @@ def test_counts_and_words_are_all_fields() -> None:
         {"nodes": st.integers(1, 10_000), "job_name": words, "log": words},
         optional={
             **dict.fromkeys(COUNTS[1:], counts),
-            **dict.fromkeys(("mem", "time", "partition", "account", "qos"), st.none() | words),
+            **dict.fromkeys(("mem", "time", "partition", "account", "qos", "array"), st.none() | words),
             "backend": st.sampled_from(sorted(SHIPPED)),
         },
     )
@@ -82,6 +83,8 @@ def test_each_value_that_is_given_stands_in_one_directive(asked: dict[str, Any])
         option = NAMES.get(name, name.replace("_", "-"))
         found = [line for line in lines if line.startswith(f"--{option}=")]
         value = asked.get(name)
+        if name == "log" and asked.get("array") is not None:
+            value = re.sub("%[%j]", lambda found: "%A_%a" if found[0] == "%j" else found[0], value)
         if value is not None:
             assert found == [f"--{option}={value}"]
         else:
@@ -123,6 +126,13 @@ def test_backend_of_a_script_is_torch_or_horovod() -> None:
 )
 def test_log_path(log: str, path: str) -> None:
     assert log_path(SlurmJob(job_name="eval", log=log), Path("/work"), "42") == Path(path)
+
+
+def test_log_of_an_array_has_the_numbers_of_array_and_task() -> None:
+    job = SlurmJob(array="0-9%2")
+    assert {"--array=0-9%2", "--output=dualeval-%A_%a.log"} < set(directives(job))
+    assert log_path(job, Path("/work"), "42") == Path("/work/dualeval-42_%a.log")
+    assert "--output=%%j" in directives(SlurmJob(array="1", log="%%j"))
 
 
 def test_environ_for_sbatch_has_the_folder_first() -> None:
@@ -256,6 +266,58 @@ def test_script_gives_an_output_folder_where_there_is_none(
     assert words_of(found(*typed)) == [*typed, *added]
 
 
+TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+
+
+def test_script_names_the_task_of_an_array(found: Script) -> None:
+    """The last task has the number of the array itself, which stands for all of its tasks."""
+    assert words_of(found(**TASK)) == ["--out", "runs/job-7_2"]
+    typed = ["--weights", "step-%a.pt", "--out=%a/%a", "--fresh"]
+    assert words_of(found(*typed, **TASK)) == ["--weights", "step-2.pt", "--out=2/2", "--fresh"]
+    assert words_of(found(*typed)) == typed
+
+
+def test_script_asks_for_the_one_task_that_was_warned(found: Script) -> None:
+    done = run_to_end(found, ENDS["warned"], found.folder / "out", "exit 0", **TASK)
+    assert done.stdout == "scontrol requeue 7_2\nsleep 60\n"
+    assert "asked to queue job 7_2 again" in done.stderr
+
+
+GPUS = {"SLURM_GPUS_ON_NODE": "2"}
+CUDA = [*OWN_OUT, "--device", "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "typed", "handed"),
+    [
+        ({}, [], OWN_OUT),
+        (GPUS, [], CUDA),
+        ({"SLURM_JOB_GPUS": "0,3"}, [], CUDA),
+        ({"SLURM_GPUS_PER_NODE": "a100:8"}, [], CUDA),
+        ({"SLURM_GPUS": "16"}, [], CUDA),
+        ({"SLURM_GPUS_ON_NODE": "0"}, [], OWN_OUT),
+        (GPUS, ["--device", "cpu"], ["--device", "cpu", *OWN_OUT]),
+        (GPUS, ["--device=cuda:0"], ["--device=cuda:0", *OWN_OUT]),
+        (GPUS, ["--config", "cpu.toml"], ["--config", "cpu.toml", *OWN_OUT]),
+        (GPUS, ["--config=cpu.toml"], ["--config=cpu.toml", *OWN_OUT]),
+        (GPUS, ["--config", "other.toml"], ["--config", "other.toml", *CUDA]),
+        (GPUS, ["--config", "none.toml"], ["--config", "none.toml", *CUDA]),
+    ],
+)
+def test_script_insists_on_the_gpus_of_its_job(
+    found: Script, variables: dict[str, str], typed: list[str], handed: list[str]
+) -> None:
+    """Where a node's GPU does not work, the CPU would be taken without a word."""
+    (found.folder / "cpu.toml").write_text('model = "resnet18"\n  device="cpu"\n')
+    (found.folder / "other.toml").write_text('model = "device"\n# device = "cpu"\nbatch_size = 8\n')
+    assert words_of(found(*typed, **variables)) == handed
+
+
+def test_script_starts_all_components_of_a_heterogeneous_job(found: Script) -> None:
+    assert "<--het-group=0-2><dualeval><run>" in found(SLURM_HET_SIZE="3").stdout
+    assert "het-group" not in found().stdout
+
+
 def test_script_outside_of_a_job_says_what_to_type(found: Script) -> None:
     done = found(SLURM_JOB_ID="")
     assert (done.returncode != 0, done.stdout) == (True, "")
@@ -319,7 +381,7 @@ ENDS = {
 }
 
 
-def run_to_end(script: Script, end: End, out: Path, requeue: str) -> Finished:
+def run_to_end(script: Script, end: End, out: Path, requeue: str, **variables: str) -> Finished:
     """Run a script whose ranks end so, in the output folder of an earlier run."""
     out.mkdir(parents=True)
     if end.before is not None:
@@ -335,7 +397,7 @@ def run_to_end(script: Script, end: End, out: Path, requeue: str) -> Finished:
         file.write(f"exit {end.code}\n")
     script.put(script.tools / "scontrol", f'echo "scontrol $*"; {requeue}')
     script.put(script.tools / "sleep", 'echo "sleep $*"')
-    return script("--out", str(out.relative_to(script.folder)))
+    return script("--out", str(out.relative_to(script.folder)), **variables)
 
 
 @pytest.mark.parametrize("name", ENDS)

@@ -102,6 +102,7 @@ def test_every_option_is_a_field_of_the_job(sbatch: Sbatch) -> None:
         "partition": "p",
         "account": "a",
         "qos": "q",
+        "array": "0-3",
         "job_name": "n",
         "log": "l-%j",
         "backend": "horovod",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
-from dualeval.backends import connect
+from dualeval.devices import connect
 from dualeval.engine import accelerator
 from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.control import open_control_plane

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualeval.backends import connect
+from dualeval.devices import connect
 from dualeval.engine.control import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.feed import Feed, Reader

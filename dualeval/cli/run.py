@@ -257,8 +257,8 @@ def _as_used(job: Job, device: str, workers: int) -> dict[str, Any]:
 
 def _last_rank(nproc: int, world: World, manner: _Manner) -> World:
     """The last of the ranks that --nproc starts: whatever stops any of them stops this one."""
-    # A shell that srun has opened on a node is a step of one task.
-    if world.launcher != "none" and not (world.launcher == "srun" and world.size == 1):
+    # A shell that srun has opened on a node is a step of one task, and a pod may be a job of one.
+    if world.launcher != "none" and not (world.launcher in ("srun", "flux", "env") and world.size == 1):
         raise LaunchError(
             f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
             "Leave out --nproc there, or start 'dualeval run --nproc N' by itself."

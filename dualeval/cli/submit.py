@@ -54,6 +54,7 @@ class _Submit(click.Command):
 @click.option("--partition", help="Partition.  [default: the cluster's]")
 @click.option("--account", help="Account to charge.  [default: yours]")
 @click.option("--qos", help="Quality of service.  [default: yours]")
+@click.option("--array", help="Numbers of the tasks of a job array, such as 0-9; %a in ARGS is a task's.")
 @click.option("--job-name", default="dualeval", show_default=True, help="Name in Slurm's lists.")
 @click.option(
     "--log", default="dualeval-%j.log", show_default=True, help="File for the output; %j is the job's number."

@@ -284,6 +284,10 @@ class Cluster:
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(64))
         (self.folder / "slurm.conf").write_text(slurm_conf(self.folder, self._addresses))
+        # Two GPUs a node for Slurm to count; Slurm hands files out, and asks no driver.
+        for number in range(2):
+            (self.folder / f"gpu{number}").touch()
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-1]\n")
         # By force, as munged refuses a temporary folder that others may write to. It returns once it serves.
         self._on_all(
             f"munged --force --socket={MUNGE_SOCKET} --pid-file=/run/munged.pid --seed-file=/run/munged.seed"
@@ -446,7 +450,7 @@ SetEnv {" ".join(f'"{name}={value}"' for name, value in session.items())}
 
 def slurm_conf(folder: Path, addresses: Mapping[str, str]) -> str:
     """Slurm's settings: h0 controls, and addresses stand for names, as a host's own leads to itself."""
-    nodes = [f"NodeName={name} NodeAddr={address} CPUs=4" for name, address in addresses.items()]
+    nodes = [f"NodeName={name} NodeAddr={address} CPUs=4 Gres=gpu:2" for name, address in addresses.items()]
     # PMIx puts its sockets into TmpFS, under names that the nodes of a job have in common.
     return "\n".join(
         [
@@ -462,6 +466,7 @@ def slurm_conf(folder: Path, addresses: Mapping[str, str]) -> str:
             "ProctrackType=proctrack/linuxproc",
             "TaskPlugin=task/none",
             "JobAcctGatherType=jobacct_gather/none",
+            "GresTypes=gpu",
             "SelectType=select/cons_tres",
             "SelectTypeParameters=CR_CPU",
             "SlurmdParameters=config_overrides",

@@ -1,0 +1,622 @@
+"""Environments of real launchers, and what dualeval is to make of them.
+
+Each is one rank's, less what no launcher's numbers depend on. RECORDED: by starting that launcher here, or on
+the cluster of namespaces (``tests/cluster/hosts.py``) under Slurm 22.05; jobs and ports are as they happened
+to be. The others are written from what the launcher's own documents or sources say that it sets, named in
+each; nobody has run them here.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from dualeval.world import World
+
+RECORDED = "recorded here"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What one process of a launcher finds.
+
+    Attributes:
+        name: how it was started.
+        source: where the variables are from.
+        text: the variables, as a shell would take them.
+        expected: the World, or words of the error.
+    """
+
+    name: str
+    source: str
+    text: str
+    expected: World | str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables by name."""
+        return dict(word.partition("=")[::2] for word in shlex.split(self.text))
+
+
+def world(
+    launcher: str,
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    node_rank: int | None = None,
+    **more: Any,
+) -> World:
+    """Make a World of its numbers, in that order."""
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=node_rank,
+        launcher=launcher,
+        **more,
+    )
+
+
+def srun(
+    *numbers: int, job: int, step: int = 0, sizes: tuple[int, ...], first: str = "h0", **more: Any
+) -> World:
+    """Make that of a step of the cluster of namespaces."""
+    return world(
+        "srun",
+        *numbers,
+        master=(first, 16384 + 131 * job + step),
+        run_id=f"dualeval.{job}.{step}.0",
+        node_sizes=sizes,
+        **more,
+    )
+
+
+def env(rank: int, size: int, local_rank: int = 0, *, master: tuple[str, int]) -> World:
+    """Make that of plain variables: which ranks share a node, nobody has said."""
+    return world("env", rank, size, local_rank, 1, master=master, placed=False)
+
+
+ALONE = World.alone()
+ENVIRONMENTS = [
+    Environment(
+        "mpirun of Open MPI 4.1",
+        RECORDED,
+        """\
+        OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=3 OMPI_COMM_WORLD_NODE_RANK=2
+        OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=2 PMIX_HOSTNAME=vm
+        PMIX_NAMESPACE=257949697 PMIX_RANK=2""",
+        world("openmpi", 2, 3, 2, 3, mpi=True),
+    ),
+    Environment(
+        "mpirun of Open MPI 5.0",
+        RECORDED,
+        """\
+        OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=3 OMPI_COMM_WORLD_NODE_RANK=1
+        OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=2 PMIX_HOSTNAME=vm
+        PMIX_NAMESPACE=prterun-vm-25527@1 PMIX_RANK=1""",
+        world("openmpi", 1, 3, 1, 3, mpi=True),
+    ),
+    Environment(
+        "mpirun of Open MPI 4.1 over two hosts",
+        RECORDED,
+        """\
+        OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_NODE_RANK=0
+        OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=3 PMIX_HOSTNAME=h1
+        PMIX_NAMESPACE=3171221505 PMIX_RANK=2""",
+        world("openmpi", 2, 3, 0, 1, mpi=True),
+    ),
+    Environment(
+        "mpirun of MPICH 5.0",
+        RECORDED,
+        """\
+        MPI_LOCALNRANKS=3 MPI_LOCALRANKID=1 PMI_FD=11 PMI_HOSTNAME=vm PMI_RANK=1 PMI_SIZE=3""",
+        world("mpich", 1, 3, 1, 3, mpi=True),
+    ),
+    Environment(
+        "horovodrun --mpi",
+        RECORDED,
+        """\
+        OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1
+        OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_UNIVERSE_SIZE=2 PMIX_HOSTNAME=vm
+        PMIX_NAMESPACE=150077441 PMIX_RANK=1""",
+        world("openmpi", 1, 2, 1, 2, mpi=True),
+    ),
+    Environment(
+        "horovodrun --gloo",
+        RECORDED,
+        """\
+        HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo HOROVOD_CROSS_RANK=0 HOROVOD_CROSS_SIZE=1
+        HOROVOD_GLOO_IFACE=lo HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1 HOROVOD_GLOO_RENDEZVOUS_PORT=13938
+        HOROVOD_HOSTNAME=localhost HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2 HOROVOD_RANK=1
+        HOROVOD_SIZE=2""",
+        world("horovodrun", 1, 2, 1, 2, words=("127.0.0.1", 13938)),
+    ),
+    Environment(
+        "horovodrun --gloo over two hosts",
+        RECORDED,
+        """\
+        HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo HOROVOD_CROSS_RANK=1 HOROVOD_CROSS_SIZE=2
+        HOROVOD_GLOO_IFACE=eth0 HOROVOD_GLOO_RENDEZVOUS_ADDR=10.77.0.10
+        HOROVOD_GLOO_RENDEZVOUS_PORT=2966 HOROVOD_HOSTNAME=h1 HOROVOD_LOCAL_RANK=0 HOROVOD_LOCAL_SIZE=1
+        HOROVOD_RANK=2 HOROVOD_SIZE=3""",
+        world("horovodrun", 2, 3, 0, 1, words=("10.77.0.10", 2966)),
+    ),
+    Environment(
+        "torchrun",
+        RECORDED,
+        """\
+        GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost
+        MASTER_PORT=40603 RANK=1 TORCHELASTIC_RESTART_COUNT=0
+        TORCHELASTIC_RUN_ID=a05c029a-9f44-49e5-8e91-e6644d1b340c TORCHELASTIC_USE_AGENT_STORE=True
+        WORLD_SIZE=2""",
+        world(
+            "torchrun",
+            1,
+            2,
+            1,
+            2,
+            0,
+            master=("localhost", 40603),
+            launch_id="a05c029a-9f44-49e5-8e91-e6644d1b340c",
+        ),
+    ),
+    Environment(
+        "one torchrun a node under srun",
+        RECORDED,
+        """\
+        GROUP_RANK=1 GROUP_WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=h0 MASTER_PORT=39725
+        RANK=2 SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=1 SLURM_JOB_ID=14
+        SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NTASKS=2 SLURM_PROCID=1
+        SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2
+        SLURM_STEP_TASKS_PER_NODE=1(x2) TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_RUN_ID=7
+        TORCHELASTIC_USE_AGENT_STORE=True WORLD_SIZE=4""",
+        world("torchrun", 2, 4, 0, 2, 1, master=("h0", 39725), launch_id="7"),
+    ),
+    Environment(
+        "srun, uneven",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=2 SLURM_JOB_ID=1
+        SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NTASKS=3 SLURM_PROCID=2
+        SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=3
+        SLURM_STEP_TASKS_PER_NODE=2,1""",
+        srun(2, 3, 0, 1, 1, job=1, sizes=(2, 1)),
+    ),
+    Environment(
+        "srun with GPUs",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_GPUS_ON_NODE=2 SLURM_GTIDS=0,1
+        SLURM_JOB_ID=2 SLURM_JOB_NODELIST=h0 SLURM_LOCALID=1 SLURM_NODEID=0 SLURM_NTASKS=2
+        SLURM_PROCID=1 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h0 SLURM_STEP_NUM_NODES=1
+        SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2""",
+        srun(1, 2, 1, 2, 0, job=2, sizes=(2,), promised_gpus="SLURM_GPUS_ON_NODE=2"),
+    ),
+    Environment(
+        "srun --mpi=pmix",
+        RECORDED,
+        """\
+        PMIX_HOSTNAME=h1 PMIX_NAMESPACE=slurm.pmix.3.0 PMIX_RANK=3 SLURMD_NODENAME=h1
+        SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=2,3 SLURM_JOB_ID=3 SLURM_JOB_NODELIST=h[0-1]
+        SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_NTASKS=4 SLURM_PROCID=3 SLURM_STEP_ID=0
+        SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=4
+        SLURM_STEP_TASKS_PER_NODE=2(x2)""",
+        srun(3, 4, 1, 2, 1, job=3, sizes=(2, 2), mpi=True),
+    ),
+    Environment(
+        "srun --mpi=pmi2",
+        RECORDED,
+        """\
+        PMI_FD=11 PMI_JOBID=4.0 PMI_RANK=2 PMI_SIZE=4 SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval
+        SLURM_GTIDS=2,3 SLURM_JOB_ID=4 SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=1
+        SLURM_NTASKS=4 SLURM_PROCID=2 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2
+        SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)""",
+        srun(2, 4, 0, 2, 1, job=4, sizes=(2, 2), mpi=True),
+    ),
+    Environment(
+        "srun --pty",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=0 SLURM_JOB_ID=5
+        SLURM_JOB_NODELIST=h0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=1 SLURM_PROCID=0
+        SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h0 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1
+        SLURM_STEP_TASKS_PER_NODE=1""",
+        srun(0, 1, 0, 1, 0, job=5, sizes=(1,)),
+    ),
+    Environment(
+        "srun --distribution=arbitrary",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=arbitrary SLURM_GTIDS=1,2
+        SLURM_JOB_ID=15 SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=3
+        SLURM_PROCID=1 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2
+        SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=2,1""",
+        "with --distribution=arbitrary task 0 may run anywhere",
+    ),
+    Environment(
+        "srun in a batch script",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=block SLURM_GTIDS=3
+        SLURM_JOB_ID=8 SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NTASKS=4
+        SLURM_PROCID=3 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2
+        SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=3,1""",
+        srun(3, 4, 0, 1, 1, job=8, sizes=(3, 1)),
+    ),
+    Environment(
+        "a batch script",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=0 SLURM_JOB_ID=8
+        SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=4 SLURM_PROCID=0""",
+        ALONE,
+    ),
+    Environment(
+        "an salloc shell",
+        RECORDED,
+        """\
+        SLURM_CLUSTER_NAME=dualeval SLURM_JOB_ID=6 SLURM_JOB_NODELIST=h[0-1] SLURM_NTASKS=4""",
+        ALONE,
+    ),
+    Environment(
+        "mpirun in an salloc shell",
+        RECORDED,
+        """\
+        OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1
+        OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_UNIVERSE_SIZE=4 PMIX_HOSTNAME=h0
+        PMIX_NAMESPACE=3204710401 PMIX_RANK=1 SLURM_CLUSTER_NAME=dualeval SLURM_JOB_ID=7
+        SLURM_JOB_NODELIST=h[0-1] SLURM_NTASKS=4""",
+        world("openmpi", 1, 4, 1, 2, mpi=True),
+    ),
+    Environment(
+        "the batch script of an array's task",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h0 SLURM_ARRAY_JOB_ID=9 SLURM_ARRAY_TASK_COUNT=2 SLURM_ARRAY_TASK_ID=4
+        SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=0 SLURM_JOB_ID=9 SLURM_JOB_NODELIST=h0 SLURM_LOCALID=0
+        SLURM_NODEID=0 SLURM_PROCID=0""",
+        ALONE,
+    ),
+    Environment(
+        "srun in an array's task",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h0 SLURM_ARRAY_JOB_ID=9 SLURM_ARRAY_TASK_COUNT=2 SLURM_ARRAY_TASK_ID=3
+        SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=cyclic SLURM_GTIDS=0 SLURM_JOB_ID=10
+        SLURM_JOB_NODELIST=h0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=1 SLURM_PROCID=0
+        SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h0 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1
+        SLURM_STEP_TASKS_PER_NODE=1""",
+        srun(0, 1, 0, 1, 0, job=10, sizes=(1,)),
+    ),
+    Environment(
+        "the batch script of a heterogeneous job",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_GTIDS=0 SLURM_HET_SIZE=2 SLURM_JOB_ID=11
+        SLURM_JOB_NODELIST=h1 SLURM_JOB_NODELIST_HET_GROUP_0=h1 SLURM_JOB_NODELIST_HET_GROUP_1=h0
+        SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=2 SLURM_PROCID=0""",
+        ALONE,
+    ),
+    Environment(
+        "srun of both components, rank 0",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=cyclic SLURM_GTIDS=0,1
+        SLURM_HET_SIZE=2 SLURM_JOB_ID=11 SLURM_JOB_NODELIST=h[0-1] SLURM_JOB_NODELIST_HET_GROUP_0=h1
+        SLURM_JOB_NODELIST_HET_GROUP_1=h0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=3 SLURM_PROCID=0
+        SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=3
+        SLURM_STEP_TASKS_PER_NODE=1,2""",
+        srun(0, 3, 0, 2, 0, job=11, sizes=(2, 1), first="h1"),
+    ),
+    Environment(
+        "srun of both components, rank 2",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=cyclic SLURM_GTIDS=2
+        SLURM_HET_SIZE=2 SLURM_JOB_ID=11 SLURM_JOB_NODELIST=h[0-1] SLURM_JOB_NODELIST_HET_GROUP_0=h1
+        SLURM_JOB_NODELIST_HET_GROUP_1=h0 SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NTASKS=3 SLURM_PROCID=2
+        SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=3
+        SLURM_STEP_TASKS_PER_NODE=1,2""",
+        srun(2, 3, 0, 1, 1, job=11, sizes=(2, 1), first="h1"),
+    ),
+    Environment(
+        "srun of the first component",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=block SLURM_GTIDS=0,1
+        SLURM_HET_SIZE=2 SLURM_JOB_ID=11 SLURM_JOB_NODELIST=h1 SLURM_JOB_NODELIST_HET_GROUP_0=h1
+        SLURM_JOB_NODELIST_HET_GROUP_1=h0 SLURM_LOCALID=1 SLURM_NODEID=0 SLURM_NTASKS=2 SLURM_PROCID=1
+        SLURM_STEP_ID=1 SLURM_STEP_NODELIST=h1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=2
+        SLURM_STEP_TASKS_PER_NODE=2""",
+        srun(1, 2, 1, 2, 0, job=11, step=1, sizes=(2,), first="h1"),
+    ),
+    Environment(
+        "srun of the second component",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=cyclic SLURM_GTIDS=0
+        SLURM_HET_SIZE=2 SLURM_JOB_ID=11 SLURM_JOB_NODELIST=h0 SLURM_JOB_NODELIST_HET_GROUP_0=h1
+        SLURM_JOB_NODELIST_HET_GROUP_1=h0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=1 SLURM_PROCID=0
+        SLURM_STEP_ID=2 SLURM_STEP_NODELIST=h0 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1
+        SLURM_STEP_TASKS_PER_NODE=1""",
+        srun(0, 1, 0, 1, 0, job=11, step=2, sizes=(1,), first="h0"),
+    ),
+    Environment(
+        "a heterogeneous step in one allocation",
+        RECORDED,
+        """\
+        SLURMD_NODENAME=h0 SLURM_CLUSTER_NAME=dualeval SLURM_DISTRIBUTION=block SLURM_GTIDS=1,2
+        SLURM_JOB_ID=13 SLURM_JOB_NODELIST=h[0-1] SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NTASKS=3
+        SLURM_PROCID=1 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2
+        SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=2,1""",
+        "node 1 of this step is h0, and lists h0, h1: a heterogeneous step",
+    ),
+    Environment(
+        "no launcher",
+        RECORDED,
+        "HOME=/root OMP_NUM_THREADS=1 SLURM_CONF=/etc/slurm.conf",
+        ALONE,
+    ),
+    Environment(
+        "flux run",
+        "flux-core's flux-environment(7)",
+        """\
+        FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=8 FLUX_JOB_NNODES=2 FLUX_TASK_RANK=5 FLUX_TASK_LOCAL_ID=1
+        FLUX_KVS_NAMESPACE=job-1234 FLUX_URI=local:///run/flux/local PMI_RANK=5 PMI_SIZE=8 PMI_FD=14
+        FLUX_PMI_LIBRARY_PATH=/usr/lib/flux/libpmi.so""",
+        world("flux", 5, 8, 1, 1, placed=False, pmi_fd=14),
+    ),
+    Environment(
+        "flux run of one task",
+        "flux-core's flux-environment(7)",
+        "FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=1 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0 PMI_RANK=0 PMI_SIZE=1 PMI_FD=14",
+        world("flux", 0, 1, 0, 1, 0, node_sizes=(1,)),
+    ),
+    Environment(
+        "flux run -o pmi=none",
+        "flux-core's flux-environment(7)",
+        "FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=8 FLUX_JOB_NNODES=2 FLUX_TASK_RANK=5 FLUX_TASK_LOCAL_ID=1",
+        r"no PMI \(PMI_FD is missing\).*--env=MASTER_ADDR=FIRST_HOST",
+    ),
+    Environment(
+        "flux run -o pmi=none with an address",
+        "flux-core's flux-environment(7)",
+        """\
+        FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=8 FLUX_TASK_RANK=5 FLUX_TASK_LOCAL_ID=1 MASTER_ADDR=n1
+        MASTER_PORT=29500""",
+        world("flux", 5, 8, 1, 1, placed=False, master=("n1", 29500), run_id="flux.ƒ26oXq7"),
+    ),
+    Environment(
+        "flux run in a Flux that mpirun has started",
+        "flux-core's flux-environment(7), and Open MPI's variables of the shell",
+        """\
+        FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=8 FLUX_TASK_RANK=5 FLUX_TASK_LOCAL_ID=1 PMI_RANK=5 PMI_SIZE=8 PMI_FD=14
+        OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1""",
+        "openmpi started this process as rank 0 of 2, and the variables of flux say rank 5 of 8",
+    ),
+    Environment(
+        "flux run in a Flux that srun has started, before Flux removed Slurm's variables",
+        "flux-core's issue 5206, and the variables of srun as recorded",
+        """\
+        FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=8 FLUX_TASK_RANK=5 FLUX_TASK_LOCAL_ID=1 PMI_RANK=5 PMI_SIZE=8 PMI_FD=14
+        SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE='1(x2)' SLURM_NODEID=0
+        SLURM_STEP_NODELIST=h[0-1] SLURM_JOB_ID=3 SLURM_STEP_ID=0""",
+        world("flux", 5, 8, 1, 1, placed=False, pmi_fd=14),
+    ),
+    Environment(
+        "a worker of a PyTorchJob",
+        "Kubeflow training-operator, pkg/controller.v1/pytorch/envvar.go",
+        """\
+        PYTHONUNBUFFERED=1 MASTER_PORT=23456 MASTER_ADDR=evaluate-master-0 WORLD_SIZE=3 RANK=2 PET_MASTER_PORT=23456
+        PET_MASTER_ADDR=evaluate-master-0 PET_NPROC_PER_NODE=auto PET_NODE_RANK=2 PET_NNODES=3""",
+        env(2, 3, master=("evaluate-master-0", 23456)),
+    ),
+    Environment(
+        "a PyTorchJob of a master alone",
+        "Kubeflow training-operator, pkg/controller.v1/pytorch/envvar.go",
+        "MASTER_PORT=23456 MASTER_ADDR=localhost WORLD_SIZE=1 RANK=0",
+        world("env", 0, 1, 0, 1, 0, master=("localhost", 23456), node_sizes=(1,)),
+    ),
+    Environment(
+        "a PyTorchJob with nprocPerNode, without torchrun",
+        "Kubeflow training-operator, pkg/controller.v1/pytorch/envvar.go",
+        """\
+        MASTER_PORT=23456 MASTER_ADDR=evaluate-master-0 WORLD_SIZE=16 RANK=1 PET_NPROC_PER_NODE=8 PET_NODE_RANK=1
+        PET_NNODES=2""",
+        "this pod is to start 8 ranks .*'torchrun -m dualeval run', which reads the PET_ variables",
+    ),
+    Environment(
+        "torchrun in a PyTorchJob",
+        "the same, and torchrun's variables as recorded",
+        """\
+        PET_MASTER_PORT=23456 PET_MASTER_ADDR=evaluate-master-0 PET_NPROC_PER_NODE=2 PET_NODE_RANK=1 PET_NNODES=2
+        RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 MASTER_ADDR=evaluate-master-0
+        MASTER_PORT=23456 TORCHELASTIC_RUN_ID=none TORCHELASTIC_RESTART_COUNT=0""",
+        world("torchrun", 3, 4, 1, 2, 1, master=("evaluate-master-0", 23456), launch_id="none"),
+    ),
+    Environment(
+        "a TrainJob of Kubeflow's Trainer, without torchrun",
+        "Kubeflow trainer, pkg/constants/constants.go",
+        "PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK=0 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29500",
+        r"one of several \(found: PET_NODE_RANK=0, PET_NNODES=2\).*'torchrun -m dualeval run' in each pod",
+    ),
+    Environment(
+        "a TrainJob of one node",
+        "Kubeflow trainer, pkg/constants/constants.go",
+        "PET_NNODES=1 PET_NPROC_PER_NODE=1 PET_NODE_RANK=0 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29500",
+        ALONE,
+    ),
+    Environment(
+        "a job of Volcano with its pytorch plugin",
+        "Volcano, how_to_use_pytorch_plugin.md",
+        "MASTER_ADDR=pytorch-job-master-0.pytorch-job MASTER_PORT=23456 WORLD_SIZE=3 RANK=1 VC_TASK_INDEX=0",
+        env(1, 3, master=("pytorch-job-master-0.pytorch-job", 23456)),
+    ),
+    Environment(
+        "AzureML, distribution PyTorch",
+        "AzureML, how-to-train-distributed-gpu",
+        """\
+        WORLD_SIZE=8 RANK=5 LOCAL_RANK=1 NODE_RANK=1 MASTER_ADDR=10.0.0.4 MASTER_PORT=6105
+        AZ_BATCHAI_JOB_NAME=evaluate AZUREML_RUN_ID=evaluate_1""",
+        env(5, 8, 1, master=("10.0.0.4", 6105)),
+    ),
+    Environment(
+        "AzureML, distribution MPI",
+        "AzureML, how-to-train-distributed-gpu: Open MPI's variables",
+        """\
+        OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=4
+        OMPI_UNIVERSE_SIZE=8 AZ_BATCH_MASTER_NODE=10.0.0.4:6000 AZUREML_RUN_ID=evaluate_1""",
+        world("openmpi", 5, 8, 1, 4, mpi=True),
+    ),
+    Environment(
+        "Alibaba's PAI, a job of PyTorch",
+        "PAI DLC, general environment variables",
+        "MASTER_ADDR=dlc18isgeayd-master-0 MASTER_PORT=23456 WORLD_SIZE=2 RANK=1 NPROC_PER_NODE=8",
+        env(1, 2, master=("dlc18isgeayd-master-0", 23456)),
+    ),
+    Environment(
+        "DeepSpeed's launcher",
+        "DeepSpeed, deepspeed/launcher/launch.py",
+        """\
+        CUDA_VISIBLE_DEVICES=0,1,2,3 MASTER_ADDR=worker-0 MASTER_PORT=29500 WORLD_SIZE=8 CROSS_RANK=1 CROSS_SIZE=2
+        LOCAL_SIZE=4 RANK=6 LOCAL_RANK=2""",
+        env(6, 8, 2, master=("worker-0", 29500)),
+    ),
+    Environment(
+        "Composer's launcher",
+        "Composer, composer/cli/launcher.py",
+        """\
+        RANK=6 WORLD_SIZE=8 LOCAL_RANK=2 LOCAL_WORLD_SIZE=4 NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=29400
+        PYTHONUNBUFFERED=1 NCCL_ASYNC_ERROR_HANDLING=1""",
+        env(6, 8, 2, master=("10.0.0.1", 29400)),
+    ),
+    Environment(
+        "a worker of Ray Train",
+        "Ray, python/ray/train/torch/config.py",
+        """\
+        MASTER_ADDR=10.0.0.7 MASTER_PORT=41231 LOCAL_RANK=0 RANK=3 LOCAL_WORLD_SIZE=1 WORLD_SIZE=4 NODE_RANK=3
+        ACCELERATE_TORCH_DEVICE=cuda:0""",
+        env(3, 4, master=("10.0.0.7", 41231)),
+    ),
+    Environment(
+        "SageMaker, torch_distributed",
+        "sagemaker-training-toolkit, torch_distributed.py: torchrun's variables",
+        """\
+        SM_HOSTS='["algo-1","algo-2"]' SM_CURRENT_HOST=algo-2 RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2
+        GROUP_RANK=1 MASTER_ADDR=algo-1 MASTER_PORT=7777 TORCHELASTIC_RUN_ID=none""",
+        world("torchrun", 3, 4, 1, 2, 1, master=("algo-1", 7777), launch_id="none"),
+    ),
+    Environment(
+        "a script's own ranks under srun, set from Slurm's",
+        "scripts that export RANK=$SLURM_PROCID, and srun's variables as recorded",
+        """\
+        RANK=2 LOCAL_RANK=0 WORLD_SIZE=3 MASTER_ADDR=h0 MASTER_PORT=29500 SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=3
+        SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_NODEID=1 SLURM_STEP_NODELIST=h[0-1] SLURM_JOB_ID=1
+        SLURM_STEP_ID=0 SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval""",
+        srun(2, 3, 0, 1, 1, job=1, sizes=(2, 1)),
+    ),
+    Environment(
+        "variables of the shell under srun",
+        "the same, exported before srun",
+        """\
+        RANK=0 WORLD_SIZE=3 MASTER_ADDR=h0 MASTER_PORT=29500 SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=3
+        SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_NODEID=1 SLURM_STEP_NODELIST=h[0-1] SLURM_JOB_ID=1
+        SLURM_STEP_ID=0 SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=dualeval""",
+        "srun started this process as rank 2 of 3, and the variables of env, .* say rank 0 of 3",
+    ),
+    Environment(
+        "RANK and WORLD_SIZE alone",
+        "a shell",
+        "RANK=3 WORLD_SIZE=8",
+        "MASTER_ADDR, MASTER_PORT are missing.*set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+    ),
+    Environment(
+        "an address alone",
+        "job scripts for any launcher",
+        "MASTER_ADDR=h0 MASTER_PORT=29500",
+        ALONE,
+    ),
+    Environment(
+        "Lightning's own processes",
+        "Lightning Fabric, subprocess_script.py: no RANK",
+        "MASTER_ADDR=127.0.0.1 MASTER_PORT=41231 NODE_RANK=0 LOCAL_RANK=1 WORLD_SIZE=2",
+        "RANK, LOCAL_WORLD_SIZE, GROUP_RANK are missing",
+    ),
+    Environment(
+        "mpirun_rsh of MVAPICH2",
+        "MVAPICH2, mpispawn.c",
+        """\
+        MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_LOCAL_RANK=0 MV2_COMM_WORLD_LOCAL_SIZE=2
+        PMI_ID=0 PMI_PORT=n1:4711""",
+        r"found: MV2_COMM_WORLD_RANK=0, MV2_COMM_WORLD_SIZE=4\).*'mpiexec -n N dualeval run'",
+    ),
+    Environment(
+        "mpiexec of MVAPICH2 and Intel MPI",
+        "Hydra, as MPICH's",
+        "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4 PMI_FD=9",
+        world("mpich", 5, 8, 1, 4, mpi=True),
+    ),
+    Environment(
+        "jsrun",
+        "test programs of Open MPI that read it",
+        """\
+        JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=12 JSM_NAMESPACE_LOCAL_RANK=0 JSM_NAMESPACE_LOCAL_SIZE=6
+        PMIX_RANK=0 PMIX_NAMESPACE=1""",
+        r"JSM_NAMESPACE_RANK=0.*jsrun -n N bash -c 'RANK=\$JSM_NAMESPACE_RANK WORLD_SIZE=\$JSM_NAMESPACE_SIZE exec",
+    ),
+    Environment(
+        "jsrun as that error says",
+        "what the error says",
+        """\
+        JSM_NAMESPACE_RANK=7 JSM_NAMESPACE_SIZE=12 PMIX_RANK=7 RANK=7 WORLD_SIZE=12 MASTER_ADDR=a01
+        MASTER_PORT=29500""",
+        env(7, 12, master=("a01", 29500)),
+    ),
+    Environment(
+        "aprun",
+        "Cray's aprun(1)",
+        "ALPS_APP_PE=0 ALPS_APP_ID=4711 ALPS_APP_DEPTH=1",
+        r"ALPS_APP_PE=0\).*aprun -n N bash -c 'RANK=\$ALPS_APP_PE WORLD_SIZE=N exec",
+    ),
+    Environment(
+        "mpiexec of PALS",
+        "HPE's PALS, as scripts of its sites read it",
+        "PALS_RANKID=3 PALS_LOCAL_RANKID=1 PALS_NODEID=0 PMI_RANK=3 PMI_SIZE=8",
+        "PALS_RANKID=3, PMI_SIZE=8, PMI_RANK=3.*RANK=.PALS_RANKID WORLD_SIZE=N exec",
+    ),
+    Environment(
+        "pbsdsh",
+        "OpenPBS, pbsdsh(1): each is a further task of the job",
+        "PBS_JOBID=4711.server PBS_TASKNUM=2 PBS_NODENUM=1 PBS_VNODENUM=1 PBS_ENVIRONMENT=PBS_BATCH",
+        r"PBS_TASKNUM=2\). pbsdsh tells no rank: start with 'mpirun -np N dualeval run'",
+    ),
+    Environment(
+        "the script of a PBS job",
+        "OpenPBS, as recorded by its users",
+        "PBS_JOBID=4711.server PBS_TASKNUM=1 PBS_NODENUM=0 PBS_ENVIRONMENT=PBS_BATCH",
+        ALONE,
+    ),
+    Environment(
+        "mpirun of Open MPI in a PBS job",
+        "Open MPI's variables as recorded, beside PBS's",
+        """\
+        PBS_JOBID=4711.server PBS_TASKNUM=3 PBS_NODENUM=1 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1
+        OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=3 PMIX_RANK=2""",
+        world("openmpi", 2, 3, 0, 1, mpi=True),
+    ),
+    Environment(
+        "prun of PRRTE",
+        "PMIx's standard",
+        "PMIX_RANK=0 PMIX_NAMESPACE=prun.1",
+        r"found: PMIX_RANK=0\). Start with 'mpirun -np N dualeval run' or 'srun",
+    ),
+    Environment(
+        "SkyPilot on two nodes",
+        "SkyPilot, environment variables",
+        "SKYPILOT_NODE_RANK=0 SKYPILOT_NUM_NODES=2 SKYPILOT_NUM_GPUS_PER_NODE=8",
+        r"SKYPILOT_NODE_RANK=0, SKYPILOT_NUM_NODES=2\).*torchrun --nnodes \$SKYPILOT_NUM_NODES",
+    ),
+]
