@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, variables_set
-from dualeval.backends.rendezvous import PATIENCE, interface_between_nodes, shared_store
+from dualeval.backends.rendezvous import PATIENCE, interface_between_nodes, joining, shared_store
 from dualeval.errors import BackendError, LaunchError
 from dualeval.world import World
 
@@ -51,7 +51,10 @@ class TorchBackend(Backend):
             # NCCL finds a network by itself that all nodes share; gloo has to be told.
             told = on_gpu or self.world.is_one_node
             network = None if told else interface_between_nodes(self.world, store, port)
-            with variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}):
+            with (
+                variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}),
+                joining(self.world, store, f"torch.distributed's group ({self._library})"),
+            ):
                 dist.init_process_group(
                     self._library,
                     store=store,
