@@ -93,7 +93,7 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         for name in missing:
-            del os.environ[name]
+            os.environ.pop(name, None)
 
 
 class Backend(ABC):

@@ -15,10 +15,18 @@ import torch
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
-from dualeval.backends.mpi import MPI_LAUNCHERS, start_mpi, stop_mpi
-from dualeval.backends.rendezvous import interface_between_nodes, placed_on_hosts, shared_store
+from dualeval.backends.mpi import MPI_LAUNCHERS, awaited_by_mpi, start_mpi, stop_mpi
+from dualeval.backends.rendezvous import (
+    interface_between_nodes,
+    joining,
+    missing_at_horovods,
+    nccl_variables,
+    placed_on_hosts,
+    shared_store,
+)
 from dualeval.errors import BackendError, LaunchError
-from dualeval.network import LATE_S, LOOPBACK
+from dualeval.network import LATE_S, LOOPBACK, at
+from dualeval.waiting import CONNECTED, STARTED, waiting
 from dualeval.world import World
 
 # Horovod takes its settings from variables alone. Those that the user has set stay.
@@ -96,8 +104,28 @@ class HorovodBackend(Backend):
             )
 
     def _start(self) -> None:
-        with self._met() as variables, self._translated("joining the group"), variables_set(variables):
+        with (
+            self._met() as variables,
+            self._translated("joining the group"),
+            variables_set(variables),
+            self._spoken_of(variables),
+        ):
             self._hvd.init()
+
+    @contextmanager
+    def _spoken_of(self, variables: Mapping[str, str]) -> Iterator[None]:
+        """Have a wait for the other ranks say which of them Horovod waits for, as far as it tells."""
+        place = self.world.words
+        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in variables:
+            host, port = (variables[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+            place = host, int(port)
+
+        def known() -> str:
+            return missing_at_horovods(place, self.world.size) if place and self.world.is_main else ""
+
+        where = f" at its rendezvous, {at(*place)}" if place else ""
+        with waiting(self.world, f"all ranks to join Horovod{where}", f"{STARTED} {CONNECTED}", known=known):
+            yield
 
     @contextmanager
     def _met(self) -> Iterator[Mapping[str, str]]:
@@ -105,7 +133,8 @@ class HorovodBackend(Backend):
         if self._over_mpi:
             # Horovod would initialise MPI itself, but then wait for a late rank without a pause.
             self._mpi = start_mpi(self.world, _ADVICE)
-            sleep_until(self._mpi.COMM_WORLD.Ibarrier().Test)
+            with awaited_by_mpi(self.world, "Horovod over MPI"):
+                sleep_until(self._mpi.COMM_WORLD.Ibarrier().Test)
             yield _SETTINGS_OVER_MPI
         elif self.world.launcher != "horovodrun":
             with self._met_without_horovodrun() as variables:
@@ -118,11 +147,16 @@ class HorovodBackend(Backend):
         """Serve on rank 0 what horovodrun would; yields what it would tell this rank."""
         with shared_store(self.world, "Horovod's rendezvous") as (store, host, port):
             world = self.world = placed_on_hosts(self.world, store)
+            _require_ipv4(host, world.rank)
             if world.is_main:
                 everywhere = LOOPBACK if world.is_one_node else "0.0.0.0"
                 store.set(_RENDEZVOUS, str(self._serving.enter_context(_rendezvous(everywhere))))
-            rendezvous_port = int(store.get(_RENDEZVOUS))
+            with joining(world, store, "Horovod's rendezvous"):
+                rendezvous_port = int(store.get(_RENDEZVOUS))
             network = "lo" if world.is_one_node else interface_between_nodes(world, store, port)
+            if not world.is_one_node and self._hvd.nccl_built():
+                # For as long as Horovod runs: NCCL reads it with the first collective of GPU memory.
+                self._serving.enter_context(variables_set(nccl_variables(network)))
             # The store is served until the block is left: other ranks may be on their way to it.
             # The host may have been reached before it was known that there is no other.
             address = LOOPBACK if world.is_one_node else host
@@ -273,6 +307,17 @@ def gloo_variables(world: World, address: str, port: int, interface: str | None)
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         **({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
     }
+
+
+def _require_ipv4(host: str, rank: int) -> None:
+    """Raise where Horovod's gloo would not find the host of its rendezvous, which it looks for over IPv4."""
+    try:
+        socket.getaddrinfo(host, None, family=socket.AF_INET)
+    except socket.gaierror as error:
+        raise BackendError(
+            f"Horovod meets over IPv4 alone, and rank {rank} reaches rank 0 at {host}, which has no IPv4 "
+            f"address ({error.strerror}). Pass --backend torch, or give that host one that the others reach."
+        ) from error
 
 
 def _load() -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.errors import BackendError, LaunchError
+from dualeval.waiting import waiting
 from dualeval.world import World
 
 # The launchers that start ranks of an MPI, and of nothing else. srun can start such ranks too.
@@ -42,7 +43,10 @@ class MpiBackend(Backend):
         self._mpi = start_mpi(world)
         self.owns_group = _Held.count > 0
         self._ops = {"sum": self._mpi.SUM, "min": self._mpi.MIN, "max": self._mpi.MAX}
-        with self._translated("joining the group"):
+        with (
+            self._translated("joining the group"),
+            awaited_by_mpi(world, "the ranks' own communicator (MPI_Comm_idup)"),
+        ):
             self._comm, joined = self._mpi.COMM_WORLD.Idup()
             sleep_until(joined.Test)
 
@@ -129,7 +133,8 @@ def start_mpi(world: World, advice: str = "") -> Any:
             "mpi4py.MPI first: then MPI stays yours to finalise."
         )
     if not mpi.Is_initialized():
-        with variables_set(_SETTINGS):
+        # mpi4py keeps Python's lock in it.
+        with variables_set(_SETTINGS), awaited_by_mpi(world, "MPI (MPI_Init)", keeps_lock=True):
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
         _Held.count = 1
     elif _Held.count:
@@ -142,6 +147,17 @@ def start_mpi(world: World, advice: str = "") -> Any:
             f"launcher's. {advice or _ADVICE['srun' if world.launcher == 'srun' else 'mpirun']}"
         )
     return mpi
+
+
+def awaited_by_mpi(world: World, what: str, *, keeps_lock: bool = False) -> AbstractContextManager[None]:
+    """Have a wait for all ranks of MPI say what it waits for, which of them MPI does not tell."""
+    return waiting(
+        world,
+        f"all ranks to join {what}",
+        "Check that every rank has been started and what it says, and that MPI uses a network that all nodes "
+        "share (Open MPI: --mca btl_tcp_if_include and oob_tcp_if_include; MPICH: -iface).",
+        keeps_lock=keeps_lock,
+    )
 
 
 def stop_mpi(mpi: Any) -> None:

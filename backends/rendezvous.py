@@ -21,6 +21,7 @@ from dualeval.errors import BackendError
 from dualeval.network import (
     LATE_S,
     LOOPBACK,
+    at,
     come_to_meeting,
     host_identity,
     interface_of,
@@ -29,7 +30,8 @@ from dualeval.network import (
     own_address_towards,
     reach,
 )
-from dualeval.store import join_store, serve_store
+from dualeval.store import join_store, names_of_absent, serve_store
+from dualeval.waiting import CONNECTED, STARTED, not_come, waiting
 from dualeval.world import World, place_by_hosts
 
 PATIENCE = timedelta(seconds=LATE_S)
@@ -63,46 +65,68 @@ def told_by_rank_0(world: World, words: Any) -> Iterator[Any]:
     elif world.pmi_fd is not None:
         yield told_over_pmi(world, words)
     elif world.words is not None:
-        yield _leave_words(world.words, words) if world.is_main else _await_words(world.words)
+        yield _leave_words(world.words, words) if world.is_main else _await_words(world)
     elif world.run_id is None or world.master is None:
         with MpiBackend(world) as mpi:
-            yield mpi.broadcast_json(words)
+            with waiting(world, "rank 0's address, over MPI", STARTED):
+                told = mpi.broadcast_json(words)
+            yield told
+            with waiting(world, "the ranks of MPI that have yet to reach rank 0", f"{STARTED} {CONNECTED}"):
+                mpi.barrier()
     elif world.is_main:
         with meeting(world.master[1], world.run_id, words):
             yield words
     else:
-        yield come_to_meeting(*world.master, world.run_id)
+        host, port = world.master
+        yield come_to_meeting((host, *world.master_addresses), port, world.run_id, world)
 
 
 def _leave_words(place: tuple[str, int], words: Any) -> Any:
     """Put words where horovodrun keeps those of Horovod itself: a store of values, over HTTP."""
     status, _ = _ask(place, "PUT", json.dumps(words).encode())
     if status != HTTPStatus.OK:
-        raise BackendError(f"horovodrun's rendezvous at {place[0]}:{place[1]} answers {status}, expected 200")
+        raise BackendError(f"horovodrun's rendezvous at {at(*place)} answers {status}, expected 200")
     return words
 
 
-def _await_words(place: tuple[str, int]) -> Any:
+def _await_words(world: World) -> Any:
     """Wait for words that ``_leave_words`` puts there."""
+    assert world.words is not None
     start = monotonic()
-    while monotonic() - start < PATIENCE.total_seconds():
-        status, content = _ask(place, "GET")
-        if status == HTTPStatus.OK:
-            return json.loads(content)
-        sleep(_PAUSE_S)
-    raise BackendError(f"rank 0 has left no word at horovodrun's rendezvous, {place[0]}:{place[1]}")
+    with waiting(world, f"rank 0's word at horovodrun's rendezvous, {at(*world.words)}", STARTED):
+        while monotonic() - start < PATIENCE.total_seconds():
+            status, content = _ask(world.words, "GET")
+            if status == HTTPStatus.OK:
+                return json.loads(content)
+            sleep(_PAUSE_S)
+    raise BackendError(f"rank 0 has left no word at horovodrun's rendezvous, {at(*world.words)}")
 
 
-def _ask(place: tuple[str, int], method: str, body: bytes | None = None) -> tuple[int, bytes]:
+def missing_at_horovods(place: tuple[str, int], size: int) -> str:
+    """Name the ranks that have not come to Horovod's rendezvous; empty where none is missing.
+
+    Horovod's gloo leaves there, under each rank's number, at what addresses it is.
+    """
+    try:
+        come = [_ask(place, "GET", path=f"/global/{rank}")[0] == HTTPStatus.OK for rank in range(size)]
+    except BackendError as error:
+        return str(error)
+    # When all have met, Horovod clears it away.
+    return not_come(rank for rank in range(size) if not come[rank]) if any(come) else ""
+
+
+def _ask(
+    place: tuple[str, int], method: str, body: bytes | None = None, path: str = "/dualeval/words"
+) -> tuple[int, bytes]:
     # Not urllib: that would go through the proxy that a user's variables name.
     connection = HTTPConnection(*place, timeout=_ANSWER_S)
     try:
-        connection.request(method, "/dualeval/words", body)
+        connection.request(method, path, body)
         answer = connection.getresponse()
         return answer.status, answer.read()
     except (OSError, HTTPException) as error:
         raise BackendError(
-            f"horovodrun's rendezvous at {place[0]}:{place[1]} cannot be reached ({error}). That is where "
+            f"horovodrun's rendezvous at {at(*place)} cannot be reached ({error}). That is where "
             f"horovodrun was typed: its address must lead there from {socket.gethostname()}."
         ) from error
     finally:
@@ -125,15 +149,82 @@ def shared_store(world: World, purpose: str) -> Iterator[tuple[Store, str, int |
     """
     at_master = world.master is not None and world.run_id is None
     if world.launcher == "torchrun" or (at_master and world.size > 1):
-        assert world.master is not None
         # Served by torchrun's agent, where there is one, and else by rank 0.
-        store, _, _ = next(rendezvous("env://", timeout=PATIENCE))
-        yield PrefixStore(f"dualeval/{_agree_on_name(store, world)}", store), *world.master
+        store = _store_at_master(world)
+        own = PrefixStore(f"dualeval/{_agree_on_name(store, world)}", store)
+        own.set(_here(world.rank), "")
+        yield own, *_master(world)
         return
     server, offer = serve_store(world) if world.is_main else (None, None)
     with told_by_rank_0(world, offer) as offer:
-        client = server or join_store(offer, world.rank, purpose, PATIENCE)
+        if server is not None:
+            client = server
+        else:
+            where = at(offer["addresses"][0], offer["port"])
+            with waiting(world, f"rank 0's store for {purpose} at {where}", CONNECTED, each_node=True):
+                client = join_store(offer, world.rank, purpose, PATIENCE)
+        client.set(_here(world.rank), "")
         yield client, client.host, server.port if server else None
+
+
+def _master(world: World) -> tuple[str, int]:
+    assert world.master is not None
+    return world.master
+
+
+def _store_at_master(world: World) -> Store:
+    """Join the store that torchrun, or rank 0 in its place, serves at the launcher's address.
+
+    Raises:
+        BackendError: the address is a name that leads nowhere.
+    """
+    host, port = _master(world)
+    try:
+        socket.getaddrinfo(host, port)
+    except socket.gaierror as error:
+        # torch would try for half an hour, and log pages of C++ frames.
+        if error.errno != socket.EAI_AGAIN:
+            remedy = (
+                "Start torchrun with an address in its place: --rdzv-endpoint ADDRESS:PORT, and --local-addr "
+                "ADDRESS on the first node, or --master-addr ADDRESS."
+                if world.launcher == "torchrun"
+                else "Set MASTER_ADDR to an address of rank 0's host."
+            )
+            raise BackendError(
+                f"rank {world.rank} is to meet the others at {at(host, port)}, by MASTER_ADDR and "
+                f"MASTER_PORT, but {socket.gethostname()} knows no host of that name. {remedy}"
+            ) from error
+    who = "torchrun runs on the first node" if world.launcher == "torchrun" else "rank 0 has been started"
+    check = (
+        f"Check that {who}, that 'getent hosts {host}' prints its address on this node, and that this port "
+        f"is open between the nodes."
+    )
+    with waiting(world, f"{world.launcher}'s store at {at(host, port)}", check, each_node=True):
+        store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
+    return store
+
+
+def _here(rank: int) -> str:
+    return f"dualeval/here/{rank}"
+
+
+@contextmanager
+def joining(world: World, store: Store, what: str) -> Iterator[None]:
+    """Say what is waited for while a library joins all ranks; rank 0 names those that are missing.
+
+    Args:
+        world: this process's place.
+        store: of ``shared_store``.
+        what: what they join, as "torch.distributed's group (gloo)".
+    """
+    missing = names_of_absent(store, lambda: [_here(rank) for rank in range(world.size)])
+
+    def known() -> str:
+        return missing() or "all ranks have come to rank 0, but do not reach each other yet"
+
+    check = f"{STARTED} {CONNECTED}"
+    with waiting(world, f"all ranks to join {what}", check, known=known if world.is_main else None):
+        yield
 
 
 def _agree_on_name(store: Store, world: World) -> str:
@@ -150,29 +241,36 @@ def _agree_on_name(store: Store, world: World) -> str:
         BackendError: a rank has not come.
     """
     own = secrets.token_hex(8)
-    store.set(f"dualeval/here/{world.rank}", own)
+    store.set(_here(world.rank), own)
     start = monotonic()
     pause = max(_SHORTEST_PAUSE_S, world.size * _PAUSE_PER_RANK_S)
-    ranks = range(world.size)
+    all_here = [_here(rank) for rank in range(world.size)]
     here: list[str] = []
-    while monotonic() - start < PATIENCE.total_seconds():
-        if world.is_main:
-            # Of ranks that have ended, perhaps: theirs do not agree, and are written over.
-            now = [text.decode() for text in store.multi_get([f"dualeval/here/{rank}" for rank in ranks])]
-            if now != here:
-                here = now
-                store.set("dualeval/name", json.dumps([secrets.token_hex(8), *here]))
-        name, *named = json.loads(store.get("dualeval/name"))
-        if named == here or (not world.is_main and named[world.rank : world.rank + 1] == [own]):
-            store.set(f"dualeval/{name}/agreed/{world.rank}", "")
-            if world.is_main and store.check([f"dualeval/{name}/agreed/{rank}" for rank in ranks]):
-                store.set(f"dualeval/{name}/go", "")
-            if store.check([f"dualeval/{name}/go"]):
-                return str(name)
-        sleep(pause)
+    awaited = all_here
+    missing = names_of_absent(store, lambda: awaited)
+    where = f"all ranks to come to {world.launcher}'s store at {at(*_master(world))}"
+    with waiting(world, where, STARTED, known=missing if world.is_main else None):
+        while monotonic() - start < PATIENCE.total_seconds():
+            if world.is_main and store.check(all_here):
+                # Of ranks that have ended, perhaps: theirs do not agree, and are written over.
+                now = [text.decode() for text in store.multi_get(all_here)]
+                if now != here:
+                    here = now
+                    store.set("dualeval/name", json.dumps([secrets.token_hex(8), *here]))
+            # Rank 0 goes by a name of its own start alone.
+            if here or not world.is_main:
+                name, *named = json.loads(store.get("dualeval/name"))
+                awaited = [f"dualeval/{name}/agreed/{rank}" for rank in range(world.size)]
+                if named == here or (not world.is_main and named[world.rank : world.rank + 1] == [own]):
+                    store.set(awaited[world.rank], "")
+                    if world.is_main and store.check(awaited):
+                        store.set(f"dualeval/{name}/go", "")
+                    if store.check([f"dualeval/{name}/go"]):
+                        return str(name)
+            sleep(pause)
     raise BackendError(
-        f"the {world.size} ranks have not met at the store of {world.launcher}'s MASTER_ADDR in "
-        f"{PATIENCE.total_seconds() / 60:.0f} minutes"
+        f"the {world.size} ranks have not met at {world.launcher}'s store in "
+        f"{PATIENCE.total_seconds() / 60:.0f} minutes: {missing()}"
     )
 
 
@@ -220,15 +318,29 @@ def interface_between_nodes(world: World, store: Store, port: int | None) -> str
     if world.is_main:
         offer = {"host": host_identity(), "addresses": offered_addresses(one_node=False), "port": port}
         store.set("dualeval/offer", json.dumps(offer))
-    offer = json.loads(store.get("dualeval/offer"))
-    if offer["host"] != host_identity():
-        address, _ = reach(offer["addresses"], offer["port"])
-        own = None if address is None else own_address_towards(address)
-        store.set(_ELSEWHERE, own or "")
-    else:
-        if store.add("dualeval/with-rank-0", 1) == world.size:
-            store.set(_ELSEWHERE, LOOPBACK)
-        # Any rank of another host has told how it comes here, or the last rank that there is none.
-        peer = store.get(_ELSEWHERE).decode()
-        own = own_address_towards(peer) if peer else None
+    with joining(world, store, "the search for the network between the nodes"):
+        offer = json.loads(store.get("dualeval/offer"))
+        if offer["host"] != host_identity():
+            address, _ = reach(offer["addresses"], offer["port"])
+            own = None if address is None else own_address_towards(address)
+            store.set(_ELSEWHERE, own or "")
+        else:
+            if store.add("dualeval/with-rank-0", 1) == world.size:
+                store.set(_ELSEWHERE, LOOPBACK)
+            # Any rank of another host has told how it comes here, or the last rank that there is none.
+            peer = store.get(_ELSEWHERE).decode()
+            own = own_address_towards(peer) if peer else None
     return interface_of(own) if own else None
+
+
+def nccl_variables(interface: str | None) -> dict[str, str]:
+    """Find what tells NCCL over which network interface the nodes reach each other, as horovodrun does.
+
+    NCCL reads it when it first needs it, which is long after its library has joined the ranks: it has to stay
+    set for as long as the backend lives.
+
+    Args:
+        interface: from ``interface_between_nodes``; None leaves it to NCCL.
+    """
+    # "=" is NCCL's word for this very name; without it every interface that begins so would do.
+    return {"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from dualeval.backends.base import Backend, Op, variables_set
 from dualeval.backends.rendezvous import (
     PATIENCE,
     interface_between_nodes,
+    joining,
+    nccl_variables,
     own_place,
     placed_on_hosts,
     shared_store,
@@ -52,6 +54,7 @@ class TorchBackend(Backend):
         self.owns_group = not dist.is_initialized()
         # None is the default group.
         self._host_group: Any = None
+        self._settings = ExitStack()
         if self.owns_group:
             self._join()
         else:
@@ -65,7 +68,13 @@ class TorchBackend(Backend):
             self.world = placed_on_hosts(self.world, store)
             with_nccl = _all_have_nccl(store, self.world)
             network = None if self.world.is_one_node else interface_between_nodes(self.world, store, port)
-            with variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}):
+            if with_nccl and network is not None:
+                # For as long as the group is there: NCCL reads it when it is set up.
+                self._settings.enter_context(variables_set(nccl_variables(network)))
+            with (
+                variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}),
+                joining(self.world, store, "torch.distributed's group (gloo)"),
+            ):
                 # Without device_id: NCCL would be set up at once, though nobody may ever need it.
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if with_nccl else "cpu:gloo",
@@ -130,6 +139,7 @@ class TorchBackend(Backend):
                 dist.distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group(self._host_group)
+            self._settings.close()
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:

@@ -9,11 +9,15 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 from dualeval.errors import BackendError
+from dualeval.waiting import waiting
+from dualeval.world import World
 
 LOOPBACK = "127.0.0.1"
 _REACH_S = 10
@@ -26,10 +30,21 @@ _LONGEST_ANSWER = 2**20  # bytes
 LATE_S = 1800.0
 # A host that cannot even be reached is told sooner.
 _UNREACHABLE_S = 60.0
+# Where its name leads nowhere, but another address of the launcher's answers, that one has so long to be it.
+_UNRESOLVED_S = 30.0
+# Other addresses than the launcher's first word may be anybody's: they are asked when that does not answer,
+# or when rank 0 is late there.
+_OTHERS_AFTER_S = 10.0
+_OTHERS_REACH_S = 3.0
 _PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.5
 # Linux: the IPv4 address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
+# Linux: all IPv6 addresses of this host; scope 0 is global, which unique local ones (fd00::/8) are as well.
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+_GLOBAL_SCOPE = 0x00
+# Flags of addresses (if_addr.h) that cannot be used, or not for long: deprecated, failed, tentative.
+_NOT_FOR_USE = 0x20 | 0x08 | 0x40
 
 
 def offered_addresses(*, one_node: bool, master: str | None = None) -> list[str]:
@@ -45,7 +60,13 @@ def offered_addresses(*, one_node: bool, master: str | None = None) -> list[str]
         return [LOOPBACK]
     own = [address for address in map(_address_of, _interfaces()) if address is not None]
     outside = sorted(address for address in own if not address.startswith("127."))
+    outside += sorted(address for address, name in _ipv6_addresses() if name != "lo")
     return list(dict.fromkeys([*([master] if master else []), *outside]))
+
+
+def at(host: str, port: int) -> str:
+    """A host and a port as text: ``n1:4711``, ``[fd00::1]:4711``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def reach(addresses: Sequence[str], port: int) -> tuple[str | None, list[str]]:
@@ -59,7 +80,7 @@ def reach(addresses: Sequence[str], port: int) -> tuple[str | None, list[str]]:
         try:
             socket.create_connection((address, port), timeout=_REACH_S).close()
         except OSError as error:
-            tried.append(f"{address}:{port} ({error})")
+            tried.append(f"{at(address, port)} ({error})")
             continue
         return address, tried
     return None, tried
@@ -108,43 +129,121 @@ def meeting(port: int, run_id: str, words: Any) -> Iterator[None]:
         server.close()
 
 
-def come_to_meeting(host: str, port: int, run_id: str) -> Any:
+def come_to_meeting(hosts: Sequence[str], port: int, run_id: str, world: World) -> Any:
     """Wait until rank 0 holds its meeting, and return its words.
 
+    Args:
+        hosts: names or addresses of rank 0's host: the one that the launcher says first, then others where
+            it may be.
+        port: the agreed port; the next ones are tried as well.
+        run_id: name of the run.
+        world: this rank's place, for messages.
+
     Raises:
-        BackendError: the host cannot be reached, or has held no meeting for half an hour.
+        BackendError: the host's name leads nowhere, the host cannot be reached, or it has held no meeting for
+            half an hour.
     """
-    start = last_reached = monotonic()
-    pause = _PAUSE_S
-    problem = ""
-    while True:
-        reached = False
-        for number in range(port, port + _PORTS_TRIED):
-            try:
-                words = _ask(host, number, run_id)
-            except ConnectionRefusedError:
-                # The host is there; whoever had this port may have left since the meeting took a later one.
-                reached = True
-                continue
-            except OSError as error:
-                problem = str(error)
-                break
-            reached = True
-            if words is not None:
-                return words[0]
-        now = monotonic()
-        if reached:
-            last_reached = now
-        where = f"{host}, ports {port} to {port + _PORTS_TRIED - 1}"
-        if now - last_reached > _UNREACHABLE_S:
-            raise BackendError(
-                f"rank 0's host cannot be reached: {where} ({problem}). Its name has to lead to it from "
-                f"{socket.gethostname()}, and these ports must be open between the nodes."
-            )
-        if now - start > LATE_S:
-            raise BackendError(f"rank 0 has not come to {where} within {LATE_S / 60:.0f} minutes.")
-        sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+    search = _Search(hosts, port, run_id)
+    with waiting(
+        world,
+        f"rank 0 at {hosts[0]}, {search.ports}",
+        f"Check that rank 0 has been started and what it says, that 'getent hosts {hosts[0]}' prints its "
+        f"address on this node, and that these ports are open between the nodes.",
+        known=search.outcome,
+        each_node=True,
+    ):
+        return search.words()
+
+
+@dataclass
+class _Answer:
+    """What came of asking one host.
+
+    Attributes:
+        words: those of the meeting, in a tuple; None where there is none.
+        reached: whether the host answered.
+        unknown: whether its name leads nowhere.
+        problem: why there are no words.
+    """
+
+    words: tuple[Any] | None = None
+    reached: bool = False
+    unknown: bool = False
+    problem: str = "not asked yet"
+
+
+class _Search:
+    """A rank on its way to rank 0's meeting."""
+
+    def __init__(self, hosts: Sequence[str], port: int, run_id: str) -> None:
+        self.ports = f"ports {port} to {port + _PORTS_TRIED - 1}"
+        self._port = port
+        self._run_id = run_id
+        self._host, *self._others = dict.fromkeys(hosts)
+        self._answers = {self._host: _Answer()}
+
+    def words(self) -> Any:
+        """Ask until the words are there; raises as ``come_to_meeting``."""
+        start = last_reached = monotonic()
+        pause = _PAUSE_S
+        while True:
+            first = self._ask(self._host, _REACH_S)
+            others = []
+            if not first.reached or monotonic() - start > _OTHERS_AFTER_S:
+                others = [self._ask(host, _OTHERS_REACH_S) for host in self._others if first.words is None]
+            for answer in (first, *others):
+                if answer.words is not None:
+                    return answer.words[0]
+            now = monotonic()
+            limit = _UNREACHABLE_S
+            if first.unknown and last_reached == start:
+                limit = _UNRESOLVED_S if any(other.reached for other in others) else 0.0
+            if first.reached:
+                last_reached = now
+            elif now - last_reached >= limit:
+                raise BackendError(
+                    f"rank 0's host cannot be reached: {self._host}, {self.ports} ({self.outcome()}). Its "
+                    f"name has to lead to it from {socket.gethostname()}, in DNS or in /etc/hosts ('getent "
+                    f"hosts {self._host}' shows where it leads), and these ports must be open between the "
+                    f"nodes."
+                )
+            if now - start > LATE_S:
+                raise BackendError(
+                    f"rank 0 has not come to {self._host}, {self.ports}, within {LATE_S / 60:.0f} minutes."
+                )
+            sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+
+    def outcome(self) -> str:
+        """What came of it so far, for a message."""
+        return "; ".join(f"{host}: {answer.problem}" for host, answer in list(self._answers.items()))
+
+    def _ask(self, host: str, reach_s: float) -> _Answer:
+        answer = self._answers[host] = _ask_ports(host, self._port, self._run_id, reach_s)
+        return answer
+
+
+def _ask_ports(host: str, port: int, run_id: str, reach_s: float) -> _Answer:
+    """Ask a host for the words of a run's meeting, at each port where that may be held."""
+    answer = _Answer(problem="it answers, but no meeting of this run is held there yet")
+    for number in range(port, port + _PORTS_TRIED):
+        try:
+            words = _ask(host, number, run_id, reach_s)
+        except ConnectionRefusedError:
+            # The host is there; whoever had this port may have left since the meeting took a later one.
+            answer.reached = True
+            continue
+        except socket.gaierror as error:
+            # A name server that does not answer just now may do so in a moment.
+            unknown = error.errno != socket.EAI_AGAIN
+            return _Answer(unknown=unknown, problem="no such name" if unknown else str(error.strerror))
+        except OSError as error:
+            answer.problem = str(error)
+            break
+        answer.reached = True
+        if words is not None:
+            return _Answer(words=words, reached=True)
+    return answer
 
 
 def _first_free(port: int, run_id: str) -> socket.socket:
@@ -177,9 +276,9 @@ def _first_free(port: int, run_id: str) -> socket.socket:
     )
 
 
-def _ask(host: str, port: int, run_id: str) -> tuple[Any] | None:
+def _ask(host: str, port: int, run_id: str, reach_s: float = _REACH_S) -> tuple[Any] | None:
     """The words of a run's meeting; None where something else listens on this port."""
-    with socket.create_connection((host, port), timeout=_REACH_S) as connection:
+    with socket.create_connection((host, port), timeout=reach_s) as connection:
         # One limit for all of it: another program may well send without end.
         end = monotonic() + _ANSWER_S
         text = b""
@@ -203,21 +302,35 @@ def host_identity() -> str:
     return f"{boot}.{Path('/proc/self/ns/net').stat().st_ino}"
 
 
-def own_address_towards(address: str) -> str | None:
+def own_address_towards(host: str) -> str | None:
     """This host's own address on the way to another one; None where there is no way."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as any_socket:
-        try:
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except socket.gaierror:
+        return None
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as any_socket, suppress(OSError):
             # Nothing is sent: the kernel looks up the route.
-            any_socket.connect((address, 9))
-        except OSError:
-            return None
-        return str(any_socket.getsockname()[0])
+            any_socket.connect(address)
+            return str(any_socket.getsockname()[0])
+    return None
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface that has an IPv4 address of this host's; None where none has it."""
+    """Name of the network interface that has an address of this host's; None where none has it."""
+    wanted = ip_address(address)
+    if isinstance(wanted, IPv6Address):
+        if wanted.scope_id is not None:
+            return wanted.scope_id
+        of_all = _ipv6_addresses(every=True)
+        return next((name for found, name in of_all if ip_address(found) == wanted), None)
     return next((name for name in _interfaces() if _address_of(name) == address), None)
+
+
+def interface_towards(host: str) -> str | None:
+    """Name of the network interface over which this host reaches another one; None where it does not."""
+    own = own_address_towards(host)
+    return None if own is None else interface_of(own)
 
 
 def _interfaces() -> list[str]:
@@ -233,3 +346,16 @@ def _address_of(interface: str) -> str | None:
         except OSError:  # EADDRNOTAVAIL: an interface without an address, as most virtual ones are
             return None
     return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_addresses(*, every: bool = False) -> list[tuple[str, str]]:
+    """IPv6 addresses of this host, each with its interface: those that others can use, or ``every`` one."""
+    if not _IPV6_ADDRESSES.exists():  # a kernel without IPv6
+        return []
+    found = []
+    for line in _IPV6_ADDRESSES.read_text("ascii").splitlines():
+        digits, _, _, scope, flags, interface = line.split()
+        # A link-local address (fe80::) means something only together with an interface of the other host's.
+        if every or (int(scope, 16) == _GLOBAL_SCOPE and not int(flags, 16) & _NOT_FOR_USE):
+            found.append((str(IPv6Address(int(digits, 16))), interface))
+    return found

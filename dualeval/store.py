@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from dualeval.errors import BackendError
-from dualeval.network import LOOPBACK, offered_addresses, reach
+from dualeval.network import LOOPBACK, at, offered_addresses, reach
+from dualeval.waiting import not_come
 from dualeval.world import World
 
 # torch looks up the name of each address that it connects to, and a name server that does not answer takes
@@ -51,6 +53,25 @@ def join_store(offer: dict[str, Any], rank: int, purpose: str, timeout: timedelt
         return TCPStore(address, offer["port"], is_master=False, timeout=timeout)
     except (DistNetworkError, DistStoreError) as error:
         raise BackendError(
-            f"rank {rank} cannot join rank 0 for {purpose} at {address}:{offer['port']}: "
+            f"rank {rank} cannot join rank 0 for {purpose} at {at(address, offer['port'])}: "
             f"{str(error).partition(chr(10))[0]}"
         ) from error
+
+
+def names_of_absent(store: Any, keys: Callable[[], list[str]]) -> Callable[[], str]:
+    """Make a function that says which ranks have not come, for another thread than the store's.
+
+    Args:
+        store: of ``serve_store`` or ``join_store``, or another of torch's.
+        keys: gives by rank the key that a rank sets when it comes.
+    """
+
+    def names() -> str:
+        try:
+            # A client of its own: the one that waits may be in a call that holds it.
+            client = store.clone()
+            return not_come(rank for rank, key in enumerate(keys()) if not client.check([key]))
+        except (DistNetworkError, DistStoreError) as error:
+            return f"the store does not answer ({str(error).partition(chr(10))[0]})"
+
+    return names

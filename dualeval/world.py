@@ -18,6 +18,7 @@ class World:
         node_rank: number of this node; None where the launcher does not tell.
         launcher: the name of the launcher that started the process (a name of ``launch.detect``).
         master: host name or address and port where the ranks first meet; None where nobody has to.
+        master_addresses: other addresses at which ``master`` may be, where that name leads nowhere.
         run_id: what tells this run from all others that might be met there; None where ``master`` is.
         words: host and port where the launcher keeps what ranks tell each other; None where it does not.
         node_sizes: number of ranks on each node, by its number; None where the launcher does not tell.
@@ -39,6 +40,7 @@ class World:
     node_rank: int | None
     launcher: str
     master: tuple[str, int] | None = None
+    master_addresses: tuple[str, ...] = ()
     run_id: str | None = None
     words: tuple[str, int] | None = None
     node_sizes: tuple[int, ...] | None = None

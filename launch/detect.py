@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.gpus import promised_gpus
-from dualeval.launch.hostlist import expand_hosts, expand_tasks, order_by_component
+from dualeval.launch.hostlist import expand_hosts, expand_tasks, node_addresses, order_by_component
 from dualeval.launch.unknown import unread_rank
 from dualeval.launch.variables import (
     ALL,
@@ -392,6 +392,7 @@ def _probe_srun(environ: Mapping[str, str]) -> World | None:
         _checked(SRUN, environ, rank, size, _whole_number(SRUN, environ, SRUN.local_rank), sizes[node]),
         node_rank=node,
         master=(hosts[0], _FIRST_PORT + (131 * job + number) % _PORTS),
+        master_addresses=node_addresses(environ, hosts[0]),
         run_id=f"{environ.get('SLURM_CLUSTER_NAME', '')}.{job}.{number}.{restarts}",
         node_sizes=sizes,
         mpi=_has_way_into_mpi(environ, f"{job}.{number}"),

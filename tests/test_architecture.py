@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dualeval"
 
 # Each room and the rooms it may import from, besides itself and the ground floor.
-GROUND = {"choices", "errors", "world", "network", "store", "vision_library", "weights_name"}
+GROUND = {"choices", "errors", "world", "network", "store", "vision_library", "waiting", "weights_name"}
 ALLOWED = {
     "cli": {"job", "launch", "backends", "devices", "engine", "tasks", "models", "report", "result"},
     "engine": {"metrics", "result", "tasks", "backends.base"},
@@ -35,6 +35,7 @@ ALLOWED = {
     "network": set(),
     "store": set(),
     "vision_library": set(),
+    "waiting": set(),
     "weights_name": set(),
     "assets": set(),
 }

@@ -36,6 +36,7 @@ def facts(rank: int, **others: Any) -> dict[str, Any]:
         "threads": 2,
         "omp_num_threads": None,
         "reached": "h0",
+        "interface": "eth0",
         "shares_output": True,
         "operations": {"all_reduce": None, "gather": None},
         "errors": [],

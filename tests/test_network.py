@@ -7,15 +7,45 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
+from pathlib import Path
+from time import monotonic
+from typing import Any
 
 import pytest
 
 from dualeval import network
 from dualeval.errors import BackendError
-from dualeval.network import LOOPBACK, come_to_meeting, interface_of, meeting, own_address_towards
+from dualeval.network import (
+    LOOPBACK,
+    at,
+    come_to_meeting,
+    interface_of,
+    interface_towards,
+    meeting,
+    offered_addresses,
+    own_address_towards,
+    reach,
+)
+from dualeval.world import World
 
+# The only other rank, on a node of its own.
+OTHER = World(
+    rank=1,
+    size=2,
+    local_rank=0,
+    local_size=1,
+    node_rank=1,
+    launcher="srun",
+    node_sizes=(1, 1),
+    run_id="c.1.0",
+)
 WORDS = {"port": 17, "addresses": ["10.0.0.1", "é" * 100_000]}
 LIMIT_S = 30
+
+
+def come(hosts: list[str], port: int, run_id: str) -> Any:
+    return come_to_meeting(hosts, port, run_id, OTHER)
 
 
 @pytest.fixture
@@ -55,13 +85,13 @@ def other_program(port: int, answer: bytes | None) -> Iterator[None]:
 
 def test_all_who_come_are_told(port: int) -> None:
     with meeting(port, "c.1.0", WORDS), ThreadPoolExecutor(8) as ranks:
-        told = list(ranks.map(lambda _: come_to_meeting(LOOPBACK, port, "c.1.0"), range(32)))
+        told = list(ranks.map(lambda _: come([LOOPBACK], port, "c.1.0"), range(32)))
     assert told == [WORDS] * 32
 
 
 def test_who_comes_first_waits(port: int) -> None:
     with ThreadPoolExecutor(1) as ranks:
-        early = ranks.submit(come_to_meeting, LOOPBACK, port, "c.1.0")
+        early = ranks.submit(come, [LOOPBACK], port, "c.1.0")
         with pytest.raises(TimeoutError):
             early.result(timeout=0.2)
         with meeting(port, "c.1.0", WORDS):
@@ -76,20 +106,20 @@ def test_the_next_port_where_another_program_has_it(
 ) -> None:
     monkeypatch.setattr(network, "_ANSWER_S", 0.2)
     with other_program(port, answer), meeting(port, "c.1.0", WORDS):
-        assert come_to_meeting(LOOPBACK, port, "c.1.0") == WORDS
+        assert come([LOOPBACK], port, "c.1.0") == WORDS
 
 
 def test_found_on_a_later_port_after_the_other_program_has_left(port: int) -> None:
     with contextlib.ExitStack() as held:
         with other_program(port, b""):
             held.enter_context(meeting(port, "c.1.0", WORDS))
-        assert come_to_meeting(LOOPBACK, port, "c.1.0") == WORDS
+        assert come([LOOPBACK], port, "c.1.0") == WORDS
 
 
 def test_two_runs_at_neighbouring_ports(port: int) -> None:
     with meeting(port, "c.1.0", "first"), meeting(port, "c.1.1", "second"):
-        assert come_to_meeting(LOOPBACK, port, "c.1.0") == "first"
-        assert come_to_meeting(LOOPBACK, port, "c.1.1") == "second"
+        assert come([LOOPBACK], port, "c.1.0") == "first"
+        assert come([LOOPBACK], port, "c.1.1") == "second"
 
 
 def test_two_rank_0s_are_one_too_many(port: int) -> None:
@@ -103,7 +133,7 @@ def test_two_rank_0s_are_one_too_many(port: int) -> None:
 
 def test_a_silent_caller_holds_up_nobody(port: int) -> None:
     with meeting(port, "c.1.0", WORDS), socket.create_connection((LOOPBACK, port)):
-        assert come_to_meeting(LOOPBACK, port, "c.1.0") == WORDS
+        assert come([LOOPBACK], port, "c.1.0") == WORDS
 
 
 def test_no_free_port_is_an_error(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +149,7 @@ def test_no_free_port_is_an_error(port: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_unreachable_host_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_UNREACHABLE_S", 0.0)
     with pytest.raises(BackendError, match=r"host cannot be reached: nowhere\.invalid, ports") as caught:
-        come_to_meeting("nowhere.invalid", port, "c.1.0")
+        come(["nowhere.invalid"], port, "c.1.0")
     assert socket.gethostname() in str(caught.value)
 
 
@@ -128,10 +158,104 @@ def test_a_meeting_that_never_is(port: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(network, "_UNREACHABLE_S", 0.0)
     monkeypatch.setattr(network, "LATE_S", 0.0)
     with pytest.raises(BackendError, match=f"rank 0 has not come to {LOOPBACK}, ports {port} to"):
-        come_to_meeting(LOOPBACK, port, "c.1.0")
+        come([LOOPBACK], port, "c.1.0")
+
+
+def test_a_name_that_leads_nowhere_is_an_error_at_once(port: int) -> None:
+    start = monotonic()
+    with pytest.raises(BackendError, match=r"host cannot be reached: h0\.invalid, .* \(h0\.invalid: no such"):
+        come(["h0.invalid"], port, "c.1.0")
+    # Another address where nobody answers is tried before, and named.
+    with pytest.raises(BackendError, match=r"h0\.invalid: no such name; h1\.invalid: no such name\)"):
+        come(["h0.invalid", "h1.invalid"], port, "c.1.0")
+    # A name server that is slow to say so takes its time, but nobody waits for a meeting.
+    assert monotonic() - start < network._UNRESOLVED_S
+
+
+def test_a_name_that_leads_nowhere_and_another_address(port: int) -> None:
+    with meeting(port, "c.1.0", WORDS):
+        assert come(["h0.invalid", LOOPBACK], port, "c.1.0") == WORDS
+
+
+def test_another_address_that_is_another_hosts(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers, but holds no meeting of this run: nobody waits half an hour for that."""
+    monkeypatch.setattr(network, "_UNRESOLVED_S", 0.2)
+    with (
+        meeting(port, "c.2.0", WORDS),
+        pytest.raises(BackendError, match=r"127\.0\.0\.1: it answers, but no meeting of this run"),
+    ):
+        come(["h0.invalid", LOOPBACK], port, "c.1.0")
+
+
+def test_another_address_where_rank_0_is_late_at_its_own(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name may lead to a host that is not its own."""
+    monkeypatch.setattr(network, "_OTHERS_AFTER_S", 0.0)
+    # Two hosts are played: a meeting listens on all addresses of this one.
+    monkeypatch.setattr(network, "_ask_ports", asked := Asked())
+    assert come(["h0", "10.0.0.1"], port, "c.1.0") == WORDS
+    assert asked.hosts == ["h0", "10.0.0.1"]
+
+
+class Asked:
+    """In place of hosts: the first refuses, the second holds the meeting."""
+
+    def __init__(self) -> None:
+        self.hosts: list[str] = []
+
+    def __call__(self, host: str, port: int, run_id: str, reach_s: float) -> network._Answer:
+        self.hosts.append(host)
+        return network._Answer(words=None if host == "h0" else (WORDS,), reached=True)
 
 
 def test_interfaces() -> None:
     assert own_address_towards("127.0.0.5") == LOOPBACK
+    assert own_address_towards("h0.invalid") is None
     assert interface_of(LOOPBACK) == "lo"
     assert interface_of("192.0.2.1") is None
+    assert interface_towards("127.0.0.5") == "lo"
+
+
+@pytest.mark.skipif(not network._ipv6_addresses(every=True), reason="this kernel has no IPv6")
+def test_both_families(port: int) -> None:
+    assert own_address_towards("::1") == "::1"
+    assert interface_of("::1") == interface_of("0:0:0:0:0:0:0:1") == interface_towards("::1") == "lo"
+    assert interface_of("2001:db8::1") is None
+    with meeting(port, "c.1.0", WORDS):
+        assert come(["::1"], port, "c.1.0") == come([LOOPBACK], port, "c.1.0") == WORDS
+        assert reach(["::1"], port) == ("::1", [])
+    address, tried = reach(["::1", LOOPBACK], port)
+    assert address is None
+    assert [text.partition(" ")[0] for text in tried] == [f"[::1]:{port}", f"{LOOPBACK}:{port}"]
+    assert at("n1", 7) == "n1:7"
+
+
+def test_offered_addresses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "00000000000000000000000000000001 01 80 10 80       lo\n"
+        "fd000000000000000000000000000007 01 80 00 80       lo\n"
+        "fe8000000000000000fc00fffe000001 04 40 20 80     eth0\n"
+        "20010db8000000000000000000000005 04 40 00 80     eth0\n"
+        "fd000000000000000000000000000002 04 40 00 80     eth0\n"
+        "20010db8000000000000000000000006 04 40 00 c0     eth0\n"
+        "20010db8000000000000000000000007 04 40 00 20     eth0\n"
+    )
+    monkeypatch.setattr(network, "_IPV6_ADDRESSES", table)
+    monkeypatch.setattr(network, "_interfaces", lambda: ["lo", "eth0", "ib0"])
+    monkeypatch.setattr(
+        network, "_address_of", {"lo": LOOPBACK, "eth0": "10.0.0.2", "ib0": "10.1.0.2"}.__getitem__
+    )
+    assert offered_addresses(one_node=True, master="n1") == [LOOPBACK]
+    own = ["10.0.0.2", "10.1.0.2", "2001:db8::5", "fd00::2"]
+    assert offered_addresses(one_node=False, master="n1") == ["n1", *own]
+    assert offered_addresses(one_node=False, master="fd00::2") == ["fd00::2", *own[:3]]
+    table.unlink()
+    assert offered_addresses(one_node=False) == own[:2]
+
+
+def test_the_addresses_of_this_host_are_its_own() -> None:
+    for address in offered_addresses(one_node=False):
+        assert not ip_address(address).is_loopback
+        assert not ip_address(address).is_link_local
+        assert interface_of(address) is not None
+        assert own_address_towards(address) is not None

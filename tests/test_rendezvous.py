@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from dualeval.backends import rendezvous
+from dualeval.backends import horovod, rendezvous
 from dualeval.backends.horovod import gloo_variables
 from dualeval.errors import BackendError
 from dualeval.network import LOOPBACK
@@ -104,3 +104,35 @@ def test_horovodruns_rendezvous_is_named_where_it_cannot_be_reached() -> None:
 def test_a_rank_alone_tells_itself() -> None:
     with rendezvous.told_by_rank_0(World.alone(), {"a": 1}) as words:
         assert words == {"a": 1}
+
+
+def test_an_address_of_torchruns_that_leads_nowhere_is_an_error_at_once() -> None:
+    """torch itself would try for as long as a rank may be late."""
+    world = World(
+        rank=1,
+        size=2,
+        local_rank=0,
+        local_size=1,
+        node_rank=1,
+        launcher="torchrun",
+        master=("h0.invalid", 29500),
+    )
+    with (
+        pytest.raises(BackendError, match=r"meet the others at h0\.invalid:29500, .* --local-addr ADDRESS"),
+        rendezvous.shared_store(world, "a test"),
+    ):
+        pass
+
+
+def test_horovod_over_ipv6_is_refused() -> None:
+    """Its rendezvous is asked over IPv4 alone, and would not be found."""
+    horovod._require_ipv4("127.0.0.1", 3)
+    horovod._require_ipv4("localhost", 3)
+    for host in ("fd00::1", "h0.invalid"):
+        with pytest.raises(BackendError, match=f"IPv4 alone, and rank 3 reaches rank 0 at {host}"):
+            horovod._require_ipv4(host, 3)
+
+
+def test_what_tells_nccl_its_network() -> None:
+    assert rendezvous.nccl_variables("ib0") == {"NCCL_SOCKET_IFNAME": "=ib0"}
+    assert rendezvous.nccl_variables(None) == {}

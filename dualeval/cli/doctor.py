@@ -20,7 +20,7 @@ import click
 
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError
 from dualeval.launch import PROBES, Detection, examine
-from dualeval.network import host_identity
+from dualeval.network import host_identity, interface_towards
 from dualeval.report.diagnosis import BLOCKING, diagnosis, differences, problems
 from dualeval.world import World
 
@@ -142,6 +142,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         "threads": None,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "reached": None,
+        "interface": None,
         "shares_output": None,
         "operations": {},
         "errors": errors,
@@ -265,6 +266,7 @@ def _try_together(findings: _Findings, facts: dict[str, Any], world: World, aske
         limit = timedelta(seconds=asked.limit_s)
         own = server or join_store(offer, world.rank, "the control plane", limit)
         facts["reached"] = own.host
+        facts["interface"] = interface_towards(own.host)
         facts["shares_output"] = Path(offer["probe"]).exists() if offer["probe"] else None
         own.add(f"doctor/claims/{world.rank}", 1)
         third = asked.limit_s / 3

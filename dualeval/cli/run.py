@@ -30,6 +30,7 @@ from dualeval.errors import (
 from dualeval.job import TASKS, Job
 from dualeval.launch import PROBES, examine
 from dualeval.network import host_identity
+from dualeval.waiting import STARTED, waiting
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -356,7 +357,8 @@ def _take_share_of_cores(backend: Backend) -> int:
     own = Cores(host=host_identity(), numbers=sorted(os.sched_getaffinity(0)))
     if backend.world.size == 1:
         return len(own.numbers)
-    everyone = [Cores(**cores) for cores in backend.all_gather_json(asdict(own))]
+    with waiting(backend.world, "the cores of all ranks", STARTED):
+        everyone = [Cores(**cores) for cores in backend.all_gather_json(asdict(own))]
     share = share_of_cores(own, everyone)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share)

@@ -24,7 +24,9 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from dualeval.engine.heartbeat import Clock, Monitor, Name, Pulse, Sign
 from dualeval.engine.progress import Progress
 from dualeval.errors import EXIT_FAILED, DualevalError, PeerError, Stopped, exit_code_of, message_of
-from dualeval.store import join_store, serve_store
+from dualeval.network import at
+from dualeval.store import join_store, names_of_absent, serve_store
+from dualeval.waiting import CONNECTED, STARTED, waiting
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
@@ -647,15 +649,21 @@ def open_control_plane(backend: Backend, timeout_s: float | None = None) -> Cont
         token = f"{secrets.token_hex(8)}.{world.restarts}"
         server.set(f"{token}/news", _NO_NEWS)
         words = {"token": token, "offer": offer, "first": asdict(own)}
-    words = backend.broadcast_json(words, src=0)
+    with waiting(world, f"all ranks' first collective, over {backend.name}", STARTED):
+        words = backend.broadcast_json(words, src=0)
     assert isinstance(words, dict)
-    store = join_store(words["offer"], world.rank, "the control plane")
+    where = at(words["offer"]["addresses"][0], words["offer"]["port"])
+    with waiting(world, f"rank 0's control plane at {where}", CONNECTED, each_node=True):
+        store = join_store(words["offer"], world.rank, "the control plane")
     first = Name(**words["first"])
     control = ControlPlane(own, first, world.size, store, words["token"], server, timeout_s)
     with _rank_0_reachable(first):
         store.set(control._key(f"name/{world.rank}"), json.dumps(asdict(own)))
         store.set(control._key(f"sign/{world.rank}"), str(control._pulse.sign()))
     # After it rank 0 finds the names and signs of all.
-    control.meet()
+    names = [control._key(f"name/{rank}") for rank in range(world.size)]
+    missing = names_of_absent(server, lambda: names) if server is not None else None
+    with waiting(world, f"all ranks at the control plane, {where}", STARTED, known=missing):
+        control.meet()
     control._start_beats()
     return control

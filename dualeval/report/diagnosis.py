@@ -132,6 +132,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
             "device",
             "threads of cores",
             "reaches rank 0 at",
+            "over",
         ],
         [
             [
@@ -145,6 +146,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
                 _or_dash(facts["device"]),
                 f"{_or_dash(facts['threads'])} of {len(facts['cores'])}",
                 _or_dash(facts["reached"]),
+                _or_dash(facts["interface"]),
             ]
             for rank, facts in sorted(ranks.items())
         ],

@@ -42,13 +42,17 @@ MUNGE_SOCKET = "/run/munge.socket"
 class Cluster:
     """Hosts h0, h1, ... at 10.77.0.10, .11, ..., from ``with`` to its end; start it from the main thread.
 
-    With ``ssh`` each reaches the others through sshd, and with ``slurm`` each is a node of 4 CPUs; h0 is the
-    controller. Needs what the requirement "cluster" asks for; raises ``RuntimeError`` with the ends of all
-    logs where something does not come up. Everything dies with this process, even where that is killed.
+    With ``ipv6`` they are at fd77::10, ... alone. With ``ssh`` each reaches the others through sshd, and with
+    ``slurm`` each is a node of 4 CPUs; h0 is the controller. Needs what the requirement "cluster" asks for;
+    raises ``RuntimeError`` with the ends of all logs where something does not come up. Everything dies with
+    this process, even where that is killed.
     """
 
-    def __init__(self, size: int = 2, *, ssh: bool = True, slurm: bool = True) -> None:
-        self._addresses = {f"h{index}": f"10.77.0.{10 + index}" for index in range(size)}
+    def __init__(self, size: int = 2, *, ssh: bool = True, slurm: bool = True, ipv6: bool = False) -> None:
+        network = "fd77::" if ipv6 else "10.77.0."
+        self._addresses = {f"h{index}": f"{network}{10 + index}" for index in range(size)}
+        # nodad: else the kernel first looks, for a second, whether another has the address.
+        self._mask = "64 dev eth0 nodad" if ipv6 else "24 dev eth0"
         self._ssh = ssh
         self._slurm = slurm
         self._shells: dict[str, _Shell] = {}
@@ -241,7 +245,7 @@ class Cluster:
             for host, shell in self._shells.items()
         ]
         _obey({self._bridge: "\n".join(cables)})
-        self._on_all("ip address add {address}/24 dev eth0\nip link set eth0 up")
+        self._on_all(f"ip address add {{address}}/{self._mask}\nip link set eth0 up")
 
     def _furnish(self, host: str) -> str:
         """Write a host's own files; returns the commands that put them in place."""

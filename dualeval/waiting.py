@@ -1,0 +1,158 @@
+"""Waits that speak: one that takes long says what it waits for, and what to check.
+
+Before the control plane is open nobody watches the ranks, and most waits are calls of libraries that say
+nothing by themselves. ``waiting`` is put around each of them; docs/waits.md lists them all.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+
+from dualeval.world import World
+
+# What to look at where ranks are missing, and where they do not reach each other.
+STARTED = "Check that every rank has been started, and what the launcher and the ranks that are missing say."
+CONNECTED = (
+    "Check that the nodes reach each other on the ports that the kernel picks: no firewall between them, and "
+    "the interface that 'dualeval doctor' shows for each rank."
+)
+# Seconds until a wait speaks first and for the second time; from then on after twice as long each time.
+FIRST_WORD_S = 10.0
+SECOND_WORD_S = 60.0
+# A thread that is just now asking somebody who does not answer is not waited for any longer.
+_LEAVE_S = 1.0
+_MOST_RANGES = 8
+
+
+@contextmanager
+def waiting(
+    world: World,
+    what: str,
+    check: str,
+    *,
+    known: Callable[[], str] | None = None,
+    each_node: bool = False,
+    keeps_lock: bool = False,
+) -> Iterator[None]:
+    """Say on standard error what the block waits for: after ten seconds, a minute, two, four and so on.
+
+    Not every rank speaks: a thousand would say the same. Where rank 0 knows most, it and the last rank do,
+    which speaks in case rank 0 itself is what is missing. Where it is a matter of each node, its first rank
+    does (on rank 0's node, that may be rank 1).
+
+    Args:
+        world: this rank's place.
+        what: what is waited for, with its address: "rank 0 at n1, port 16400".
+        check: what to look at, as sentences.
+        known: called when it speaks; gives what is known by then, as who is missing. Empty where nothing is.
+        each_node: whether it is a matter of each node.
+        keeps_lock: the block keeps Python's lock, so that no thread of this process can speak; a process of
+            its own does then, without ``known``.
+    """
+    of_node = world.local_rank == 0 or world.rank == 1
+    if world.size == 1 or not (of_node if each_node else world.rank in (0, world.size - 1)):
+        yield
+    elif keeps_lock:
+        with _spoken_by_a_process(_sentence(world, what, check)):
+            yield
+    else:
+
+        def sentence() -> tuple[str, str]:
+            now = known() if known else ""
+            return _sentence(world, f"{what}: {now}" if now else what, check)
+
+        with _spoken_by_a_thread(sentence):
+            yield
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks in a message: ``[3]`` is "rank 3", ``[1, 2, 3, 7]`` "ranks 1 to 3 and 7"."""
+    ranges: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], rank)
+        else:
+            ranges.append((rank, rank))
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return f"rank {ranges[0][0]}"
+    parts = [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
+    if len(parts) > _MOST_RANGES:
+        more = sum(last - first + 1 for first, last in ranges[_MOST_RANGES:])
+        parts[_MOST_RANGES:] = [f"{more} more"]
+    return f"ranks {', '.join(parts[:-1])}{' and ' if len(parts) > 1 else ''}{parts[-1]}"
+
+
+def not_come(ranks: Iterable[int]) -> str:
+    """Say which ranks have not come; empty where there are none."""
+    missing = list(ranks)
+    return f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not come" if missing else ""
+
+
+def _sentence(world: World, what: str, check: str) -> tuple[str, str]:
+    """What is said, before the number of seconds and after it."""
+    who = f"rank {world.rank} of {world.size} on {socket.gethostname()}"
+    return f"dualeval: {who} has waited ", f" s for {what}. {check}"
+
+
+def _times() -> Iterator[float]:
+    """Seconds from the start of a wait to each of its words."""
+    yield FIRST_WORD_S
+    for number in count():
+        yield SECOND_WORD_S * 2**number
+
+
+@contextmanager
+def _spoken_by_a_thread(sentence: Callable[[], tuple[str, str]]) -> Iterator[None]:
+    over = threading.Event()
+
+    def speak() -> None:
+        waited = 0.0
+        for time in _times():
+            if over.wait(time - waited):
+                return
+            waited = time
+            before, after = sentence()
+            if over.is_set():
+                return
+            # Where nobody reads standard error any more, the wait itself goes on.
+            with suppress(OSError, ValueError):
+                sys.stderr.write(f"{before}{time:g}{after}\n")
+                sys.stderr.flush()
+
+    speaker = threading.Thread(target=speak, name="dualeval-waiting", daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        over.set()
+        speaker.join(_LEAVE_S)
+
+
+# Ends with its standard input, and so with the process that waits, whatever becomes of that.
+_SPEAKER = """
+import select, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+before, after, first, second = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
+waited, time = 0.0, first
+while not select.select([0], [], [], time - waited)[0]:
+    sys.stderr.write(f"{before}{time:g}{after}\\n")
+    waited, time = time, second if time == first else 2 * time
+"""
+
+
+@contextmanager
+def _spoken_by_a_process(sentence: tuple[str, str]) -> Iterator[None]:
+    times = (str(FIRST_WORD_S), str(SECOND_WORD_S))
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _SPEAKER, *sentence, *times],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    ):
+        # Leaving the block closes its standard input, and waits for its end.
+        yield
