@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dualeval.launch.horovod_machine import Machine, Mpi, Nccl, Tool, Toolkit, Torch
-from dualeval.launch.horovod_plan import EDITS, UNITY, Plan, make_plan
+from dualeval.launch.horovod_plan import EDITS, UNITY, WITHOUT_CUDA, Plan, make_plan
 from tests.conftest import ROOT, Finished, Launch
 
 COMMAND: list[str | Path] = [sys.executable, "-m", "dualeval", "setup-horovod"]
@@ -69,8 +69,9 @@ def programs(folder: Path, **scripts: str) -> Path:
 
 def source_tree(folder: Path) -> Path:
     """A source with the lines that the edits look for, and some around them."""
-    for file in {edit.file for edit in (*EDITS, UNITY)}:
-        lines = [edit.old for edit in (*EDITS, UNITY) if edit.file == file]
+    edits = (*EDITS, UNITY, *WITHOUT_CUDA)
+    for file in {edit.file for edit in edits}:
+        lines = [edit.old for edit in edits if edit.file == file]
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text("".join(f"# before\n  {line}\n# after\n" for line in lines))
     return folder

@@ -152,7 +152,7 @@ def test_built_then_nothing_then_from_the_cache(bench: Bench) -> None:
     built = bench()
     assert built.returncode == 0, built.stderr
     assert re.search(r"MPI +Open MPI 4\.1\.4", built.stdout)
-    assert re.search(r"takes about \d+ min", built.stdout)
+    assert re.search(r"takes \d+ to \d+ min on \d+ cores?, the more the busier", built.stdout)
     assert "Horovod 0.28.1 is installed (gloo, Open MPI 4.1.4, no NCCL)." in built.stdout
     assert bench.calls() == ["download", "wheel", "install"]
     [entry] = bench.entries()
