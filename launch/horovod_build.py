@@ -108,7 +108,8 @@ def set_up(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
     folder = _folder(plan, wishes, environ)
     entry = None if wishes.rebuild else find(folder, plan, say)
     lacks = plan.lacks(cached=entry is not None)
-    if entry is not None and not lacks and _is_installed(entry) and difference(plan, environ) is None:
+    installed = entry is not None and _is_installed(entry) and not plan.absent
+    if installed and not lacks and difference(plan, environ) is None:
         say(f"Nothing to do: Horovod {HOROVOD} is installed as wanted ({summary(plan)}).")
         return
     _require(lacks)
@@ -167,7 +168,7 @@ def _install(
     plan: Plan, entry: Entry | None, folder: Path, wishes: Wishes, environ: Mapping[str, str], say: Say
 ) -> None:
     """Install a wheel of the cache; where ``entry`` is None, build it first."""
-    interpreter, absent = plan.machine.interpreter, plan.machine.absent
+    interpreter, absent = plan.machine.interpreter, plan.absent
     with _ended_by_signals(), _work_beside(folder) as log:
         if absent:
             say(f"Installing {', '.join(absent)}.")

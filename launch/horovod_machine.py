@@ -17,6 +17,8 @@ from pathlib import Path
 
 # What Horovod's setup.py needs before it compiles, and what Horovod needs at run time.
 REQUIREMENTS = ("cffi", "cloudpickle", "numpy", "packaging", "psutil", "pyyaml", "setuptools", "wheel")
+# What ranks need as well where Horovod is built with MPI: they wait for each other over it, asleep.
+MPI_REQUIREMENT = "mpi4py"
 PROBE_TIMEOUT = 60.0
 USUAL_CUDA = "/usr/local/cuda"
 
@@ -82,7 +84,7 @@ class Machine:
         soabi: the binary interface of its extensions.
         headers: the folder for Python.h; ``has_headers``: whether it is in there.
         managed: whether pip refuses to install here (PEP 668).
-        absent: names in ``REQUIREMENTS`` that are not installed.
+        absent: names in ``REQUIREMENTS``, and ``MPI_REQUIREMENT``, that are not installed.
         compiles: whether the compiler knows the standard that torch needs.
     """
 
@@ -131,7 +133,7 @@ def inspect(environ: Mapping[str, str]) -> Machine:
         has_headers=(Path(headers) / "Python.h").is_file(),
         has_pip=importlib.util.find_spec("pip") is not None,
         managed=_is_managed(environ),
-        absent=tuple(name for name in REQUIREMENTS if not _is_installed(name)),
+        absent=tuple(name for name in (*REQUIREMENTS, MPI_REQUIREMENT) if not _is_installed(name)),
         torch=torch,
         compiler=compiler,
         compiles=compiler is not None and torch is not None and _compiles(compiler, torch, environ),

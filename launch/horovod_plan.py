@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.errors import DualevalError
-from dualeval.launch.horovod_machine import Machine, Mpi, Nccl, Torch, numbers_of, search_path
+from dualeval.launch.horovod_machine import (
+    MPI_REQUIREMENT,
+    Machine,
+    Mpi,
+    Nccl,
+    Torch,
+    numbers_of,
+    search_path,
+)
 
 HOROVOD = "0.28.1"
 # Raise it where equal components would give another wheel than before.
@@ -124,6 +132,11 @@ class Plan:
         mpi = f"{self.mpi.name} {self.mpi.version}" if self.mpi else "no mpi"
         words = f"{HOROVOD} torch {torch} python {self.machine.python} {mpi} {self.key[:16]}"
         return re.sub(r"[^a-z0-9.+]+", "-", words.lower())
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """What pip has to install beside Horovod: for its build, and for its ranks."""
+        return tuple(name for name in self.machine.absent if self.mpi or name != MPI_REQUIREMENT)
 
     def lacks(self, *, cached: bool) -> tuple[str, ...]:
         """What has to be there first, each with what to type: less where the wheel is in the cache."""
@@ -371,8 +384,8 @@ def summary(plan: Plan) -> str:
 def commands(plan: Plan, *, cached: bool, wheel: str, constraint: Path | None) -> Iterator[list[str]]:
     """The commands of a set-up, with WORK for the folder of a build."""
     interpreter = plan.machine.interpreter
-    if plan.machine.absent:
-        yield requirements_command(interpreter, plan.machine.absent, constraint)
+    if plan.absent:
+        yield requirements_command(interpreter, plan.absent, constraint)
     if not cached:
         yield fetch_command(interpreter, "WORK")
         yield compile_command(interpreter, f"WORK/horovod-{HOROVOD}", "WORK")

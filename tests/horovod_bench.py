@@ -110,9 +110,22 @@ if action == "wheel":
         wheel.writestr("horovod-0.28.1.dist-info/METADATA", metadata)
         record = "".join(f"{name},,\\n" for name in wheel.namelist())
         wheel.writestr("horovod-0.28.1.dist-info/RECORD", record)
-if action == "install":
+if action == "install" and not words[-1].endswith(".whl"):
+    for name in words[words.index("install") + 1 :]:
+        (here / f"{name}-1.dist-info").mkdir()
+elif action == "install":
     with zipfile.ZipFile(words[-1]) as wheel:
         wheel.extractall(here)
+"""
+# Python runs it at its start: this package is only there where the false pip has put it.
+HIDDEN = """
+import importlib.metadata, pathlib
+distribution = importlib.metadata.distribution
+def visible(name):
+    if name == {name!r} and not (pathlib.Path(__file__).parent / "{name}-1.dist-info").exists():
+        raise importlib.metadata.PackageNotFoundError(name)
+    return distribution(name)
+importlib.metadata.distribution = visible
 """
 TOOLS = {
     "c++": "echo c++ 12.2",
@@ -156,6 +169,10 @@ class Bench:
     def __call__(self, *options: str | Path, variables: Mapping[str, str] | None = None) -> Finished:
         command = [*COMMAND, "--cache", self.cache, *options]
         return self.launch(command, variables={**self.variables, **(variables or {})}, cwd=self.folder)
+
+    def hide(self, package: str) -> None:
+        """Have a package missing that is installed beside these tests."""
+        (self.site / "sitecustomize.py").write_text(HIDDEN.format(name=package))
 
     def calls(self) -> list[str]:
         """What pip was asked to do since the last look."""

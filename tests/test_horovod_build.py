@@ -187,6 +187,20 @@ def test_another_horovod_is_replaced(bench: Bench) -> None:
         assert bench().stdout.startswith("Nothing to do")
 
 
+def test_what_its_ranks_need_is_installed_with_it(bench: Bench) -> None:
+    """And again where it was taken away since, by the same command."""
+    bench.hide("mpi4py")
+    assert bench("--without-mpi").returncode == 0
+    assert bench.calls() == ["download", "wheel", "install"]
+    for expected in (["install", "download", "wheel", "install"], ["install", "install"]):
+        done = bench()
+        assert done.returncode == 0, done.stderr
+        assert "Installing mpi4py." in done.stdout
+        assert bench.calls() == expected
+        assert bench().stdout.startswith("Nothing to do")
+        (bench.site / "mpi4py-1.dist-info").rmdir()
+
+
 def test_other_options_build_another_wheel(bench: Bench) -> None:
     assert bench().returncode == 0
     without = bench("--without-mpi")

@@ -369,6 +369,16 @@ def test_with_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("cached", [False, True])
+def test_what_ranks_need_is_set_up_too(cached: bool) -> None:
+    """Ranks that meet over MPI need mpi4py; those of a Horovod without MPI do not."""
+    machine = replace(MACHINE, absent=("psutil", "mpi4py"))
+    for with_mpi, names in ((None, ["psutil", "mpi4py"]), (False, ["psutil"])):
+        plan = plan_for(machine, with_mpi=with_mpi)
+        first = next(horovod_plan.commands(plan, cached=cached, wheel="x.whl", constraint=Path("pins.txt")))
+        assert first[first.index("install") :] == ["install", "--constraint", "pins.txt", *names]
+
+
+@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize(
     ("machine", "words"),
     [

@@ -22,6 +22,7 @@ from dualeval.errors import (
     EXIT_USAGE,
     DualevalError,
     LaunchError,
+    LibraryError,
     PeerError,
     Stopped,
     UsageError,
@@ -316,6 +317,8 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
         backend = connect(manner.backend, world, job.device, allow_shared_gpu=manner.allow_shared_gpu)
         control = open_control_plane(backend, manner.heartbeat_timeout)
         cores = _take_share_of_cores(backend)
+    except LibraryError:
+        raise  # said once a node
     except DualevalError as error:
         # Perhaps this rank's alone (its node may lack the GPU), and there is nowhere yet to tell the others.
         where = f" (on rank {world.rank})" if world.size > 1 else ""
