@@ -24,7 +24,7 @@ from dualeval.backends.rendezvous import (
     placed_on_hosts,
     shared_store,
 )
-from dualeval.errors import BackendError, LaunchError
+from dualeval.errors import BackendError, LaunchError, LibraryError
 from dualeval.network import LATE_S, LOOPBACK, at
 from dualeval.waiting import CONNECTED, STARTED, waiting
 from dualeval.world import World
@@ -230,6 +230,15 @@ def runs_over_mpi() -> bool:
     return bool(_load().mpi_built())
 
 
+def meets_over_mpi(world: World) -> bool:
+    """Whether ranks of Horovod find each other over MPI in this world, else over gloo.
+
+    Raises:
+        LaunchError: Horovod is missing, cannot be loaded, or lacks what the launcher needs.
+    """
+    return _meets_over_mpi(_load(), world)
+
+
 def describe() -> str:
     """Horovod's version and what it is built with; raises LaunchError where it is missing or broken."""
     hvd = _load()
@@ -330,7 +339,7 @@ def _load_module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "horovod":
             raise _broken(error) from error
-        raise LaunchError(
+        raise LibraryError(
             "Horovod is not installed. Type 'dualeval setup-horovod', which builds it for this torch in a "
             "few minutes, or pass another --backend."
         ) from error
@@ -338,9 +347,9 @@ def _load_module(name: str) -> Any:
         raise _broken(error) from error
 
 
-def _broken(error: Exception) -> LaunchError:
+def _broken(error: Exception) -> LibraryError:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return LaunchError(
+    return LibraryError(
         f"Horovod is installed but cannot be loaded: {lines[0]}. It may be built for another torch than "
         f"{torch.__version__}. Type 'dualeval setup-horovod', which builds it for this one, or pass another "
         f"--backend."
@@ -357,7 +366,7 @@ def _meets_over_mpi(hvd: Any, world: World) -> bool:
     """
     if world.launcher in MPI_LAUNCHERS:
         if not hvd.mpi_built():
-            raise LaunchError(
+            raise LibraryError(
                 "mpirun started this process, but Horovod is built without MPI. Type 'dualeval setup-horovod "
                 "--with-mpi', start with 'horovodrun -np N dualeval run', or pass --backend mpi."
             )
@@ -371,7 +380,7 @@ def _meets_over_mpi(hvd: Any, world: World) -> bool:
             f"HOROVOD_CONTROLLER=mpi is set, but {lacks}. Type 'unset HOROVOD_CONTROLLER' to meet over gloo."
         )
     if not hvd.gloo_built():
-        raise LaunchError(
+        raise LibraryError(
             f"{world.launcher} started this process to meet over gloo, but Horovod is built without it. Type "
             f"'dualeval setup-horovod'."
         )

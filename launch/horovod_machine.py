@@ -17,7 +17,10 @@ from pathlib import Path
 
 # What Horovod's setup.py needs before it compiles, and what Horovod needs at run time.
 REQUIREMENTS = ("cffi", "cloudpickle", "numpy", "packaging", "psutil", "pyyaml", "setuptools", "wheel")
+# What ranks need as well where Horovod is built with MPI: they wait for each other over it, asleep.
+MPI_REQUIREMENT = "mpi4py"
 PROBE_TIMEOUT = 60.0
+USUAL_CUDA = "/usr/local/cuda"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class Machine:
         soabi: the binary interface of its extensions.
         headers: the folder for Python.h; ``has_headers``: whether it is in there.
         managed: whether pip refuses to install here (PEP 668).
-        absent: names in ``REQUIREMENTS`` that are not installed.
+        absent: names in ``REQUIREMENTS``, and ``MPI_REQUIREMENT``, that are not installed.
         compiles: whether the compiler knows the standard that torch needs.
     """
 
@@ -130,7 +133,7 @@ def inspect(environ: Mapping[str, str]) -> Machine:
         has_headers=(Path(headers) / "Python.h").is_file(),
         has_pip=importlib.util.find_spec("pip") is not None,
         managed=_is_managed(environ),
-        absent=tuple(name for name in REQUIREMENTS if not _is_installed(name)),
+        absent=tuple(name for name in (*REQUIREMENTS, MPI_REQUIREMENT) if not _is_installed(name)),
         torch=torch,
         compiler=compiler,
         compiles=compiler is not None and torch is not None and _compiles(compiler, torch, environ),
@@ -208,6 +211,12 @@ def toolkit_version_of(text: str) -> str | None:
     return match[1] if match else None
 
 
+def toolkit_home_of(text: str) -> str | None:
+    """/usr/local/cuda from what nvcc says of a dry run; None where it has not found its own settings."""
+    folder = re.search(r"^#\$ _HERE_=(/.*)/bin/?$", text, re.MULTILINE)
+    return folder[1] if folder and re.search(r"^#\$ TOP=", text, re.MULTILINE) else None
+
+
 def nccl_version_of(header: str) -> str | None:
     """2.27.3 from nccl.h."""
     parts = [re.search(rf"#define\s+NCCL_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
@@ -256,12 +265,29 @@ def _find_mpi(environ: Mapping[str, str], mpirun: str | None) -> Mpi | None:
 
 
 def _find_toolkit(environ: Mapping[str, str]) -> Toolkit | None:
-    nvcc = _which(environ, "nvcc")
-    homes = [environ.get("CUDA_HOME"), environ.get("CUDA_PATH"), nvcc and str(Path(nvcc).parent.parent)]
-    for home in [*homes, "/usr/local/cuda"]:
+    """Find the toolkit of the first nvcc that works: by variables, on the PATH, in its usual place."""
+    homes = [environ.get("CUDA_HOME"), environ.get("CUDA_PATH")]
+    named = [f"{home}/bin/nvcc" for home in homes if home]
+    for nvcc in [*named, _which(environ, "nvcc"), f"{USUAL_CUDA}/bin/nvcc"]:
+        if nvcc and Path(nvcc).is_file():
+            version = toolkit_version_of(_said([nvcc, "--version"], environ) or "")
+            home = _home_of(nvcc, environ)
+            if version and home:
+                return Toolkit(home=home, version=version)
+    return None
+
+
+def _home_of(nvcc: str, environ: Mapping[str, str]) -> str | None:
+    """The folder of the toolkit to which an nvcc belongs; None where it does not find that itself.
+
+    It may be a script or a link in a folder of programs: what it would do says where the true one lies.
+    Called through a link it looks beside the link and finds nothing, so what the link leads to is asked next;
+    but not first, for that may be a ccache, which goes by the name under which it is called.
+    """
+    for path in dict.fromkeys([nvcc, str(Path(nvcc).resolve())]):
+        home = toolkit_home_of(_said([path, "--dryrun", "-x", "cu", "-c", "/dev/null"], environ) or "")
         if home and (Path(home) / "bin/nvcc").is_file():
-            version = toolkit_version_of(_said([f"{home}/bin/nvcc", "--version"], environ) or "")
-            return Toolkit(home=home, version=version) if version else None
+            return home
     return None
 
 

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.errors import DualevalError
-from dualeval.launch.horovod_machine import Machine, Mpi, Nccl, numbers_of, search_path
+from dualeval.launch.horovod_machine import (
+    MPI_REQUIREMENT,
+    Machine,
+    Mpi,
+    Nccl,
+    Torch,
+    numbers_of,
+    search_path,
+)
 
 HOROVOD = "0.28.1"
 # Raise it where equal components would give another wheel than before.
@@ -78,6 +86,21 @@ _NAME = 'OUTPUT_NAME "mpi_lib_v2"'
 UNITY = Edit(
     file="horovod/torch/CMakeLists.txt", old=_NAME, new=f"{_NAME} UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6"
 )
+# Beside a CUDA torch, without NCCL. Horovod would compile its CUDA parts wherever torch finds a folder of
+# CUDA's, and fail where that has no compiler (images for running alone). Without NCCL they only copy to the
+# host, which the backend does itself.
+WITHOUT_CUDA = (
+    Edit(
+        file="CMakeLists.txt",
+        old="include(CheckLanguage)\ncheck_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)",
+        new="if(FALSE)",
+    ),
+    Edit(
+        file="cmake/Modules/FindPytorch.cmake",
+        old="print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
+        new="print(False)",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +132,11 @@ class Plan:
         mpi = f"{self.mpi.name} {self.mpi.version}" if self.mpi else "no mpi"
         words = f"{HOROVOD} torch {torch} python {self.machine.python} {mpi} {self.key[:16]}"
         return re.sub(r"[^a-z0-9.+]+", "-", words.lower())
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """What pip has to install beside Horovod: for its build, and for its ranks."""
+        return tuple(name for name in self.machine.absent if self.mpi or name != MPI_REQUIREMENT)
 
     def lacks(self, *, cached: bool) -> tuple[str, ...]:
         """What has to be there first, each with what to type: less where the wheel is in the cache."""
@@ -229,11 +257,10 @@ def key_of(components: Mapping[str, Any]) -> str:
 def _components(
     machine: Machine, environ: Mapping[str, str], mpi: Mpi | None, nccl: Nccl | None
 ) -> dict[str, Any]:
-    has_cuda = machine.torch is not None and machine.torch.cuda is not None
     return {
         "horovod": HOROVOD,
         "recipe": RECIPE,
-        "edits": key_of({"edits": [asdict(edit) for edit in edits_for(nccl)]}),
+        "edits": key_of({"edits": [asdict(edit) for edit in edits_for(machine.torch, nccl)]}),
         "torch": asdict(machine.torch) if machine.torch else None,
         "python": machine.python,
         "soabi": machine.soabi,
@@ -242,16 +269,18 @@ def _components(
         "compiler": machine.compiler.version if machine.compiler else None,
         "mpi": asdict(mpi) if mpi else None,
         "nccl": asdict(nccl) if nccl else None,
-        # Beside a CUDA torch Horovod compiles its CUDA parts wherever it finds a toolkit.
-        "toolkit": asdict(machine.toolkit) if machine.toolkit and has_cuda else None,
+        "toolkit": asdict(machine.toolkit) if machine.toolkit and nccl else None,
         "switches": _switches(machine, mpi, nccl),
         "variables": {name: environ[name] for name in BUILD_VARIABLES if name in environ},
     }
 
 
-def edits_for(nccl: Nccl | None) -> tuple[Edit, ...]:
+def edits_for(torch: Torch | None, nccl: Nccl | None) -> tuple[Edit, ...]:
     """The edits of a build; with NCCL each source stays a compiler call of its own."""
-    return EDITS if nccl else (*EDITS, UNITY)
+    if nccl is not None:
+        return EDITS
+    has_cuda = torch is not None and torch.cuda is not None
+    return (*EDITS, UNITY, *(WITHOUT_CUDA if has_cuda else ()))
 
 
 def edited(text: str, edit: Edit, standard: int) -> str:
@@ -263,7 +292,8 @@ def edited(text: str, edit: Edit, standard: int) -> str:
     found = text.count(edit.old)
     if found != 1:
         raise DualevalError(
-            f"What pip fetched is not the source of Horovod {HOROVOD}: its {edit.file} has '{edit.old}' "
+            f"What pip fetched is not the source of Horovod {HOROVOD}: its {edit.file} has "
+            f"'{edit.old.splitlines()[0]}' "
             f"{found} times, expected once. 'pip config list' shows where pip looks; point it to a true copy."
         )
     return text.replace(edit.old, edit.new.replace("{standard}", str(standard)))
@@ -325,9 +355,14 @@ def makeflags(environ: Mapping[str, str], cores: int) -> str:
     return f"-j{jobs[1] if jobs else cores}"
 
 
-def minutes(cores: int) -> int:
-    """About how long a build takes: measured on 1 and 2 cores."""
-    return max(1, round((30 + 150 / cores) / 60))
+def minutes(cores: int, *, nccl: bool) -> tuple[int, int]:
+    """From how many minutes to how many a build takes.
+
+    Measured on 1 and 2 cores, idle ones and ones that others used as well: 74 to 309 s on two, and with
+    NCCL, whose kernels are compiled for all GPUs, 171 s.
+    """
+    idle_s = 30 + (300 if nccl else 150) / cores
+    return max(1, int(0.7 * idle_s / 60)), -int(-3 * idle_s // 60)
 
 
 def description(plan: Plan) -> Iterator[str]:
@@ -349,8 +384,8 @@ def summary(plan: Plan) -> str:
 def commands(plan: Plan, *, cached: bool, wheel: str, constraint: Path | None) -> Iterator[list[str]]:
     """The commands of a set-up, with WORK for the folder of a build."""
     interpreter = plan.machine.interpreter
-    if plan.machine.absent:
-        yield requirements_command(interpreter, plan.machine.absent, constraint)
+    if plan.absent:
+        yield requirements_command(interpreter, plan.absent, constraint)
     if not cached:
         yield fetch_command(interpreter, "WORK")
         yield compile_command(interpreter, f"WORK/horovod-{HOROVOD}", "WORK")

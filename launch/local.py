@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
+from dualeval.launch.cores import usable_cores
 from dualeval.network import LOOPBACK
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -74,13 +75,13 @@ def run_local(
         UsageError: fewer than one rank, or more than this machine can sensibly run.
         DualevalError: a rank died by a signal that nobody sent to all of them; names both.
     """
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     limit = process_limit(cores)
     if not 1 <= processes <= limit:
         raise UsageError(
             f"--nproc {processes} is out of range: this machine takes 1 to {limit} processes (16 for each of "
-            f"its {cores} cores, and at least 64: each needs about 150 MB and a second of one core before it "
-            f"begins). Type a smaller --nproc, or use more nodes."
+            f"the {cores} cores that it may use, and at least 64: each needs about 150 MB and a second of "
+            f"one core before it begins). Type a smaller --nproc, or use more nodes."
         )
     rendezvous_handler_registry.register(_LocalRendezvous.backend, _LocalRendezvous)
     watch = _SignalWatch(stop_signals)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dualeval.launch.horovod_machine import Machine, Mpi, Nccl, Tool, Toolkit, Torch
-from dualeval.launch.horovod_plan import EDITS, UNITY, Plan, make_plan
+from dualeval.launch.horovod_plan import EDITS, UNITY, WITHOUT_CUDA, Plan, make_plan
 from tests.conftest import ROOT, Finished, Launch
 
 COMMAND: list[str | Path] = [sys.executable, "-m", "dualeval", "setup-horovod"]
@@ -69,8 +69,9 @@ def programs(folder: Path, **scripts: str) -> Path:
 
 def source_tree(folder: Path) -> Path:
     """A source with the lines that the edits look for, and some around them."""
-    for file in {edit.file for edit in (*EDITS, UNITY)}:
-        lines = [edit.old for edit in (*EDITS, UNITY) if edit.file == file]
+    edits = (*EDITS, UNITY, *WITHOUT_CUDA)
+    for file in {edit.file for edit in edits}:
+        lines = [edit.old for edit in edits if edit.file == file]
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text("".join(f"# before\n  {line}\n# after\n" for line in lines))
     return folder
@@ -109,9 +110,22 @@ if action == "wheel":
         wheel.writestr("horovod-0.28.1.dist-info/METADATA", metadata)
         record = "".join(f"{name},,\\n" for name in wheel.namelist())
         wheel.writestr("horovod-0.28.1.dist-info/RECORD", record)
-if action == "install":
+if action == "install" and not words[-1].endswith(".whl"):
+    for name in words[words.index("install") + 1 :]:
+        (here / f"{name}-1.dist-info").mkdir()
+elif action == "install":
     with zipfile.ZipFile(words[-1]) as wheel:
         wheel.extractall(here)
+"""
+# Python runs it at its start: this package is only there where the false pip has put it.
+HIDDEN = """
+import importlib.metadata, pathlib
+distribution = importlib.metadata.distribution
+def visible(name):
+    if name == {name!r} and not (pathlib.Path(__file__).parent / "{name}-1.dist-info").exists():
+        raise importlib.metadata.PackageNotFoundError(name)
+    return distribution(name)
+importlib.metadata.distribution = visible
 """
 TOOLS = {
     "c++": "echo c++ 12.2",
@@ -155,6 +169,10 @@ class Bench:
     def __call__(self, *options: str | Path, variables: Mapping[str, str] | None = None) -> Finished:
         command = [*COMMAND, "--cache", self.cache, *options]
         return self.launch(command, variables={**self.variables, **(variables or {})}, cwd=self.folder)
+
+    def hide(self, package: str) -> None:
+        """Have a package missing that is installed beside these tests."""
+        (self.site / "sitecustomize.py").write_text(HIDDEN.format(name=package))
 
     def calls(self) -> list[str]:
         """What pip was asked to do since the last look."""

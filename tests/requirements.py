@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,35 @@ def _without_cluster() -> str | None:
     return None
 
 
+def _cpu_cgroups() -> Path | None:
+    """The folder in which groups with quotas of CPU time can be made; None where there is none."""
+    if os.geteuid() != 0:
+        return None
+    first = Path("/sys/fs/cgroup/cpu")
+    second = Path("/sys/fs/cgroup")
+    with suppress(OSError):
+        if "cpu" in (second / "cgroup.subtree_control").read_text().split():
+            return second
+    return first if (first / "cgroup.procs").exists() and os.access(first, os.W_OK) else None
+
+
+CPU_CGROUPS = _cpu_cgroups()
+
+
+def _without_quotas() -> str | None:
+    return (
+        None
+        if CPU_CGROUPS
+        else "no cgroups with quotas can be made here; they need root, as in: sudo make test"
+    )
+
+
 _REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "mpi": _without_mpi,
     "horovod": _without_horovod,
     "mpi-wheels": _without_wheels,
     "cluster": _without_cluster,
+    "quotas": _without_quotas,
 }
 
 

@@ -14,8 +14,8 @@ from tests.conftest import Launch
 from tests.launchers import needs, start
 
 
-def on(host: str, numbers: range | list[int]) -> Cores:
-    return Cores(host=host, numbers=list(numbers))
+def on(host: str, numbers: range | list[int], **quotas: float) -> Cores:
+    return Cores(host=host, numbers=list(numbers), quotas=quotas)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,27 @@ def on(host: str, numbers: range | list[int]) -> Cores:
         ([on("a", [0]), on("a", range(4))], [1, 3]),
         # Uneven nodes whose cores have the same numbers.
         ([on("a", range(8)), on("b", range(8)), on("b", range(8))], [8, 4, 4]),
+        # A container's quota, of which its ranks have equal parts; less than one core is one thread.
+        ([on("a", range(128), box=4)], [4]),
+        ([on("a", range(128), box=4)] * 2, [2] * 2),
+        ([on("a", range(128), box=2.5)], [2]),
+        ([on("a", range(128), box=0.5)] * 2, [1] * 2),
+        # Greater than the cores.
+        ([on("a", range(2), box=4)] * 2, [1] * 2),
+        # Two containers of a host have a quota each; a third one none.
+        (
+            [
+                on("a", range(64), box=4),
+                on("a", range(64), other=8),
+                on("a", range(64), other=8),
+                on("a", range(64)),
+            ],
+            [4, 4, 4, 16],
+        ),
+        # In a pod that has less than its containers together.
+        ([on("a", range(64), box=4, pod=6), on("a", range(64), other=4, pod=6)], [3, 3]),
+        # Groups of different hosts may have one name.
+        ([on("a", range(8), box=4), on("b", range(8), box=4)], [4, 4]),
     ],
 )
 def test_share_of_cores(everyone: list[Cores], shares: list[int]) -> None:

@@ -33,6 +33,7 @@ def facts(rank: int, **others: Any) -> dict[str, Any]:
         "device_type": "cpu",
         "no_gpu": "torch 2.13 sees no GPU",
         "cores": [0, 1, 2, 3],
+        "cpu_quotas": {},
         "threads": 2,
         "omp_num_threads": None,
         "reached": "h0",
@@ -99,6 +100,20 @@ def test_one_rank_is_not_like_the_others(name: str, value: Any, said: str) -> No
     [found] = problems(report(facts(3, **{name: value})))
     assert found.startswith(said)
     assert f"  - {found}" in diagnosis(report(facts(3, **{name: value})))
+
+
+def test_more_threads_than_a_quota_allows() -> None:
+    quotas = {"pod": 8.0, "container": 2.5}
+    found = report(facts(2, cpu_quotas=quotas, threads=1), facts(3, cpu_quotas=quotas, threads=1))
+    assert found["problems"] == []
+    assert "1 of 2  1     torch    cpu     1 of 4, quota 2.5" in diagnosis(found)
+    [problem] = problems(report(facts(2, cpu_quotas=quotas), facts(3, cpu_quotas=quotas)))
+    assert problem.startswith(
+        "2 ranks on h1 would take 4 threads with a quota of 2.5 CPUs: set OMP_NUM_THREADS"
+    )
+    # Two containers of a host, each with a quota of its own.
+    apart = [facts(2, cpu_quotas={"one": 2.0}), facts(3, cpu_quotas={"other": 2.0})]
+    assert problems(report(*apart)) == []
 
 
 def test_a_folder_that_a_rank_does_not_see() -> None:

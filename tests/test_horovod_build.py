@@ -152,7 +152,7 @@ def test_built_then_nothing_then_from_the_cache(bench: Bench) -> None:
     built = bench()
     assert built.returncode == 0, built.stderr
     assert re.search(r"MPI +Open MPI 4\.1\.4", built.stdout)
-    assert re.search(r"takes about \d+ min", built.stdout)
+    assert re.search(r"takes \d+ to \d+ min on \d+ cores?, the more the busier", built.stdout)
     assert "Horovod 0.28.1 is installed (gloo, Open MPI 4.1.4, no NCCL)." in built.stdout
     assert bench.calls() == ["download", "wheel", "install"]
     [entry] = bench.entries()
@@ -185,6 +185,20 @@ def test_another_horovod_is_replaced(bench: Bench) -> None:
         assert bench().returncode == 0
         assert bench.calls() == ["install"]
         assert bench().stdout.startswith("Nothing to do")
+
+
+def test_what_its_ranks_need_is_installed_with_it(bench: Bench) -> None:
+    """And again where it was taken away since, by the same command."""
+    bench.hide("mpi4py")
+    assert bench("--without-mpi").returncode == 0
+    assert bench.calls() == ["download", "wheel", "install"]
+    for expected in (["install", "download", "wheel", "install"], ["install", "install"]):
+        done = bench()
+        assert done.returncode == 0, done.stderr
+        assert "Installing mpi4py." in done.stdout
+        assert bench.calls() == expected
+        assert bench().stdout.startswith("Nothing to do")
+        (bench.site / "mpi4py-1.dist-info").rmdir()
 
 
 def test_other_options_build_another_wheel(bench: Bench) -> None:

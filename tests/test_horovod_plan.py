@@ -12,7 +12,7 @@ import torch
 from dualeval.errors import DualevalError
 from dualeval.launch import horovod_build, horovod_machine, horovod_plan
 from dualeval.launch.horovod_machine import Machine, Nccl, Tool, Toolkit, Torch
-from dualeval.launch.horovod_plan import EDITS, UNITY, Edit, edited
+from dualeval.launch.horovod_plan import EDITS, UNITY, WITHOUT_CUDA, Edit, edited
 from tests.horovod_bench import (
     CUDA_MACHINE,
     CUDA_TORCH,
@@ -149,9 +149,31 @@ def test_compilers_that_the_user_names(tmp_path: Path) -> None:
     assert found.c_compiler is None
 
 
+# Says its version; of a dry run where it is, and what it has read in its settings beside it.
+NVCC = """
+here=${0%/*}
+case $1 in --version) echo 'Cuda compilation tools, release 12.8, V12.8.93'; exit;; esac
+echo "#\\$ _HERE_=$here"
+if [ -f "$here/nvcc.profile" ]; then echo "#\\$ TOP=$here/.."; fi
+"""
+
+
+def cuda(folder: Path) -> Path:
+    """A false toolkit in a folder."""
+    programs(folder / "bin", nvcc=NVCC)
+    (folder / "bin/nvcc.profile").touch()
+    return folder
+
+
+@pytest.fixture
+def no_usual_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing in /usr/local/cuda, whatever this machine has there."""
+    monkeypatch.setattr(horovod_machine, "USUAL_CUDA", str(tmp_path / "nothing"))
+
+
+@pytest.mark.usefixtures("no_usual_toolkit")
 def test_cuda_toolkit_and_nccl_are_found(tmp_path: Path) -> None:
-    said = "echo 'Cuda compilation tools, release 12.8, V12.8.93'"
-    programs(tmp_path / "cuda/bin", nvcc=said)
+    cuda(tmp_path / "cuda")
     header = tmp_path / "nccl/include/nccl.h"
     header.parent.mkdir(parents=True)
     header.write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 3\n")
@@ -161,6 +183,47 @@ def test_cuda_toolkit_and_nccl_are_found(tmp_path: Path) -> None:
     assert found.toolkit == expected
     assert found.nccl == Nccl(home=str(tmp_path / "nccl"), version="2.27.3")
     assert horovod_machine.inspect({"PATH": str(tmp_path / "cuda/bin")}).toolkit == expected
+
+
+@pytest.mark.usefixtures("no_usual_toolkit")
+@pytest.mark.parametrize(
+    "kind", ["a script", "a link", "a link to a script", "a compiler cache", "its own folder"]
+)
+def test_nvcc_itself_tells_where_its_toolkit_is(kind: str, tmp_path: Path) -> None:
+    """As conda, Debian and administrators put it on the PATH; nothing else of CUDA is beside it."""
+    nvcc = cuda(tmp_path / "opt/cuda") / "bin/nvcc"
+    path = tmp_path / "prefix/bin"
+    call = f'exec {nvcc} "$@"'
+    if kind == "a script":
+        programs(path, nvcc=call)
+    elif kind == "its own folder":
+        path = nvcc.parent
+    else:
+        path.mkdir(parents=True)
+        target = nvcc
+        if kind == "a link to a script":
+            target = programs(tmp_path / "scripts", **{"nvcc-12": call}) / "nvcc-12"
+        elif kind == "a compiler cache":
+            # It calls the program whose name it was called by, the next on the PATH.
+            cache = f'case $0 in */nvcc) exec {nvcc} "$@";; *) exit 1;; esac'
+            target = programs(tmp_path / "ccache", ccache=cache) / "ccache"
+        (path / "nvcc").symlink_to(target)
+    expected = Toolkit(home=str(tmp_path / "opt/cuda"), version="12.8")
+    assert horovod_machine.inspect({"PATH": f"{path}:/usr/bin:/bin"}).toolkit == expected
+    in_home = {"PATH": "/usr/bin:/bin", "CUDA_HOME": str(path.parent)}
+    assert horovod_machine.inspect(in_home).toolkit == expected
+
+
+@pytest.mark.usefixtures("no_usual_toolkit")
+def test_a_folder_without_nvcc_is_no_toolkit(tmp_path: Path) -> None:
+    """CUDA_HOME in an image made for running alone; and an nvcc that finds nothing of what it needs."""
+    (tmp_path / "runtime/lib64").mkdir(parents=True)
+    variables = {"PATH": "/usr/bin:/bin", "CUDA_HOME": str(tmp_path / "runtime")}
+    assert horovod_machine.inspect(variables).toolkit is None
+    path = programs(tmp_path / "bin", nvcc=NVCC)
+    assert horovod_machine.inspect({**variables, "PATH": f"{path}:/usr/bin:/bin"}).toolkit is None
+    found = horovod_machine.inspect({**variables, "PATH": f"{cuda(tmp_path / 'cuda')}/bin:/usr/bin:/bin"})
+    assert found.toolkit == Toolkit(home=str(tmp_path / "cuda"), version="12.8")
 
 
 # The edits.
@@ -178,7 +241,41 @@ def test_edits_raise_the_standard(machine: Machine, tmp_path: Path) -> None:
     assert ("UNITY_BUILD ON" in inner) == (machine is MACHINE), "with NCCL, sources are compiled one by one"
 
 
-@pytest.mark.parametrize("edit", [*EDITS, UNITY], ids=lambda edit: f"{edit.file} {edit.old[:24]}")
+@pytest.mark.parametrize(
+    ("machine", "with_nccl", "without_cuda"),
+    [
+        (CUDA_MACHINE, None, False),
+        (CUDA_MACHINE, False, True),
+        (replace(CUDA_MACHINE, toolkit=None), None, True),
+        (replace(CUDA_MACHINE, toolkit=replace(TOOLKIT, version="12.8")), None, True),
+        (replace(CUDA_MACHINE, nccl=None), None, True),
+        # A torch without CUDA has nothing of it compiled anyway.
+        (MACHINE, None, False),
+    ],
+    ids=["with NCCL", "--without-nccl", "no nvcc", "another CUDA", "no NCCL", "no CUDA in torch"],
+)
+def test_without_nccl_nothing_of_cuda_is_compiled(
+    machine: Machine, with_nccl: bool | None, without_cuda: bool, tmp_path: Path
+) -> None:
+    plan = plan_for(machine, with_nccl=with_nccl)
+    horovod_build.edit(source_tree(tmp_path), plan)
+    top = (tmp_path / "CMakeLists.txt").read_text()
+    search = (tmp_path / "cmake/Modules/FindPytorch.cmake").read_text()
+    assert ("check_language(CUDA)" in top) is not without_cuda
+    assert ("torch.version.cuda" in search) is not without_cuda
+    switches = plan.components["switches"]
+    if plan.nccl is not None:
+        assert switches["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+        assert switches["HOROVOD_CUDA_HOME"] == switches["CUDA_HOME"] == "/opt/cuda"
+        assert plan.components["toolkit"] == {"home": "/opt/cuda", "version": "13.0"}
+    else:
+        assert not any("CUDA" in name or "GPU" in name for name in switches)
+        assert plan.components["toolkit"] is None
+
+
+@pytest.mark.parametrize(
+    "edit", [*EDITS, UNITY, *WITHOUT_CUDA], ids=lambda edit: f"{edit.file} {edit.old[:24]}"
+)
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_changed_source_is_refused(edit: Edit, times: int) -> None:
     with pytest.raises(
@@ -216,9 +313,9 @@ def test_each_component_changes_the_key() -> None:
     keys = {name: plan_for(machine).key for name, machine in CHANGES.items()}
     keys |= {f"variable {name}": plan_for(MACHINE, {name: "1"}).key for name in horovod_plan.BUILD_VARIABLES}
     keys["as it is"] = plan_for(MACHINE).key
-    keys["cuda, without NCCL"] = plan_for(CUDA_MACHINE, with_nccl=False).key
     assert len(set(keys.values())) == len(keys), "two of these would share a wheel"
     assert plan_for(MACHINE, with_mpi=False).key == keys["no MPI"]
+    assert plan_for(CUDA_MACHINE, with_nccl=False).key == keys["cuda"], "without NCCL the toolkit is not used"
 
 
 def test_the_recipe_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +366,16 @@ def test_with_what_there_is() -> None:
     assert (without.mpi, without.nccl) == (None, None)
     assert without.notes == {"MPI": "--without-mpi", "NCCL": "--without-nccl"}
     assert plan_for(replace(MACHINE, mpi=None)).lacks(cached=False) == ()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_ranks_need_is_set_up_too(cached: bool) -> None:
+    """Ranks that meet over MPI need mpi4py; those of a Horovod without MPI do not."""
+    machine = replace(MACHINE, absent=("psutil", "mpi4py"))
+    for with_mpi, names in ((None, ["psutil", "mpi4py"]), (False, ["psutil"])):
+        plan = plan_for(machine, with_mpi=with_mpi)
+        first = next(horovod_plan.commands(plan, cached=cached, wheel="x.whl", constraint=Path("pins.txt")))
+        assert first[first.index("install") :] == ["install", "--constraint", "pins.txt", *names]
 
 
 @pytest.mark.parametrize("cached", [False, True])

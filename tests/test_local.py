@@ -14,6 +14,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from dualeval.errors import UsageError
+from dualeval.launch.cores import usable_cores
 from dualeval.launch.local import exit_code_of, process_limit, run_local
 from tests.conftest import Launch
 
@@ -149,7 +150,7 @@ def test_an_ignored_signal_stays_ignored(launch: Launch) -> None:
         assert process.returncode == 143
 
 
-@pytest.mark.parametrize("processes", [0, -1, process_limit(os.cpu_count() or 1) + 1, 10**9])
+@pytest.mark.parametrize("processes", [0, -1, process_limit(usable_cores()) + 1, 10**9])
 def test_number_of_processes_beyond_reason(processes: int) -> None:
     with pytest.raises(UsageError, match=r"takes 1 to \d+ processes"):
         run_local(["true"], processes, os.environ)

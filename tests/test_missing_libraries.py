@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from dualeval.backends import choose_backend
 from dualeval.backends.horovod import _meets_over_mpi
-from dualeval.errors import LaunchError
+from dualeval.errors import LaunchError, LibraryError
 from dualeval.world import World
 from tests.conftest import BIN, ROOT, Launch
 from tests.launchers import start
@@ -54,6 +55,7 @@ def check_error(
     assert done.returncode == code if code is not None else done.returncode != 0
     output = done.stdout + done.stderr
     assert "dualeval: error: " in output, output
+    assert output.count("dualeval: error: ") == 1, f"expected one message, not one a rank:\n{output}"
     for word in words:
         assert word in output, output
     assert 'File "' not in output.partition("dualeval: error: ")[0], output
@@ -91,10 +93,48 @@ def test_transformers_is_missing(launch: Launch, tmp_path: Path) -> None:
 
 @pytest.mark.needs("mpi")
 def test_mpi4py_is_missing(launch: Launch, tmp_path: Path) -> None:
+    words = ("mpi4py is not installed", "pip install 'dualeval[mpi]'")
     for backend in ("mpi", "torch"):
         command = [*start("mpirun", 2), *RUN, "--backend", backend]
-        words = ("mpi4py is not installed", "pip install 'dualeval[mpi]'")
         check_error(launch, command, without(tmp_path, "mpi4py"), *words)
+
+
+@pytest.mark.needs("mpi", "horovod")
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --mpi"])
+def test_mpi4py_is_missing_for_horovod(launcher: str, launch: Launch, tmp_path: Path) -> None:
+    """It is set up along with Horovod; where it has gone since, that is said once, and not by each rank."""
+    words = ("mpi4py is not installed", "Horovod's too", "pip install 'dualeval[mpi]'")
+    check_error(launch, [*start(launcher, 2), *RUN], without(tmp_path, "mpi4py"), *words, code=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "size", "mpi", "needed"),
+    [
+        ("mpi", "openmpi", 2, True, True),
+        ("mpi", "srun", 1, True, True),
+        ("horovod", "mpich", 1, True, True),
+        ("horovod", "srun", 2, False, False),
+        ("horovod", "horovodrun", 2, False, False),
+        # Ranks of torch tell each other over MPI where to meet; one alone has nobody to tell.
+        ("torch", "openmpi", 2, True, True),
+        ("torch", "openmpi", 1, True, False),
+        ("torch", "srun", 2, True, False),
+        ("torch", "torchrun", 2, False, False),
+    ],
+)
+def test_who_needs_mpi4py(
+    name: str, launcher: str, size: int, mpi: bool, needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "mpi4py" else find_spec(name, *rest)
+    )
+    world = World(rank=0, size=size, local_rank=0, local_size=size, node_rank=0, launcher=launcher, mpi=mpi)
+    if needed:
+        with pytest.raises(LibraryError, match="mpi4py is not installed"):
+            choose_backend(name, world)
+    else:
+        assert choose_backend(name, world) == name
 
 
 @pytest.mark.needs("mpi")

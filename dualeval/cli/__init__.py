@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from dualeval.cli.score import score
 from dualeval.cli.setup_horovod import setup_horovod
 from dualeval.cli.submit import submit
 from dualeval.cli.verify import verify
-from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, LibraryError, UsageError
 from dualeval.launch import detect
 from dualeval.world import World
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _say("interrupted", words)
         code = EXIT_FAILED
     except DualevalError as error:
-        _say(str(error), words)
+        _say(str(error), words, of_node=isinstance(error, LibraryError))
         code = error.exit_code
     except BrokenPipeError:
         code = EXIT_DONE  # whoever read standard output has gone; the result is on disk
@@ -79,8 +80,11 @@ def _end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _say(message: str, words: Sequence[str]) -> None:
+def _say(message: str, words: Sequence[str], *, of_node: bool = False) -> None:
     """Print an error that every rank meets alike, once: on rank 0, or where ranks are not known.
+
+    One ``of_node`` is met alike by the ranks of a node, and perhaps of no other: the first one there prints
+    it.
 
     A launcher ends all ranks as soon as one has failed. Rank 0 must have spoken by then, and each rank must
     still end with its own exit code: srun takes the highest, and that of a signal is above all of ours.
@@ -91,8 +95,9 @@ def _say(message: str, words: Sequence[str]) -> None:
         world = detect(os.environ, _launcher(words)) if may_be_a_rank else World.alone()
     except UsageError:
         world = None
-    if world is None or world.is_main:
-        click.echo(f"dualeval: error: {message}", err=True)
+    if world is None or world.is_main or (of_node and world.local_rank == 0):
+        where = "" if world is None or world.is_main else f" (on {socket.gethostname()})"
+        click.echo(f"dualeval: error: {message}{where}", err=True)
     if world is None or world.size > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # The others may be on their way to this place.

@@ -20,7 +20,8 @@ import click
 
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError
 from dualeval.launch import PROBES, Detection, examine
-from dualeval.network import host_identity, interface_towards
+from dualeval.launch.cores import Cores, own_cores, share_of_cores
+from dualeval.network import interface_towards
 from dualeval.report.diagnosis import BLOCKING, diagnosis, differences, problems
 from dualeval.world import World
 
@@ -115,6 +116,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
     from dualeval.engine.agreement import machine_facts
 
     errors = [] if detection.error is None else [str(detection.error)]
+    cores = own_cores()
     versions = machine_facts(torch.device("cpu"), _LIBRARIES)["versions"]
     sight = look(world)
     facts: dict[str, Any] = {
@@ -125,7 +127,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         "node_rank": world.node_rank,
         "launcher": world.launcher,
         "host": socket.gethostname(),
-        "host_identity": host_identity(),
+        "host_identity": cores.host,
         "pid": os.getpid(),
         "variables": {
             launcher: [asdict(variable) for variable in variables]
@@ -138,7 +140,8 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         "device": None,
         "device_type": None,
         "no_gpu": sight.reason,
-        "cores": sorted(os.sched_getaffinity(0)),
+        "cores": list(cores.numbers),
+        "cpu_quotas": dict(cores.quotas),
         "threads": None,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "reached": None,
@@ -383,9 +386,10 @@ def _report(findings: _Findings, asked: _Asked) -> dict[str, Any]:
 
 def _share_cores(ranks: list[dict[str, Any]]) -> None:
     """Set the number of threads that each rank would take, as ``dualeval run`` does."""
-    from dualeval.launch.cores import Cores, share_of_cores
-
-    everyone = [Cores(host=facts["host_identity"], numbers=facts["cores"]) for facts in ranks]
+    everyone = [
+        Cores(host=facts["host_identity"], numbers=facts["cores"], quotas=facts["cpu_quotas"])
+        for facts in ranks
+    ]
     for facts, own in zip(ranks, everyone, strict=True):
         chosen = facts["omp_num_threads"] or ""
         facts["threads"] = int(chosen) if chosen.isdecimal() else share_of_cores(own, everyone)

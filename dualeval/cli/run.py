@@ -22,6 +22,7 @@ from dualeval.errors import (
     EXIT_USAGE,
     DualevalError,
     LaunchError,
+    LibraryError,
     PeerError,
     Stopped,
     UsageError,
@@ -29,7 +30,7 @@ from dualeval.errors import (
 )
 from dualeval.job import TASKS, Job
 from dualeval.launch import PROBES, examine
-from dualeval.network import host_identity
+from dualeval.launch.cores import Cores, own_cores, share_of_cores
 from dualeval.waiting import STARTED, waiting
 from dualeval.world import World
 
@@ -247,7 +248,8 @@ def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict
     if world.is_main:
         for sentence in [*task.notes(), *set_evaluation_mode(model)]:
             click.echo(f"dualeval: note: {sentence}", err=True)
-    cores = max(1, len(os.sched_getaffinity(0)) // last.local_size)
+    own = own_cores()
+    cores = share_of_cores(own, [own] * last.local_size)
     return {**_as_used(job, device.type, _workers(job, task, cores)), **task.options()}
 
 
@@ -320,6 +322,8 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
         backend = connect(manner.backend, world)
         control = open_control_plane(backend, manner.heartbeat_timeout)
         cores = _take_share_of_cores(backend)
+    except LibraryError:
+        raise  # said once a node
     except DualevalError as error:
         # Perhaps this rank's alone (its node may lack a library), with no way yet to tell the others.
         where = f" (on rank {world.rank})" if world.size > 1 else ""
@@ -352,15 +356,13 @@ def _take_share_of_cores(backend: Backend) -> int:
     """
     import torch
 
-    from dualeval.launch.cores import Cores, share_of_cores
-
-    own = Cores(host=host_identity(), numbers=sorted(os.sched_getaffinity(0)))
-    if backend.world.size == 1:
-        return len(own.numbers)
+    own = own_cores()
+    alone = backend.world.size == 1
     with waiting(backend.world, "the cores of all ranks", STARTED):
-        everyone = [Cores(**cores) for cores in backend.all_gather_json(asdict(own))]
+        everyone = [own] if alone else [Cores(**cores) for cores in backend.all_gather_json(asdict(own))]
     share = share_of_cores(own, everyone)
-    if "OMP_NUM_THREADS" not in os.environ:
+    # torch has counted the cores that a process may use, but no other ranks and no quota.
+    if "OMP_NUM_THREADS" not in os.environ and not (alone and torch.get_num_threads() <= share):
         torch.set_num_threads(share)
     return share
 

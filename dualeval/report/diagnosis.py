@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 # Of what a rank found, what has to be the same on all of them.
@@ -72,12 +73,23 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
     for facts in ranks.values():
         hosts.setdefault(facts["host"], []).append(facts)
     for host, of_host in hosts.items():
-        threads = sum(facts["threads"] or 0 for facts in of_host)
-        cores = {core for facts in of_host for core in facts["cores"]}
-        if threads > max(len(cores), len(of_host)):
+        yield from islice(_too_many_threads(host, of_host), 1)
+
+
+def _too_many_threads(host: str, of_host: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The limits of a host's cores, and then of each quota there, that the threads of its ranks exceed."""
+    cores = {core for facts in of_host for core in facts["cores"]}
+    quotas = {name: cpus for facts in of_host for name, cpus in facts["cpu_quotas"].items()}
+    limits = [(of_host, len(cores), f"on {_count(len(cores), 'core')}")]
+    for name, cpus in quotas.items():
+        limited = [facts for facts in of_host if name in facts["cpu_quotas"]]
+        limits.append((limited, cpus, f"with a quota of {cpus:g} CPUs"))
+    for ranks, most, where in limits:
+        threads = sum(facts["threads"] or 0 for facts in ranks)
+        if threads > max(most, len(ranks)):
             yield (
-                f"{_count(len(of_host), 'rank')} on {host} would take {threads} threads on "
-                f"{_count(len(cores), 'core')}: set OMP_NUM_THREADS lower, or leave it unset"
+                f"{_count(len(ranks), 'rank')} on {host} would take {threads} threads {where}: set "
+                f"OMP_NUM_THREADS lower, or leave it unset"
             )
 
 
@@ -144,7 +156,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
                 _or_dash(facts["backend"]),
                 str(len(facts["gpus"])),
                 _or_dash(facts["device"]),
-                f"{_or_dash(facts['threads'])} of {len(facts['cores'])}",
+                f"{_or_dash(facts['threads'])} of {_cores(facts)}",
                 _or_dash(facts["reached"]),
                 _or_dash(facts["interface"]),
             ]
@@ -167,6 +179,12 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield "No problem was found." if not found else f"{_count(len(found), 'problem')}:"
     for problem in found:
         yield f"  - {problem}"
+
+
+def _cores(facts: Mapping[str, Any]) -> str:
+    """The number of cores that a rank may run on, and of how many it may have the time where that is less."""
+    number, quota = len(facts["cores"]), min(facts["cpu_quotas"].values(), default=None)
+    return str(number) if quota is None or quota >= number else f"{number}, quota {quota:g}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
