@@ -15,6 +15,7 @@ from typing import NoReturn
 import click
 
 from dualeval import __version__
+from dualeval.cli.conformance import conformance
 from dualeval.cli.doctor import doctor
 from dualeval.cli.run import run
 from dualeval.cli.score import score
@@ -40,6 +41,7 @@ dualeval.add_command(run)
 dualeval.add_command(score)
 dualeval.add_command(verify)
 dualeval.add_command(doctor)
+dualeval.add_command(conformance)
 dualeval.add_command(setup_horovod)
 dualeval.add_command(submit)
 
