@@ -7,8 +7,8 @@ import signal
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -19,6 +19,7 @@ _MARK = "DUALEVAL_STARTED_BY"
 # How long a launcher that is told to end has for its ranks, on other hosts too.
 _GRACE_S = 10.0
 _PAUSE_S = 0.02
+_LOOK_S = 0.2
 
 
 class Interrupted(Exception):
@@ -38,28 +39,47 @@ class Ended:
     seconds: float
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP raise ``Interrupted`` in the block. In the main thread."""
+class Interrupts:
+    """Notes SIGINT, SIGTERM and SIGHUP from ``with`` to its end; ``check`` then raises. In the main thread.
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(signal.Signals(number).name)
+    The handler does not raise: raised while a command is being started, before its number is known, or while
+    one is being ended, the exception would leave it running.
+    """
 
-    wanted = [
-        number
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    ]
-    previous = {number: signal.signal(number, interrupt) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
+    def __init__(self) -> None:
+        self._received: signal.Signals | None = None
+
+    def check(self) -> None:
+        """Raise ``Interrupted`` once a signal has come."""
+        if self._received is not None:
+            raise Interrupted(self._received.name)
+
+    def __enter__(self) -> Interrupts:
+        wanted = [
+            number
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
+        self._previous = {number: signal.signal(number, self._note) for number in wanted}
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._received is None:
+            self._received = signal.Signals(number)
 
 
 def run_supervised(
-    command: Sequence[str], *, stdout: Path, stderr: Path, environ: Mapping[str, str], timeout_s: float
+    command: Sequence[str],
+    *,
+    stdout: Path,
+    stderr: Path,
+    environ: Mapping[str, str],
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
 ) -> Ended:
     """Run a command in a session of its own, with its output in files.
 
@@ -71,6 +91,7 @@ def run_supervised(
         stdout: file for its standard output, which is made; likewise ``stderr``.
         environ: all of its variables.
         timeout_s: after so many seconds it is ended.
+        check: called several times a second; where it raises, the command is ended.
 
     Raises:
         OSError: the program cannot be started.
@@ -87,15 +108,22 @@ def run_supervised(
             start_new_session=True,
         )
         try:
-            code: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = process.poll()
+            while code is None and monotonic() - start < timeout_s:
+                check()
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(_LOOK_S)
         finally:
             _end(process, mark)
     return Ended(code=code, seconds=monotonic() - start)
 
 
-def ask(command: Sequence[str], environ: Mapping[str, str], limit_s: float) -> tuple[int | None, str, str]:
+def ask(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    limit_s: float,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[int | None, str, str]:
     """Run a short command as ``run_supervised`` does.
 
     Returns:
@@ -103,7 +131,9 @@ def ask(command: Sequence[str], environ: Mapping[str, str], limit_s: float) -> t
     """
     with tempfile.TemporaryDirectory(prefix="dualeval-") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        ended = run_supervised(command, stdout=out, stderr=err, environ=environ, timeout_s=limit_s)
+        ended = run_supervised(
+            command, stdout=out, stderr=err, environ=environ, timeout_s=limit_s, check=check
+        )
         return ended.code, out.read_text("utf-8", "replace"), err.read_text("utf-8", "replace")
 
 

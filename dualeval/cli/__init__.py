@@ -89,7 +89,7 @@ def _say(message: str, words: Sequence[str]) -> None:
     """
     try:
         # Any other command is no rank's.
-        may_be_a_rank = {"run", "doctor", "score"} & set(words)
+        may_be_a_rank = {"run", "doctor", "score", "conformance"} & set(words)
         world = detect(os.environ, _launcher(words)) if may_be_a_rank else World.alone()
     except UsageError:
         world = None

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,17 @@ from dualeval.cli import node_facts
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, LaunchError, UsageError
 from dualeval.launch import detect
 from dualeval.launch.starts import LAUNCHERS, Site, child_environ, choose_launchers
-from dualeval.launch.supervise import Interrupted, ask, interruptible, run_supervised
+from dualeval.launch.supervise import Interrupted, Interrupts, ask, run_supervised
 from dualeval.launch.trials import Trial, command_of, plan_trials
 from dualeval.report import conformance as judging
 from dualeval.report.anonymous import Names
-from dualeval.result import RESULT, read_status, write_text
 
 _DEVICES = ("cpu", "cuda")
 _JSON, _PAGE = "conformance.json", "conformance.md"
 _LAST_LINES = 8
 _TAIL_BYTES = 65536
-# How horovodrun and mpirun --tag-output name the rank before a line.
-_PREFIX = re.compile(r"^\[[\d,]+\](<std(?:out|err)>)?:")
+# How horovodrun and mpirun --tag-output name the rank: before a line, and mpirun within one of many.
+_TAG = re.compile(r"\[[\d,]+\]<std(?:out|err)>:")
 
 
 def _listed(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str] | None:
@@ -96,7 +94,9 @@ class _Asked:
 @click.option("--dry-run", is_flag=True, help="Look at the nodes, print the commands, and stop.")
 @click.option("--facts", is_flag=True, hidden=True)
 @click.pass_context
-def conformance(context: click.Context, out: Path | None, dry_run: bool, facts: bool, **flags: Any) -> None:
+def conformance(
+    context: click.Context, /, out: Path | None, dry_run: bool, facts: bool, **flags: Any
+) -> None:
     """Run the embedded job under every launcher and backend that is here, and compare the digests.
 
     \b
@@ -120,9 +120,9 @@ def conformance(context: click.Context, out: Path | None, dry_run: bool, facts: 
             f"--out {folder}: there is something already, which would be taken for a run's. Give another."
         )
     environ = child_environ(os.environ, str(Path(sys.executable).parent))
-    with interruptible():
+    with Interrupts() as interrupts:
         try:
-            bench = _look(asked, folder, environ, started)
+            bench = _look(asked, folder, environ, started, interrupts)
         except Interrupted as error:
             raise DualevalError(f"interrupted by {error}") from error
         trials = _trials(asked, bench.site, launchers)
@@ -165,10 +165,15 @@ def _label(trial: Trial) -> str:
     return f"{trial.launcher}, {trial.backend}, {ranks}, {trial.device}{what}"
 
 
-def _look(asked: _Asked, folder: Path, environ: Mapping[str, str], started: datetime) -> _Bench:
+def _look(
+    asked: _Asked, folder: Path, environ: Mapping[str, str], started: datetime, interrupts: Interrupts
+) -> _Bench:
     """Look at the nodes."""
     words = node_facts.dualeval_words()
-    run = partial(_ask, environ)
+
+    def run(command: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
+        return ask(command, environ, limit_s, interrupts.check)
+
     site, facts = node_facts.find_site(environ, words, run)
     scheduler = node_facts.slurm_version(site, run)
     hosts = _host_names(facts)
@@ -199,6 +204,7 @@ def _look(asked: _Asked, folder: Path, environ: Mapping[str, str], started: date
         asked=asked,
         folder=folder,
         environ=environ,
+        interrupts=interrupts,
         words=words,
         site=site,
         names=names,
@@ -212,10 +218,6 @@ def _look(asked: _Asked, folder: Path, environ: Mapping[str, str], started: date
             "versions": {name: value and names.clean(value) for name, value in versions.items()},
         },
     )
-
-
-def _ask(environ: Mapping[str, str], command: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
-    return ask(command, environ, limit_s)
 
 
 def _host_names(facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -244,6 +246,7 @@ class _Bench:
     asked: _Asked
     folder: Path
     environ: Mapping[str, str]
+    interrupts: Interrupts
     words: Sequence[str]
     site: Site
     names: Names
@@ -262,7 +265,9 @@ class _Bench:
         return self.names.clean(shlex.join(self.command(trial, number, site, ["dualeval"], "OUT")))
 
     def run(self, trials: Sequence[Trial]) -> dict[str, Any]:
-        """Run them one after the other; writes the report after each, and returns it."""
+        """Run them one after the other; writes the report, also where that is interrupted, and returns it."""
+        from dualeval.result import write_text
+
         report: dict[str, Any] = {
             **self.header, "references": [], "runs": [], "self_tests": [], "interrupted": True
         }  # fmt: skip
@@ -282,6 +287,9 @@ class _Bench:
         return report
 
     def _say(self, number: int, total: int, trial: Trial, row: Mapping[str, Any]) -> None:
+        if row["outcome"] == judging.NOT_HERE:
+            # The page says why.
+            return
         seconds = "" if row["seconds"] is None else f"  {row['seconds']:.1f} s"
         reason = "" if row["outcome"] in (judging.OK, judging.CLOSE) else f"  {row['reason']}"
         text = f"{number + 1:>3}/{total}  {row['outcome']:<10}  {_label(trial)}{seconds}{reason}"
@@ -289,6 +297,8 @@ class _Bench:
 
     def _try(self, trial: Trial, number: int, references: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Start one trial; returns its row of the report."""
+        from dualeval.result import read_status
+
         row: dict[str, Any] = {
             **{name: getattr(trial, name) for name in ("launcher", "backend", "ranks", "nodes", "device")},
             "outcome": judging.NOT_HERE,
@@ -297,7 +307,8 @@ class _Bench:
             "seconds": None,
             "command": None,
         }
-        row |= {"operations": {}, "speed": None, "problems": []} if trial.is_self_test else {"found": None}
+        of_a_self_test: dict[str, Any] = {"operations": {}, "speed": None, "problems": []}
+        row |= of_a_self_test if trial.is_self_test else {"found": None}
         if trial.reason is not None:
             return row
         [reference] = [one["found"] for one in references if one["device"] == trial.device] or [None]
@@ -308,7 +319,12 @@ class _Bench:
         command = self.command(trial, number, self.site, self.words, str(self.folder))
         try:
             ended = run_supervised(
-                command, stdout=out, stderr=err, environ=self.environ, timeout_s=self.asked.timeout_s
+                command,
+                stdout=out,
+                stderr=err,
+                environ=self.environ,
+                timeout_s=self.asked.timeout_s,
+                check=self.interrupts.check,
             )
         except OSError as error:
             return {
@@ -338,6 +354,8 @@ class _Bench:
         return row
 
     def _result(self, trial: Trial, number: int, reference: Mapping[str, Any] | None) -> dict[str, Any]:
+        from dualeval.result import RESULT
+
         path = self.folder / "runs" / f"{number:03}" / RESULT
         found = judging.facts_of(json.loads(path.read_text("utf-8")))
         wanted = {"ranks": trial.ranks, "nodes": trial.nodes, "backend": trial.backend}
@@ -345,7 +363,7 @@ class _Bench:
         return {"outcome": outcome, "reason": reason, "found": found}
 
     def _self_test(self, out: Path) -> dict[str, Any]:
-        text = "\n".join(_PREFIX.sub("", line) for line in out.read_text("utf-8", "replace").splitlines())
+        text = _TAG.sub("", out.read_text("utf-8", "replace"))
         found = json.loads(text[text.index("{") : text.rindex("}") + 1])
         outcome, reason = judging.judge_self_test(found)
         ranks = found["ranks"].values()
@@ -377,7 +395,7 @@ def _lines_of(path: Path) -> list[str]:
     if not path.exists():
         return []
     text = path.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace")
-    lines = [_PREFIX.sub("", line).rstrip() for line in text.splitlines()]
+    lines = [line.rstrip() for line in _TAG.sub("", text).splitlines()]
     return [line for line in lines if line]
 
 
