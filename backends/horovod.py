@@ -239,11 +239,15 @@ def meets_over_mpi(world: World) -> bool:
     return _meets_over_mpi(_load(), world)
 
 
+def built_with() -> dict[str, bool]:
+    """Whether Horovod is built with gloo, MPI and NCCL; raises LaunchError where it is missing or broken."""
+    hvd = _load()
+    return {"gloo": hvd.gloo_built(), "MPI": hvd.mpi_built(), "NCCL": bool(hvd.nccl_built())}
+
+
 def describe() -> str:
     """Horovod's version and what it is built with; raises LaunchError where it is missing or broken."""
-    hvd = _load()
-    built = {"gloo": hvd.gloo_built(), "MPI": hvd.mpi_built(), "NCCL": hvd.nccl_built()}
-    parts = ", ".join(name if has else f"no {name}" for name, has in built.items())
+    parts = ", ".join(name if has else f"no {name}" for name, has in built_with().items())
     return f"{importlib.import_module('horovod').__version__} ({parts})"
 
 

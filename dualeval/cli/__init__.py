@@ -16,6 +16,7 @@ from typing import NoReturn
 import click
 
 from dualeval import __version__
+from dualeval.cli.conformance import conformance
 from dualeval.cli.doctor import doctor
 from dualeval.cli.run import run
 from dualeval.cli.score import score
@@ -41,6 +42,7 @@ dualeval.add_command(run)
 dualeval.add_command(score)
 dualeval.add_command(verify)
 dualeval.add_command(doctor)
+dualeval.add_command(conformance)
 dualeval.add_command(setup_horovod)
 dualeval.add_command(submit)
 
@@ -91,7 +93,7 @@ def _say(message: str, words: Sequence[str], *, of_node: bool = False) -> None:
     """
     try:
         # Any other command is no rank's.
-        may_be_a_rank = {"run", "doctor", "score"} & set(words)
+        may_be_a_rank = {"run", "doctor", "score", "conformance"} & set(words)
         world = detect(os.environ, _launcher(words)) if may_be_a_rank else World.alone()
     except UsageError:
         world = None

@@ -1,0 +1,403 @@
+"""``dualeval conformance``: the digests of the embedded job under every launcher and backend here."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dualeval.cli import node_facts
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, LaunchError, UsageError
+from dualeval.launch import detect
+from dualeval.launch.starts import LAUNCHERS, Site, child_environ, choose_launchers
+from dualeval.launch.supervise import Interrupted, Interrupts, ask, run_supervised
+from dualeval.launch.trials import Trial, command_of, plan_trials
+from dualeval.report import conformance as judging
+from dualeval.report.anonymous import Names
+
+_DEVICES = ("cpu", "cuda")
+_JSON, _PAGE = "conformance.json", "conformance.md"
+_LAST_LINES = 8
+_TAIL_BYTES = 65536
+# How horovodrun and mpirun --tag-output name the rank: before a line, and mpirun within one of many.
+_TAG = re.compile(r"\[[\d,]+\]<std(?:out|err)>:")
+
+
+def _listed(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str] | None:
+    return None if value is None else [word.strip() for word in value.split(",")]
+
+
+def _counted(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
+    words = _listed(context, parameter, value)
+    if words is None:
+        return None
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise click.BadParameter(f"{value!r}: expected whole numbers with commas between, as 1,2,8")
+    return sorted(set(map(int, words)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What was asked for on the command line."""
+
+    launchers: list[str] | None
+    ranks: list[int] | None
+    device: str | None
+    limit: int
+    timeout_s: float
+    self_tests: bool
+    with_host_names: bool
+    as_json: bool
+
+
+@click.command()
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder, new or empty.  [default: runs/conformance-TIME]"
+)
+@click.option(
+    "--launchers",
+    callback=_listed,
+    help=f"Only these, and each has to be here: {', '.join(list(LAUNCHERS)[1:])}.  [default: all]",
+)
+@click.option(
+    "--ranks",
+    callback=_counted,
+    help="Numbers of ranks, with commas.  [default: 1, 2, one a node, one a GPU or up to 4 cores a node]",
+)
+@click.option("--device", type=click.Choice(_DEVICES), help="Only this one.  [default: both where GPUs are]")
+@click.option(
+    "--limit", type=click.IntRange(1, 10_000), default=2000, show_default=True, help="Samples a run."
+)
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=1),
+    default=120.0,
+    show_default=True,
+    help="Seconds after which a run is ended and given up.",
+)
+@click.option("--self-tests/--no-self-tests", default=True, help="Try every operation of each backend, too.")
+@click.option("--with-host-names", is_flag=True, help="Leave names and addresses of hosts in the report.")
+@click.option("--json", "as_json", is_flag=True, help="Print the JSON, and nothing else, on standard output.")
+@click.option("--dry-run", is_flag=True, help="Look at the nodes, print the commands, and stop.")
+@click.option("--facts", is_flag=True, hidden=True)
+@click.pass_context
+def conformance(
+    context: click.Context, /, out: Path | None, dry_run: bool, facts: bool, **flags: Any
+) -> None:
+    """Run the embedded job under every launcher and backend that is here, and compare the digests.
+
+    \b
+    dualeval conformance
+    salloc -N2 --gpus-per-node 4 dualeval conformance
+    dualeval conformance --launchers torchrun,mpirun --ranks 1,2,8
+
+    Type it once, not under a launcher: it starts them all. OUT/conformance.md and OUT/conformance.json have
+    no host names, users or paths in them, and are for sharing.
+    """
+    if facts:
+        click.echo(node_facts.facts_line(os.environ))
+        return
+    asked = _Asked(**flags)
+    launchers = choose_launchers(asked.launchers or list(LAUNCHERS))
+    _check_place()
+    started = datetime.now(timezone.utc)
+    folder = (out or Path("runs", f"conformance-{started:%Y%m%dT%H%M%S}")).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(
+            f"--out {folder}: there is something already, which would be taken for a run's. Give another."
+        )
+    environ = child_environ(os.environ, str(Path(sys.executable).parent))
+    with Interrupts() as interrupts:
+        try:
+            bench = _look(asked, folder, environ, started, interrupts)
+        except Interrupted as error:
+            raise DualevalError(f"interrupted by {error}") from error
+        trials = _trials(asked, bench.site, launchers)
+        if dry_run:
+            for number, trial in enumerate(trials):
+                reason = bench.names.clean(trial.reason or "")
+                click.echo(f"# not here: {_label(trial)}: {reason}" if reason else bench.shown(trial, number))
+            return
+        report = bench.run(trials)
+    if asked.as_json:
+        click.echo(_text(report), nl=False)
+    else:
+        click.echo(f"\n{judging.summary(report)}\n{folder / _PAGE}\n{folder / _JSON}")
+    context.exit(EXIT_DONE if judging.agrees(report) else EXIT_FAILED)
+
+
+def _check_place() -> None:
+    """Refuse to be one of several ranks, each of which would start all launchers."""
+    world = detect(os.environ)
+    if world.launcher not in ("none", "srun") or world.size > 1:
+        raise LaunchError(
+            f"{world.launcher} started this process as rank {world.rank} of {world.size}, and 'dualeval "
+            "conformance' starts all launchers itself: type it by itself, in the shell that salloc opens, or "
+            "in a batch script without srun before it."
+        )
+
+
+def _trials(asked: _Asked, site: Site, launchers: Sequence[str]) -> list[Trial]:
+    has_gpus = all(node.gpus for node in site.nodes)
+    if asked.device == "cuda" and not has_gpus:
+        raise UsageError("--device cuda: torch sees no GPU on at least one node. Leave out --device.")
+    devices = [asked.device] if asked.device else ["cuda", "cpu"] if has_gpus else ["cpu"]
+    trials = plan_trials(site, devices, launchers, asked.ranks)
+    return [trial for trial in trials if asked.self_tests or not trial.is_self_test]
+
+
+def _label(trial: Trial) -> str:
+    what = ", self-test" if trial.is_self_test else ""
+    ranks = f"{trial.ranks} rank{'' if trial.ranks == 1 else 's'}"
+    return f"{trial.launcher}, {trial.backend}, {ranks}, {trial.device}{what}"
+
+
+def _look(
+    asked: _Asked, folder: Path, environ: Mapping[str, str], started: datetime, interrupts: Interrupts
+) -> _Bench:
+    """Look at the nodes."""
+    words = node_facts.dualeval_words()
+
+    def run(command: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
+        return ask(command, environ, limit_s, interrupts.check)
+
+    site, facts = node_facts.find_site(environ, words, run)
+    scheduler = node_facts.slurm_version(site, run)
+    hosts = _host_names(facts)
+    names = Names(
+        folders={
+            str(folder): "OUT",
+            str(folder.resolve()): "OUT",
+            sys.prefix: "ENV",
+            str(Path(__file__).resolve().parent.parent.parent): "DUALEVAL",
+        },
+        homes=tuple({str(Path.home()), str(Path.home().resolve())}),
+        hosts=None if asked.with_host_names else hosts,
+        users=(_user(),),
+    )
+    nodes = [
+        {
+            "name": names.clean(own["host"]),
+            **{name: own[name] for name in ("cpu", "cpu_capability", "cores", "gpus", "driver", "network")},
+        }
+        for own in facts
+    ]
+    versions = {
+        **node_facts.versions_of(facts),
+        "mpirun": site.mpirun or None,
+        "Slurm": scheduler,
+    }
+    return _Bench(
+        asked=asked,
+        folder=folder,
+        environ=environ,
+        interrupts=interrupts,
+        words=words,
+        site=site,
+        names=names,
+        header={
+            "schema_version": judging.SCHEMA_VERSION,
+            "when": f"{started:%Y-%m-%d %H:%M} UTC",
+            "options": {
+                name: getattr(asked, name) for name in ("launchers", "ranks", "device", "limit", "timeout_s")
+            },
+            "site": {"scheduler": scheduler, "nodes": nodes},
+            "versions": {name: value and names.clean(value) for name, value in versions.items()},
+        },
+    )
+
+
+def _host_names(facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """By each name of a host, long or short, what stands for it."""
+    hosts: dict[str, str] = {}
+    for number, own in enumerate(facts, 1):
+        for name in (own["host"], own["own_name"]):
+            hosts |= {name: f"node{number}", name.partition(".")[0]: f"node{number}"}
+    for name in (socket.gethostname(), socket.getfqdn()):
+        for form in (name, name.partition(".")[0]):
+            hosts.setdefault(form, "submit-host")
+    return hosts
+
+
+def _user() -> str:
+    # A container may have no name for its user.
+    with suppress(KeyError, OSError):
+        return getpass.getuser()
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bench:
+    """Where trials are run, and what is known of it."""
+
+    asked: _Asked
+    folder: Path
+    environ: Mapping[str, str]
+    interrupts: Interrupts
+    words: Sequence[str]
+    site: Site
+    names: Names
+    header: Mapping[str, Any]
+
+    def command(self, trial: Trial, number: int, site: Site, words: Sequence[str], folder: str) -> list[str]:
+        if trial.is_self_test:
+            own = {"--out": folder, "--limit-s": f"{max(1.0, min(60.0, self.asked.timeout_s / 2)):g}"}
+        else:
+            own = {"--limit": str(self.asked.limit), "--out": f"{folder}/runs/{number:03}"}
+        return command_of(trial, site, number, words, own)
+
+    def shown(self, trial: Trial, number: int) -> str:
+        """The command of a trial, as a person would type it."""
+        site = replace(self.site, programs={name: name for name in self.site.programs})
+        return self.names.clean(shlex.join(self.command(trial, number, site, ["dualeval"], "OUT")))
+
+    def run(self, trials: Sequence[Trial]) -> dict[str, Any]:
+        """Run them one after the other; writes the report, also where that is interrupted, and returns it."""
+        from dualeval.result import write_text
+
+        report: dict[str, Any] = {
+            **self.header, "references": [], "runs": [], "self_tests": [], "interrupted": True
+        }  # fmt: skip
+        (self.folder / "logs").mkdir(parents=True)
+        (self.folder / "runs").mkdir()
+        try:
+            for number, trial in enumerate(trials):
+                row = self._try(trial, number, report["references"])
+                kind = "references" if trial.is_reference else "self_tests" if trial.is_self_test else "runs"
+                report[kind].append(row)
+                self._say(number, len(trials), trial, row)
+            report["interrupted"] = False
+        except Interrupted as error:
+            click.echo(f"dualeval: interrupted by {error}; what was run until then is reported", err=True)
+        write_text(self.folder / _JSON, _text(report))
+        write_text(self.folder / _PAGE, judging.page(report))
+        return report
+
+    def _say(self, number: int, total: int, trial: Trial, row: Mapping[str, Any]) -> None:
+        if row["outcome"] == judging.NOT_HERE:
+            # The page says why.
+            return
+        seconds = "" if row["seconds"] is None else f"  {row['seconds']:.1f} s"
+        reason = "" if row["outcome"] in (judging.OK, judging.CLOSE) else f"  {row['reason']}"
+        text = f"{number + 1:>3}/{total}  {row['outcome']:<10}  {_label(trial)}{seconds}{reason}"
+        click.echo(text, err=self.asked.as_json)
+
+    def _try(self, trial: Trial, number: int, references: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Start one trial; returns its row of the report."""
+        from dualeval.result import read_status
+
+        row: dict[str, Any] = {
+            **{name: getattr(trial, name) for name in ("launcher", "backend", "ranks", "nodes", "device")},
+            "outcome": judging.NOT_HERE,
+            "reason": trial.reason and self.names.clean(trial.reason),
+            "last_lines": [],
+            "seconds": None,
+            "command": None,
+        }
+        of_a_self_test: dict[str, Any] = {"operations": {}, "speed": None, "problems": []}
+        row |= of_a_self_test if trial.is_self_test else {"found": None}
+        if trial.reason is not None:
+            return row
+        [reference] = [one["found"] for one in references if one["device"] == trial.device] or [None]
+        if reference is None and not trial.is_reference:
+            return {**row, "outcome": judging.NOT_RUN, "reason": "one process has failed on this device"}
+        row["command"] = self.shown(trial, number)
+        out, err = (self.folder / "logs" / f"{number:03}.{name}" for name in ("out", "err"))
+        command = self.command(trial, number, self.site, self.words, str(self.folder))
+        try:
+            ended = run_supervised(
+                command,
+                stdout=out,
+                stderr=err,
+                environ=self.environ,
+                timeout_s=self.asked.timeout_s,
+                check=self.interrupts.check,
+            )
+        except OSError as error:
+            return {
+                **row,
+                "outcome": judging.FAILED,
+                "reason": self.names.clean(f"{command[0]}: {error.strerror}"),
+            }
+        row["seconds"] = round(ended.seconds, 2)
+        try:
+            own = self._self_test(out) if trial.is_self_test else self._result(trial, number, reference)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            own = {"outcome": judging.FAILED, "reason": f"nothing that can be read came back ({error})"}
+        if ended.code is None:
+            own = {"outcome": judging.TIMED_OUT, "reason": f"did not end within {self.asked.timeout_s:g} s"}
+        elif ended.code != 0 and not (trial.is_self_test and own["outcome"] != judging.FAILED):
+            said = read_status(self.folder / "runs" / f"{number:03}")
+            reason = said.reason if said is not None and said.reason else _exit_of(ended.code)
+            own = {
+                **own,
+                "outcome": judging.FAILED,
+                "reason": own["reason"] if trial.is_self_test else reason,
+            }
+        row |= own
+        row["reason"] = row["reason"] and self.names.clean(row["reason"])
+        if row["outcome"] in judging.BAD:
+            row["last_lines"] = [self.names.clean(line) for line in _last_lines(err, out, trial.is_self_test)]
+        return row
+
+    def _result(self, trial: Trial, number: int, reference: Mapping[str, Any] | None) -> dict[str, Any]:
+        from dualeval.result import RESULT
+
+        path = self.folder / "runs" / f"{number:03}" / RESULT
+        found = judging.facts_of(json.loads(path.read_text("utf-8")))
+        wanted = {"ranks": trial.ranks, "nodes": trial.nodes, "backend": trial.backend}
+        outcome, reason = judging.judge(found, wanted, self.asked.limit, reference)
+        return {"outcome": outcome, "reason": reason, "found": found}
+
+    def _self_test(self, out: Path) -> dict[str, Any]:
+        text = _TAG.sub("", out.read_text("utf-8", "replace"))
+        found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        outcome, reason = judging.judge_self_test(found)
+        ranks = found["ranks"].values()
+        return {
+            "outcome": outcome,
+            "reason": reason,
+            "operations": {
+                name: all(facts["operations"].get(name, "") is None for facts in ranks)
+                for name in next(iter(ranks))["operations"]
+            },
+            "speed": found["speed"],
+            "problems": [self.names.clean(problem) for problem in found["problems"]],
+        }
+
+
+def _exit_of(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+
+
+def _last_lines(err: Path, out: Path, is_self_test: bool) -> list[str]:
+    """What was said at the end, and before it dualeval's own errors, which launchers bury."""
+    lines = _lines_of(err) or ([] if is_self_test else _lines_of(out))
+    errors = [line for line in lines if "dualeval: error:" in line]
+    last = lines[-_LAST_LINES:]
+    return [*(line for line in dict.fromkeys(errors) if line not in last), *last]
+
+
+def _lines_of(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    text = path.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace")
+    lines = [line.rstrip() for line in _TAG.sub("", text).splitlines()]
+    return [line for line in lines if line]
+
+
+def _text(report: Mapping[str, Any]) -> str:
+    return json.dumps(report, indent=2, ensure_ascii=False) + "\n"

@@ -1,0 +1,356 @@
+"""What ``dualeval conformance`` makes of its runs: each one's outcome, and the page; pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+OK = "ok"
+DIFFERS = "digest differs"
+CLOSE = "agrees to tolerance"
+FAR = "differs beyond tolerance"
+FAILED = "failed"
+TIMED_OUT = "timed out"
+NOT_HERE = "not here"
+NOT_RUN = "not run"
+GOOD = (OK, CLOSE)
+BAD = (DIFFERS, FAR, FAILED, TIMED_OUT, NOT_RUN)
+
+# Between models of CPU or GPU last bits differ, and with them a near tie: 2 of 2,000 samples.
+TOLERANCE = 1e-3
+_COMPARED = ("loss", "top1", "top5")
+_SHOWN_OF_DIGEST = 16
+# Of a machine, what decides the bits of a forward.
+_MACHINE = ("device", "model", "cpu_capability", "bits", "versions")
+
+
+def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Take of a result.json what is compared and shown.
+
+    Args:
+        result: the content of result.json.
+
+    Returns:
+        plain values, without folders and hosts.
+    """
+    return {
+        "metrics_digest": result["metrics_digest"],
+        "metrics": {name: result["metrics"][name] for name in _COMPARED},
+        "samples": result["samples"],
+        "resumed": result["chunks"]["resumed"],
+        "world": result["world"],
+        "homogeneous": result["homogeneous"],
+        "machines": [{name: machine[name] for name in _MACHINE} for machine in result["machines"]],
+        "samples_per_s": result["samples_per_s"],
+        "total_s": result["timing"]["total_s"],
+    }
+
+
+def judge(
+    found: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    samples: int,
+    reference: Mapping[str, Any] | None,
+) -> tuple[str, str | None]:
+    """Compare what a run has found with what was started, and with one process.
+
+    Args:
+        found: of ``facts_of``.
+        wanted: ``ranks``, ``nodes`` and ``backend`` of what was started.
+        samples: number of samples that had to be evaluated.
+        reference: the same of one process; None for that one itself.
+
+    Returns:
+        the outcome, and a sentence where it is not ``OK``.
+    """
+    world = found["world"]
+    for name, value in (
+        ("size", wanted["ranks"]),
+        ("nodes", wanted["nodes"]),
+        ("backend", wanted["backend"]),
+    ):
+        if world[name] != value:
+            return FAILED, f"{name} {value} was started, and the result says {world[name]}"
+    if found["samples"] != {"total": samples, "evaluated": samples, "failed": 0} or found["resumed"]:
+        return (
+            FAILED,
+            f"{samples:,} samples were to be evaluated anew, and the result says {found['samples']}",
+        )
+    if reference is None:
+        return OK, None
+    own = reference["machines"][0]
+    if not found["homogeneous"] or any(machine != own for machine in found["machines"]):
+        return _compare_loosely(found["metrics"], reference["metrics"])
+    if found["metrics_digest"] == reference["metrics_digest"]:
+        return OK, None
+    return DIFFERS, f"on the same model of machine: {_differences(found['metrics'], reference['metrics'])}"
+
+
+def _compare_loosely(metrics: Mapping[str, float], wanted: Mapping[str, float]) -> tuple[str, str]:
+    largest = max(abs(metrics[name] - wanted[name]) for name in _COMPARED)
+    outcome = CLOSE if largest <= TOLERANCE else FAR
+    return outcome, (
+        f"computed on another model of machine than the reference, or on several: metrics differ by at most "
+        f"{largest:.1e}, {TOLERANCE:g} is allowed"
+    )
+
+
+def _differences(metrics: Mapping[str, float], wanted: Mapping[str, float]) -> str:
+    parts = [f"{name} {metrics[name]!r}, not {wanted[name]!r}" for name in _COMPARED]
+    differing = [part for part, name in zip(parts, _COMPARED, strict=True) if metrics[name] != wanted[name]]
+    return "; ".join(differing) or "another metric than loss, top1 and top5"
+
+
+def judge_self_test(report: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Say whether every operation was right on every rank, by what ``dualeval doctor --json`` printed."""
+    ranks = report["ranks"].values()
+    if len(ranks) < report["size"] or not all(facts["operations"] for facts in ranks):
+        return FAILED, "; ".join(report["problems"]) or "the operations were not tried on all ranks"
+    wrong = {
+        f"{name} is wrong on rank {facts['rank']}: {problem}"
+        for facts in ranks
+        for name, problem in facts["operations"].items()
+        if problem
+    }
+    return (FAILED, "; ".join(sorted(wrong))) if wrong else (OK, None)
+
+
+def agrees(report: Mapping[str, Any]) -> bool:
+    """Whether all that could run has run and agrees, and nothing that was asked for by name is missing."""
+    every = [*report["references"], *report["runs"], *report["self_tests"]]
+    asked = report["options"]["launchers"] or ()
+    absent = set(asked) - {"none"} - {row["launcher"] for row in report["runs"] if row["outcome"] in GOOD}
+    ran = any(row["outcome"] in GOOD for row in report["references"])
+    return (
+        ran and not absent and not report["interrupted"] and not any(row["outcome"] in BAD for row in every)
+    )
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """One sentence on what has come out."""
+    runs = [row for row in report["runs"] if row["outcome"] != NOT_HERE]
+    same = sum(row["outcome"] == OK for row in runs)
+    text = f"{same} of {_count(len(runs), 'run')} {'has' if same == 1 else 'have'} the bits of one process"
+    for outcome in (CLOSE, *BAD):
+        if number := sum(row["outcome"] == outcome for row in [*report["references"], *runs]):
+            text += f"; {number} {outcome}"
+    tests = [row for row in report["self_tests"] if row["outcome"] != NOT_HERE]
+    right = sum(row["outcome"] == OK for row in tests)
+    text += (
+        f". {right} of {_count(len(tests), 'self-test')} of backends {'is' if right == 1 else 'are'} right."
+    )
+    if absent := len(report["runs"]) - len(runs):
+        text += f" {absent} could not be started here."
+    return f"Interrupted. {text}" if report["interrupted"] else text
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """Write the report as a Markdown page."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    options, site = report["options"], report["site"]
+    yield "# dualeval conformance"
+    yield ""
+    yield f"**{'Agrees' if agrees(report) else 'Does not agree'}.** {summary(report)}"
+    yield ""
+    where = f"in a job of {site['scheduler']}" if site["scheduler"] else "outside of a Slurm job"
+    yield (
+        f"{report['when']}, dualeval {report['versions'].get('dualeval')}, "
+        f"{_count(len(site['nodes']), 'node')} {where}. Each run evaluates the first "
+        f"{options['limit']:,} samples of the embedded job anew."
+    )
+    yield ""
+    yield from _references(report["references"])
+    yield from _matrix(report["runs"])
+    yield from _self_tests(report["self_tests"])
+    yield from _failures([*report["references"], *report["runs"], *report["self_tests"]])
+    yield from _absent(report["runs"])
+    yield from _site(report)
+    yield from _commands([*report["references"], *report["runs"]])
+
+
+def _references(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield from _table(
+        "One process",
+        ["device", "outcome", "metrics_digest", "top1", "machine", "bits", "seconds"],
+        [
+            [
+                row["device"],
+                row["outcome"],
+                f"`{row['found']['metrics_digest']}`" if row["found"] else "-",
+                str(row["found"]["metrics"]["top1"]) if row["found"] else "-",
+                row["found"]["machines"][0]["model"] if row["found"] else "-",
+                f"`{row['found']['machines'][0]['bits']}`" if row["found"] else "-",
+                _seconds(row),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _matrix(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The table launcher x backend x device over the numbers of ranks."""
+    sizes = sorted({row["ranks"] for row in rows})
+    cells: dict[tuple[str, str, str], dict[int, str]] = {}
+    for row in rows:
+        key = (row["launcher"], row["backend"], row["device"])
+        text = row["outcome"] if row["outcome"] in GOOD else f"**{row['outcome']}**"
+        if row["outcome"] == NOT_HERE:
+            text = NOT_HERE
+        elif row["seconds"] is not None:
+            text += f", {_seconds(row)} s"
+        cells.setdefault(key, {})[row["ranks"]] = text
+    yield from _table(
+        "Runs",
+        ["launcher", "backend", "device", *(_count(size, "rank") for size in sizes)],
+        [[*key, *(found.get(size, "-") for size in sizes)] for key, found in cells.items()],
+    )
+    yield "`ok`: the `metrics_digest` of one process on the same device: the same metrics to the last bit."
+    if any(row["outcome"] in (CLOSE, FAR) for row in rows):
+        yield (
+            "`agrees to tolerance`: the ranks computed on another model of machine than the one process, "
+            "where last bits may differ."
+        )
+    yield ""
+
+
+def _self_tests(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield from _table(
+        "Self-tests",
+        ["launcher", "backend", "device", "ranks", "operations", "all_reduce"],
+        [
+            [
+                row["launcher"],
+                row["backend"],
+                row["device"],
+                str(row["ranks"]),
+                f"{len(row['operations'])} right" if row["outcome"] == OK else f"**{row['outcome']}**",
+                _speed(row["speed"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _speed(speed: Mapping[str, Any] | None) -> str:
+    """The times of all_reduce; those of several devices one after the other."""
+    if not speed:
+        return "-"
+    if "latency_us" in speed:
+        return f"{speed['latency_us']:,.0f} us for 8 bytes, {speed['bandwidth_gb_s']:.2f} GB/s at 64 MiB"
+    inner = {name: value for name, value in speed.items() if isinstance(value, Mapping)}
+    return "; ".join(f"{name}: {_speed(value)}" for name, value in inner.items()) or "-"
+
+
+def _failures(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    bad = [row for row in rows if row["outcome"] in (*BAD, CLOSE)]
+    if not bad:
+        return
+    yield "## What was found"
+    yield ""
+    for row in bad:
+        what = "self-test" if "operations" in row else "run"
+        yield (
+            f"### {row['outcome']}: {row['launcher']}, {row['backend']}, "
+            f"{_count(row['ranks'], 'rank')}, {row['device']} ({what})"
+        )
+        yield ""
+        if row["reason"]:
+            yield f"{row['reason']}"
+            yield ""
+        if row["last_lines"]:
+            yield from ("```", *(line.replace("```", "'''") for line in row["last_lines"]), "```")
+            yield ""
+
+
+def _absent(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["outcome"] == NOT_HERE:
+            key = (row["launcher"], str(row["reason"]))
+            reasons.setdefault(key, []).append(f"{row['backend']} {row['device']} {row['ranks']}")
+    if not reasons:
+        return
+    yield "## Not here"
+    yield ""
+    for (launcher, reason), where in reasons.items():
+        backends = ", ".join(dict.fromkeys(text.split()[0] for text in where))
+        sizes = ", ".join(dict.fromkeys(text.split()[2] for text in where))
+        yield f"- {launcher} ({backends}; {sizes} ranks): {reason}."
+    yield ""
+
+
+def _site(report: Mapping[str, Any]) -> Iterator[str]:
+    yield from _table(
+        "Machines",
+        ["node", "CPU", "cores", "GPUs", "driver", "network between nodes"],
+        [
+            [
+                node["name"],
+                f"{node['cpu']} ({node['cpu_capability']})",
+                str(node["cores"]),
+                _gpus(node["gpus"]),
+                str(node["driver"] or "-"),
+                _network(node["network"]),
+            ]
+            for node in report["site"]["nodes"]
+        ],
+    )
+    yield from _table(
+        "Versions", ["", ""], [[name, str(value)] for name, value in report["versions"].items() if value]
+    )
+
+
+def _gpus(gpus: Sequence[Mapping[str, Any]]) -> str:
+    models: dict[str, int] = {}
+    for gpu in gpus:
+        name = f"{gpu['model']}, {gpu['memory_gib']:.0f} GiB"
+        models[name] = models.get(name, 0) + 1
+    return "; ".join(f"{number} x {name}" for name, number in models.items()) or "none"
+
+
+def _network(network: Mapping[str, Any] | None) -> str:
+    if network is None:
+        return "-"
+    speed = f", {network['mb_s']:,} Mb/s" if network["mb_s"] else ""
+    return f"{network['interface']}{speed}"
+
+
+def _commands(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield from _table(
+        "Commands",
+        ["command", "outcome", "metrics_digest"],
+        [
+            [
+                f"`{row['command']}`",
+                row["outcome"],
+                f"`{row['found']['metrics_digest'][:_SHOWN_OF_DIGEST]}`" if row["found"] else "-",
+            ]
+            for row in rows
+            if row["command"]
+        ],
+    )
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    if not rows:
+        return
+    yield f"## {title}"
+    yield ""
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
+    yield ""
+
+
+def _seconds(row: Mapping[str, Any]) -> str:
+    return "-" if row["seconds"] is None else f"{row['seconds']:.1f}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

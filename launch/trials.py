@@ -1,0 +1,110 @@
+"""Which starts ``dualeval conformance`` tries on a site: a pure function of what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dualeval.launch.starts import LAUNCHERS, Site, default_ranks, spread, start_words, why_not
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One start of ``dualeval run`` or, as a self-test, of ``dualeval doctor``.
+
+    Attributes:
+        launcher: a name of ``launch.starts.LAUNCHERS``.
+        backend: which backend is asked for.
+        ranks: how many ranks, on how many ``nodes``.
+        device: "cpu" or "cuda".
+        is_reference: one process, with which the others of its device are compared.
+        is_self_test: every operation of the backend is tried in place of a run.
+        reason: why it cannot be started here; None where it can.
+    """
+
+    launcher: str
+    backend: str
+    ranks: int
+    nodes: int
+    device: str
+    is_reference: bool = False
+    is_self_test: bool = False
+    reason: str | None = None
+
+
+def plan_trials(
+    site: Site, devices: Sequence[str], launchers: Sequence[str], ranks: Sequence[int] | None
+) -> list[Trial]:
+    """List what to start, in this order; for each device its reference comes first.
+
+    Each launcher and backend gets one self-test, with the most ranks that it can be started with.
+
+    Args:
+        site: where.
+        devices: of "cpu" and "cuda".
+        launchers: names of ``launch.starts.LAUNCHERS``; "none" is the reference, and always there.
+        ranks: numbers of ranks; None takes the site's own for each device.
+    """
+    trials = []
+    for device in devices:
+        trials.append(_trial(site, "none", "single", 1, device, is_reference=True))
+        for launcher in launchers:
+            if launcher == "none":
+                continue
+            for backend in LAUNCHERS[launcher].backends:
+                sizes = default_ranks(site, device) if ranks is None else ranks
+                runs = [_trial(site, launcher, backend, size, device) for size in sizes]
+                startable = [trial.ranks for trial in runs if trial.reason is None]
+                trials += runs
+                if startable and LAUNCHERS[launcher].has_doctor:
+                    trials.append(_trial(site, launcher, backend, max(startable), device, is_self_test=True))
+    return trials
+
+
+def _trial(
+    site: Site,
+    launcher: str,
+    backend: str,
+    ranks: int,
+    device: str,
+    *,
+    is_reference: bool = False,
+    is_self_test: bool = False,
+) -> Trial:
+    return Trial(
+        launcher=launcher,
+        backend=backend,
+        ranks=ranks,
+        nodes=len(spread(ranks, len(site.nodes))),
+        device=device,
+        is_reference=is_reference,
+        is_self_test=is_self_test,
+        reason=why_not(launcher, backend, ranks, device, site),
+    )
+
+
+def command_of(
+    trial: Trial, site: Site, number: int, dualeval: Sequence[str], arguments: Mapping[str, str]
+) -> list[str]:
+    """Give the whole command of a trial.
+
+    Args:
+        trial: what is started.
+        site: where.
+        number: of this start among all.
+        dualeval: the words that are the command ``dualeval`` here.
+        arguments: options of ``dualeval run`` or ``dualeval doctor`` with a value each, beside those that
+            follow from the trial.
+    """
+    entry = LAUNCHERS[trial.launcher]
+    own = [] if trial.backend == "single" else ["--backend", trial.backend]
+    return [
+        *start_words(trial.launcher, trial.ranks, site, number),
+        *dualeval,
+        *(["doctor", "--json"] if trial.is_self_test else ["run"]),
+        *entry.after(trial.ranks),
+        *own,
+        "--device",
+        trial.device,
+        *(word for pair in arguments.items() for word in pair),
+    ]

@@ -1,0 +1,359 @@
+"""``dualeval conformance``: what it makes of its runs, what it shares, and real runs."""
+
+from __future__ import annotations
+
+import copy
+import getpass
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualeval.report.anonymous import Names
+from dualeval.report.conformance import agrees, judge, judge_self_test, page, summary
+from tests.conftest import BIN, Launch
+
+CONFORMANCE: list[str | Path] = [BIN / "dualeval", "conformance"]
+MACHINE = {"device": "cpu", "model": "Xeon", "cpu_capability": "AVX512", "bits": "31a2", "versions": {}}
+OTHER = {**MACHINE, "model": "EPYC", "bits": "77b0"}
+
+
+def found(digest: str = "aa" * 32, loss: float = 0.19, size: int = 1, **changes: Any) -> dict[str, Any]:
+    """What a run has found."""
+    backend = "single" if size == 1 else "torch"
+    return {
+        "metrics_digest": digest,
+        "metrics": {"loss": loss, "top1": 0.93, "top5": 1.0},
+        "samples": {"total": 2000, "evaluated": 2000, "failed": 0},
+        "resumed": 0,
+        "world": {"size": size, "nodes": 1, "launcher": "none", "backend": backend},
+        "homogeneous": True,
+        "machines": [MACHINE],
+        "samples_per_s": 7000.0,
+        "total_s": 2.0,
+        **changes,
+    }
+
+
+WANTED = {"ranks": 2, "nodes": 1, "backend": "torch"}
+
+
+@pytest.mark.parametrize(
+    ("result", "outcome", "reason"),
+    [
+        (found(size=2), "ok", None),
+        (
+            found("bb" * 32, 0.2, size=2),
+            "digest differs",
+            "on the same model of machine: loss 0.2, not 0.19",
+        ),
+        (
+            found("bb" * 32, size=2),
+            "digest differs",
+            "on the same model of machine: another metric than loss, top1 and top5",
+        ),
+        # Each process took itself for the only one.
+        (found(size=1), "failed", "size 2 was started, and the result says 1"),
+        (
+            found(size=2, world={"size": 2, "nodes": 2, "backend": "torch"}),
+            "failed",
+            "nodes 1 was started, and the result says 2",
+        ),
+        (
+            found(size=2, samples={"total": 2000, "evaluated": 1999, "failed": 1}),
+            "failed",
+            "2,000 samples were to be evaluated anew",
+        ),
+        (found(size=2, resumed=3), "failed", "2,000 samples were to be evaluated anew"),
+        # The same digest by chance or by another machine's bits: said, and compared to tolerance.
+        (found("bb" * 32, 0.1903, size=2, machines=[OTHER]), "agrees to tolerance", "at most 3.0e-04"),
+        (found("bb" * 32, 0.192, size=2, machines=[OTHER]), "differs beyond tolerance", "at most 2.0e-03"),
+        (
+            found(size=2, machines=[MACHINE, OTHER], homogeneous=False),
+            "agrees to tolerance",
+            "another model of machine",
+        ),
+    ],
+)
+def test_outcomes(result: dict[str, Any], outcome: str, reason: str | None) -> None:
+    said = judge(result, WANTED, 2000, found())
+    assert said[0] == outcome
+    assert (said[1] is None) if reason is None else (reason in str(said[1]))
+
+
+def test_the_reference_is_compared_with_what_was_started_alone() -> None:
+    alone = {"ranks": 1, "nodes": 1, "backend": "single"}
+    assert judge(found(), alone, 2000, None) == ("ok", None)
+    assert judge(found(), alone, 1000, None)[0] == "failed"
+
+
+def test_self_tests() -> None:
+    ranks = {str(rank): {"rank": rank, "operations": {"gather": None, "barrier": None}} for rank in (0, 1)}
+    report: dict[str, Any] = {"size": 2, "ranks": ranks, "problems": []}
+    assert judge_self_test(report) == ("ok", None)
+    wrong = copy.deepcopy(report)
+    wrong["ranks"]["1"]["operations"]["gather"] = "got 1"
+    assert judge_self_test(wrong) == ("failed", "gather is wrong on rank 1: got 1")
+    untried = {**report, "size": 3, "problems": ["rank 2 did not report within 20 s"]}
+    assert judge_self_test(untried) == ("failed", "rank 2 did not report within 20 s")
+
+
+def row(outcome: str, launcher: str = "torchrun", ranks: int = 2, **changes: Any) -> dict[str, Any]:
+    return {
+        "launcher": launcher,
+        "backend": "torch",
+        "ranks": ranks,
+        "nodes": 1,
+        "device": "cpu",
+        "outcome": outcome,
+        "reason": None,
+        "last_lines": [],
+        "seconds": 3.25,
+        "command": f"{launcher} -np {ranks} dualeval run",
+        "found": found(size=ranks),
+        **changes,
+    }
+
+
+def report(*runs: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    node = {
+        "name": "node1",
+        "cpu": "Xeon",
+        "cpu_capability": "AVX512",
+        "cores": 64,
+        "gpus": [{"model": "H100", "memory_gib": 79.6}] * 4,
+        "driver": "570.1",
+        "network": {"interface": "ib0", "mb_s": 200_000},
+    }
+    return {
+        "schema_version": 1,
+        "when": "2026-11-22 01:00 UTC",
+        "options": {"launchers": None, "ranks": None, "device": None, "limit": 2000, "timeout_s": 120.0},
+        "site": {"scheduler": "slurm 23.11", "nodes": [node, {**node, "name": "node2"}]},
+        "versions": {"dualeval": "0.1.0", "NCCL of torch": "2.27.5", "mpi4py": None},
+        "references": [row("ok", "none", 1)],
+        "runs": list(runs),
+        "self_tests": [],
+        "interrupted": False,
+        **changes,
+    }
+
+
+ABSENT = row("not here", "horovodrun", 2, reason="Horovod is built without MPI", found=None, seconds=None)
+BROKEN = row("failed", "mpirun", 2, found=None, reason="exit code 3", last_lines=["no | slots", "```"])
+
+
+@pytest.mark.parametrize(
+    ("content", "good"),
+    [
+        (report(row("ok"), row("agrees to tolerance"), ABSENT), True),
+        (report(row("ok"), row("digest differs")), False),
+        (report(row("ok"), BROKEN), False),
+        (report(row("ok"), row("timed out")), False),
+        (report(row("ok"), self_tests=[row("failed")]), False),
+        (report(row("ok"), interrupted=True), False),
+        (report(row("not run"), references=[row("failed", "none", 1)]), False),
+        # Asked for by name, and not here.
+        (report(row("ok"), ABSENT, options={"launchers": ["torchrun"], "limit": 9}), True),
+        (report(row("ok"), ABSENT, options={"launchers": ["torchrun", "horovodrun"], "limit": 9}), False),
+    ],
+)
+def test_what_agrees(content: dict[str, Any], good: bool) -> None:
+    assert agrees(content) is good
+
+
+def test_the_page() -> None:
+    text = page(report(row("ok"), row("ok", ranks=8), BROKEN, ABSENT))
+    assert text.startswith("# dualeval conformance\n\n**Does not agree.** 2 of 3 runs have the bits of one ")
+    assert "| launcher | backend | device | 2 ranks | 8 ranks |" in text
+    assert "| torchrun | torch | cpu | ok, 3.2 s | ok, 3.2 s |" in text
+    assert "| mpirun | torch | cpu | **failed**, 3.2 s | - |" in text
+    assert "### failed: mpirun, torch, 2 ranks, cpu (run)\n\nexit code 3\n\n```\nno | slots\n'''\n```" in text
+    assert "- horovodrun (torch; 2 ranks): Horovod is built without MPI." in text
+    assert "| node2 | Xeon (AVX512) | 64 | 4 x H100, 80 GiB | 570.1 | ib0, 200,000 Mb/s |" in text
+    assert "| NCCL of torch | 2.27.5 |" in text
+    assert "mpi4py" not in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    for line, following in itertools.pairwise(rows):
+        if following.startswith("|---"):
+            assert line.count("|") == following.count("|")
+
+
+def test_the_speed_of_several_devices_is_shown() -> None:
+    """Self-tests on host and device tensors are timed apart."""
+    speed = {"latency_us": 12.0, "bandwidth_gb_s": 1.5}
+    test = {**row("ok"), "operations": {"gather": True}, "problems": []}
+    text = page(report(row("ok"), self_tests=[{**test, "speed": {"cpu": speed, "cuda": speed}}]))
+    assert "| 1 right | cpu: 12 us for 8 bytes, 1.50 GB/s at 64 MiB; cuda: 12 us" in text
+
+
+def test_the_summary_of_nothing() -> None:
+    assert summary(report()) == (
+        "0 of 0 runs have the bits of one process. 0 of 0 self-tests of backends are right."
+    )
+
+
+NAMES = Names(
+    folders={"/scratch/ada/runs/c1": "OUT", "/home/ada/env": "ENV"},
+    homes=("/users/ada",),
+    hosts={"gpu01.site.org": "node1", "gpu01": "node1", "vm": "node2"},
+    users=("ada",),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("in /scratch/ada/runs/c1/logs/003.err", "in OUT/logs/003.err"),
+        ("/home/ada/env/bin/torchrun: not found", "ENV/bin/torchrun: not found"),
+        ("/home/ada/env2/bin", "~/.../bin"),
+        ('File "/users/ada/secret project/a.py", line 3', 'File "~/.../secret project/a.py", line 3'),
+        ("see /users/ada/thesis/model.py:12", "see ~/.../model.py:12"),
+        ("/home/bob/x: Permission denied", "~/.../x: Permission denied"),
+        ("cd /root; ls /rootfs", "cd ~; ls /rootfs"),
+        ("rank 1 on gpu01.site.org (gpu01) and vm", "rank 1 on node1 (node1) and node2"),
+        ("gpu012 and vmlinux and nvm", "gpu012 and vmlinux and nvm"),
+        ("-H gpu01:2,vm:2", "-H node1:2,node2:2"),
+        ("ada@gpu01: /scratch/ada/x, adagrad", "USER@node1: /scratch/USER/x, adagrad"),
+        ("connect to 10.1.2.3:29500 and 127.0.0.1 refused", "connect to ADDRESS:29500 and 127.0.0.1 refused"),
+        ("[fe80::1%eth0]:29500", "[ADDRESS%eth0]:29500"),
+        ("at 12:30:05, torch 2.13.0, std::runtime_error", "at 12:30:05, torch 2.13.0, std::runtime_error"),
+    ],
+)
+def test_names_are_taken_out(text: str, cleaned: str) -> None:
+    assert NAMES.clean(text) == cleaned
+
+
+def test_hosts_stay_where_that_is_wanted() -> None:
+    names = Names(folders={}, hosts=None)
+    assert names.clean("gpu01 at 10.1.2.3") == "gpu01 at 10.1.2.3"
+
+
+def shared(folder: Path) -> dict[str, Any]:
+    """The report; it, and its page, name nobody."""
+    texts = [(folder / f"conformance.{kind}").read_text("utf-8") for kind in ("json", "md")]
+    private = {socket.gethostname(), str(Path.home()), str(folder.parent), str(BIN.parent.parent)}
+    if getpass.getuser() != "root":
+        private.add(getpass.getuser())
+    for text in texts:
+        for word in private:
+            assert not re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text), word
+    content: dict[str, Any] = json.loads(texts[0])
+    assert texts[1] == page(content)
+    return content
+
+
+def outcomes(content: dict[str, Any]) -> list[tuple[str, str, int, str]]:
+    return [(run["launcher"], run["backend"], run["ranks"], run["outcome"]) for run in content["runs"]]
+
+
+def test_a_real_run(launch: Launch, tmp_path: Path) -> None:
+    words = ["--launchers", "torchrun", "--ranks", "2", "--limit", "64", "--out", "report"]
+    done = launch([*CONFORMANCE, *words], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = shared(tmp_path / "report")
+    assert outcomes(content) == [("torchrun", "torch", 2, "ok")]
+    [reference], [run], [test] = (content[name] for name in ("references", "runs", "self_tests"))
+    assert reference["found"]["world"]["backend"] == "single"
+    assert run["found"]["metrics_digest"] == reference["found"]["metrics_digest"]
+    assert run["command"] == (
+        "torchrun --standalone --nproc-per-node=2 --no-python dualeval run --backend torch --device cpu "
+        "--limit 64 --out OUT/runs/001"
+    )
+    assert test["outcome"] == "ok" and len(test["operations"]) >= 7 and all(test["operations"].values())
+    assert test["speed"]
+    assert "1 of 1 run has the bits of one process. 1 of 1 self-test of backends is right." in done.stdout
+    # The folder of a report is never gone on in.
+    again = launch([*CONFORMANCE, *words], cwd=tmp_path)
+    assert again.returncode == 2
+    assert "there is something already" in again.stderr
+
+
+@pytest.mark.needs("mpi")
+def test_a_launcher_that_is_broken(launch: Launch, tmp_path: Path) -> None:
+    """A site's own wrapper around mpirun, say."""
+    stub = tmp_path / "bin/mpirun"
+    stub.parent.mkdir()
+    stub.write_text(
+        f"#!/bin/sh\n[ $1 = --version ] && exit\necho no route to {socket.gethostname()} >&2; exit 3\n"
+    )
+    stub.chmod(0o755)
+    words = ["--launchers", "mpirun,srun", "--ranks", "1", "--limit", "64", "--json", "--out", "report"]
+    path = f"{stub.parent}{os.pathsep}{os.environ['PATH']}"
+    done = launch([*CONFORMANCE, *words], cwd=tmp_path, variables={"PATH": path})
+    assert done.returncode == 1
+    content = shared(tmp_path / "report")
+    assert json.loads(done.stdout) == content
+    broken = [run for run in content["runs"] if run["launcher"] == "mpirun" and run["backend"] == "mpi"]
+    assert [(run["outcome"], run["reason"]) for run in broken] == [("failed", "exit code 3")]
+    assert broken[0]["last_lines"] == ["no route to node1"]
+    absent = {run["reason"] for run in content["runs"] if run["launcher"] == "srun"}
+    assert len(absent) == 1, absent
+
+
+def test_interrupted_it_leaves_a_report_and_nothing_else(launch: Launch, tmp_path: Path) -> None:
+    words = ["--launchers", "nproc", "--ranks", "2", "--limit", "64", "--out", "report"]
+    with launch.started([*CONFORMANCE, *words], cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert "ok" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "interrupted by SIGINT" in said
+    content = shared(tmp_path / "report")
+    assert content["interrupted"] and len(content["references"]) == 1
+    assert "**Does not agree.** Interrupted." in (tmp_path / "report/conformance.md").read_text()
+
+
+def test_commands_alone(launch: Launch, tmp_path: Path) -> None:
+    words = ["--dry-run", "--launchers", "torchrun", "--ranks", "2", "--no-self-tests"]
+    done = launch([*CONFORMANCE, *words], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "dualeval run --launcher none --device cpu --limit 2000 --out OUT/runs/000",
+        "torchrun --standalone --nproc-per-node=2 --no-python dualeval run --backend torch --device cpu "
+        "--limit 2000 --out OUT/runs/001",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "said"),
+    [
+        (["--launchers", "torchrun,srum"], {}, "--launchers 'srum': expected some of"),
+        (["--ranks", "1,two"], {}, "expected whole numbers with commas between"),
+        (
+            [],
+            {
+                "OMPI_COMM_WORLD_RANK": "0",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            "openmpi started this process as rank 0 of 2, and 'dualeval conformance' starts all launchers",
+        ),
+        # A job's shell, of which half is missing; srun is there or not.
+        ([], {"RANK": "1"}, "torchrun's variables are half set"),
+    ],
+)
+def test_wrong_use(launch: Launch, words: list[str], variables: dict[str, str], said: str) -> None:
+    done = launch([*CONFORMANCE, *words], variables=variables)
+    assert done.returncode == 2
+    assert done.stderr.count(said) == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.needs("horovod", "mpi")
+def test_all_launchers_of_this_machine(launch: Launch, tmp_path: Path) -> None:
+    done = launch([*CONFORMANCE, "--limit", "500", "--out", "report"], cwd=tmp_path, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = shared(tmp_path / "report")
+    here = {run["launcher"] for run in content["runs"] if run["outcome"] == "ok"}
+    assert here == {"nproc", "torchrun", "horovodrun", "horovodrun-mpi", "mpirun"}
