@@ -257,7 +257,7 @@ class Registered:
 class Encoded(UserDict[str, Any]):
     """As transformers' BatchEncoding: a mapping that has more to it, and moves itself."""
 
-    encodings = "of the tokenizer"
+    encodings = "lost"
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoded:
         found = Encoded({name: value.to(device) for name, value in self.items()})
@@ -291,6 +291,8 @@ class Image(Tensor):
 
 
 ONES = torch.ones(2)
+ENCODED = Encoded(a=ONES)
+ENCODED.encodings = "of the tokenizer"
 NESTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "dict": ({"a": [ONES, "x"]}, lambda nest: nest["a"][0]),
     "namedtuple": (Boxes((1, ONES)), lambda nest: nest.corners[1]),
@@ -298,7 +300,7 @@ NESTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "user dict": (UserDict(a=ONES), lambda nest: nest.data["a"]),
     "deque": (deque([{"a": ONES}]), lambda nest: nest[0]["a"]),
     "registered": (Registered({"a": Boxes(ONES)}), lambda nest: nest.inner["a"].corners),
-    "mapping that moves itself": ({"b": Encoded(a=ONES)}, lambda nest: nest["b"]["a"]),
+    "mapping that moves itself": ({"b": ENCODED}, lambda nest: nest["b"]["a"]),
     "object that moves itself": ([Graph(ONES)], lambda nest: nest[0].nodes),
     "sequences": (pack_sequence([ONES]), lambda nest: nest.data),
     "tensor of a class of its own": ((ONES.as_subclass(Image),), lambda nest: nest[0]),
@@ -423,6 +425,19 @@ def test_odd_columns_are_refused_alike(tmp_path: Path, play: Play, columns: Any,
             play(Played(SPEEDS[-1]))
         with pytest.raises(UsageError, match=message):
             evaluate(Odd(columns), tmp_path / name, batch_size=8)
+
+
+class Elsewhere(Tensor):
+    """A column of a class of its own, which only its own ``cpu`` brings to the host."""
+
+    def cpu(self, *arguments: Any, **options: Any) -> Tensor:
+        return self.as_subclass(Tensor) + 1
+
+
+def test_columns_of_another_kind_are_brought_to_the_host_as_well() -> None:
+    columns = Downloads(Played(), 0).start({"x": ONES, "y": ONES.as_subclass(Elsewhere), "z": ONES})()
+    assert list(columns) == ["x", "y", "z"]
+    assert [columns[name].tolist() for name in columns] == [[1, 1], [2, 2], [1, 1]]
 
 
 def test_a_device_orders_its_batches_by_itself(play: Play) -> None:

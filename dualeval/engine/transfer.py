@@ -251,7 +251,7 @@ def map_batch(tensor: Callable[[Tensor], Any], moving: Callable[[Any], Any], bat
         return value
 
     try:
-        return map_values(leaf, batch, is_leaf=lambda value: _moves_itself(value))
+        return map_values(leaf, batch, is_leaf=_moves_itself)
     except NestError as error:
         raise _immovable(str(error)) from error
 

@@ -84,20 +84,17 @@ def pack(reader: object, dataset: Dataset, task: Task, model: nn.Module | None) 
         return _pickled(reader, left_out, task, {})
     except Exception:  # noqa: BLE001 - whatever cannot be pickled; next: what
         missing = _unpicklable(task, left_out)
-    reading: object = task
-    # Unless the task is its own data set: then what it lacks is found out where it is used.
-    if dataset is not reading:
-        try:
-            _pickled(dataset, left_out, task, missing)
-        except Exception as error:
-            names = _unpicklable(dataset, left_out)
-            parts = f" (its attribute {', '.join(names)})" if names else ""
-            raise UsageError(
-                f"the data set {type(dataset).__name__}{parts} cannot be sent to the reading processes: "
-                f"{_said(error)}. Python starts them anew on this system, and so what they get has to be "
-                "picklable. Define classes and functions at the top of a module, open files and connections "
-                f"in __getitems__ where they are not open yet, {_IN_THIS_PROCESS}."
-            ) from error
+    try:
+        _pickled(dataset, left_out, task, missing)
+    except Exception as error:
+        names = _unpicklable(dataset, left_out)
+        parts = f" (its attribute {', '.join(names)})" if names else ""
+        raise UsageError(
+            f"the data set {type(dataset).__name__}{parts} cannot be sent to the reading processes: "
+            f"{_said(error)}. Python starts them anew on this system, and so what they get has to be "
+            "picklable. Define classes and functions at the top of a module, open files and connections "
+            f"in __getitems__ where they are not open yet, {_IN_THIS_PROCESS}."
+        ) from error
     try:
         return _pickled(reader, left_out, task, missing)
     except Exception as error:
