@@ -217,13 +217,14 @@ def joining(world: World, store: Store, what: str) -> Iterator[None]:
         store: of ``shared_store``.
         what: what they join, as "torch.distributed's group (gloo)".
     """
-    missing = names_of_absent(store, lambda: [_here(rank) for rank in range(world.size)])
+    here = [_here(rank) for rank in range(world.size)]
+    missing = names_of_absent(store, lambda: here) if world.is_main else None
 
     def known() -> str:
-        return missing() or "all ranks have come to rank 0, but do not reach each other yet"
+        # Rank 0 alone: a store that does not answer must not keep the last rank from speaking.
+        return "" if missing is None else missing() or "all ranks have come to rank 0, but have yet to join"
 
-    check = f"{STARTED} {CONNECTED}"
-    with waiting(world, f"all ranks to join {what}", check, known=known if world.is_main else None):
+    with waiting(world, f"all ranks to join {what}", f"{STARTED} {CONNECTED}", known=known):
         yield
 
 
@@ -247,9 +248,9 @@ def _agree_on_name(store: Store, world: World) -> str:
     all_here = [_here(rank) for rank in range(world.size)]
     here: list[str] = []
     awaited = all_here
-    missing = names_of_absent(store, lambda: awaited)
+    missing = names_of_absent(store, lambda: awaited) if world.is_main else None
     where = f"all ranks to come to {world.launcher}'s store at {at(*_master(world))}"
-    with waiting(world, where, STARTED, known=missing if world.is_main else None):
+    with waiting(world, where, STARTED, known=missing):
         while monotonic() - start < PATIENCE.total_seconds():
             if world.is_main and store.check(all_here):
                 # Of ranks that have ended, perhaps: theirs do not agree, and are written over.
@@ -270,7 +271,7 @@ def _agree_on_name(store: Store, world: World) -> str:
             sleep(pause)
     raise BackendError(
         f"the {world.size} ranks have not met at {world.launcher}'s store in "
-        f"{PATIENCE.total_seconds() / 60:.0f} minutes: {missing()}"
+        f"{PATIENCE.total_seconds() / 60:.0f} minutes{f': {missing()}' if missing else ''}"
     )
 
 

@@ -59,17 +59,20 @@ def join_store(offer: dict[str, Any], rank: int, purpose: str, timeout: timedelt
 
 
 def names_of_absent(store: Any, keys: Callable[[], list[str]]) -> Callable[[], str]:
-    """Make a function that says which ranks have not come, for another thread than the store's.
+    """Make a function that says which ranks have not come, for another thread than the store's own.
+
+    Only where it is called for: it has a connection of its own.
 
     Args:
         store: of ``serve_store`` or ``join_store``, or another of torch's.
         keys: gives by rank the key that a rank sets when it comes.
     """
+    # The store's own client may be in a call that holds it; and made later, this one would take the store's
+    # whole limit, and log pages of C++ frames, where that has gone.
+    client = store.clone()
 
     def names() -> str:
         try:
-            # A client of its own: the one that waits may be in a call that holds it.
-            client = store.clone()
             return not_come(rank for rank, key in enumerate(keys()) if not client.check([key]))
         except (DistNetworkError, DistStoreError) as error:
             return f"the store does not answer ({str(error).partition(chr(10))[0]})"

@@ -7,14 +7,17 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from time import monotonic, sleep
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
+from dualeval import waiting
 from dualeval.backends import horovod, rendezvous
 from dualeval.backends.horovod import gloo_variables
 from dualeval.errors import BackendError
 from dualeval.network import LOOPBACK
+from dualeval.store import names_of_absent
 from dualeval.world import World
 
 
@@ -136,3 +139,44 @@ def test_horovod_over_ipv6_is_refused() -> None:
 def test_what_tells_nccl_its_network() -> None:
     assert rendezvous.nccl_variables("ib0") == {"NCCL_SOCKET_IFNAME": "=ib0"}
     assert rendezvous.nccl_variables(None) == {}
+
+
+def said_while_joining(world: World, store: TCPStore, capfd: pytest.CaptureFixture[str]) -> str:
+    """What rank 0 says while a library joins all ranks and takes too long."""
+    said = ""
+    with rendezvous.joining(world, store, "the library"):
+        deadline = monotonic() + 30
+        while "for all ranks to join the library" not in said and monotonic() < deadline:
+            sleep(0.01)
+            said += capfd.readouterr().err
+    return said
+
+
+def test_who_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """By rank 0, from its store, also while that is in a call of another rank's key."""
+    monkeypatch.setattr(waiting, "FIRST_WORD_S", 0.02)
+    world = world_of(0, (2, 2))
+    server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    with ThreadPoolExecutor(1) as other:
+        held = other.submit(server.get, "comes at the end")
+        for come, expected in [
+            ([0], ": ranks 1 to 3 have not come. Check"),
+            ([2], ": ranks 1 and 3 have not come. Check"),
+            ([1, 3], ": all ranks have come to rank 0, but have yet to join. Check"),
+        ]:
+            client = TCPStore(LOOPBACK, server.port, is_master=False)
+            for rank in come:
+                client.set(f"dualeval/here/{rank}", "")
+            assert f"all ranks to join the library{expected}" in said_while_joining(world, server, capfd)
+        client.set("comes at the end", "")
+        held.result(timeout=30)
+
+
+def test_a_store_that_is_gone_is_said() -> None:
+    server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    client = TCPStore(LOOPBACK, server.port, is_master=False, timeout=timedelta(seconds=1))
+    names = names_of_absent(client, lambda: ["a", "b"])
+    client.set("a", "")
+    assert names() == "rank 1 has not come"
+    del server
+    assert names().startswith("the store does not answer")

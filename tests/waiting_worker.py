@@ -1,7 +1,8 @@
 """One rank of a world of which one rank is late at each place where the others wait for it.
 
-``waiting_worker.py BACKEND LATE FOLDER``: rank LATE waits before it joins, before it opens the control plane
-and before the cores are divided, each time until the file of that name is in the folder. Waits speak soon.
+``waiting_worker.py BACKEND LATE FOLDER``: rank LATE waits before it joins, before the first collective,
+before it comes to the control plane and before the cores are divided, each time until a file of that place's
+name is in the folder; it fails where none comes. Waits speak soon.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import os
 import sys
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 from dualeval import open_control_plane, waiting
 from dualeval.devices import connect
+from dualeval.engine import control
 from dualeval.launch import detect
+from dualeval.store import join_store
 
-# A test that fails is not to wait for ever.
 LIMIT_S = 30.0
 
 
@@ -27,12 +30,18 @@ def main() -> None:
 
     def come(place: str) -> None:
         start = monotonic()
-        while world.rank == late and not (folder / place).exists() and monotonic() - start < LIMIT_S:
+        while world.rank == late and not (folder / place).exists():
+            assert monotonic() - start < LIMIT_S, f"nobody has said that rank {late} is late to {place}"
             sleep(0.02)
+
+    def come_and_join(*arguments: Any) -> Any:
+        come("control")
+        return join_store(*arguments)
 
     come("join")
     with connect(backend_name, world, "cpu") as backend:
-        come("control")
+        come("first")
+        vars(control)["join_store"] = come_and_join
         with open_control_plane(backend):
             come("cores")
             # By its module's name: dualeval.cli.run itself is the command.

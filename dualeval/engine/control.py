@@ -649,7 +649,7 @@ def open_control_plane(backend: Backend, timeout_s: float | None = None) -> Cont
         token = f"{secrets.token_hex(8)}.{world.restarts}"
         server.set(f"{token}/news", _NO_NEWS)
         words = {"token": token, "offer": offer, "first": asdict(own)}
-    with waiting(world, f"all ranks' first collective, over {backend.name}", STARTED):
+    with waiting(world, "all ranks' first collective", STARTED):
         words = backend.broadcast_json(words, src=0)
     assert isinstance(words, dict)
     where = at(words["offer"]["addresses"][0], words["offer"]["port"])

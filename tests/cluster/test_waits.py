@@ -76,7 +76,7 @@ def test_a_rank_is_late(late: int, cluster: Cluster, launch: Launch, tmp_path: P
         r"nodes: rank 1 has not come\. Check that every rank has been started",
     ]
     command = cluster.on("h0", [*TASKS, sys.executable, WORKER, "torch", str(late), tmp_path])
-    for place in ("control", "cores"):
+    for place in ("first", "control", "cores"):
         (tmp_path / place).touch()
     with launch.started(command, variables=cluster.variables, cwd=tmp_path) as process:
         assert process.stderr is not None
