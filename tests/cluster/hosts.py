@@ -42,9 +42,10 @@ MUNGE_SOCKET = "/run/munge.socket"
 class Cluster:
     """Hosts h0, h1, ... at 10.77.0.10, .11, ..., from ``with`` to its end; start it from the main thread.
 
-    With ``ssh`` each reaches the others through sshd, and with ``slurm`` each is a node of 4 CPUs; h0 is the
-    controller. Needs what the requirement "cluster" asks for; raises ``RuntimeError`` with the ends of all
-    logs where something does not come up. Everything dies with this process, even where that is killed.
+    With ``ssh`` each reaches the others through sshd, and with ``slurm`` each is a node of 4 CPUs and two
+    GPUs that are played; h0 is the controller. Needs what the requirement "cluster" asks for; raises
+    ``RuntimeError`` with the ends of all logs where something does not come up. Everything dies with this
+    process, even where that is killed.
     """
 
     def __init__(self, size: int = 2, *, ssh: bool = True, slurm: bool = True) -> None:
