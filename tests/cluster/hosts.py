@@ -43,9 +43,9 @@ class Cluster:
     """Hosts h0, h1, ... at 10.77.0.10, .11, ..., from ``with`` to its end; start it from the main thread.
 
     With ``ipv6`` they are at fd77::10, ... alone. With ``ssh`` each reaches the others through sshd, and with
-    ``slurm`` each is a node of 4 CPUs; h0 is the controller. Needs what the requirement "cluster" asks for;
-    raises ``RuntimeError`` with the ends of all logs where something does not come up. Everything dies with
-    this process, even where that is killed.
+    ``slurm`` each is a node of 4 CPUs and two GPUs that are played; h0 is the controller. Needs what the
+    requirement "cluster" asks for; raises ``RuntimeError`` with the ends of all logs where something does not
+    come up. Everything dies with this process, even where that is killed.
     """
 
     def __init__(self, size: int = 2, *, ssh: bool = True, slurm: bool = True, ipv6: bool = False) -> None:
