@@ -85,12 +85,22 @@ def _without_quotas() -> str | None:
     )
 
 
+@functools.cache
+def _without_mounts() -> str | None:
+    if os.geteuid() != 0:
+        return "only root can mount a small /dev/shm for a test alone; type: sudo make test"
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/dev/shm"]
+    done = subprocess.run(command, text=True, capture_output=True)
+    return f"nothing can be mounted in a namespace ({done.stderr.strip()})" if done.returncode else None
+
+
 _REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "mpi": _without_mpi,
     "horovod": _without_horovod,
     "mpi-wheels": _without_wheels,
     "cluster": _without_cluster,
     "quotas": _without_quotas,
+    "mounts": _without_mounts,
 }
 
 

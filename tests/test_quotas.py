@@ -115,7 +115,7 @@ def test_groups_have_names_of_their_own(tmp_path: Path) -> None:
     """Two containers that both take themselves for '/' share nothing; one that is seen in two ways is one."""
     files = {"one/cpu.max": "100000 100000\n", "two/cpu.max": "100000 100000\n"}
     first = machine(tmp_path / "first", "0::/one\n", V2.format(root="/"), files)
-    seen = []
+    seen: list[set[str]] = []
     for name in ("one", "two", "one"):
         folder = machine(tmp_path / str(len(seen)), "0::/\n", V2.format(root="/"), {})
         (folder / "sys/fs").mkdir(parents=True)
@@ -158,6 +158,6 @@ def test_the_kernels_own_quota(limited: Path, launch: Launch, tmp_path: Path) ->
     facts = json.loads(done.stdout)["ranks"]["0"]
     assert facts["threads"] == 1
     assert list(facts["cpu_quotas"].values()) == [1.0]
-    container = ["unshare", "--cgroup", "--mount", "sh", "-c", MOUNT, tmp_path, sys.executable, "-c", ASK]
-    done = launch(["sh", "-c", JOIN, limited.parent, *container])
+    container = ["unshare", "--cgroup", "--mount", "sh", "-c", MOUNT]
+    done = launch(["sh", "-c", JOIN, limited.parent, *container, tmp_path, sys.executable, "-c", ASK])
     assert done.stdout == f"1 {facts['cpu_quotas']}\n", done.stderr

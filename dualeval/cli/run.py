@@ -398,6 +398,7 @@ def _run_engine(
             limit=job.limit,
             precision=job.precision,
             workers=workers,
+            fewer_workers=job.workers is None,
             on_error=job.on_error,
             schedule=manner.schedule,
             fresh=manner.fresh,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,7 +24,7 @@ from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.folder import RunFolder
 from dualeval.engine.identity import contents_fingerprint, job_identity
 from dualeval.engine.journal import JournalFile, JournalWriter
-from dualeval.engine.loop import Evaluation, Loop, Show, evaluate_alone, unwritable
+from dualeval.engine.loop import Evaluation, Loop, Show, ahead_of, evaluate_alone, unwritable
 from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
 from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.opening import Found, folder_of_launch
@@ -32,6 +32,7 @@ from dualeval.engine.outcome import compared_with_replaced, make_result
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.predictions import load_library, read_columns
 from dualeval.engine.recorder import Recorder
+from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.engine.watch import Watch
 from dualeval.errors import PeerError, Stopped, UsageError
 from dualeval.metrics import Measured
@@ -55,6 +56,8 @@ class Evaluator:
         limit: evaluate only the first samples; None for all.
         precision: a key of ``numerics.PRECISIONS``.
         workers: reading processes of each rank; 0 reads in the rank's own process.
+        fewer_workers: take fewer, with a note, where the shared memory has no room for the batches of all.
+            Without it that is an error.
         on_error: what a sample that cannot be read does: "stop" ends the run, "skip" leaves it out.
         schedule: how chunks go to ranks: "static", chunk c to rank c mod size, or "dynamic", to the rank that
             has time for it.
@@ -86,6 +89,7 @@ class Evaluator:
         limit: int | None = None,
         precision: str = "fp32",
         workers: int = 0,
+        fewer_workers: bool = False,
         on_error: str = "stop",
         schedule: str = "static",
         fresh: bool = False,
@@ -121,6 +125,7 @@ class Evaluator:
         self._limit = limit
         self._precision = precision
         self._workers = workers
+        self._fewer_workers = fewer_workers
         self._on_error = on_error
         self._schedule = schedule
         self._fresh = fresh
@@ -263,12 +268,19 @@ class _Run:
             # asked for.
             "libraries": job.pop("libraries"),
         }
+        reading = self._measure_reading()
         self._control.meet()
         everyone = self._backend.all_gather_json(
-            {"job": job, "machine": machine, "host": socket.gethostname()}
+            {
+                "job": job,
+                "machine": machine,
+                "host": socket.gethostname(),
+                "reading": asdict(reading),
+            }
         )
         hosts = [rank["host"] for rank in everyone]
         check_same_job([rank["job"] for rank in everyone], hosts)
+        self._fit_workers([Reading(**rank["reading"]) for rank in everyone])
         # After what costs less to compare, and so of the same samples on every rank.
         job["contents"] = contents_fingerprint(
             self._dataset, self._plan.num_samples, self._backend, self._control
@@ -288,6 +300,30 @@ class _Run:
             ],
             "fingerprint": sha256_of_json(job),
         }
+
+    def _measure_reading(self) -> Reading:
+        """What the reading processes of this rank will need of the shared memory."""
+        on_cpu = self._backend.device.type == "cpu"
+        batches = -(-self._plan.num_batches // self._world.size)
+        return measure_reading(
+            self._dataset,
+            self._task,
+            self._plan.batch_size,
+            workers=min(self._options._workers, batches),
+            ahead=ahead_of(self._options._schedule),
+            # One that comes out of the loader, and those that are computed; for a GPU they are copied first.
+            held=1 + (self._evaluation.threads if on_cpu else 1),
+            batches=batches,
+        )
+
+    def _fit_workers(self, everyone: Sequence[Reading]) -> None:
+        """Take no more reading processes than the shared memory has room for."""
+        workers, notes = choose_workers(everyone, chosen=not self._options._fewer_workers)
+        if notes:
+            self._evaluation = replace(self._evaluation, workers=workers[self._world.rank])
+        if self._world.is_main:
+            for sentence in notes:
+                self._options._note(sentence)
 
     def _open_folder(self, facts: Mapping[str, Any]) -> tuple[RunFolder, Found]:
         """Rank 0 makes the output folder, or goes on in it; the others learn what it has found there."""

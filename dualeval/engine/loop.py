@@ -76,6 +76,11 @@ class Evaluation:
     note: Callable[[str], None]
 
 
+def ahead_of(schedule: str) -> int:
+    """How many batches a reading process may read ahead: what it has claimed, no other rank can take."""
+    return 1 if schedule == "dynamic" else 2
+
+
 def evaluate_alone(
     evaluation: Evaluation, samples: range
 ) -> tuple[dict[str, npt.NDArray[Any]], tuple[FailedSample, ...]]:
@@ -221,7 +226,7 @@ class Loop:
             batches(),
             workers=min(self._evaluation.workers, share),
             device=self._evaluation.backend.device,
-            ahead=1 if dynamic else 2,
+            ahead=ahead_of(self._evaluation.schedule),
             step=lambda stage: self._progress.step(stage, handed[0][0] if handed else None),
         )
         compute_s = 0.0

@@ -1,0 +1,184 @@
+"""The memory through which reading processes hand over batches, and for how many of them it has room.
+
+torch puts the tensors of a batch into files in ``/dev/shm``, where Docker gives containers 64 MB by default.
+A batch that finds no room there is lost, and the rank would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualeval.engine.feed import FailedSample, Feed, Reader
+from dualeval.errors import UsageError
+from dualeval.network import host_identity
+from dualeval.tasks import Dataset, Task
+
+SHARED_MEMORY = Path("/dev/shm")
+# The locks of its queues, each a page there, and what the tensors of a batch leave of their last pages.
+_BESIDE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What the reading processes of a rank need of the shared memory, and what is there for them.
+
+    Attributes:
+        host: the name of the rank's host.
+        place: the same for ranks that share this memory, and for no others.
+        free: bytes of it that nobody has taken yet.
+        batch: bytes of the tensors of a batch, about; 0 where there are none, or that cannot be told.
+        workers: number of reading processes.
+        ahead: batches that each of them may read ahead.
+        held: batches that the rank itself may have at a time.
+        batches: number of batches for the rank.
+    """
+
+    host: str
+    place: str
+    free: int
+    batch: int
+    workers: int
+    ahead: int
+    held: int
+    batches: int
+
+    @property
+    def needed(self) -> int:
+        """The most bytes that are taken at a time."""
+        if not self.workers or not self.batch:
+            return 0
+        most = min(self.workers * self.ahead + self.held, self.batches)
+        return self.batch * most + self.workers * _BESIDE_BYTES
+
+    def fitting(self, room: int) -> int:
+        """The number of reading processes, up to the present one, for which so many bytes are enough."""
+        fewer = (replace(self, workers=workers) for workers in range(self.workers, 0, -1))
+        return next((one.workers for one in fewer if one.needed <= room), 0)
+
+
+def measure_reading(
+    dataset: Dataset, task: Task, batch_size: int, *, workers: int, ahead: int, held: int, batches: int
+) -> Reading:
+    """Find out, from the first sample, what a rank's reading processes need, before they are started.
+
+    Args:
+        dataset: what is read.
+        task: collates.
+        batch_size: samples a batch.
+        workers: as in ``Reading``; likewise ``ahead``, ``held`` and ``batches``.
+    """
+    free, batch, place = 0, 0, ""
+    if workers and SHARED_MEMORY.is_dir():
+        # In a process of its own: what a data set opens may not outlive a fork.
+        [sized] = Feed(_Sizes(dataset, task, fill=False), [range(1)], workers=1, device=torch.device("cpu"))
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        # Its size is 0 where it has no limit.
+        free, batch = usage.free, sized.data * batch_size if usage.total else 0
+        # By the kernel and its mount: hosts of one kernel (containers) may share it or not.
+        place = f"{host_identity().partition('.')[0]}:{SHARED_MEMORY.stat().st_dev}"
+    return Reading(
+        host=socket.gethostname(),
+        place=place,
+        free=free,
+        batch=batch,
+        workers=workers,
+        ahead=ahead,
+        held=held,
+        batches=batches,
+    )
+
+
+def choose_workers(everyone: Sequence[Reading], *, chosen: bool) -> tuple[list[int], list[str]]:
+    """Decide on the number of reading processes of each rank; every rank comes to the same.
+
+    Args:
+        everyone: what each rank has measured.
+        chosen: whether the caller has asked for that many, so that fewer are not what is wanted.
+
+    Returns:
+        The numbers, by rank; and for people what was lowered, and why.
+
+    Raises:
+        UsageError: that many were ``chosen``, and the memory is too small for them.
+    """
+    places: dict[str, list[Reading]] = {}
+    for reading in everyone:
+        if reading.needed:
+            places.setdefault(reading.place, []).append(reading)
+    lowered = {place: least for place, sharing in places.items() if (least := _lowered(sharing)) is not None}
+    said = [_shortage(places[place], workers) for place, workers in lowered.items()]
+    if chosen and said:
+        raise UsageError(f"--workers: {said[0]} {_ADVICE} Or type --workers {min(lowered.values())}.")
+    workers = [min(reading.workers, lowered.get(reading.place, reading.workers)) for reading in everyone]
+    return workers, [f"{text} {_ADVICE}" for text in said]
+
+
+_ADVICE = (
+    "A container gets more with 'docker run --ipc=host' or --shm-size, in Kubernetes with an emptyDir of "
+    "memory at /dev/shm."
+)
+
+
+def _lowered(sharing: Sequence[Reading]) -> int | None:
+    """How many processes each of the ranks that share the memory may have; None where all have room."""
+    free = min(reading.free for reading in sharing)
+    if sum(reading.needed for reading in sharing) <= free:
+        return None
+    return min(reading.fitting(free // len(sharing)) for reading in sharing)
+
+
+def _shortage(sharing: Sequence[Reading], workers: int) -> str:
+    first, needed = sharing[0], sum(reading.needed for reading in sharing)
+    ranks = f"{len(sharing)} ranks" if len(sharing) > 1 else "1 rank"
+    return (
+        f"{SHARED_MEMORY} on {first.host} has {_megabytes(first.free)} free, and {ranks} with "
+        f"{max(reading.workers for reading in sharing)} reading processes each may take "
+        f"{_megabytes(needed)} there ({_megabytes(first.batch)} a batch): there is room for "
+        f"{f'{workers} of them a rank' if workers else 'none of them'}."
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e9:,.3g} GB"
+
+
+class _Sizes(Reader):
+    """Reads batches, and gives the bytes of their tensors in place of them."""
+
+    def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
+        try:
+            data, _ = super().__getitem__(indices)
+        except Exception:  # noqa: BLE001 - what is wrong with a sample is said where it is read to be evaluated
+            return 0, ()
+        return tensor_bytes(data), ()
+
+
+def tensor_bytes(batch: Any) -> int:
+    """The bytes of all tensors in a batch, wherever in it they are."""
+    found = _Tensors(io.BytesIO())
+    found.dump(batch)
+    return sum(found.sizes.values())
+
+
+class _Tensors(pickle.Pickler):
+    """Looks for tensors where a queue between processes would: in all that is pickled."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.sizes: dict[int, int] = {}
+
+    def persistent_id(self, found: Any) -> int | None:
+        if not isinstance(found, Tensor):
+            return None
+        self.sizes[id(found)] = found.numel() * found.element_size()
+        return id(found)
