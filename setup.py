@@ -49,6 +49,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
+            "pyyaml",
             "ruff",
             "scikit-learn",
             "torchmetrics",

@@ -1,0 +1,40 @@
+"""The example of the collectives runs under every launcher, and stands in docs/backends.md as it is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Launch
+from tests.launchers import needs, start
+
+EXAMPLE = ROOT / "examples/collectives.py"
+SAID = {1: "first: 1 ranks, 3 losses, mean 1.0000", 2: "first: 2 ranks, 7 losses, mean 1.2857"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "size"),
+    [
+        pytest.param(launcher, backend, size, marks=[*needs(launcher, backend), *marks])
+        for launcher, backend, size, marks in [
+            ("torchrun", "torch", 2, []),
+            ("horovodrun", "horovod", 2, []),
+            ("none", "single", 1, [pytest.mark.long]),
+            ("mpirun", "mpi", 2, [pytest.mark.long]),
+            ("horovodrun --mpi", "horovod", 2, [pytest.mark.long]),
+        ]
+    ],
+)
+def test_under_every_launcher(launch: Launch, tmp_path: Path, launcher: str, backend: str, size: int) -> None:
+    done = launch([*start(launcher, size), sys.executable, EXAMPLE], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(SAID[size]) == 1
+
+
+def test_the_page_has_it() -> None:
+    code = EXAMPLE.read_text("utf-8").partition('"""\n\n')[2]
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/backends.md").read_text("utf-8"), re.DOTALL)
+    assert code in blocks
