@@ -65,8 +65,9 @@ class TorchBackend(Backend):
             self._translated("joining the group"),
             shared_store(self.world, "torch.distributed") as (store, _, port),
         ):
-            self.world = placed_on_hosts(self.world, store)
-            with_nccl = _all_have_nccl(store, self.world)
+            with joining(self.world, store, "what the ranks tell of their hosts and GPUs"):
+                self.world = placed_on_hosts(self.world, store)
+                with_nccl = _all_have_nccl(store, self.world)
             network = None if self.world.is_one_node else interface_between_nodes(self.world, store, port)
             if with_nccl and network is not None:
                 # For as long as the group is there: NCCL reads it when it is set up.
@@ -130,16 +131,16 @@ class TorchBackend(Backend):
     def _close(self, failed: bool) -> None:
         # A gloo rank that leaves while another is still in its last collective breaks it, and a group that is
         # never destroyed now and then aborts the interpreter at exit (SIGABRT).
-        try:
-            if not failed:
-                self.barrier()
-        finally:
-            if failed and self.owns_group and self._sends_from:
-                # NCCL's own end waits for collectives of ranks that may be gone.
-                dist.distributed_c10d._abort_process_group()
-            else:
-                dist.destroy_process_group(self._host_group)
-            self._settings.close()
+        with self._settings:
+            try:
+                if not failed:
+                    self.barrier()
+            finally:
+                if failed and self.owns_group and self._sends_from:
+                    # NCCL's own end waits for collectives of ranks that may be gone.
+                    dist.distributed_c10d._abort_process_group()
+                else:
+                    dist.destroy_process_group(self._host_group)
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
