@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from dualeval.engine.worker_state import unpack
 from dualeval.errors import UsageError
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.world import World
+from tests.conftest import Launch
 from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
@@ -93,6 +96,35 @@ def test_a_collate_is_told_what_has_stayed_behind(started_anew: str) -> None:
         assert words in str(error.value)
     assert "Traceback" not in str(error.value)
     assert started_anew == multiprocessing.get_start_method()
+
+
+KILLED = """
+import multiprocessing, os, signal, threading, torch
+from dualeval.engine.feed import Feed, Reader
+from tests.conftest import Launch
+from tests.tiny import TinyTask
+
+class Hanging(TinyTask):
+    def collate(self, samples):
+        if len(samples) > 1:
+            threading.Event().wait()
+        return super().collate(samples)
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    task = Hanging(9)
+    batches = [range(1), range(4, 9)]
+    feed = iter(Feed(Reader(task.dataset(), task), batches, workers=1, device=torch.device("cpu")))
+    next(feed)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_reading_processes_end_with_the_one_they_read_for(tmp_path: Path, launch: Launch) -> None:
+    """Their parent is the server of forkserver, which lives as long as they do."""
+    (tmp_path / "killed.py").write_text(KILLED)
+    # Fails where a process is left behind.
+    assert launch([sys.executable, tmp_path / "killed.py"], timeout=60).returncode == -signal.SIGKILL
 
 
 # -- what is sent, without a process ---------------------------------------------------------------

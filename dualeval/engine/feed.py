@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -300,12 +305,21 @@ class Feed:
 
 
 def _end_with_parent(worker: int) -> None:
-    """Have the kernel kill this reading process when its parent ends, however that ends (Linux).
+    """Have this reading process killed when the process that it reads for ends, however that ends.
 
     One that hangs in a read would outlive it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    # Under forkserver the kernel's parent is the server, which lives as long as one of its processes does.
+    if parent is not None and (sys.platform != "linux" or os.getppid() != parent.pid):
+        threading.Thread(target=_die_after, args=(parent,), daemon=True).start()
+
+
+def _die_after(parent: BaseProcess) -> None:
+    connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _unchanged(batch: _Tree) -> _Tree:

@@ -102,9 +102,15 @@ class Task(Protocol):
 
     @abstractmethod
     def collate(self, samples: Any) -> Any:
-        """Make one batch (tensors in dicts, lists or tuples) of what ``__getitems__`` gave.
+        """Make one batch of what ``__getitems__`` gave.
 
-        Runs in worker processes where there are any.
+        Tensors in it are brought to the device: in dicts, lists, tuples and dataclasses, in what is
+        registered with ``torch.utils._pytree``, and in objects with a method ``to(device)``. Tensors in other
+        objects are refused, on a CPU too. A mapping, list or tuple of a class of its own may become a plain
+        one on its way.
+
+        Runs in worker processes where there are any. Where Python starts these anew (on Linux from 3.14 on)
+        they have neither the model nor what of the task cannot be pickled.
         """
 
     @abstractmethod
