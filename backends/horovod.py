@@ -196,15 +196,6 @@ def runs_over_mpi() -> bool:
     return bool(_load().mpi_built())
 
 
-def meets_over_mpi(world: World) -> bool:
-    """Whether ranks of Horovod find each other over MPI in this world, else over gloo.
-
-    Raises:
-        LaunchError: Horovod is missing, cannot be loaded, or lacks what the launcher needs.
-    """
-    return _meets_over_mpi(_load(), world)
-
-
 def describe() -> str:
     """Horovod's version and what it is built with; raises LaunchError where it is missing or broken."""
     hvd = _load()
