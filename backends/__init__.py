@@ -16,7 +16,7 @@ import importlib
 from dataclasses import dataclass
 
 from dualeval.backends.base import Backend
-from dualeval.backends.mpi import MPI_LAUNCHERS, require_mpi4py
+from dualeval.backends.mpi import MPI_LAUNCHERS
 from dualeval.errors import LaunchError, UsageError
 from dualeval.world import World
 
@@ -96,26 +96,10 @@ def choose_backend(name: str | None, world: World) -> str:
 
     Raises:
         UsageError: there is no such backend.
-        LaunchError: this backend cannot run under this launcher, or a library that it needs for this is
-            missing or broken on this node.
+        LaunchError: this backend cannot run under this launcher, or Horovod is broken.
     """
-    chosen = _default(world) if name is None else _checked(name, world)
-    if _meets_over_mpi(chosen, world):
-        require_mpi4py()
-    return chosen
-
-
-def _meets_over_mpi(name: str, world: World) -> bool:
-    """Whether ranks of this backend find each other over MPI, and so need mpi4py."""
-    if name == "horovod" and world.mpi and world.launcher not in MPI_LAUNCHERS:
-        from dualeval.backends import horovod
-
-        return horovod.meets_over_mpi(world)
-    return name == "mpi" or (world.launcher in MPI_LAUNCHERS and (name == "horovod" or world.size > 1))
-
-
-def _checked(name: str, world: World) -> str:
-    """A backend that was asked for by name, which can run under the world's launcher."""
+    if name is None:
+        return _default(world)
     if name not in _BACKENDS:
         near = difflib.get_close_matches(name, _BACKENDS, cutoff=0.5)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""

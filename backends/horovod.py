@@ -230,15 +230,6 @@ def runs_over_mpi() -> bool:
     return bool(_load().mpi_built())
 
 
-def meets_over_mpi(world: World) -> bool:
-    """Whether ranks of Horovod find each other over MPI in this world, else over gloo.
-
-    Raises:
-        LaunchError: Horovod is missing, cannot be loaded, or lacks what the launcher needs.
-    """
-    return _meets_over_mpi(_load(), world)
-
-
 def built_with() -> dict[str, bool]:
     """Whether Horovod is built with gloo, MPI and NCCL; raises LaunchError where it is missing or broken."""
     hvd = _load()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -181,23 +180,14 @@ def _library(mpi: Any) -> str:
     return " ".join(first.partition(",")[0].rstrip("\0 ").split())
 
 
-def require_mpi4py() -> None:
-    """Check that mpi4py is installed, without loading an MPI library.
-
-    Raises:
-        LibraryError: it is not.
-    """
-    if importlib.util.find_spec("mpi4py") is None:
+def _load() -> Any:
+    try:
+        import mpi4py
+    except ModuleNotFoundError as error:
         raise LibraryError(
             "mpi4py is not installed, and ranks that meet over MPI need it, Horovod's too. Type: pip install "
             "'dualeval[mpi]'"
-        )
-
-
-def _load() -> Any:
-    require_mpi4py()
-    import mpi4py
-
+        ) from error
     # Importing mpi4py.MPI would initialise MPI otherwise, and the interpreter's end would finalise it, by a
     # wait for ranks that may be gone. Without effect where the caller has imported it.
     mpi4py.rc.initialize = False

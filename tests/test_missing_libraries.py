@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from dualeval.backends import choose_backend
+from dualeval import cli
 from dualeval.backends.horovod import _meets_over_mpi
-from dualeval.errors import LaunchError, LibraryError
+from dualeval.errors import LaunchError
 from dualeval.world import World
 from tests.conftest import BIN, ROOT, Launch
 from tests.launchers import start
@@ -108,33 +109,32 @@ def test_mpi4py_is_missing_for_horovod(launcher: str, launch: Launch, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "launcher", "size", "mpi", "needed"),
+    ("rank", "local_rank", "of_node", "said"),
     [
-        ("mpi", "openmpi", 2, True, True),
-        ("mpi", "srun", 1, True, True),
-        ("horovod", "mpich", 1, True, True),
-        ("horovod", "srun", 2, False, False),
-        ("horovod", "horovodrun", 2, False, False),
-        # Ranks of torch tell each other over MPI where to meet; one alone has nobody to tell.
-        ("torch", "openmpi", 2, True, True),
-        ("torch", "openmpi", 1, True, False),
-        ("torch", "srun", 2, True, False),
-        ("torch", "torchrun", 2, False, False),
+        (0, 0, False, "dualeval: error: it is gone\n"),
+        (2, 0, False, ""),
+        (0, 0, True, "dualeval: error: it is gone\n"),
+        (1, 1, True, ""),
+        (2, 0, True, f"dualeval: error: it is gone (on {socket.gethostname()})\n"),
+        (3, 1, True, ""),
     ],
 )
-def test_who_needs_mpi4py(
-    name: str, launcher: str, size: int, mpi: bool, needed: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_may_be_of_one_node_is_said_by_the_first_rank_there(
+    rank: int,
+    local_rank: int,
+    of_node: bool,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "mpi4py" else find_spec(name, *rest)
-    )
-    world = World(rank=0, size=size, local_rank=0, local_size=size, node_rank=0, launcher=launcher, mpi=mpi)
-    if needed:
-        with pytest.raises(LibraryError, match="mpi4py is not installed"):
-            choose_backend(name, world)
-    else:
-        assert choose_backend(name, world) == name
+    """Four ranks on two nodes: on rank 0's the library may be there."""
+    for name, value in {"RANK": rank, "SIZE": 4, "LOCAL_RANK": local_rank, "LOCAL_SIZE": 2}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    # What follows the words: the process waits for the others' end, and ends.
+    monkeypatch.setattr("dualeval.cli.sleep", lambda seconds: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    cli._say("it is gone", ["run"], of_node=of_node)
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.needs("mpi")
