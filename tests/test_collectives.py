@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT, Launch
 from tests.launchers import needs, start
 
-EXAMPLE = ROOT / "examples/collectives.py"
+EXAMPLE = ROOT / "examples/mean_of_shards.py"
 SAID = {1: "first: 1 ranks, 3 losses, mean 1.0000", 2: "first: 2 ranks, 7 losses, mean 1.2857"}
 
 

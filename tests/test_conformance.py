@@ -188,9 +188,10 @@ def test_the_page() -> None:
 def test_the_speed_of_several_devices_is_shown() -> None:
     """Self-tests on host and device tensors are timed apart."""
     speed = {"latency_us": 12.0, "bandwidth_gb_s": 1.5}
-    test = {**row("ok"), "operations": {"gather": True}, "problems": []}
+    test = {**row("ok"), "operations": {"gather": True}, "problems": ["2 ranks would take 9 threads"]}
     text = page(report(row("ok"), self_tests=[{**test, "speed": {"cpu": speed, "cuda": speed}}]))
     assert "| 1 right | cpu: 12 us for 8 bytes, 1.50 GB/s at 64 MiB; cuda: 12 us" in text
+    assert "\n- 2 ranks would take 9 threads (torchrun torch)\n" in text
 
 
 def test_the_summary_of_nothing() -> None:

@@ -23,7 +23,7 @@ from dualeval.cli import node_facts
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, LaunchError, UsageError
 from dualeval.launch import detect
 from dualeval.launch.starts import LAUNCHERS, Site, child_environ, choose_launchers
-from dualeval.launch.supervise import Interrupted, Interrupts, ask, run_supervised
+from dualeval.launch.supervise import Ended, Interrupted, Interrupts, ask, run_supervised
 from dualeval.launch.trials import Trial, command_of, plan_trials
 from dualeval.report import conformance as judging
 from dualeval.report.anonymous import Names
@@ -297,8 +297,6 @@ class _Bench:
 
     def _try(self, trial: Trial, number: int, references: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Start one trial; returns its row of the report."""
-        from dualeval.result import read_status
-
         row: dict[str, Any] = {
             **{name: getattr(trial, name) for name in ("launcher", "backend", "ranks", "nodes", "device")},
             "outcome": judging.NOT_HERE,
@@ -311,15 +309,14 @@ class _Bench:
         row |= of_a_self_test if trial.is_self_test else {"found": None}
         if trial.reason is not None:
             return row
-        [reference] = [one["found"] for one in references if one["device"] == trial.device] or [None]
-        if reference is None and not trial.is_reference:
+        same = [one for one in references if one["device"] == trial.device and one["outcome"] == judging.OK]
+        if not same and not trial.is_reference:
             return {**row, "outcome": judging.NOT_RUN, "reason": "one process has failed on this device"}
         row["command"] = self.shown(trial, number)
         out, err = (self.folder / "logs" / f"{number:03}.{name}" for name in ("out", "err"))
-        command = self.command(trial, number, self.site, self.words, str(self.folder))
         try:
             ended = run_supervised(
-                command,
+                self.command(trial, number, self.site, self.words, str(self.folder)),
                 stdout=out,
                 stderr=err,
                 environ=self.environ,
@@ -327,44 +324,49 @@ class _Bench:
                 check=self.interrupts.check,
             )
         except OSError as error:
-            return {
-                **row,
-                "outcome": judging.FAILED,
-                "reason": self.names.clean(f"{command[0]}: {error.strerror}"),
-            }
+            return {**row, "outcome": judging.FAILED, "reason": self.names.clean(str(error))}
         row["seconds"] = round(ended.seconds, 2)
-        try:
-            own = self._self_test(out) if trial.is_self_test else self._result(trial, number, reference)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            own = {"outcome": judging.FAILED, "reason": f"nothing that can be read came back ({error})"}
-        if ended.code is None:
-            own = {"outcome": judging.TIMED_OUT, "reason": f"did not end within {self.asked.timeout_s:g} s"}
-        elif ended.code != 0 and not (trial.is_self_test and own["outcome"] != judging.FAILED):
-            said = read_status(self.folder / "runs" / f"{number:03}")
-            reason = said.reason if said is not None and said.reason else _exit_of(ended.code)
-            own = {
-                **own,
-                "outcome": judging.FAILED,
-                "reason": own["reason"] if trial.is_self_test else reason,
-            }
-        row |= own
+        if trial.is_self_test:
+            row |= self._self_test(ended, out)
+        else:
+            row |= self._result(ended, trial, number, same[0]["found"] if same else None)
         row["reason"] = row["reason"] and self.names.clean(row["reason"])
         if row["outcome"] in judging.BAD:
             row["last_lines"] = [self.names.clean(line) for line in _last_lines(err, out, trial.is_self_test)]
         return row
 
-    def _result(self, trial: Trial, number: int, reference: Mapping[str, Any] | None) -> dict[str, Any]:
-        from dualeval.result import RESULT
+    def _result(
+        self, ended: Ended, trial: Trial, number: int, reference: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """What came out of a run, compared with the reference."""
+        from dualeval.result import RESULT, read_status
 
-        path = self.folder / "runs" / f"{number:03}" / RESULT
-        found = judging.facts_of(json.loads(path.read_text("utf-8")))
+        folder = self.folder / "runs" / f"{number:03}"
+        reason: str | None
+        if ended.code is None:
+            return self._timed_out()
+        if ended.code != 0:
+            said = read_status(folder)
+            reason = said.reason if said is not None and said.reason else _exit_of(ended.code)
+            return {"outcome": judging.FAILED, "reason": reason}
+        try:
+            found = judging.facts_of(json.loads((folder / RESULT).read_text("utf-8")))
+        except FileNotFoundError:
+            reason = f"it ended well, but there is no {folder / RESULT}: do all nodes see this folder?"
+            return {"outcome": judging.FAILED, "reason": reason}
         wanted = {"ranks": trial.ranks, "nodes": trial.nodes, "backend": trial.backend}
         outcome, reason = judging.judge(found, wanted, self.asked.limit, reference)
         return {"outcome": outcome, "reason": reason, "found": found}
 
-    def _self_test(self, out: Path) -> dict[str, Any]:
+    def _self_test(self, ended: Ended, out: Path) -> dict[str, Any]:
+        """What ``dualeval doctor`` has printed; its exit code says less: it is 1 for any problem."""
         text = _TAG.sub("", out.read_text("utf-8", "replace"))
-        found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        try:
+            found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        except ValueError:
+            if ended.code is None:
+                return self._timed_out()
+            return {"outcome": judging.FAILED, "reason": f"it printed no report ({_exit_of(ended.code)})"}
         outcome, reason = judging.judge_self_test(found)
         ranks = found["ranks"].values()
         return {
@@ -377,6 +379,9 @@ class _Bench:
             "speed": found["speed"],
             "problems": [self.names.clean(problem) for problem in found["problems"]],
         }
+
+    def _timed_out(self) -> dict[str, Any]:
+        return {"outcome": judging.TIMED_OUT, "reason": f"it did not end within {self.asked.timeout_s:g} s"}
 
 
 def _exit_of(code: int) -> str:

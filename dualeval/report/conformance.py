@@ -234,6 +234,13 @@ def _self_tests(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             for row in rows
         ],
     )
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        for problem in row["problems"]:
+            said.setdefault(problem, []).append(f"{row['launcher']} {row['backend']}")
+    yield from (f"- {problem} ({', '.join(where)})" for problem, where in said.items())
+    if said:
+        yield ""
 
 
 def _speed(speed: Mapping[str, Any] | None) -> str:

@@ -2,10 +2,10 @@
 
 The launcher is found, and the library that goes with it is taken:
 
-    torchrun --nproc-per-node 2 examples/collectives.py
-    horovodrun -np 2 python examples/collectives.py
-    mpirun -np 2 python examples/collectives.py
-    srun -n 2 python examples/collectives.py
+    torchrun --nproc-per-node 2 examples/mean_of_shards.py
+    horovodrun -np 2 python examples/mean_of_shards.py
+    mpirun -np 2 python examples/mean_of_shards.py
+    srun -n 2 python examples/mean_of_shards.py
 """
 
 import os
