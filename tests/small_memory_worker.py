@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dualeval.backends import connect
+from dualeval.devices import connect
 from dualeval.engine.control import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.errors import UsageError
