@@ -78,8 +78,8 @@ def connect(
 
     Args:
         name: "single", "torch", "horovod" or "mpi"; None takes the launcher's own: without a launcher single,
-            torchrun, srun, Flux and plain variables torch, horovodrun horovod, mpirun horovod where that is built with MPI and else
-            mpi.
+            torchrun, srun, Flux and plain variables torch, horovodrun horovod, mpirun horovod where that is
+            built with MPI and else mpi.
         world: this process's place, from ``dualeval.launch.detect``.
         device: as for ``choose_device``.
         allow_shared_gpu: likewise.

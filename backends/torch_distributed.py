@@ -28,8 +28,8 @@ class TorchBackend(Backend):
 
     Joins the group that torchrun's variables describe, or those of another tool that have the same names, and
     leaves it on close. Ranks that mpirun started tell each other over MPI where to meet, Flux's over PMI, and
-    those of a step of Slurm's at a port that follows from the step's number. Where the caller has already initialised torch.distributed, that group is used, and stays the
-    caller's to end.
+    those of a step of Slurm's at a port that follows from the step's number. Where the caller has already
+    initialised torch.distributed, that group is used, and stays the caller's to end.
 
     Raises:
         LaunchError: the caller's group has another rank or size than ``world``, or there is neither an

@@ -1,4 +1,4 @@
-"""Job arrays, heterogeneous jobs, jobs with GPUs, and plain variables on two hosts, as Slurm and ssh run them."""
+"""Job arrays, heterogeneous jobs and jobs with GPUs under Slurm, and plain variables on two hosts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.conftest import ROOT, Launch
 
 pytestmark = pytest.mark.needs("cluster")
 
-PLACE = [sys.executable, ROOT / "tests/place_worker.py"]
+PLACE: list[str | Path] = [sys.executable, ROOT / "tests/place_worker.py"]
 DETECT = "import os; from dualeval.launch import detect; os.write(1, f'{detect(os.environ)}\\n'.encode())"
 COUNT_OF_TASKS = 3
 
