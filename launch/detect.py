@@ -452,7 +452,7 @@ def _probe_none(environ: Mapping[str, str]) -> World:
 
 # Innermost launcher first: torchrun may run inside a task of any other, and horovodrun inside an allocation
 # that sets MPI's variables. Flux may itself run in a step of Slurm's, and may set a part of Open MPI's. In a
-# job of Slurm's, mpirun starts its own ranks through a step of one process a node. "env" is whoever sets these
+# job of Slurm's, mpirun starts its own ranks through a step of one process a node. "env" is whoever sets such
 # names, so launchers that have names of their own are asked before. "none" stays last: it always answers.
 PROBES: dict[str, Probe] = {
     TORCHRUN.launcher: _probe_torchrun,
