@@ -1,6 +1,6 @@
 """PMI-1, the Process Management Interface: a store of values that the launcher of a process serves to it.
 
-Its wire protocol is lines of text over a file descriptor, here as Flux (its RFC 13) and MPICH's Hydra speak it.
+Its wire protocol is lines of text over a file descriptor, as Flux (its RFC 13) and MPICH's Hydra speak it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def told_over_pmi(world: World, words: Any) -> Any:
         # In hexadecimal digits: a space or an equals sign may end a value.
         text = json.dumps(words).encode().hex()
         parts = [text[start : start + longest] for start in range(0, len(text), longest)]
-        for key, value in {"parts": len(parts), **dict(enumerate(parts))}.items():
+        keys = ["parts", *range(len(parts))]
+        for key, value in zip(keys, [len(parts), *parts], strict=True):
             client.ask(f"put kvsname={store} key={name}-{key} value={value}")
     client.ask("barrier_in")
     count = int(client.ask(f"get kvsname={store} key={name}-parts")["value"])
@@ -73,8 +74,8 @@ class _Client:
         if not stat.S_ISSOCK(mode):
             raise LaunchError(
                 f"PMI_FD={descriptor} is no connection to the launcher in this process: something between "
-                f"has closed it. Have the launcher start dualeval itself, or give the ranks an address to meet "
-                f"at, as in 'flux run -o pmi=none --env=MASTER_ADDR=FIRST_HOST --env=MASTER_PORT=29500'."
+                f"has closed it. Have the launcher start dualeval itself, or give the ranks an address to "
+                f"meet at, as in 'flux run -o pmi=none --env=MASTER_ADDR=FIRST_HOST --env=MASTER_PORT=29500'."
             )
 
     def ask(self, request: str, limit_s: float = LATE_S) -> dict[str, str]:

@@ -18,6 +18,16 @@ from dataclasses import dataclass, field, replace
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.gpus import promised_gpus
 from dualeval.launch.hostlist import expand_hosts, expand_tasks, node_addresses, order_by_component
+from dualeval.launch.reading import (
+    LeftOver,
+    check_place,
+    half_set,
+    is_whole,
+    launch_error,
+    read_address,
+    read_place,
+    whole_number,
+)
 from dualeval.launch.unknown import unread_rank
 from dualeval.launch.variables import (
     ALL,
@@ -29,7 +39,6 @@ from dualeval.launch.variables import (
     SRUN,
     TORCHRUN,
     Variable,
-    Variables,
 )
 from dualeval.world import World
 
@@ -70,10 +79,6 @@ class Detection:
             assert self.error is not None
             raise self.error
         return self.world
-
-
-class _LeftOver(LaunchError):
-    """Variables that are set in part, and may be another's than the launcher whose names they have."""
 
 
 def detect(environ: Mapping[str, str], launcher: str | None = None) -> World:
@@ -123,13 +128,13 @@ def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detectio
     )
 
 
-def _ask_all(environ: Mapping[str, str]) -> tuple[World, _LeftOver | None]:
+def _ask_all(environ: Mapping[str, str]) -> tuple[World, LeftOver | None]:
     """The first probe's answer, and what was passed over on the way to it."""
     left_over = None
     for probe in PROBES.values():
         try:
             world = probe(environ)
-        except _LeftOver as error:
+        except LeftOver as error:
             left_over = left_over or error
             continue
         if world is not None:
@@ -143,7 +148,7 @@ def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
     # A batch script and an salloc shell are number 0 of their job.
     missing = [name for name in SRUN.needed if name not in environ]
     if missing and any(environ.get(name, "0") != "0" for name in (SRUN.rank, SRUN.local_rank)):
-        return _half_set(SRUN, environ, missing)
+        return half_set(SRUN, environ, missing)
     message = unread_rank(environ, ", ".join(PROBES))
     return LaunchError(message) if message else None
 
@@ -169,17 +174,18 @@ def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
     }
     for source, launchers in in_doubt.items():
         own = _answer(environ, source.launcher)
-        for launcher in launchers if own is not None else ():
-            other = _answer(environ, launcher)
-            if other is not None and (other.rank, other.size) != (own.rank, own.size):
+        others = [_answer(environ, launcher) for launcher in launchers] if own else []
+        for other in others:
+            if own and other and (other.rank, other.size) != (own.rank, own.size):
                 unmarked = "" if source is FLUX else f", without torchrun's own mark {TORCHRUN.mark},"
-                raise _error(
+                names = " ".join(name for name in source.all if name in environ)
+                raise launch_error(
                     source,
-                    f"{launcher} started this process as rank {other.rank} of {other.size}, and the variables "
-                    f"of {source.launcher}{unmarked} say rank {own.rank} of {own.size}",
+                    f"{other.launcher} started this process as rank {other.rank} of {other.size}, and the "
+                    f"variables of {own.launcher}{unmarked} say rank {own.rank} of {own.size}",
                     environ,
-                    f"Type 'unset {' '.join(name for name in source.all if name in environ)}', or choose with "
-                    f"--launcher {launcher} or --launcher {source.launcher}",
+                    f"Type 'unset {names}', or choose with --launcher {other.launcher} or --launcher "
+                    f"{own.launcher}",
                 )
     return _answer(environ, ENV.launcher) is not None
 
@@ -248,14 +254,14 @@ def _probe_torchrun(environ: Mapping[str, str]) -> World | None:
     address makes no process a rank.
     """
     trace = (TORCHRUN.mark or "", *TORCHRUN.ranks, "GROUP_RANK")
-    world = _place(TORCHRUN, environ, trace)
+    world = read_place(TORCHRUN, environ, trace)
     if world is None:
         return None
     return replace(
         world,
-        node_rank=_whole_number(TORCHRUN, environ, "GROUP_RANK"),
-        master=_address(TORCHRUN, environ, "MASTER_ADDR", "MASTER_PORT"),
-        restarts=_whole_number(TORCHRUN, environ, _RESTARTS) if environ.get(_RESTARTS) else 0,
+        node_rank=whole_number(TORCHRUN, environ, "GROUP_RANK"),
+        master=read_address(TORCHRUN, environ, "MASTER_ADDR", "MASTER_PORT"),
+        restarts=whole_number(TORCHRUN, environ, _RESTARTS) if environ.get(_RESTARTS) else 0,
         launch_id=environ.get(TORCHRUN.mark or ""),
     )
 
@@ -266,28 +272,28 @@ def _probe_horovodrun(environ: Mapping[str, str]) -> World | None:
     Where the ranks meet is the rendezvous of the host where horovodrun was typed, not rank 0's: no master.
     Its HOROVOD_CROSS_RANK numbers the nodes that have this local rank, which is not all of them.
     """
-    world = _place(HOROVODRUN, environ, HOROVODRUN.ranks)
+    world = read_place(HOROVODRUN, environ, HOROVODRUN.ranks)
     if world is None:
         return None
     if environ.get("HOROVOD_ELASTIC") == "1":
-        raise _error(
+        raise launch_error(
             HOROVODRUN,
             "horovodrun started this process in its elastic mode, in which ranks come and go",
             environ,
             f"Start a fixed number of them with '{HOROVODRUN.start}'",
         )
-    return replace(world, words=_address(HOROVODRUN, environ, *HOROVODRUN.others))
+    return replace(world, words=read_address(HOROVODRUN, environ, *HOROVODRUN.others))
 
 
 def _probe_open_mpi(environ: Mapping[str, str]) -> World | None:
     """Probe for Open MPI's mpirun (its OMPI_COMM_WORLD_NODE_RANK is no number of a node)."""
-    world = _place(OPEN_MPI, environ, OPEN_MPI.ranks)
+    world = read_place(OPEN_MPI, environ, OPEN_MPI.ranks)
     return world and replace(world, mpi=True)
 
 
 def _probe_mpich(environ: Mapping[str, str]) -> World | None:
     """Probe for MPICH's mpirun."""
-    world = _place(MPICH, environ, (MPICH.local_rank, MPICH.local_size))
+    world = read_place(MPICH, environ, (MPICH.local_rank, MPICH.local_size))
     return world and replace(world, mpi=True)
 
 
@@ -297,22 +303,22 @@ def _probe_flux(environ: Mapping[str, str]) -> World | None:
     Flux gives the tasks no address to meet at. Its PMI, which it serves to each task at a file descriptor,
     passes one on; without PMI the user has to.
     """
-    if not _is_whole(FLUX, environ, (FLUX.rank, FLUX.size)):
+    if not is_whole(FLUX, environ, (FLUX.rank, FLUX.size)):
         return None
     rank, size, local_rank = (
-        _whole_number(FLUX, environ, name) for name in (FLUX.rank, FLUX.size, FLUX.local_rank)
+        whole_number(FLUX, environ, name) for name in (FLUX.rank, FLUX.size, FLUX.local_rank)
     )
-    world = replace(_checked(FLUX, environ, rank, size, local_rank, size), local_size=1)
+    world = replace(check_place(FLUX, environ, rank, size, local_rank, size), local_size=1)
     if size == 1:
         return replace(world, node_rank=0, node_sizes=(1,))
     world = replace(world, placed=False)
     pmi = {FLUX.rank: "PMI_RANK", FLUX.size: "PMI_SIZE"}
     if "PMI_FD" in environ and all(environ.get(own) == environ[name] for name, own in pmi.items()):
-        return replace(world, pmi_fd=_whole_number(FLUX, environ, "PMI_FD"))
+        return replace(world, pmi_fd=whole_number(FLUX, environ, "PMI_FD"))
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        master = _address(FLUX, environ, "MASTER_ADDR", "MASTER_PORT")
+        master = read_address(FLUX, environ, "MASTER_ADDR", "MASTER_PORT")
         return replace(world, master=master, run_id=f"flux.{environ['FLUX_JOB_ID']}")
-    raise _error(
+    raise launch_error(
         FLUX,
         "Flux gave this process no PMI (PMI_FD is missing), by which the ranks would meet",
         environ,
@@ -323,17 +329,17 @@ def _probe_flux(environ: Mapping[str, str]) -> World | None:
 
 def _probe_env(environ: Mapping[str, str]) -> World | None:
     """Probe for the variables that torch.distributed itself reads, whoever has set them."""
-    if not _is_whole(ENV, environ, (ENV.rank, ENV.size, ENV.local_rank, ENV.local_size)):
+    if not is_whole(ENV, environ, (ENV.rank, ENV.size, ENV.local_rank, ENV.local_size)):
         return None
-    rank, size = (_whole_number(ENV, environ, name) for name in (ENV.rank, ENV.size))
+    rank, size = (whole_number(ENV, environ, name) for name in (ENV.rank, ENV.size))
     _refuse_missing_ranks(environ)
-    master = _address(ENV, environ, "MASTER_ADDR", "MASTER_PORT")
-    world = replace(_checked(ENV, environ, rank, size, 0, 1), master=master)
+    master = read_address(ENV, environ, "MASTER_ADDR", "MASTER_PORT")
+    world = replace(check_place(ENV, environ, rank, size, 0, 1), master=master)
     local_rank, local_size = (
-        _whole_number(ENV, environ, name) if name in environ else default
+        whole_number(ENV, environ, name) if name in environ else default
         for name, default in ((ENV.local_rank, 0), (ENV.local_size, size))
     )
-    _checked(ENV, environ, rank, size, local_rank, local_size)
+    check_place(ENV, environ, rank, size, local_rank, local_size)
     if size == 1:
         return replace(world, node_rank=0, node_sizes=(1,))
     return replace(world, local_rank=local_rank, placed=False)
@@ -343,11 +349,12 @@ def _refuse_missing_ranks(environ: Mapping[str, str]) -> None:
     """Raise in a pod of a PyTorchJob which is to start several ranks, by torchrun, and starts one."""
     count = environ.get("PET_NPROC_PER_NODE", "1")
     if count.isdecimal() and int(count) > 1 and "LOCAL_RANK" not in environ:
-        raise _error(
+        raise launch_error(
             ENV,
             f"this pod is to start {count} ranks (PET_NPROC_PER_NODE), and WORLD_SIZE counts all of them",
             environ,
-            "Start with 'torchrun -m dualeval run', which reads the PET_ variables, or leave out nprocPerNode",
+            "Start with 'torchrun -m dualeval run', which reads the PET_ variables, or leave out "
+            "nprocPerNode",
         )
 
 
@@ -359,27 +366,33 @@ def _probe_srun(environ: Mapping[str, str]) -> World | None:
     step = environ.get("SLURM_STEP_ID", "")
     if step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP:
         return None
-    if not _is_whole(SRUN, environ, (SRUN.size, SRUN.local_size, "SLURM_STEP_NODELIST", "SLURM_STEP_ID")):
+    if not is_whole(SRUN, environ, (SRUN.size, SRUN.local_size, "SLURM_STEP_NODELIST", "SLURM_STEP_ID")):
         return None
     node, job, number = (
-        _whole_number(SRUN, environ, name) for name in ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+        whole_number(SRUN, environ, name) for name in ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
     )
     try:
         sizes = expand_tasks(environ[SRUN.local_size])
         hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
     except ValueError as error:
-        raise _error(SRUN, str(error), environ) from error
+        raise launch_error(SRUN, str(error), environ) from error
     if len(hosts) != len(sizes):
-        raise _error(SRUN, f"{len(hosts)} nodes are named, but tasks are given for {len(sizes)}", environ)
+        raise launch_error(
+            SRUN, f"{len(hosts)} nodes are named, but tasks are given for {len(sizes)}", environ
+        )
     if not node < len(sizes):
-        raise _error(SRUN, f"SLURM_NODEID={node} is not below the number of nodes, {len(sizes)}", environ)
-    size = _whole_number(SRUN, environ, SRUN.size)
+        raise launch_error(
+            SRUN, f"SLURM_NODEID={node} is not below the number of nodes, {len(sizes)}", environ
+        )
+    size = whole_number(SRUN, environ, SRUN.size)
     if sum(sizes) != size:
-        raise _error(SRUN, f"the tasks a node are {sum(sizes)} together, and not {SRUN.size}={size}", environ)
-    rank = _whole_number(SRUN, environ, SRUN.rank)
+        raise launch_error(
+            SRUN, f"the tasks a node are {sum(sizes)} together, and not {SRUN.size}={size}", environ
+        )
+    rank = whole_number(SRUN, environ, SRUN.rank)
     # By the variable on every task, so that none waits for the one that finds it out.
     if environ.get("SLURM_DISTRIBUTION") == "arbitrary" or (rank == 0 and node != 0):
-        raise _error(
+        raise launch_error(
             SRUN,
             f"with --distribution=arbitrary task 0 may run anywhere, and the ranks are to meet it on the "
             f"step's first host, {hosts[0]}",
@@ -387,9 +400,9 @@ def _probe_srun(environ: Mapping[str, str]) -> World | None:
             "Leave out --distribution=arbitrary, and SLURM_HOSTFILE",
         )
     hosts, sizes = _in_order_of_nodes(environ, hosts, sizes, node)
-    restarts = _whole_number(SRUN, environ, _REQUEUES) if environ.get(_REQUEUES) else 0
+    restarts = whole_number(SRUN, environ, _REQUEUES) if environ.get(_REQUEUES) else 0
     return replace(
-        _checked(SRUN, environ, rank, size, _whole_number(SRUN, environ, SRUN.local_rank), sizes[node]),
+        check_place(SRUN, environ, rank, size, whole_number(SRUN, environ, SRUN.local_rank), sizes[node]),
         node_rank=node,
         master=(hosts[0], _FIRST_PORT + (131 * job + number) % _PORTS),
         master_addresses=node_addresses(environ, hosts[0]),
@@ -414,7 +427,7 @@ def _in_order_of_nodes(
     tasks = dict(zip(hosts, sizes, strict=True))
     own = environ.get("SLURMD_NODENAME")
     if own in tasks and ordered[node] != own:
-        raise _error(
+        raise launch_error(
             SRUN,
             f"Slurm says that node {node} of this step is {own}, and lists {', '.join(hosts)}: a "
             f"heterogeneous step ('srun ... : ...') numbers its nodes in another order, and nobody here "
@@ -440,102 +453,10 @@ def _probe_none(environ: Mapping[str, str]) -> World:
     return World.alone()
 
 
-def _place(source: Variables, environ: Mapping[str, str], trace: tuple[str, ...]) -> World | None:
-    """Read the four numbers that every launcher gives; None where it left no trace."""
-    if not _is_whole(source, environ, trace):
-        return None
-    rank, size, local_rank, local_size = (_whole_number(source, environ, name) for name in source.ranks)
-    return _checked(source, environ, rank, size, local_rank, local_size)
-
-
-def _is_whole(source: Variables, environ: Mapping[str, str], trace: tuple[str, ...]) -> bool:
-    """Whether a launcher's variables are all set; False where it left no trace.
-
-    A rank or a size without the rest is an error and never rank 0: several processes that each took
-    themselves for the only one would all write the same result.
-    """
-    if not any(name in environ for name in trace):
-        return False
-    missing = [name for name in source.needed if name not in environ]
-    if missing:
-        raise _half_set(source, environ, missing)
-    return True
-
-
-def _checked(
-    source: Variables, environ: Mapping[str, str], rank: int, size: int, local_rank: int, local_size: int
-) -> World:
-    """Make a World of numbers that fit together."""
-    if not rank < size:
-        raise _error(source, f"{source.rank}={rank} is not below {source.size}={size}", environ)
-    if not local_rank < local_size:
-        limit = source.local_size if source.local_size in environ else source.size
-        raise _error(source, f"{source.local_rank}={local_rank} is not below {limit}={local_size}", environ)
-    if not local_size <= size:
-        raise _error(source, f"{source.local_size}={local_size} is above {source.size}={size}", environ)
-    return World(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        node_rank=None,
-        launcher=source.launcher,
-    )
-
-
-def _whole_number(source: Variables, environ: Mapping[str, str], name: str) -> int:
-    text = environ[name]
-    if not (text.isascii() and text.isdecimal()):
-        raise _error(source, f"{name}={text!r} is not a whole number", environ)
-    return int(text)
-
-
-def _address(source: Variables, environ: Mapping[str, str], host: str, port: str) -> tuple[str, int]:
-    if not environ[host]:
-        raise _error(source, f"{host} is empty", environ)
-    number = _whole_number(source, environ, port)
-    if not 0 < number < 65536:
-        raise _error(source, f"{port}={number} is no port (1 to 65535)", environ)
-    return environ[host], number
-
-
-def _half_set(source: Variables, environ: Mapping[str, str], missing: list[str]) -> LaunchError:
-    start = f"Start with '{source.start}'"
-    own = source is not ENV and (source.mark is None or source.mark in environ)
-    if own:
-        cause = (
-            f"{source.launcher} started this process, but something between removed a part of its variables"
-        )
-        remedy = start
-    else:
-        stale = " ".join(name for name in source.needed if name in environ)
-        cause = f"{TORCHRUN.mark} is not set either, so these are left over or another tool's"
-        remedy = f"{start}, set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or type 'unset {stale}'"
-    verb = "is" if len(missing) == 1 else "are"
-    problem = f"{source.launcher}'s variables are half set: {', '.join(missing)} {verb} missing"
-    return _error(source, problem, environ, f"{cause}. {remedy}", LaunchError if own else _LeftOver)
-
-
-def _error(
-    source: Variables,
-    problem: str,
-    environ: Mapping[str, str],
-    advice: str | None = None,
-    kind: type[LaunchError] = LaunchError,
-) -> LaunchError:
-    """Make the error that shows what was found of a launcher's variables and what to type."""
-    found = ", ".join(f"{name}={environ[name]}" for name in source.all if name in environ)
-    start = f"Start with '{source.start}'"
-    return kind(
-        f"{problem} (found: {found}). {advice or start}, "
-        f"or pass --launcher none to run one process without them."
-    )
-
-
 # Innermost launcher first: torchrun may run inside a task of any other, and horovodrun inside an allocation
 # that sets MPI's variables. Flux may itself run in a step of Slurm's, and may set a part of Open MPI's. In a
-# job of Slurm's, mpirun starts its own ranks through a step of one process a node. "env" is whoever sets these names, so launchers that have names of
-# their own are asked before. "none" stays last: it always answers.
+# job of Slurm's, mpirun starts its own ranks through a step of one process a node. "env" is whoever sets such
+# names, so launchers that have names of their own are asked before. "none" stays last: it always answers.
 PROBES: dict[str, Probe] = {
     TORCHRUN.launcher: _probe_torchrun,
     HOROVODRUN.launcher: _probe_horovodrun,

@@ -16,9 +16,9 @@ from dualeval.world import World, place_by_hosts
 from tests.conftest import ROOT, Finished, Launch
 from tests.requirements import MPI_WHEELS
 
-PLACE = [sys.executable, ROOT / "tests/place_worker.py"]
+PLACE: list[str | Path] = [sys.executable, ROOT / "tests/place_worker.py"]
 # Hydra answers a task in the same protocol of PMI-1 as Flux does.
-FLUX = [MPI_WHEELS / "mpich/bin/mpirun", "-np", "2", ROOT / "tests/play_flux.sh"]
+FLUX: list[str | Path] = [MPI_WHEELS / "mpich/bin/mpirun", "-np", "2", ROOT / "tests/play_flux.sh"]
 
 
 def free_port() -> int:
@@ -143,7 +143,15 @@ def test_a_job_of_one_needs_no_address_and_may_start_ranks(launch: Launch, tmp_p
     """A PyTorchJob of a master alone: the pod has several GPUs, and nobody else is to be met."""
     pod = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "23456"}
     for words in ([], ["--nproc", "2"]):
-        command = ["dualeval", "run", *words, "--limit", "3", "--out", tmp_path / f"out{len(words)}"]
+        command: list[str | Path] = [
+            "dualeval",
+            "run",
+            *words,
+            "--limit",
+            "3",
+            "--out",
+            tmp_path / f"out{len(words)}",
+        ]
         done = launch(command, variables=pod)
         assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out0/result.json").read_text())["world"]["launcher"] == "env"

@@ -77,7 +77,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream, clock = Terminal(), Clock()
-    progress = Progress(stream, clock)
+    progress = Progress(stream, clock, as_bar=True)
     for number in range(5):
         clock.now += 1
         progress(10 * number, 50)
@@ -95,7 +95,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_bar_is_begun_before_the_first_report() -> None:
     stream = Terminal()
-    Progress(stream).close()
+    Progress(stream, as_bar=True).close()
     assert stream.getvalue() == ""
 
 

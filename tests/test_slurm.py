@@ -84,7 +84,7 @@ def test_each_value_that_is_given_stands_in_one_directive(asked: dict[str, Any])
         found = [line for line in lines if line.startswith(f"--{option}=")]
         value = asked.get(name)
         if name == "log" and asked.get("array") is not None:
-            value = re.sub("%[%j]", lambda found: "%A_%a" if found[0] == "%j" else found[0], value)
+            value = re.sub("%[%j]", lambda found: {"%j": "%A_%a"}.get(found[0], found[0]), asked["log"])
         if value is not None:
             assert found == [f"--{option}={value}"]
         else:

@@ -373,6 +373,7 @@ def _run_engine(
     from dualeval.devices import take_device
     from dualeval.engine.evaluator import Evaluator
     from dualeval.report.progress import Progress
+    from dualeval.report.screen import on_screen
 
     world = backend.world
     take_device(
@@ -385,9 +386,8 @@ def _run_engine(
         _download(job, world, control)
     task = _make_task(job)
     workers = _workers(job, task, cores)
-    shown = (
-        Progress(sys.stderr if manner.as_json else sys.stdout) if manner.progress and world.is_main else None
-    )
+    stream = sys.stderr if manner.as_json else sys.stdout
+    shown = Progress(stream, as_bar=on_screen(stream)) if manner.progress and world.is_main else None
     try:
         return Evaluator(
             task,

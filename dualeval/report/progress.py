@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a plain line every few seconds elsewhere."""
+"""How far a run is: a bar on a person's terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ class Progress:
     Args:
         stream: where to show it.
         clock: seconds that never run backwards.
+        as_bar: whether the stream takes a line that is drawn anew (``report.screen.on_screen``).
     """
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, stream: TextIO, clock: Callable[[], float] = monotonic, *, as_bar: bool = False
+    ) -> None:
         self._stream = stream
+        self._as_bar = as_bar
         self._clock = clock
         self._bar: Bar | None = None
         self._start: float | None = None
@@ -32,7 +36,7 @@ class Progress:
         now = self._clock()
         if self._start is None:
             self._start = self._said = now
-        if self._stream.isatty():
+        if self._as_bar:
             self._show_bar(done, total)
         elif now - self._said >= _LINE_EVERY_S and done < total:
             self._said = now

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
 from rich.table import Table
 
+from dualeval.report.screen import on_screen
 from dualeval.result import Result
 
 # Of the lines around the table.
 _LABEL_WIDTH = 16
+# Of a table that a launcher or a file takes, however wide the terminals of this process are.
+_WIDTH = 80
 # Metrics that are proportions of samples, or averages of such; shown in percent, stored as fractions.
 _FRACTIONS = ("top", "micro_", "macro_", "ece")
 
 
 def print_result(result: Result, console: Console | None = None) -> None:
     """Print what was evaluated, the scalar metrics with their intervals, and where the files are."""
-    console = console or Console()
+    console = console or make_console()
     if result.earlier:
         _print_line(console, _of_earlier_run(result))
     for label, text in result.description.items():
@@ -47,6 +52,13 @@ def print_result(result: Result, console: Console | None = None) -> None:
         _print_line(console, line)
     for warning in result.warnings:
         console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+
+
+def make_console() -> Console:
+    """Make the console of standard output: without colours and width of a terminal that is a launcher's."""
+    if on_screen(sys.stdout):
+        return Console()
+    return Console(force_terminal=False if sys.stdout.isatty() else None, width=_WIDTH)
 
 
 def _of_earlier_run(result: Result) -> str:

@@ -1,4 +1,4 @@
-"""Job arrays, heterogeneous jobs, jobs with GPUs, and plain variables on two hosts, as Slurm and ssh run them."""
+"""Job arrays, heterogeneous jobs and jobs with GPUs under Slurm, and plain variables on two hosts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.conftest import ROOT, Launch
 
 pytestmark = pytest.mark.needs("cluster")
 
-PLACE = [sys.executable, ROOT / "tests/place_worker.py"]
+PLACE: list[str | Path] = [sys.executable, ROOT / "tests/place_worker.py"]
 DETECT = "import os; from dualeval.launch import detect; os.write(1, f'{detect(os.environ)}\\n'.encode())"
 COUNT_OF_TASKS = 3
 
@@ -75,7 +76,7 @@ def test_a_heterogeneous_step_that_tells_no_order_is_refused(cluster: Cluster, l
 def test_a_job_with_gpus_does_not_fall_back_to_cpus(batch: Batch) -> None:
     ended = batch("sbatch --gpus-per-node 1 slurm/eval.sbatch --limit 3 --out out")
     assert (ended.state, ended.exit_code) == ("FAILED", "2:0"), ended.log
-    assert "--device cuda: torch" in ended.log
+    assert "--device cuda: rank 0 on h0 cannot compute on a GPU: torch" in ended.log
     assert not (batch.folder / "out/result.json").exists()
 
 

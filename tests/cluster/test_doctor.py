@@ -38,7 +38,7 @@ def test_two_hosts(cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
     assert found["addresses"] == ["h0", cluster.address("h0")]
     assert found["ranks"]["1"]["reached"] == "h0"
     assert [facts["interface"] for facts in found["ranks"].values()] == ["lo", "eth0"]
-    assert found["speed"]["bandwidth_gb_s"] > 0
+    assert found["speed"]["cpu"]["bandwidth_gb_s"] > 0
 
 
 @pytest.mark.needs("horovod")

@@ -290,7 +290,7 @@ class Batch:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def facts(self, number: int) -> dict[str, str]:
+    def facts(self, number: int | str) -> dict[str, str]:
         """What Slurm tells of a job."""
         shown = self.order(f"scontrol show job --oneliner {number}")
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
