@@ -65,7 +65,7 @@ class TorchBackend(Backend):
             self._translated("joining the group"),
             shared_store(self.world, "torch.distributed") as (store, _, port),
         ):
-            with joining(self.world, store, "what the ranks tell of their hosts and GPUs"):
+            with joining(self.world, store, "the comparison of their hosts and GPUs"):
                 self.world = placed_on_hosts(self.world, store)
                 with_nccl = _all_have_nccl(store, self.world)
             network = None if self.world.is_one_node else interface_between_nodes(self.world, store, port)

@@ -72,8 +72,8 @@ def test_a_rank_is_late(late: int, cluster: Cluster, launch: Launch, tmp_path: P
     expected = [
         r"rank 1 of 2 on h1 has waited \S+ s for rank 0 at h0, ports \d+ to \d+: h0: it answers, but no "
         r"meeting of this run is held there yet\. Check that rank 0 has been started",
-        r"rank 0 of 2 on h0 has waited \S+ s for all ranks to join the search for the network between the "
-        r"nodes: rank 1 has not come\. Check that every rank has been started",
+        r"rank 0 of 2 on h0 has waited \S+ s for all ranks to join the comparison of their hosts and "
+        r"GPUs: rank 1 has not come\. Check that every rank has been started",
     ]
     command = cluster.on("h0", [*TASKS, sys.executable, WORKER, "torch", str(late), tmp_path])
     for place in ("first", "control", "cores"):
