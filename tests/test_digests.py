@@ -53,7 +53,7 @@ def wanted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Digests:
     return dict(zip(LIMITS, digests, strict=True))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.long), 4])
 def test_world_sizes_workers_and_threads(launch: Launch, tmp_path: Path, wanted: Digests, size: int) -> None:
     """Ranks without any data (limits 1 and 3) finish like the others."""
     manners = [(limit, workers, 1) for limit in LIMITS[1:] for workers in (0, 2)]

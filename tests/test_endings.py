@@ -101,7 +101,13 @@ def goes_on(launch: Launch, out: Path, wanted: str, command: Words | None = None
 
 
 @pytest.mark.parametrize(
-    ("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGUSR2, 2)], ids=str
+    ("number", "ranks"),
+    [
+        (signal.SIGTERM, 1),
+        (signal.SIGINT, 2),
+        pytest.param(signal.SIGUSR2, 2, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_a_signal_saves_and_ends(
     launch: Launch, tmp_path: Path, wanted: str, number: signal.Signals, ranks: int

@@ -85,7 +85,10 @@ def evaluate(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evalua
     return once
 
 
-@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2), (3, 0)])
+@pytest.mark.parametrize(
+    ("processes", "workers"),
+    [(1, 0), (1, 2), pytest.param(2, 0, marks=pytest.mark.long), (2, 2), (3, 0)],
+)
 def test_the_published_accuracy(evaluate: Evaluate, pictures: Pictures, processes: int, workers: int) -> None:
     run = evaluate(pictures, processes, "--workers", str(workers))
     assert run.result["samples"] == {"total": 20, "evaluated": 20, "failed": 0}

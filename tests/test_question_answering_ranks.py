@@ -100,7 +100,11 @@ def check(found: Ran, wanted: Ran, size: int, backend: str) -> None:
     ("size", "backend"),
     [
         *((size, "torch") for size in (1, 2, 3)),
-        *(pytest.param(size, "horovod", marks=pytest.mark.needs("horovod")) for size in (1, 2, 3)),
+        pytest.param(2, "horovod", marks=pytest.mark.needs("horovod")),
+        *(
+            pytest.param(size, "horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long])
+            for size in (1, 3)
+        ),
     ],
 )
 def test_the_same_bits(run: Run, wanted: Ran, size: int, backend: str) -> None:

@@ -42,8 +42,9 @@ class Group:
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        # Four ranks take half of all the time, and three have shown nearly all that they can.
-        long = [pytest.mark.long] if self.size > 3 else []
+        # Four ranks take half of all the time, and three have shown nearly all that they can; over MPI, two.
+        most = 2 if self.launcher == "mpirun" else 3
+        long = [pytest.mark.long] if self.size > most else []
         return [pytest.mark.xdist_group(f"contract {self}"), *needs(self.launcher, self.backend), *long]
 
     @property
