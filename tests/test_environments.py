@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dualeval.backends import choose_backend
 from dualeval.errors import EXIT_USAGE, LaunchError
 from dualeval.launch import detect
 from dualeval.world import World
@@ -26,16 +25,3 @@ def test_environment(environment: Environment) -> None:
 def test_the_table_is_large_and_names_its_sources() -> None:
     assert len({environment.name for environment in ENVIRONMENTS}) == len(ENVIRONMENTS) >= 40
     assert all(environment.source for environment in ENVIRONMENTS)
-
-
-@pytest.mark.parametrize("launcher", ["env", "flux"])
-@pytest.mark.parametrize(
-    ("wanted", "backend"), [(None, "torch"), ("torch", "torch"), ("horovod", "horovod"), ("mpi", None)]
-)
-def test_backends_of_such_ranks(launcher: str, wanted: str | None, backend: str | None) -> None:
-    ranks = World(rank=0, size=2, local_rank=0, local_size=1, node_rank=None, launcher=launcher, placed=False)
-    if backend is not None:
-        assert choose_backend(wanted, ranks) == backend
-        return
-    with pytest.raises(LaunchError, match="--backend mpi cannot run a world of 2"):
-        choose_backend(wanted, ranks)

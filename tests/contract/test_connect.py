@@ -32,6 +32,8 @@ PAIRS = {
     "openmpi": {"torch", "horovod", "mpi"},
     "mpich": {"torch", "horovod", "mpi"},
     "srun": {"torch", "horovod", "mpi"},
+    "flux": {"torch", "horovod"},
+    "env": {"torch", "horovod"},
 }
 
 
