@@ -106,7 +106,7 @@ def test_more_threads_than_a_quota_allows() -> None:
     quotas = {"pod": 8.0, "container": 2.5}
     found = report(facts(2, cpu_quotas=quotas, threads=1), facts(3, cpu_quotas=quotas, threads=1))
     assert found["problems"] == []
-    assert "1 of 2  1     torch    cpu     1 of 4, quota 2.5" in diagnosis(found)
+    assert "1 of 2  1     torch    0          cpu     1 of 4, quota 2.5" in diagnosis(found)
     [problem] = problems(report(facts(2, cpu_quotas=quotas), facts(3, cpu_quotas=quotas)))
     assert problem.startswith(
         "2 ranks on h1 would take 4 threads with a quota of 2.5 CPUs: set OMP_NUM_THREADS"
