@@ -212,10 +212,10 @@ class HorovodBackend(Backend):
         try:
             yield
         except (RuntimeError, ValueError) as error:
+            said = str(error).strip().rstrip(".") or type(error).__name__
             raise BackendError(
                 f"Horovod broke on rank {self.world.rank} of {self.world.size} while {doing}: "
-                f"{str(error).strip() or type(error).__name__}. Where another rank failed first, its message "
-                f"has the cause."
+                f"{said}. Where another rank failed first, its message has the cause."
             ) from error
 
 

@@ -13,7 +13,7 @@ from http.client import HTTPConnection, HTTPException
 from time import monotonic, sleep
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # public all
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from dualeval.backends.mpi import MpiBackend
 from dualeval.backends.pmi import told_over_pmi
@@ -63,7 +63,9 @@ def told_by_rank_0(world: World, words: Any) -> Iterator[Any]:
     if world.size == 1:
         yield words
     elif world.pmi_fd is not None:
-        yield told_over_pmi(world, words)
+        with waiting(world, "all ranks to come to the launcher's PMI", STARTED):
+            told = told_over_pmi(world, words)
+        yield told
     elif world.words is not None:
         yield _leave_words(world.words, words) if world.is_main else _await_words(world)
     elif world.run_id is None or world.master is None:
@@ -199,9 +201,23 @@ def _store_at_master(world: World) -> Store:
         f"Check that {who}, that 'getent hosts {host}' prints its address on this node, and that this port "
         f"is open between the nodes."
     )
-    with waiting(world, f"{world.launcher}'s store at {at(host, port)}", check, each_node=True):
-        store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
-    return store
+    with waiting(world, f"{_store_name(world)} at {at(host, port)}", check, each_node=True):
+        if world.launcher == "torchrun":
+            return next(rendezvous("env://", timeout=PATIENCE))[0]  # type: ignore[no-any-return]
+        # Rank 0 does not wait here for the others: where all have come to, it can name who is missing.
+        return TCPStore(
+            host,
+            port,
+            is_master=world.is_main,
+            timeout=PATIENCE,
+            wait_for_workers=False,
+            # This process may have served a store here before, as the doctor does.
+            multi_tenant=True,
+        )
+
+
+def _store_name(world: World) -> str:
+    return "torchrun's store" if world.launcher == "torchrun" else "rank 0's store"
 
 
 def _here(rank: int) -> str:
@@ -249,7 +265,7 @@ def _agree_on_name(store: Store, world: World) -> str:
     here: list[str] = []
     awaited = all_here
     missing = names_of_absent(store, lambda: awaited) if world.is_main else None
-    where = f"all ranks to come to {world.launcher}'s store at {at(*_master(world))}"
+    where = f"all ranks to come to {_store_name(world)} at {at(*_master(world))}"
     with waiting(world, where, STARTED, known=missing):
         while monotonic() - start < PATIENCE.total_seconds():
             if world.is_main and store.check(all_here):
@@ -270,7 +286,7 @@ def _agree_on_name(store: Store, world: World) -> str:
                         return str(name)
             sleep(pause)
     raise BackendError(
-        f"the {world.size} ranks have not met at {world.launcher}'s store in "
+        f"the {world.size} ranks have not met at {_store_name(world)} in "
         f"{PATIENCE.total_seconds() / 60:.0f} minutes{f': {missing()}' if missing else ''}"
     )
 

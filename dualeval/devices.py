@@ -16,7 +16,7 @@ import torch
 
 from dualeval import backends
 from dualeval.backends.base import Backend
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import BackendError, DualevalError, UsageError
 from dualeval.launch.gpus import Gpu, Sight, choose_gpus
 from dualeval.network import host_identity
 from dualeval.world import World
@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 def connect(
     name: str | None,
     world: World,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     *,
     allow_shared_gpu: bool = False,
     mix_machines: bool = False,
@@ -45,12 +45,14 @@ def connect(
         BackendError: the group could not be joined.
         DualevalError: a GPU does not work.
     """
-    check_name(device)
+    wanted = str(device) if isinstance(device, torch.device) else device
+    check_name(wanted)
     backend = backends.connect(name, world)
     try:
-        take_device(backend, device, allow_shared_gpu=allow_shared_gpu, mix_machines=mix_machines)
-    except BaseException:
-        backend.close(failed=True)
+        take_device(backend, wanted, allow_shared_gpu=allow_shared_gpu, mix_machines=mix_machines)
+    except BaseException as error:
+        # What all ranks raise alike breaks no group: they leave it together, and may join another.
+        backend.close(failed=isinstance(error, BackendError) or not isinstance(error, DualevalError))
         raise
     return backend
 
@@ -79,8 +81,10 @@ def take_device(
         DualevalError: some rank's GPU does not work; on all ranks.
     """
     check_name(wanted)
+    # Before GPUs are looked at, which makes torch ready to use them.
+    computes = _computes_already()
     own = look(backend.world)
-    if own.gpus and not backend.owns_group and _computes_already() and ":" not in (wanted or ""):
+    if own.gpus and not backend.owns_group and computes and ":" not in (wanted or ""):
         current = torch.cuda.current_device()
         own = replace(own, gpus=tuple(gpu for gpu in own.gpus if gpu.number == current))
     asked = {"--device": wanted, "--allow-shared-gpu": allow_shared_gpu, "--mix-machines": mix_machines}
@@ -127,7 +131,7 @@ def device_here(
 
 def check_name(wanted: str | None) -> None:
     """Raise UsageError where a device is none that ``take_device`` knows."""
-    if wanted is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", wanted):
+    if wanted is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", str(wanted)):
         raise UsageError(f"--device {wanted!r} is no device: it takes cpu, cuda (one GPU a rank) or cuda:N.")
 
 

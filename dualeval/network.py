@@ -66,7 +66,7 @@ def offered_addresses(*, one_node: bool, master: str | None = None) -> list[str]
 
 def at(host: str, port: int) -> str:
     """A host and a port as text: ``n1:4711``, ``[fd00::1]:4711``."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def reach(addresses: Sequence[str], port: int) -> tuple[str | None, list[str]]:

@@ -130,7 +130,8 @@ def _refuse_missing(wanted: str | None, everyone: Sequence[Sight], *, mix: bool)
     who = _named(blind)
     if wanted is not None:
         raise UsageError(
-            f"--device {wanted}: {who} cannot compute on a GPU: {first.reason}. Type --device cpu."
+            f"--device {wanted}: {who} cannot compute on a GPU: {first.reason}. Type --device cpu, or leave "
+            f"--device out where some ranks may compute on CPUs (--mix-machines)."
         )
     if first.promised:
         raise UsageError(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualeval.engine import shared_memory
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading, tensor_bytes
@@ -92,7 +92,9 @@ def test_tensors_are_found_wherever_they_are() -> None:
 
 
 def reading(task: TinyTask, workers: int) -> Reading:
-    return measure_reading(task.dataset(), task, 64, workers=workers, ahead=2, held=2, batches=9)
+    return measure_reading(
+        task.dataset(), task, nn.Identity(), 64, workers=workers, ahead=2, held=2, batches=9
+    )
 
 
 def test_a_batch_is_estimated_from_a_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

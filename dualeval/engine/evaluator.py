@@ -308,6 +308,7 @@ class _Run:
         return measure_reading(
             self._dataset,
             self._task,
+            self._model,
             self._plan.batch_size,
             workers=min(self._options._workers, batches),
             ahead=ahead_of(self._options._schedule),

@@ -27,37 +27,53 @@ _PLAIN = (bool, int, float, complex, str, bytes, bytearray)
 
 
 def map_values(
-    function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = lambda value: False
+    function: Callable[[Any], Any],
+    nest: Any,
+    *,
+    is_leaf: Callable[[Any], bool] = lambda value: False,
+    beside: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Make a nest of the same structure from what a function makes of each value; the nest stays as it is.
 
     A mapping of a type that cannot be made anew from its items becomes a plain dict. A list or tuple of
-    a type of its own becomes a plain one; a namedtuple stays one.
+    a type of its own becomes a plain one; a namedtuple stays one. What an object has beside its items or
+    fields, in attributes, it keeps.
 
     Args:
         function: takes a value.
         nest: what holds the values.
         is_leaf: says of a dict, list, tuple or dataclass that it is one value for the function.
+        beside: takes the values in such attributes; None takes the function for tensors alone.
 
     Raises:
         NestError: a dataclass cannot be copied without a share in the original's fields.
     """
+
     # No function inside that calls itself: it would keep what the others hold, until the next collection.
+    def inner(value: Any) -> Any:
+        return map_values(function, value, is_leaf=is_leaf, beside=beside)
+
+    def attribute(value: Any) -> Any:
+        if beside is not None:
+            return map_values(beside, value, is_leaf=is_leaf, beside=beside)
+        return map_values(lambda part: function(part) if isinstance(part, Tensor) else part, value)
+
     if is_leaf(nest):
         return function(nest)
     if isinstance(nest, Mapping):
-        return _mapping(
-            nest, {key: map_values(function, value, is_leaf=is_leaf) for key, value in nest.items()}
-        )
+        return _mapping(nest, {key: inner(value) for key, value in nest.items()}, attribute)
     if isinstance(nest, tuple):
-        values = [map_values(function, value, is_leaf=is_leaf) for value in nest]
+        values = [inner(value) for value in nest]
+        if not hasattr(nest, "_make"):
+            return tuple(values)
         # A namedtuple takes its values one by one, and may want more of its own constructor.
-        return nest._make(values) if hasattr(nest, "_make") else tuple(values)
+        found = nest._make(values)
+        _set_attributes(found, nest, attribute)
+        return found
     if isinstance(nest, list):
-        return [map_values(function, value, is_leaf=is_leaf) for value in nest]
+        return [inner(value) for value in nest]
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        names = {field.name for field in dataclasses.fields(nest)}
-        return _dataclass(nest, names, lambda value: map_values(function, value, is_leaf=is_leaf))
+        return _dataclass(nest, {field.name for field in dataclasses.fields(nest)}, inner, attribute)
     return function(nest)
 
 
@@ -101,7 +117,7 @@ def name_of_type(value: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _mapping(nest: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+def _mapping(nest: Mapping[Any, Any], values: dict[Any, Any], attribute: Callable[[Any], Any]) -> Any:
     """A mapping of the same type where that can be made anew from its items, else a plain dict.
 
     A copy is not written into: a class of somebody's own may share its storage with it.
@@ -113,13 +129,45 @@ def _mapping(nest: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return values
     try:
         found = kind(values)
-        same = list(found) == list(values) and all(found[key] is value for key, value in values.items())
-    except Exception:  # noqa: BLE001 - a constructor of its own, which may want anything
+        if not _holds(found, values):
+            return values
+        _set_attributes(found, nest, attribute)
+        # An attribute may be where the items are.
+        return found if type(found) is kind and _holds(found, values) else values
+    except NestError:
+        raise
+    except Exception:  # noqa: BLE001 - a class of its own, which may want anything
         return values
-    return found if same and type(found) is kind else values
 
 
-def _dataclass(nest: Any, names: set[str], function: Callable[[Any], Any]) -> Any:
+def _holds(found: Mapping[Any, Any], values: Mapping[Any, Any]) -> bool:
+    return list(found) == list(values) and all(found[key] is value for key, value in values.items())
+
+
+def _set_attributes(found: Any, nest: Any, attribute: Callable[[Any], Any]) -> None:
+    """Give an object what another one of its type has beside its items."""
+    for name, value in _attributes(nest).items():
+        object.__setattr__(found, name, attribute(value))
+
+
+def _attributes(nest: Any) -> dict[str, Any]:
+    """What an object has beside its items, by name."""
+    own = getattr(nest, "__dict__", {})
+    # A dict that is its own attributes has nothing beside its items; UserDict's are in one of them.
+    found = {} if own is nest else {name: own[name] for name in own if name != "data"}
+    if own is not nest and "data" in own and not isinstance(nest, UserDict):
+        found["data"] = own["data"]
+    for kind in type(nest).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(nest, name):
+                found[name] = getattr(nest, name)
+    return found
+
+
+def _dataclass(
+    nest: Any, names: set[str], function: Callable[[Any], Any], attribute: Callable[[Any], Any]
+) -> Any:
     for name in names:
         # A slot is the object's own; any other descriptor stores the value where it likes.
         field = inspect.getattr_static(type(nest), name, None)
@@ -131,4 +179,7 @@ def _dataclass(nest: Any, names: set[str], function: Callable[[Any], Any]) -> An
     for name in names:
         # Frozen ones too; and their own constructors may want other arguments.
         object.__setattr__(found, name, function(getattr(nest, name)))
+    for name, value in _attributes(nest).items():
+        if name not in names:
+            object.__setattr__(found, name, attribute(value))
     return found

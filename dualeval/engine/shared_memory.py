@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.errors import UsageError
@@ -67,20 +67,30 @@ class Reading:
 
 
 def measure_reading(
-    dataset: Dataset, task: Task, batch_size: int, *, workers: int, ahead: int, held: int, batches: int
+    dataset: Dataset,
+    task: Task,
+    model: nn.Module,
+    batch_size: int,
+    *,
+    workers: int,
+    ahead: int,
+    held: int,
+    batches: int,
 ) -> Reading:
     """Find out, from the first sample, what a rank's reading processes need, before they are started.
 
     Args:
         dataset: what is read.
         task: collates.
+        model: the task's, which stays here.
         batch_size: samples a batch.
         workers: as in ``Reading``; likewise ``ahead``, ``held`` and ``batches``.
     """
     free, batch, place = 0, 0, ""
     if workers and SHARED_MEMORY.is_dir():
         # In a process of its own: what a data set opens may not outlive a fork.
-        [sized] = Feed(_Sizes(dataset, task, fill=False), [range(1)], workers=1, device=torch.device("cpu"))
+        reader = _Sizes(dataset, task, fill=False, model=model)
+        [sized] = Feed(reader, [range(1)], workers=1, device=torch.device("cpu"))
         usage = shutil.disk_usage(SHARED_MEMORY)
         # Its size is 0 where it has no limit.
         free, batch = usage.free, sized.data * batch_size if usage.total else 0

@@ -251,7 +251,7 @@ def map_batch(tensor: Callable[[Tensor], Any], moving: Callable[[Any], Any], bat
         return value
 
     try:
-        return map_values(leaf, batch, is_leaf=_moves_itself)
+        return map_values(leaf, batch, is_leaf=_moves_itself, beside=leaf)
     except NestError as error:
         raise _immovable(str(error)) from error
 
@@ -260,8 +260,8 @@ def _immovable(kind: str) -> UsageError:
     return UsageError(
         f"the batch that the task's collate made holds a {kind} with tensors in it, and nothing tells how to "
         "bring these to a device (on a CPU neither, so that a batch works everywhere or nowhere). Give it a "
-        "method to(device) that returns it there, or make it a plain dataclass, or let collate return its "
-        "tensors in a dict, list or tuple."
+        "method to(device), whose parameter has this name, that returns it there, or make it a plain "
+        "dataclass, or let collate return its tensors in a dict, list or tuple."
     )
 
 

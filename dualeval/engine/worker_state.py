@@ -80,12 +80,13 @@ def pack(reader: object, dataset: Dataset, task: Task, model: nn.Module | None) 
         UsageError: the data set cannot be pickled, or the task's class cannot.
     """
     left_out = _parts_of(model)
+    missing: dict[str, LeftOut] = {}
     try:
-        return _pickled(reader, left_out, task, {})
+        _try_to_pickle(reader, left_out)
     except Exception:  # noqa: BLE001 - whatever cannot be pickled; next: what
         missing = _unpicklable(task, left_out)
     try:
-        _pickled(dataset, left_out, task, missing)
+        _try_to_pickle(dataset, left_out, task, missing)
     except Exception as error:
         names = _unpicklable(dataset, left_out)
         parts = f" (its attribute {', '.join(names)})" if names else ""
@@ -96,7 +97,8 @@ def pack(reader: object, dataset: Dataset, task: Task, model: nn.Module | None) 
             f"in __getitems__ where they are not open yet, {_IN_THIS_PROCESS}."
         ) from error
     try:
-        return _pickled(reader, left_out, task, missing)
+        # Once alone: each time, every tensor's memory is handed to the process that is being started.
+        return _pickled(_Pickler, reader, left_out, task, missing)
     except Exception as error:
         raise UsageError(
             f"the task {type(task).__name__} cannot be sent to the reading processes, which call its "
@@ -137,7 +139,7 @@ def _unpicklable(owner: object, left_out: Mapping[int, LeftOut]) -> dict[str, Le
     found = {}
     for name, value in getattr(owner, "__dict__", {}).items():
         try:
-            _pickled(value, others)
+            _try_to_pickle(value, others)
         except Exception as error:  # noqa: BLE001 - that is the answer
             why = f"cannot be pickled ({_said(error)})"
             found[name] = LeftOut(f"{type(owner).__name__}.{name}", why)
@@ -148,14 +150,25 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _try_to_pickle(
+    value: object,
+    left_out: Mapping[int, LeftOut],
+    task: Task | None = None,
+    missing: Mapping[str, LeftOut] | None = None,
+) -> None:
+    """Raise what stands in the way of pickling, without sharing any tensor's memory."""
+    _pickled(_Trial, value, left_out, task, missing)
+
+
 def _pickled(
+    kind: type[_Pickler],
     value: object,
     left_out: Mapping[int, LeftOut],
     task: Task | None = None,
     missing: Mapping[str, LeftOut] | None = None,
 ) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, left_out, task, missing or {}).dump(value)
+    kind(file, left_out, task, missing or {}).dump(value)
     return file.getvalue()
 
 
@@ -190,3 +203,18 @@ class _Pickler(ForkingPickler):
             return reduced
         state = {name: self._missing.get(name, value) for name, value in reduced[2].items()}
         return (*reduced[:2], state, *reduced[3:])
+
+
+class _Trial(_Pickler):
+    """Pickles for nobody."""
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = super().reducer_override(value)
+        # PyTorch refuses to send a tensor that other tensors' gradients depend on.
+        if (
+            reduced is NotImplemented
+            and isinstance(value, Tensor)
+            and (value.is_leaf or not value.requires_grad)
+        ):
+            return str, ()
+        return reduced
