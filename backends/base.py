@@ -184,6 +184,7 @@ class Backend(ABC):
         Raises:
             BackendError: the op or the dtype is not one of these, or the collective broke.
         """
+        _require_tensor("all_reduce", tensor)
         if op not in OPS:
             raise BackendError(f"all_reduce has no op {op!r}; it has {', '.join(OPS)}.")
         wire_type = WIRE_TYPES.get(tensor.dtype)
@@ -216,6 +217,7 @@ class Backend(ABC):
             BackendError: a dtype that ``all_reduce`` does not take, a weight that does not broadcast to the
                 tensor's shape, or the collective broke.
         """
+        _require_tensor("reduce_mean", tensor)
         for dtype in (tensor.dtype, weight.dtype if isinstance(weight, Tensor) else torch.float64):
             if dtype not in WIRE_TYPES:
                 raise _unsupported("reduce_mean", dtype, WIRE_TYPES)
@@ -255,10 +257,10 @@ class Backend(ABC):
             BackendError: ``src`` is no rank, the dtype is not one of these, or the collective broke.
         """
         self._require_rank("broadcast", "src", src)
+        _require_bytes("broadcast", tensor)
         if self.world.rank == src:
-            payload = _to_bytes("broadcast", tensor, self.carrier(tensor.device))
+            payload = _to_bytes(tensor, self.carrier(tensor.device))
         else:
-            _require_bytes("broadcast", tensor)
             payload = torch.empty(
                 tensor.numel() * tensor.itemsize, dtype=torch.uint8, device=self.carrier(tensor.device)
             )
@@ -284,10 +286,12 @@ class Backend(ABC):
                 collective broke.
         """
         self._require_rank("gather", "dst", dst)
+        _require_bytes("gather", tensor)
         return self._gather_tensors("gather", tensor, dst)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Bring every rank's tensor to every rank; else as ``gather``."""
+        _require_bytes("all_gather", tensor)
         pieces = self._gather_tensors("all_gather", tensor, None)
         assert pieces is not None
         return pieces
@@ -335,7 +339,7 @@ class Backend(ABC):
 
     @torch.inference_mode(False)
     def _gather_tensors(self, call: str, tensor: Tensor, dst: int | None) -> list[Tensor] | None:
-        payload = _to_bytes(call, tensor, self.carrier(tensor.device), copy=False)
+        payload = _to_bytes(tensor, self.carrier(tensor.device), copy=False)
         rows, trailing = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, torch.Size())
         kind = f"{_type_name(tensor.dtype)} of shape ({', '.join(map(str, ('*', *trailing)))})"
         if payload.device != _HOST:
@@ -475,9 +479,8 @@ def _parts(flat: Tensor) -> Iterator[Tensor]:
         yield from torch.split(flat, max(1, MOST_BYTES // flat.itemsize))
 
 
-def _to_bytes(call: str, tensor: Tensor, device: torch.device, *, copy: bool = True) -> Tensor:
+def _to_bytes(tensor: Tensor, device: torch.device, *, copy: bool = True) -> Tensor:
     """The content of a tensor as a uint8 tensor of shape (bytes,); a new one, or perhaps a view of it."""
-    _require_bytes(call, tensor)
     # What a conjugate or negative view only notes in a flag beside the bytes is carried out by a copy.
     noted = tensor.is_conj() or tensor.is_neg()
     # A single element is contiguous with any stride, and then cannot be viewed as bytes.
@@ -486,7 +489,13 @@ def _to_bytes(call: str, tensor: Tensor, device: torch.device, *, copy: bool = T
     return whole.reshape(-1).view(torch.uint8)
 
 
+def _require_tensor(call: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise BackendError(f"{call} takes a tensor, not a {type(value).__name__}: write torch.tensor(VALUE).")
+
+
 def _require_bytes(call: str, tensor: Tensor) -> None:
+    _require_tensor(call, tensor)
     if tensor.dtype not in BYTE_TYPES:
         raise _unsupported(call, tensor.dtype, BYTE_TYPES)
 

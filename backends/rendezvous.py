@@ -13,7 +13,13 @@ from http.client import HTTPConnection, HTTPException
 from time import monotonic, sleep
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in __all__
+    DistNetworkError,
+    PrefixStore,
+    Store,
+    TCPStore,
+    rendezvous,
+)
 
 from dualeval.backends.mpi import MpiBackend
 from dualeval.backends.pmi import told_over_pmi
@@ -204,16 +210,24 @@ def _store_at_master(world: World) -> Store:
     with waiting(world, f"{_store_name(world)} at {at(host, port)}", check, each_node=True):
         if world.launcher == "torchrun":
             return next(rendezvous("env://", timeout=PATIENCE))[0]  # type: ignore[no-any-return]
-        # Rank 0 does not wait here for the others: where all have come to, it can name who is missing.
-        return TCPStore(
-            host,
-            port,
-            is_master=world.is_main,
-            timeout=PATIENCE,
-            wait_for_workers=False,
-            # This process may have served a store here before, as the doctor does.
-            multi_tenant=True,
-        )
+        try:
+            # Rank 0 does not wait here for the others: behind this it can name those that are missing.
+            return TCPStore(
+                host,
+                port,
+                is_master=world.is_main,
+                timeout=PATIENCE,
+                wait_for_workers=False,
+                # This process may have served a store here before, as the doctor does.
+                multi_tenant=True,
+            )
+        except DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise BackendError(
+                f"port {port} of {socket.gethostname()}, where rank 0 is to serve by MASTER_PORT, is another "
+                f"program's. Set another MASTER_PORT on all ranks: each job on a host needs its own."
+            ) from error
 
 
 def _store_name(world: World) -> str:

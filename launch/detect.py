@@ -149,7 +149,7 @@ def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
     missing = [name for name in SRUN.needed if name not in environ]
     if missing and any(environ.get(name, "0") != "0" for name in (SRUN.rank, SRUN.local_rank)):
         return half_set(SRUN, environ, missing)
-    message = unread_rank(environ, ", ".join(PROBES))
+    message = unread_rank(environ, ", ".join(name for name in PROBES if name not in (ENV.launcher, "none")))
     return LaunchError(message) if message else None
 
 

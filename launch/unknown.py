@@ -97,6 +97,6 @@ def unread_rank(environ: Mapping[str, str], known: str) -> str | None:
 def _message(environ: Mapping[str, str], names: tuple[str, ...], known: str, start: str) -> str:
     found = ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(names) if name in environ)
     return (
-        f"a launcher that is none of {known} seems to have started this process as one of several "
+        f"a launcher other than {known} seems to have started this process as one of several "
         f"(found: {found}). {start}, or pass --launcher none to run one process without them."
     )

@@ -251,7 +251,7 @@ def test_settings_are_no_trace() -> None:
 )
 def test_ranks_of_an_unknown_launcher(environ: dict[str, str]) -> None:
     """They are not all rank 0 of 1, to write the same result."""
-    with pytest.raises(LaunchError, match=r"a launcher that is none of torchrun, .* seems to have") as caught:
+    with pytest.raises(LaunchError, match=r"a launcher other than torchrun, .* seems to have") as caught:
         detect(environ)
     assert all(f"{name}={environ[name]}" in str(caught.value) for name in environ if name.endswith("_RANK"))
     assert detect(environ, "none") == World.alone()

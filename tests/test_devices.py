@@ -44,6 +44,13 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return current
 
 
+def test_devices_of_torch_are_taken_too(works: list[torch.device]) -> None:
+    with played_gpus("AB"), connect(None, ALONE, torch.device("cuda", 1)) as backend:
+        assert backend.device == torch.device("cuda", 1)
+    with pytest.raises(UsageError, match="--device 0 is no device"):
+        connect(None, ALONE, 0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("wanted", ["gpu", "", "cuda:", "cuda:-1", "cpu:0", "cuda:0 ", "mps"])
 def test_no_device(wanted: str) -> None:
     with pytest.raises(UsageError, match="is no device: it takes cpu, cuda"):
@@ -121,6 +128,26 @@ def test_a_callers_group_keeps_the_callers_gpu(
         take_device(backend)
         assert backend.device == torch.device("cuda", 0), "a caller that has not used CUDA has chosen none"
     assert works == [], "what is current is the caller's"
+
+
+def test_a_callers_group_without_a_gpu_of_its_own_gets_one(
+    works: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at GPUs makes torch ready to use them, which is no choice of the caller's."""
+    used = []
+    backend = _Several([{"sight": {"rank": 1, "host": "m", "gpus": [], "reason": "x", "promised": ""}}])
+    backend.owns_group = False
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(used))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with played_gpus("AB"):
+        asked = torch.cuda.get_device_properties
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda number: (used.append(number), asked(number))[1]
+        )
+        with mock.patch.object(backend, "all_gather_json", wraps=backend.all_gather_json) as told:
+            take_device(backend, mix_machines=True)
+    assert used
+    assert len(told.call_args_list[0].args[0]["sight"]["gpus"]) == 2
 
 
 class _OverNccl(SingleBackend):

@@ -156,3 +156,34 @@ def test_a_job_of_one_needs_no_address_and_may_start_ranks(launch: Launch, tmp_p
         assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out0/result.json").read_text())["world"]["launcher"] == "env"
     assert json.loads((tmp_path / "out2/result.json").read_text())["world"]["size"] == 2
+
+
+LONELY = """
+from dualeval import waiting
+from dualeval.cli import main
+waiting.FIRST_WORD_S = 0.3
+main(["run", "--limit", "3"])
+"""
+
+
+def test_rank_0_names_those_that_have_not_come(launch: Launch, tmp_path: Path) -> None:
+    """It serves the store itself, and torch would have it wait there for all, without a word on whom."""
+    port = str(free_port())
+    variables = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with launch.started([sys.executable, "-c", LONELY], variables=variables, cwd=tmp_path) as process:
+        assert process.stderr is not None
+        expected = f"for all ranks to come to rank 0's store at 127.0.0.1:{port}: ranks 1 to 3 have not come."
+        assert expected in process.stderr.readline()
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def test_a_port_that_is_taken(launch: Launch, tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = launch(["dualeval", "run", "--limit", "3"], variables=variables, cwd=tmp_path)
+    assert done.returncode == 1
+    assert (
+        f"port {port} of {socket.gethostname()}, where rank 0 is to serve by MASTER_PORT, is" in done.stderr
+    )

@@ -444,3 +444,58 @@ def test_a_device_orders_its_batches_by_itself(play: Play) -> None:
     assert usable_threads(TinyTask(1), nn.Linear(2, 2), CPU, 4, 100) == 4
     play(Played())
     assert usable_threads(TinyTask(1), nn.Linear(2, 2), CPU, 4, 100) == 1
+
+
+class Scaled(dict[str, Any]):
+    """A batch with something beside its items, and a default that looks like it."""
+
+    def __init__(self, *items: Any, scale: float = 1.0) -> None:
+        super().__init__(*items)
+        self.scale = scale
+        self.mask: Tensor | None = None
+
+
+class ScaledUser(UserDict[str, Any]):
+    scale = 1.0
+    mask: Tensor | None = None
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: int
+
+
+class ScaledPair(Pair):
+    scale = 1.0
+    mask: Tensor | None = None
+
+
+@dataclass
+class Masked:
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        self.scale = 1.0
+        self.mask: Tensor | None = None
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Scaled({"x": torch.ones(2)}),
+        ScaledUser({"x": torch.ones(2)}),
+        ScaledPair(torch.ones(2), 3),
+        Masked(torch.ones(2)),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_what_a_batch_has_beside_its_items_goes_along(play: Play, batch: Any) -> None:
+    """A class made anew from its items alone would silently have its defaults."""
+    batch.scale, batch.mask = 2.0, torch.zeros(2)
+    device = play(Played(CPU))
+    found = Uploads(device).start(batch)
+    found = found() if callable(found) else found
+    assert type(found) is type(batch)
+    assert found.scale == 2.0
+    assert found.mask is not batch.mask, "it is the device's"
+    assert batch.mask is not None

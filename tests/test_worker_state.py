@@ -47,12 +47,14 @@ class Holding(TinyTask):
         self.lock = threading.Lock()
         self.steps = [lambda inputs: self.model(inputs)]
         self.length = 12
+        # Of the host and no part of the model: its memory is shared, once, with each process.
+        self.table = torch.ones(12)
         return self.model
 
     def collate(self, samples: Any) -> dict[str, Tensor]:
         batch = super().collate(samples)
         # What the constructor or build_model have left, and can be sent, is there.
-        assert batch["features"].shape[1] == self.length
+        assert batch["features"].shape[1] == self.length == int(self.table.sum())
         return batch
 
 
@@ -78,12 +80,15 @@ def packed(task: TinyTask, *, build: bool = True) -> bytes:
 
 
 def test_a_task_that_holds_its_model_is_read_by_new_processes(tmp_path: Path, started_anew: str) -> None:
+    task = Holding(40)
     with connect(None, World.alone(), "cpu") as backend:
         expected = Evaluator(TinyTask(40), backend, open_control_plane(backend)).run()
         found = Evaluator(
-            Holding(40), backend, open_control_plane(backend), out=tmp_path, batch_size=8, workers=1
+            task, backend, open_control_plane(backend), out=tmp_path, batch_size=8, workers=1
         ).run()
     assert found.metrics == expected.metrics
+    # What is sent to another process is moved into the shared memory first.
+    assert not any(parameter.is_shared() for parameter in task.model.parameters())
     assert started_anew == multiprocessing.get_start_method()
 
 

@@ -45,7 +45,9 @@ def _counted(context: click.Context, parameter: click.Parameter, value: str | No
     if words is None:
         return None
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise click.BadParameter(f"{value!r}: expected whole numbers with commas between, as 1,2,8")
+        raise click.BadParameter(
+            f"{value!r}: expected whole numbers of at least 1 with commas between, as 1,2,8"
+        )
     return sorted(set(map(int, words)))
 
 
@@ -116,9 +118,7 @@ def conformance(
     started = datetime.now(timezone.utc)
     folder = (out or Path("runs", f"conformance-{started:%Y%m%dT%H%M%S}")).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(
-            f"--out {folder}: there is something already, which would be taken for a run's. Give another."
-        )
+        raise UsageError(f"--out {folder}: this folder is not empty. Give a new or an empty one.")
     environ = child_environ(os.environ, str(Path(sys.executable).parent))
     with Interrupts() as interrupts:
         try:

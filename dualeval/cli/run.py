@@ -266,6 +266,8 @@ def _last_rank(nproc: int, world: World, manner: _Manner) -> World:
             f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
             "Leave out --nproc there, or start 'dualeval run --nproc N' by itself."
         )
+    if nproc < 1:
+        raise UsageError(f"--nproc {nproc}: expected a number of processes, of at least 1")
     launcher = "horovodrun" if manner.backend == "horovod" else "torchrun"
     return World(
         rank=nproc - 1, size=nproc, local_rank=nproc - 1, local_size=nproc, node_rank=0, launcher=launcher

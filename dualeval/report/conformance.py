@@ -161,9 +161,13 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{report['when']}, dualeval {report['versions'].get('dualeval')}, "
         f"{_count(len(site['nodes']), 'node')} {where}. Each run evaluates the first "
-        f"{options['limit']:,} samples of the embedded job anew."
+        f"{options['limit']:,} of the 10,000 images of Fashion-MNIST's test set anew, with the small network "
+        "that comes with dualeval."
     )
     yield ""
+    if options["launchers"]:
+        yield f"Only these launchers were asked for: {', '.join(options['launchers'])}."
+        yield ""
     yield from _references(report["references"])
     yield from _matrix(report["runs"])
     yield from _self_tests(report["self_tests"])
@@ -209,7 +213,10 @@ def _matrix(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ["launcher", "backend", "device", *(_count(size, "rank") for size in sizes)],
         [[*key, *(found.get(size, "-") for size in sizes)] for key, found in cells.items()],
     )
-    yield "`ok`: the `metrics_digest` of one process on the same device: the same metrics to the last bit."
+    yield (
+        "`ok`: the `metrics_digest` of one process on the same device: the same metrics to the last bit. "
+        "`nproc` is `dualeval run --nproc N`."
+    )
     if any(row["outcome"] in (CLOSE, FAR) for row in rows):
         yield (
             "`agrees to tolerance`: the ranks computed on another model of machine than the one process, "

@@ -51,7 +51,7 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
     ranks: Mapping[int, Mapping[str, Any]] = report["ranks"]
     absent = sorted(set(range(report["size"])) - set(ranks))
     if absent:
-        yield f"{_ranks(absent)} did not report within {report['waited_s']:g} s"
+        yield f"{_ranks(absent)} did not report within {report['waited_s']:.3g} s"
     yield from differences(ranks)
     if any(facts["device_type"] == "cuda" for facts in ranks.values()):
         for rank, facts in sorted(ranks.items()):
