@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 
 from dualeval.backends.mpi import MpiBackend
 from dualeval.backends.pmi import told_over_pmi
-from dualeval.errors import BackendError
+from dualeval.errors import BackendError, LaunchError
 from dualeval.network import (
     LATE_S,
     LOOPBACK,
@@ -270,9 +270,12 @@ def _agree_on_name(store: Store, world: World) -> str:
 
     Raises:
         BackendError: a rank has not come.
+        LaunchError: ranks were told different numbers of ranks, or two the same rank, by plain variables.
     """
     own = secrets.token_hex(8)
     store.set(_here(world.rank), own)
+    # Those of torchrun's that have ended may have been others, and more or fewer.
+    by_variables = world.launcher != "torchrun"
     start = monotonic()
     pause = max(_SHORTEST_PAUSE_S, world.size * _PAUSE_PER_RANK_S)
     all_here = [_here(rank) for rank in range(world.size)]
@@ -282,6 +285,11 @@ def _agree_on_name(store: Store, world: World) -> str:
     where = f"all ranks to come to {_store_name(world)} at {at(*_master(world))}"
     with waiting(world, where, STARTED, known=missing):
         while monotonic() - start < PATIENCE.total_seconds():
+            if by_variables and store.get(_here(world.rank)).decode() != own:
+                raise LaunchError(
+                    f"another process has come to {at(*_master(world))} as rank {world.rank}, too. Give each "
+                    f"rank a RANK of its own, and each job on a host a MASTER_PORT of its own."
+                )
             if world.is_main and store.check(all_here):
                 # Of ranks that have ended, perhaps: theirs do not agree, and are written over.
                 now = [text.decode() for text in store.multi_get(all_here)]
@@ -291,7 +299,13 @@ def _agree_on_name(store: Store, world: World) -> str:
             # Rank 0 goes by a name of its own start alone.
             if here or not world.is_main:
                 name, *named = json.loads(store.get("dualeval/name"))
+                if by_variables and len(named) != world.size:
+                    store.set(f"dualeval/{name}/size", str(world.size))
+                    raise _different_sizes(world.rank, world.size, len(named))
                 awaited = [f"dualeval/{name}/agreed/{rank}" for rank in range(world.size)]
+                if world.is_main and store.check([f"dualeval/{name}/size"]):
+                    other = int(store.get(f"dualeval/{name}/size"))
+                    raise _different_sizes(None, other, world.size)
                 if named == here or (not world.is_main and named[world.rank : world.rank + 1] == [own]):
                     store.set(awaited[world.rank], "")
                     if world.is_main and store.check(awaited):
@@ -302,6 +316,14 @@ def _agree_on_name(store: Store, world: World) -> str:
     raise BackendError(
         f"the {world.size} ranks have not met at {_store_name(world)} in "
         f"{PATIENCE.total_seconds() / 60:.0f} minutes{f': {missing()}' if missing else ''}"
+    )
+
+
+def _different_sizes(rank: int | None, size: int, rank_0s: int) -> LaunchError:
+    who = "another rank" if rank is None else f"rank {rank}"
+    return LaunchError(
+        f"{who} was told that there are {size} ranks, and rank 0 that there are {rank_0s}. Set WORLD_SIZE to "
+        f"the number of ranks, the same on each of them."
     )
 
 

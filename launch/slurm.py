@@ -61,6 +61,7 @@ out=
 config=
 device=
 option=
+mixed=
 words=()
 for word in "$@"; do
   if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
@@ -85,9 +86,14 @@ for word in "$@"; do
     --out) out=$value ;;
     --config) config=$value ;;
     --device) device=$value ;;
+    --mix-machines) mixed=yes ;;
   esac
   option=
 done
+if [[ -n $option ]]; then
+  echo "$option needs a value, and is the last word." >&2
+  exit 2
+fi
 if [[ -z $out ]]; then
   out=runs/job-${job:?"there is no job; type 'sbatch' before this file, or --out FOLDER after it"}
   words+=(--out "$out")
@@ -95,8 +101,8 @@ fi
 
 # Where this job has GPUs, a node on which none works is an error, and no reason to compute on CPUs.
 gpus=${SLURM_GPUS_ON_NODE:-${SLURM_JOB_GPUS:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS:-0}}}}
-if [[ $gpus != 0 && -z $device ]] &&
-  ! { [[ -n $config ]] && grep -qsE '^[[:space:]]*"?device"?[[:space:]]*=' "$config"; }; then
+if [[ $gpus != 0 && -z $device && -z $mixed ]] &&
+  ! { [[ -n $config ]] && grep -qsE "^[[:space:]]*[\\"']?device[\\"']?[[:space:]]*=" "$config"; }; then
   words+=(--device cuda)
 fi
 
@@ -130,8 +136,9 @@ elif says state '"stopped"' && says signal '"SIGUSR2"'; then
 fi
 
 if [[ $warned == early ]]; then
-  echo "dualeval: a signal came before anything was finished. If it was Slurm's warning before the end," \\
-    "type sbatch with more --time, or with a later warning (--signal=USR2@30)." >&2
+  echo "dualeval: a signal came before anything was finished. If a rank has failed, as told above, srun" \\
+    "has ended the others by it. If it was Slurm's warning before the end, type sbatch with more --time," \\
+    "or with a later warning (--signal=USR2@30)." >&2
 elif [[ $warned == late ]]; then
   code=75
   # Before: Slurm ends this script at once, or soon.

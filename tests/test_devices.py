@@ -134,16 +134,19 @@ def test_a_callers_group_without_a_gpu_of_its_own_gets_one(
     works: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looking at GPUs makes torch ready to use them, which is no choice of the caller's."""
-    used = []
+    used: list[int] = []
     backend = _Several([{"sight": {"rank": 1, "host": "m", "gpus": [], "reason": "x", "promised": ""}}])
     backend.owns_group = False
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(used))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with played_gpus("AB"):
         asked = torch.cuda.get_device_properties
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda number: (used.append(number), asked(number))[1]
-        )
+
+        def properties(number: int) -> Any:
+            used.append(number)
+            return asked(number)
+
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
         with mock.patch.object(backend, "all_gather_json", wraps=backend.all_gather_json) as told:
             take_device(backend, mix_machines=True)
     assert used

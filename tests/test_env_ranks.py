@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -187,3 +188,53 @@ def test_a_port_that_is_taken(launch: Launch, tmp_path: Path) -> None:
     assert (
         f"port {port} of {socket.gethostname()}, where rank 0 is to serve by MASTER_PORT, is" in done.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (
+            [(0, 2), (1, 3)],
+            "rank 1 was told that there are 3 ranks, and rank 0 that there are 2. Set WORLD_SIZE",
+        ),
+        ([(0, 2), (2, 3), (1, 2)], "rank 2 was told that there are 3 ranks, and rank 0 that there are 2."),
+    ],
+)
+def test_variables_that_contradict_each_other(
+    ranks: list[tuple[int, int]], said: str, launch: Launch, tmp_path: Path
+) -> None:
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                launch.started(
+                    ["dualeval", "run", "--limit", "64"],
+                    variables={**own, "RANK": str(rank), "WORLD_SIZE": str(size)},
+                    cwd=tmp_path,
+                )
+            )
+            for rank, size in ranks
+        ]
+        ended = [(process.communicate(timeout=100)[1], process.returncode) for process in processes]
+    assert any(said in errors and code == 2 for errors, code in ended), ended
+
+
+def test_two_processes_of_one_rank(launch: Launch, tmp_path: Path) -> None:
+    """The one that came last goes on: a rank may have been started again before all had come."""
+    own = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command: list[str | Path] = ["dualeval", "run", "--limit", "64"]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(launch.started(command, variables={**own, "RANK": rank}, cwd=tmp_path))
+            for rank in ("1", "1", "0")
+        ]
+        deadline = monotonic() + 100
+        while all(process.poll() is None for process in processes):
+            assert monotonic() < deadline, "neither has noticed the other"
+            sleep(0.05)
+        codes = [process.poll() for process in processes]
+        for process in processes:
+            process.terminate()
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert codes.count(2) == 1
+    assert "as rank 1, too. Give each rank a RANK of its own" in errors[codes.index(2)]

@@ -492,9 +492,7 @@ class Masked:
 def test_what_a_batch_has_beside_its_items_goes_along(play: Play, batch: Any) -> None:
     """A class made anew from its items alone would silently have its defaults."""
     batch.scale, batch.mask = 2.0, torch.zeros(2)
-    device = play(Played(CPU))
-    found = Uploads(device).start(batch)
-    found = found() if callable(found) else found
+    found = Uploads(play(Played())).start(batch)
     assert type(found) is type(batch)
     assert found.scale == 2.0
     assert found.mask is not batch.mask, "it is the device's"

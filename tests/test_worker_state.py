@@ -88,7 +88,8 @@ def test_a_task_that_holds_its_model_is_read_by_new_processes(tmp_path: Path, st
         ).run()
     assert found.metrics == expected.metrics
     # What is sent to another process is moved into the shared memory first.
-    assert not any(parameter.is_shared() for parameter in task.model.parameters())
+    shared = [parameter.is_shared() for parameter in task.model.parameters()]  # type: ignore[no-untyped-call]
+    assert not any(shared)
     assert started_anew == multiprocessing.get_start_method()
 
 
