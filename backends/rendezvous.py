@@ -296,8 +296,10 @@ def _agree_on_name(store: Store, world: World) -> str:
                 if now != here:
                     here = now
                     store.set("dualeval/name", json.dumps([secrets.token_hex(8), *here]))
-            # Rank 0 goes by a name of its own start alone.
-            if here or not world.is_main:
+            # Rank 0 goes by a name of its own start alone. The others may wait for it in the store, unless
+            # they have to look whether another has come in their place.
+            named_yet = here if world.is_main else not by_variables or store.check(["dualeval/name"])
+            if named_yet:
                 name, *named = json.loads(store.get("dualeval/name"))
                 if by_variables and len(named) != world.size:
                     store.set(f"dualeval/{name}/size", str(world.size))
