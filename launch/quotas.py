@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,7 +31,7 @@ def cpu_quotas(root: Path = Path("/")) -> dict[str, float]:
     Returns:
         CPUs by a name of the group that limits them. Two processes of a machine have the same name if and
         only if they share those CPUs, whatever their containers call the group. Empty where nothing is
-        limited, or the kernel has no cgroups.
+        limited, the kernel has no cgroups, or its files say nothing that can be understood.
     """
     quotas = {}
     for group in _groups(root):
@@ -45,7 +46,7 @@ def _groups(root: Path) -> Iterator[Path]:
     """The folders of this process's cgroups that may limit CPUs, with those around them, as far as seen."""
     mounts = list(_mounts(_text(root / "proc/self/mountinfo")))
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+        controllers, _, path = line.partition(":")[2].partition(":")
         kind = "cgroup" if "cpu" in controllers.split(",") else "" if controllers else "cgroup2"
         own = [mount for mount in mounts if mount.kind == kind]
         if not own:
@@ -72,8 +73,9 @@ def _mounts(mountinfo: str) -> Iterator[_Mount]:
         before, _, after = line.partition(" - ")
         kind, _, options = (*after.split(" ", 2), "", "")[:3]
         if kind == "cgroup2" or (kind == "cgroup" and "cpu" in options.split(",")):
-            _, _, _, root, point = before.split(" ")[:5]
-            yield _Mount(kind=kind, root=_unescaped(root), point=_unescaped(point))
+            words = before.split(" ")
+            if len(words) > 4:
+                yield _Mount(kind=kind, root=_unescaped(words[3]), point=_unescaped(words[4]))
 
 
 def _unescaped(name: str) -> str:
@@ -87,11 +89,15 @@ def _quota_of(group: Path) -> float | None:
     if not words or words[0] in ("max", "-1"):
         return None
     period = words[1] if len(words) > 1 else _text(group / "cpu.cfs_period_us")
-    return int(words[0]) / int(period)
+    # Of what is no pair of numbers, no limit is known.
+    with suppress(ValueError, ZeroDivisionError):
+        return int(words[0]) / int(period)
+    return None
 
 
 def _text(file: Path) -> str:
     # Not every group has every file (the outermost has none), and not every kernel has cgroups.
     with suppress(OSError):
-        return file.read_text("utf-8")
+        # A mount point may have a name in any encoding.
+        return os.fsdecode(file.read_bytes())
     return ""

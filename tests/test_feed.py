@@ -392,3 +392,37 @@ def test_a_data_set_may_say_what_takes_a_samples_place(workers: int) -> None:
     [batch] = read(task, [range(3)], workers)
     assert batch.data == [slice(3), slice(0, 1), slice(0, 2)]
     assert [sample.index for sample in batch.failed] == [1, 2]
+
+
+class Whole(TinyTask):
+    """Ready batches that are views of the whole data set, as from a file of all images."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.images = torch.arange(count * 784, dtype=torch.float32).view(count, 784)
+
+    def dataset(self) -> Any:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        part = self.images[indices[0] : indices[-1] + 1]
+        return {"features": part[:, 1:], "again": [part], "targets": part[:, 0]}
+
+    def collate(self, samples: Any) -> Any:
+        return samples
+
+
+def test_a_reading_process_hands_over_its_batch_and_not_all_the_data() -> None:
+    task = Whole(1000)
+    [expected] = read(task, [range(64, 96)])
+    [found] = read(task, [range(64, 96)], workers=1)
+    for name in ("features", "targets"):
+        one, other = found.data[name], expected.data[name]
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride(), "another order of memory may give other bits"
+        assert one.untyped_storage().nbytes() <= 32 * 784 * 4
+    assert torch.equal(found.data["again"][0], expected.data["again"][0])
+    assert expected.data["features"].untyped_storage().nbytes() == 1000 * 784 * 4

@@ -100,6 +100,11 @@ def machine(folder: Path, cgroup: str | None, mountinfo: str, files: dict[str, s
         ),
         # A name with a blank, as mountinfo writes it.
         ("0::/a b/c\n", V2.format(root="/a\\040b"), {"c/cpu.max": "100000 100000\n"}, [1.0]),
+        # What says nothing that can be understood.
+        ("4:cpu,cpuacct:/\n", V1.format(root="/"), {"cpu,cpuacct/cpu.cfs_quota_us": "250000\n"}, []),
+        ("0::/\n", V2.format(root="/"), {"cpu.max": "100000 0\n"}, []),
+        ("0::/\n", V2.format(root="/"), {"cpu.max": "many 100000\n"}, []),
+        ("garbage\n\n0::/\n", "x\n\ny - cgroup2\n" + V2.format(root="/"), {"cpu.max": "1 2\n"}, [0.5]),
         # Nothing mounted; no cgroups in the kernel.
         ("0::/\n", "", {}, []),
         (None, "", {}, []),
@@ -109,6 +114,16 @@ def test_cpu_quotas(
     cgroup: str | None, mountinfo: str, files: dict[str, str], quotas: list[float], tmp_path: Path
 ) -> None:
     assert sorted(cpu_quotas(machine(tmp_path, cgroup, mountinfo, files)).values()) == quotas
+
+
+def test_names_of_mounts_in_any_encoding(tmp_path: Path) -> None:
+    folder = machine(tmp_path, "0::/\n", "", {})
+    line = b"29 23 0:26 / /cgr\xe9up rw - cgroup2 cgroup2 rw\n"
+    (folder / "proc/self/mountinfo").write_bytes(b"24 23 0:22 / /mnt/m\xe9x rw - tmpfs none rw\n" + line)
+    group = folder / os.fsdecode(b"cgr\xe9up")
+    group.mkdir()
+    (group / "cpu.max").write_text("300000 100000\n")
+    assert list(cpu_quotas(folder).values()) == [3.0]
 
 
 def test_groups_have_names_of_their_own(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from dualeval.engine import shared_memory
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading, tensor_bytes
+from dualeval.engine.storages import own_storages
 from dualeval.errors import UsageError
 from tests.conftest import Launch
 from tests.tiny import FEATURES, TinyTask
@@ -70,6 +72,18 @@ def test_what_is_said() -> None:
     assert choose_workers(ranks(1), chosen=True) == ([4], [])
 
 
+def test_no_room_to_measure() -> None:
+    everyone = [ONE, replace(ONE, free=16384, batch=0, full=True), replace(ONE, place="b")]
+    workers, [note] = choose_workers(everyone, chosen=False)
+    assert workers == [0, 0, 4]
+    assert "room for none of them." in note
+    _, [note] = choose_workers(everyone[1:], chosen=False)
+    assert "n1 has 0.0164 MB free" in note
+    assert "a batch" not in note
+    with pytest.raises(UsageError, match=r"--workers: /dev/shm on n1 .* Or type --workers 0\."):
+        choose_workers(everyone, chosen=True)
+
+
 class Pair(NamedTuple):
     first: Tensor
     second: Tensor
@@ -89,6 +103,41 @@ def test_tensors_are_found_wherever_they_are() -> None:
     assert tensor_bytes(Padded(ids=tensor, texts=["x"])) == 120
     assert tensor_bytes([tensor, tensor]) == 120, "what is sent once"
     assert tensor_bytes(["a", 1, None]) == 0
+    assert tensor_bytes([tensor[:2], tensor[5:]]) == 120, "a storage is sent whole, and once"
+    assert tensor_bytes(torch.eye(3).to_sparse()) > 0
+
+
+def test_a_batch_of_many_samples_from_one() -> None:
+    row = torch.zeros(1, 3)
+    assert tensor_bytes(row, samples=64) == 64 * 12
+    # A part of each sample keeps all of it, and so do two.
+    assert tensor_bytes([row[:, 0]], samples=64) == 64 * 12
+    assert tensor_bytes([row[:, :2], row[:, 2], row], samples=64) == 64 * 12
+    everything = torch.zeros(1000, 3)
+    assert tensor_bytes(everything[:1], samples=64) == 12_000
+
+
+def test_small_parts_of_a_storage_get_their_own() -> None:
+    everything = torch.arange(3000.0).view(1000, 3)
+    for batch, bytes_ in (
+        (everything[10:74], 64 * 12),
+        ({"a": everything[:64], "b": [everything[64:128]]}, 128 * 12),
+        (everything[5:5], 0),
+        # Its copy would be as large: contiguous columns; most of the samples.
+        (torch.zeros(3, 1000).t()[:64], 12_000),
+        (everything[:600], 12_000),
+    ):
+        assert tensor_bytes(own_storages(batch)) == bytes_
+    [one, again] = own_storages([everything[7:9]] * 2)
+    assert one is again
+    assert torch.equal(one, everything[7:9])
+    whole = {"a": everything, "b": everything[:1]}
+    assert own_storages(whole) is whole
+    # From one sample, what is decided for 64.
+    assert tensor_bytes(own_storages(everything[:1], samples=64), samples=64) == 64 * 12
+    assert tensor_bytes(own_storages(everything[:1], samples=600), samples=600) == 12_000
+    conjugated = torch.zeros(100, 2, dtype=torch.complex64).conj()[:1]
+    assert own_storages(conjugated) is conjugated
 
 
 def reading(task: TinyTask, workers: int) -> Reading:
@@ -123,3 +172,31 @@ def test_a_memory_that_is_too_small(launch: Launch, tmp_path: Path) -> None:
     assert found["fewer"] == found["asked"]
     assert found["error"].startswith("--workers: /dev/shm on ")
     assert found["error"].endswith(f"Or type --workers {found['room']}.")
+
+
+FULL = """
+from torch import nn
+from dualeval.engine.shared_memory import measure_reading
+from tests.tiny import TinyTask
+task = TinyTask(500)
+found = measure_reading(task.dataset(), task, nn.Identity(), 8, workers=2, ahead=2, held=2, batches=9)
+print(found.full, found.free, found.place != "")
+"""
+
+
+def test_a_memory_that_fills_up_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_memory, "Feed", full)
+    found = reading(TinyTask(500), workers=2)
+    assert found.full
+    assert choose_workers([found], chosen=False)[0] == [0]
+
+
+@pytest.mark.needs("mounts")
+def test_a_memory_without_room_for_a_lock(launch: Launch) -> None:
+    mount = 'mount -t tmpfs -o size=16k none /dev/shm && exec "$0" "$@"'
+    done = launch(["unshare", "--mount", "sh", "-c", mount, sys.executable, "-c", FULL], timeout=60)
+    assert done.stdout == "True 16384 True\n", done.stderr
+    assert not done.stderr

@@ -21,6 +21,7 @@ from torch import nn
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.nests import zeros_like
 from dualeval.engine.progress import Stage
+from dualeval.engine.storages import own_storages
 from dualeval.engine.transfer import Uploads
 from dualeval.engine.worker_state import pack, unpack
 from dualeval.errors import DualevalError, UsageError
@@ -215,7 +216,8 @@ class _Returning(torch.utils.data.Dataset[Any]):
         try:
             if self._reader is None:
                 self._reader = unpack(self._packed)
-            return self._reader[indices]
+            data, failed = self._reader[indices]
+            return own_storages(data), failed
         except DualevalError as error:
             return error
 

@@ -6,10 +6,12 @@ A batch that finds no room there is lost, and the rank would wait for it for eve
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import shutil
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine.feed import FailedSample, Feed, Reader
+from dualeval.engine.storages import own_storages, sample_bytes
 from dualeval.errors import UsageError
 from dualeval.network import host_identity
 from dualeval.tasks import Dataset, Task
@@ -41,6 +44,7 @@ class Reading:
         ahead: batches that each of them may read ahead.
         held: batches that the rank itself may have at a time.
         batches: number of batches for the rank.
+        full: whether there was no room even for the locks of one process.
     """
 
     host: str
@@ -51,17 +55,20 @@ class Reading:
     ahead: int
     held: int
     batches: int
+    full: bool = False
 
     @property
     def needed(self) -> int:
         """The most bytes that are taken at a time."""
-        if not self.workers or not self.batch:
+        if not self.workers or not (self.batch or self.full):
             return 0
         most = min(self.workers * self.ahead + self.held, self.batches)
         return self.batch * most + self.workers * _BESIDE_BYTES
 
     def fitting(self, room: int) -> int:
         """The number of reading processes, up to the present one, for which so many bytes are enough."""
+        if self.full:
+            return 0
         fewer = (replace(self, workers=workers) for workers in range(self.workers, 0, -1))
         return next((one.workers for one in fewer if one.needed <= room), 0)
 
@@ -86,14 +93,15 @@ def measure_reading(
         batch_size: samples a batch.
         workers: as in ``Reading``; likewise ``ahead``, ``held`` and ``batches``.
     """
-    free, batch, place = 0, 0, ""
+    free, batch, place, full = 0, 0, "", False
     if workers and SHARED_MEMORY.is_dir():
-        # In a process of its own: what a data set opens may not outlive a fork.
-        reader = _Sizes(dataset, task, fill=False, model=model)
-        [sized] = Feed(reader, [range(1)], workers=1, device=torch.device("cpu"))
-        usage = shutil.disk_usage(SHARED_MEMORY)
         # Its size is 0 where it has no limit.
-        free, batch = usage.free, sized.data * batch_size if usage.total else 0
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        free = usage.free
+        # No exception of this rank alone: the others learn of it, and all stop or go on together.
+        full = bool(usage.total) and free < _BESIDE_BYTES
+        if usage.total and not full:
+            batch, full = _batch_bytes(_Sizes(dataset, task, model, batch_size))
         # By the kernel and its mount: hosts of one kernel (containers) may share it or not.
         place = f"{host_identity().partition('.')[0]}:{SHARED_MEMORY.stat().st_dev}"
     return Reading(
@@ -105,7 +113,21 @@ def measure_reading(
         ahead=ahead,
         held=held,
         batches=batches,
+        full=full,
     )
+
+
+def _batch_bytes(reader: _Sizes) -> tuple[int, bool]:
+    """The bytes of a batch; and whether there was no room even to find out."""
+    try:
+        # In a process of its own: what a data set opens may not outlive a fork.
+        [sized] = Feed(reader, [range(1)], workers=1, device=torch.device("cpu"))
+    except OSError as error:
+        # Other ranks, or other programs, have taken what was free.
+        if error.errno != errno.ENOSPC:
+            raise
+        return 0, True
+    return sized.data, False
 
 
 def choose_workers(everyone: Sequence[Reading], *, chosen: bool) -> tuple[list[int], list[str]]:
@@ -142,18 +164,20 @@ _ADVICE = (
 def _lowered(sharing: Sequence[Reading]) -> int | None:
     """How many processes each of the ranks that share the memory may have; None where all have room."""
     free = min(reading.free for reading in sharing)
-    if sum(reading.needed for reading in sharing) <= free:
+    full = any(reading.full for reading in sharing)
+    if not full and sum(reading.needed for reading in sharing) <= free:
         return None
     return min(reading.fitting(free // len(sharing)) for reading in sharing)
 
 
 def _shortage(sharing: Sequence[Reading], workers: int) -> str:
     first, needed = sharing[0], sum(reading.needed for reading in sharing)
+    batch = max(reading.batch for reading in sharing)
     ranks = f"{len(sharing)} ranks" if len(sharing) > 1 else "1 rank"
     return (
         f"{SHARED_MEMORY} on {first.host} has {_megabytes(first.free)} free, and {ranks} with "
         f"{max(reading.workers for reading in sharing)} reading processes each may take "
-        f"{_megabytes(needed)} there ({_megabytes(first.batch)} a batch): there is room for "
+        f"{_megabytes(needed)} there{f' ({_megabytes(batch)} a batch)' if batch else ''}: there is room for "
         f"{f'{workers} of them a rank' if workers else 'none of them'}."
     )
 
@@ -163,21 +187,53 @@ def _megabytes(size: int) -> str:
 
 
 class _Sizes(Reader):
-    """Reads batches, and gives the bytes of their tensors in place of them."""
+    """Reads one sample, and gives the bytes that a batch of such samples takes in place of it."""
+
+    def __init__(self, dataset: Dataset, task: Task, model: nn.Module, batch_size: int) -> None:
+        super().__init__(dataset, task, fill=False, model=model)
+        self._batch_size = batch_size
 
     def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
         try:
             data, _ = super().__getitem__(indices)
+            data = own_storages(data, samples=self._batch_size)
         except Exception:  # noqa: BLE001 - what is wrong with a sample is said where it is read to be evaluated
             return 0, ()
-        return tensor_bytes(data), ()
+        return tensor_bytes(data, samples=self._batch_size), ()
 
 
-def tensor_bytes(batch: Any) -> int:
-    """The bytes of all tensors in a batch, wherever in it they are."""
+def tensor_bytes(batch: Any, *, samples: int = 1) -> int:
+    """The bytes of all storages that tensors in a batch have, wherever in it they are.
+
+    Args:
+        batch: goes through a queue between processes; a storage goes there once, and whole.
+        samples: count as for a batch that has this many times as many samples.
+    """
     found = _Tensors(io.BytesIO())
     found.dump(batch)
-    return sum(found.sizes.values())
+    sharing: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for tensor in found.tensors.values():
+        sharing[_storage(tensor)[0]].append(tensor)
+    total = 0
+    for place, tensors in sharing.items():
+        if not place:
+            total += sum(tensor.numel() * tensor.element_size() * samples for tensor in tensors)
+            continue
+        size = _storage(tensors[0])[1]
+        parts = [sample_bytes(tensor) for tensor in tensors]
+        # A storage that is as large as what the tensors have of it grows with the samples; a larger one is
+        # there for all of them.
+        total += max(size, min(sum(parts), max(size, *parts)) * samples)
+    return total
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's storage is, and its bytes; 0 where it has none of its own, as a sparse one."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except (NotImplementedError, RuntimeError):
+        return 0, 0
 
 
 class _Tensors(pickle.Pickler):
@@ -185,10 +241,10 @@ class _Tensors(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.sizes: dict[int, int] = {}
+        self.tensors: dict[int, Tensor] = {}
 
     def persistent_id(self, found: Any) -> int | None:
         if not isinstance(found, Tensor):
             return None
-        self.sizes[id(found)] = found.numel() * found.element_size()
+        self.tensors[id(found)] = found
         return id(found)
