@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dualeval.errors import UsageError
+from dualeval.launch.variables import ENV, FLUX, TORCHRUN
+from dualeval.world import World
 
 # What a job was asked for with, which srun would take for what this step is asked for with; and the binding
 # of a step that this process is in itself.
@@ -18,6 +20,10 @@ _OF_THE_JOB = re.compile(
     "S(LURM|RUN)_(NTASKS_PER_NODE|NTASKS_PER_SOCKET|CPUS_PER_TASK|DISTRIBUTION|HOSTFILE"
     "|(CPU|MEM)_BIND.*|OVERCOMMIT|EXCLUSIVE)"
 )
+# What makes this process a rank, and what torchrun takes for its options; Flux's PMI is for its own task.
+_OF_A_RANK = frozenset({*TORCHRUN.all, *ENV.all, *FLUX.needed})
+_OF_TORCHRUN = "PET_"
+_PMI_OF_FLUX = frozenset({"PMI_FD", "PMI_RANK", "PMI_SIZE"})
 # Where torchrun's agents on several nodes meet; each start takes the next port.
 _FIRST_AGENT_PORT, _AGENT_PORTS = 29500, 100
 
@@ -159,14 +165,29 @@ def default_ranks(site: Site, device: str) -> list[int]:
     return sorted({number for number in (1, 2, len(site.nodes), most) if number <= max(most, 1)})
 
 
+def may_start_ranks(world: World) -> bool:
+    """Whether a process may start ranks of its own: no launcher made it one of several.
+
+    A shell that srun has opened on a node is a step of one task, and a pod may be a job of one.
+    """
+    return world.launcher == "none" or (world.launcher in ("srun", "flux", "env") and world.size == 1)
+
+
 def child_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
     """Make the variables for launchers: without what would say in their steps how ranks are placed.
+
+    Nor does it hand on what makes this process itself a rank: ranks would find two launchers who disagree.
 
     Args:
         environ: those of this process.
         folder: what is first on the PATH.
     """
-    kept = {name: value for name, value in environ.items() if not _OF_THE_JOB.fullmatch(name)}
+    own = _OF_A_RANK | (_PMI_OF_FLUX if FLUX.rank in environ else frozenset())
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in own and not name.startswith(_OF_TORCHRUN) and not _OF_THE_JOB.fullmatch(name)
+    }
     return {**kept, "PATH": f"{folder}:{environ.get('PATH', '/usr/bin:/bin')}"}
 
 

@@ -16,11 +16,13 @@ from dualeval.launch.starts import (
     child_environ,
     choose_launchers,
     default_ranks,
+    may_start_ranks,
     spread,
     start_words,
     why_not,
 )
 from dualeval.launch.trials import command_of, plan_trials
+from dualeval.world import World
 
 PROGRAMS = {name: name for name in ("torchrun", "horovodrun", "mpirun", "srun", "ssh")}
 EVERYTHING = Libraries(horovod=frozenset({"gloo", "mpi"}), mpi="4.1.2 (Open MPI v4.1.4)")
@@ -167,6 +169,39 @@ def test_what_a_job_was_asked_for_with_is_not_handed_on() -> None:
         "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_TASKS_PER_NODE": "2(x2)",
     }
+
+
+def test_what_makes_this_process_a_rank_is_not_handed_on() -> None:
+    """A pod of one replica, a task of Flux's: ranks of another launcher would find two who disagree."""
+    pod = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+        "PET_NPROC_PER_NODE": "auto",
+    }
+    task = {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1", "FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_ID": "f1"}
+    pmi = {"PMI_FD": "9", "PMI_RANK": "0", "PMI_SIZE": "1"}
+    assert child_environ({**pod, **task, **pmi}, "/env/bin") == {"PATH": "/env/bin:/usr/bin:/bin"}
+    assert child_environ(pmi, "/env/bin") == {**pmi, "PATH": "/env/bin:/usr/bin:/bin"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size", "may"),
+    [
+        ("none", 1, True),
+        ("srun", 1, True),
+        ("flux", 1, True),
+        ("env", 1, True),
+        ("env", 2, False),
+        ("srun", 2, False),
+        ("openmpi", 1, False),
+        ("torchrun", 1, False),
+    ],
+)
+def test_who_may_start_ranks(launcher: str, size: int, may: bool) -> None:
+    world = World(rank=0, size=size, local_rank=0, local_size=size, node_rank=0, launcher=launcher)
+    assert may_start_ranks(world) is may
 
 
 def test_names_of_launchers() -> None:

@@ -22,7 +22,7 @@ import click
 from dualeval.cli import node_facts
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, LaunchError, UsageError
 from dualeval.launch import detect
-from dualeval.launch.starts import LAUNCHERS, Site, child_environ, choose_launchers
+from dualeval.launch.starts import LAUNCHERS, Site, child_environ, choose_launchers, may_start_ranks
 from dualeval.launch.supervise import Ended, Interrupted, Interrupts, ask, run_supervised
 from dualeval.launch.trials import Trial, command_of, plan_trials
 from dualeval.report import conformance as judging
@@ -34,6 +34,8 @@ _LAST_LINES = 8
 _TAIL_BYTES = 65536
 # How horovodrun and mpirun --tag-output name the rank: before a line, and mpirun within one of many.
 _TAG = re.compile(r"\[[\d,]+\]<std(?:out|err)>:")
+# What dualeval doctor has printed, of several ranks or cut off: it has variables, which are not for sharing.
+_REPORTS = re.compile(r"^\{.*^\}|^\{.*", re.DOTALL | re.MULTILINE)
 
 
 def _listed(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str] | None:
@@ -142,7 +144,7 @@ def conformance(
 def _check_place() -> None:
     """Refuse to be one of several ranks, each of which would start all launchers."""
     world = detect(os.environ)
-    if world.launcher not in ("none", "srun") or world.size > 1:
+    if not may_start_ranks(world):
         raise LaunchError(
             f"{world.launcher} started this process as rank {world.rank} of {world.size}, and 'dualeval "
             "conformance' starts all launchers itself: type it by itself, in the shell that salloc opens, or "
@@ -390,17 +392,18 @@ def _exit_of(code: int) -> str:
 
 def _last_lines(err: Path, out: Path, is_self_test: bool) -> list[str]:
     """What was said at the end, and before it dualeval's own errors, which launchers bury."""
-    lines = _lines_of(err) or ([] if is_self_test else _lines_of(out))
+    lines = _lines_of(err) or _lines_of(out, has_reports=is_self_test)
     errors = [line for line in lines if "dualeval: error:" in line]
     last = lines[-_LAST_LINES:]
     return [*(line for line in dict.fromkeys(errors) if line not in last), *last]
 
 
-def _lines_of(path: Path) -> list[str]:
+def _lines_of(path: Path, *, has_reports: bool = False) -> list[str]:
     if not path.exists():
         return []
-    text = path.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace")
-    lines = [line.rstrip() for line in _TAG.sub("", text).splitlines()]
+    data = path.read_bytes()
+    text = _TAG.sub("", (data if has_reports else data[-_TAIL_BYTES:]).decode("utf-8", "replace"))
+    lines = [line.rstrip() for line in (_REPORTS.sub("", text) if has_reports else text).splitlines()]
     return [line for line in lines if line]
 
 

@@ -197,6 +197,12 @@ def slurm_version(site: Site, run: Run) -> str | None:
 
 
 def _nodes_of_job(environ: Mapping[str, str]) -> tuple[Node, ...]:
+    components = environ.get("SLURM_HET_SIZE", environ.get("SLURM_PACK_SIZE", "1"))
+    if components != "1":
+        raise LaunchError(
+            f"this is a heterogeneous Slurm job of {components} components, and 'dualeval conformance' "
+            "starts ranks in a job of one. Ask for one without ':', as 'salloc -N2 dualeval conformance'."
+        )
     try:
         hosts = expand_hosts(environ["SLURM_JOB_NODELIST"])
         cores = expand_tasks(environ.get("SLURM_JOB_CPUS_PER_NODE", f"1(x{len(hosts)})"))

@@ -31,6 +31,7 @@ from dualeval.errors import (
 from dualeval.job import TASKS, Job
 from dualeval.launch import PROBES, examine
 from dualeval.launch.cores import Cores, own_cores, share_of_cores
+from dualeval.launch.starts import may_start_ranks
 from dualeval.waiting import STARTED, waiting
 from dualeval.world import World
 
@@ -260,8 +261,7 @@ def _as_used(job: Job, device: str, workers: int) -> dict[str, Any]:
 
 def _last_rank(nproc: int, world: World, manner: _Manner) -> World:
     """The last of the ranks that --nproc starts: whatever stops any of them stops this one."""
-    # A shell that srun has opened on a node is a step of one task, and a pod may be a job of one.
-    if world.launcher != "none" and not (world.launcher in ("srun", "flux", "env") and world.size == 1):
+    if not may_start_ranks(world):
         raise LaunchError(
             f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
             "Leave out --nproc there, or start 'dualeval run --nproc N' by itself."

@@ -124,26 +124,39 @@ def agrees(report: Mapping[str, Any]) -> bool:
     absent = set(asked) - {"none"} - {row["launcher"] for row in report["runs"] if row["outcome"] in GOOD}
     ran = any(row["outcome"] in GOOD for row in report["references"])
     return (
-        ran and not absent and not report["interrupted"] and not any(row["outcome"] in BAD for row in every)
+        ran
+        and _has_compared(report)
+        and not absent
+        and not report["interrupted"]
+        and not any(row["outcome"] in BAD for row in every)
     )
+
+
+def _has_compared(report: Mapping[str, Any]) -> bool:
+    return any(row["outcome"] in (OK, DIFFERS, CLOSE, FAR) for row in report["runs"])
 
 
 def summary(report: Mapping[str, Any]) -> str:
     """One sentence on what has come out."""
     runs = [row for row in report["runs"] if row["outcome"] != NOT_HERE]
     same = sum(row["outcome"] == OK for row in runs)
-    text = f"{same} of {_count(len(runs), 'run')} {'has' if same == 1 else 'have'} the bits of one process"
+    text = f"{_part(same, len(runs), 'run')} {'has' if same == 1 else 'have'} the bits of one process"
     for outcome in (CLOSE, *BAD):
         if number := sum(row["outcome"] == outcome for row in [*report["references"], *runs]):
             text += f"; {number} {outcome}"
     tests = [row for row in report["self_tests"] if row["outcome"] != NOT_HERE]
     right = sum(row["outcome"] == OK for row in tests)
-    text += (
-        f". {right} of {_count(len(tests), 'self-test')} of backends {'is' if right == 1 else 'are'} right."
-    )
+    text += f". {_part(right, len(tests), 'self-test')} of backends {'is' if right == 1 else 'are'} right."
     if absent := len(report["runs"]) - len(runs):
         text += f" {absent} could not be started here."
+    if not _has_compared(report):
+        text = f"Nothing was compared. {text}"
     return f"Interrupted. {text}" if report["interrupted"] else text
+
+
+def _part(number: int, total: int, what: str) -> str:
+    """As "1 of 1 run" and "0 of 1 runs": the verb is that of the first number."""
+    return f"{number:,} of {total:,} {what}{'' if number == total == 1 else 's'}"
 
 
 def page(report: Mapping[str, Any]) -> str:
