@@ -23,10 +23,9 @@ _AHEAD = 2
 # cuBLAS, cuDNN and their relatives of CUDA and ROCm have a status of their own: CUBLAS_STATUS_ALLOC_FAILED,
 # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED, CUFFT_ALLOC_FAILED. "out of memory" is what the CUDA
 # runtime, its driver and other accelerators' allocators say: "CUDA error: out of memory".
-# Where cuBLAS finds no memory for a handle, it is not initialised.
 _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: |out of memory|not enough memory: you tried to allocate|Cannot allocate memory|"
-    r"\b[A-Z]\w*_ALLOC(ATION)?_FAILED\b|CUBLAS_STATUS_NOT_INITIALIZED when calling .?cublasCreate"
+    r"\b[A-Z]\w*_ALLOC(ATION)?_FAILED\b"
 )
 
 
