@@ -217,6 +217,7 @@ class Status:
         signal: the name of the signal that stopped the run.
         chunks_saved: number of chunks that a stopped run has finished and saved since it was started.
         launch_id: of the launcher that may start a stopped run's ranks again.
+        run: names this run apart from any other in the same folder.
     """
 
     state: str
@@ -225,6 +226,7 @@ class Status:
     signal: str | None = None
     chunks_saved: int | None = None
     launch_id: str | None = None
+    run: str | None = None
 
     def write(self, folder: Path) -> None:
         """Write it into the run's output folder; on a full disk over the one that is there."""

@@ -60,6 +60,11 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def is_done(out: Path) -> bool:
+    status = read_status(out)
+    return status is not None and (status.state, status.exit_code) == ("done", 0)
+
+
 def begin(out: Path, batches: int = 23, **options: Any) -> list[Path]:
     """Begin a run that breaks after some batches; returns its journal files."""
     task = Ending(SAMPLES, batches, **options)
@@ -79,7 +84,7 @@ def check(out: Path, result: Result, wanted: str, resumed: int) -> None:
     assert sorted(path.name for path in out.iterdir()) == [
         *("job.json", "predictions.parquet", "result.json", "status.json")
     ]
-    assert read_status(out) == Status(state="done", exit_code=0)
+    assert is_done(out)
 
 
 def test_what_was_finished_is_not_evaluated_again(tmp_path: Path, wanted: str) -> None:
@@ -226,7 +231,7 @@ def test_a_run_killed_after_its_result_is_finished(tmp_path: Path, wanted: str) 
         file.write_bytes(content)
     Status(state="running").write(out)
     assert go_on(out).metrics_digest == wanted
-    assert read_status(out) == Status(state="done", exit_code=0)
+    assert is_done(out)
     assert not (out / "journal").exists()
 
 
@@ -270,7 +275,7 @@ def test_two_runs_without_a_lease_give_one_right_result(tmp_path: Path, wanted: 
     assert inner[0].metrics_digest == outer.metrics_digest == wanted
     assert inner[0].chunks["resumed"] == 20
     assert rows(out)["index"] == list(range(SAMPLES))
-    assert read_status(out) == Status(state="done", exit_code=0)
+    assert is_done(out)
 
 
 def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
@@ -281,6 +286,41 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> N
             return super().forward(model, batch)
 
     assert evaluate(Twice(8), tmp_path, batch_size=8).chunks["evaluated_now"] == 1
+
+
+def test_a_run_that_wakes_writes_nothing_where_another_has_gone_on(tmp_path: Path) -> None:
+    class Sleeper(Ending):
+        """Is stopped in its forward, until others have taken its folder over, or have told of its end."""
+
+        def __init__(self, others: Callable[[], None]) -> None:
+            super().__init__(SAMPLES, 11)
+            self._others = others
+
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            if self._left == 0:
+                self._left = -1
+                self._others()
+            return super().forward(model, batch)
+
+    out = tmp_path / "out"
+
+    def taken_over() -> None:
+        with pytest.raises(RuntimeError, match="enough"):
+            evaluate(Sleeper(lambda: None), out, batch_size=BATCH, lease=False)
+        taken = read_status(out)
+        assert taken is not None
+        replace(taken, state="running", reason="the other's").write(out)
+
+    def told_by_another_rank() -> None:
+        running = read_status(out)
+        assert running is not None
+        replace(running, state="failed", exit_code=1, reason="rank 0 does not answer").write(out)
+
+    for others, said in ((taken_over, "the other's"), (told_by_another_rank, "rank 0 does not answer")):
+        with pytest.raises(RuntimeError, match="enough"):
+            evaluate(Sleeper(others), out, batch_size=BATCH, lease=False, fresh=True)
+        status = read_status(out)
+        assert status is not None and status.reason == said
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])

@@ -146,10 +146,12 @@ class RunFolder:
                 if found.finished is None:
                     named = {name: facts[name] for name in _IN_JOB}
                     write_text(path / JOB, json.dumps(named, indent=2, ensure_ascii=False) + "\n")
-                    Status(state="running", launch_id=launch_of(world)).write(path)
+                    Status(state="running", launch_id=launch_of(world), run=token).write(path)
                 else:
                     _tidy_up(
-                        path, [*found.stale, *(file.path for file in found.earlier.files)], launch_of(world)
+                        path,
+                        [*found.stale, *(file.path for file in found.earlier.files)],
+                        Status(state="done", exit_code=0, launch_id=launch_of(world), run=token),
                     )
                 _probe(path, token).touch()
                 folder = cls(path, token, rank=0)
@@ -205,10 +207,12 @@ class RunFolder:
             signal=str(error) if isinstance(error, Stopped) else None,
             chunks_saved=chunks_saved,
             launch_id=self._launch_id,
+            run=self.token,
         )
-        # Another run of the same job may have come to its end here: then that is the state.
+        # The first word stays, and another run's: a rank that was stopped and wakes, as one does that mpirun
+        # ends, knows neither what the others have said of it nor who has gone on here since.
         before = read_status(self.path)
-        if before is None or before.state != "done":
+        if before is None or (before.state, before.run) == ("running", self.token):
             # Where the disk is what failed, this fails too; the first error is the one to report.
             with suppress(OSError):
                 status.write(self.path)
@@ -326,7 +330,8 @@ class RunFolder:
             # As in merged_files, a moment later.
             if finished_result(self.path, result.fingerprint) is None:
                 raise
-        _tidy_up(self.path, [*(file.path for file in files), *found.stale], self._launch_id)
+        done = Status(state="done", exit_code=0, launch_id=self._launch_id, run=self.token)
+        _tidy_up(self.path, [*(file.path for file in files), *found.stale], done)
         return result
 
     def _own_files(self, reports: Sequence[dict[str, Any]]) -> list[Path]:
@@ -356,9 +361,9 @@ class RunFolder:
                 lease.release()
 
 
-def _tidy_up(path: Path, served: Sequence[Path], launch_id: str | None) -> None:
+def _tidy_up(path: Path, served: Sequence[Path], done: Status) -> None:
     """Say that the result is there, and remove what has served to make it."""
-    Status(state="done", exit_code=0, launch_id=launch_id).write(path)
+    done.write(path)
     for file in served:
         file.unlink(missing_ok=True)
 
