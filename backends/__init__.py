@@ -40,6 +40,8 @@ class _Entry:
     start: str
 
 
+# Their ranks take torch where --backend does not say otherwise.
+_TORCH_BY_DEFAULT = ("torchrun", "srun", "env", "flux")
 _BACKENDS = {
     "single": _Entry(
         module="dualeval.backends.single",
@@ -50,7 +52,7 @@ _BACKENDS = {
     "torch": _Entry(
         module="dualeval.backends.torch_distributed",
         class_name="TorchBackend",
-        launchers=("torchrun", "srun", "env", "flux", *MPI_LAUNCHERS),
+        launchers=(*_TORCH_BY_DEFAULT, *MPI_LAUNCHERS),
         start="'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'",
     ),
     "horovod": _Entry(
@@ -123,8 +125,7 @@ def choose_backend(name: str | None, world: World) -> str:
 
 def _default(world: World) -> str:
     """What a launcher's ranks use where --backend does not say otherwise."""
-    torch_launchers = ("torchrun", "srun", "env", "flux")
-    defaults = {"none": "single", "horovodrun": "horovod", **dict.fromkeys(torch_launchers, "torch")}
+    defaults = {"none": "single", "horovodrun": "horovod", **dict.fromkeys(_TORCH_BY_DEFAULT, "torch")}
     if world.launcher in defaults:
         return defaults[world.launcher]
     if world.launcher in MPI_LAUNCHERS:

@@ -286,12 +286,10 @@ class Backend(ABC):
                 collective broke.
         """
         self._require_rank("gather", "dst", dst)
-        _require_bytes("gather", tensor)
         return self._gather_tensors("gather", tensor, dst)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Bring every rank's tensor to every rank; else as ``gather``."""
-        _require_bytes("all_gather", tensor)
         pieces = self._gather_tensors("all_gather", tensor, None)
         assert pieces is not None
         return pieces
@@ -339,6 +337,7 @@ class Backend(ABC):
 
     @torch.inference_mode(False)
     def _gather_tensors(self, call: str, tensor: Tensor, dst: int | None) -> list[Tensor] | None:
+        _require_bytes(call, tensor)
         payload = _to_bytes(tensor, self.carrier(tensor.device), copy=False)
         rows, trailing = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, torch.Size())
         kind = f"{_type_name(tensor.dtype)} of shape ({', '.join(map(str, ('*', *trailing)))})"

@@ -83,7 +83,7 @@ def take_device(
     check_name(wanted)
     # Before GPUs are looked at, which makes torch ready to use them.
     computes = _computes_already()
-    own = look(backend.world)
+    own = _look_if_wanted(backend.world, wanted)
     if own.gpus and not backend.owns_group and computes and ":" not in (wanted or ""):
         current = torch.cuda.current_device()
         own = replace(own, gpus=tuple(gpu for gpu in own.gpus if gpu.number == current))
@@ -94,14 +94,9 @@ def take_device(
     chosen = choose_gpus(everyone, wanted, allow_shared=allow_shared_gpu, mix=mix_machines)
     gpu = chosen[backend.world.rank]
     device = _CPU if gpu is None else torch.device("cuda", gpu.number)
-    problems = backend.all_gather_json(None if gpu is None else _problem_with(device))
-    for sight, taken, problem in zip(everyone, chosen, problems, strict=True):
-        if problem is not None:
-            assert taken is not None
-            raise DualevalError(
-                f"{sight.where}: GPU {taken.number} ({taken.name}) does not work: {problem}. Mend that node "
-                f"or leave it out, or type --device cpu to compute on CPUs."
-            )
+    if any(chosen):
+        problems = backend.all_gather_json(None if gpu is None else _problem_with(device))
+        _refuse_broken(everyone, chosen, problems)
     if gpu is not None and backend.owns_group:
         # What allocates on "cuda" or pins memory takes the current device; by default 0 on all ranks.
         torch.cuda.set_device(device)
@@ -123,7 +118,7 @@ def device_here(
         UsageError: as ``take_device``.
     """
     check_name(wanted)
-    seen = look(world)
+    seen = _look_if_wanted(world, wanted)
     everyone = [replace(seen, rank=rank) for rank in range(ranks)]
     gpu = choose_gpus(everyone, wanted, allow_shared=allow_shared_gpu)[-1]
     return _CPU if gpu is None else torch.device("cuda", gpu.number)
@@ -133,6 +128,11 @@ def check_name(wanted: str | None) -> None:
     """Raise UsageError where a device is none that ``take_device`` knows."""
     if wanted is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", str(wanted)):
         raise UsageError(f"--device {wanted!r} is no device: it takes cpu, cuda (one GPU a rank) or cuda:N.")
+
+
+def _look_if_wanted(world: World, wanted: str | None) -> Sight:
+    """As ``look``, but not where the CPU is wanted: CUDA would be made ready for nothing."""
+    return Sight(rank=world.rank, host=socket.gethostname()) if wanted == "cpu" else look(world)
 
 
 def look(world: World) -> Sight:
@@ -150,6 +150,18 @@ def look(world: World) -> Sight:
     limited = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
     why = "".join(f": {str(warning.message).splitlines()[0]}" for warning in said[:1])
     return replace(sight, reason=f"torch {torch.__version__} sees no GPU{limited}{why}")
+
+
+def _refuse_broken(
+    everyone: Sequence[Sight], chosen: Sequence[Gpu | None], problems: Sequence[str | None]
+) -> None:
+    """Raise where a rank's GPU broke when it was tried."""
+    for sight, taken, problem in zip(everyone, chosen, problems, strict=True):
+        if taken is not None and problem is not None:
+            raise DualevalError(
+                f"{sight.where}: GPU {taken.number} ({taken.name}) does not work: {problem}. Mend that node "
+                f"or leave it out, or type --device cpu to compute on CPUs."
+            )
 
 
 def _computes_already() -> bool:

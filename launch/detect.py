@@ -22,6 +22,7 @@ from dualeval.launch.reading import (
     LeftOver,
     check_place,
     half_set,
+    is_step_of_tasks,
     is_whole,
     launch_error,
     read_address,
@@ -45,8 +46,6 @@ from dualeval.world import World
 Probe = Callable[[Mapping[str, str]], World | None]
 
 
-# Slurm numbers from here on what is no step of tasks: a batch script, an salloc shell on a node.
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # How often the ranks were started again: torchrun's --max-restarts, and a job that was requeued.
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _REQUEUES = "SLURM_RESTART_COUNT"
@@ -364,7 +363,7 @@ def _probe_srun(environ: Mapping[str, str]) -> World | None:
     A batch script and an salloc shell have a job's variables and SLURM_PROCID=0, but no step's.
     """
     step = environ.get("SLURM_STEP_ID", "")
-    if step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP:
+    if step.isdecimal() and not is_step_of_tasks(step):
         return None
     if not is_whole(SRUN, environ, (SRUN.size, SRUN.local_size, "SLURM_STEP_NODELIST", "SLURM_STEP_ID")):
         return None

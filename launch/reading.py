@@ -8,6 +8,9 @@ from dualeval.errors import LaunchError
 from dualeval.launch.variables import ENV, TORCHRUN, Variables
 from dualeval.world import World
 
+# Slurm numbers from here on what is no step of tasks: a batch script, an salloc shell on a node.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
 
 class LeftOver(LaunchError):
     """Variables that are set in part, and may be another's than the launcher whose names they have."""
@@ -33,6 +36,11 @@ def is_whole(source: Variables, environ: Mapping[str, str], trace: tuple[str, ..
     if missing:
         raise half_set(source, environ, missing)
     return True
+
+
+def is_step_of_tasks(step: str) -> bool:
+    """Whether a value of SLURM_STEP_ID is the number of a step that srun started."""
+    return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
 
 def check_place(

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.errors import DualevalError, LaunchError
+from dualeval.launch.cores import usable_cores
 from dualeval.launch.hostlist import expand_hosts, expand_tasks
+from dualeval.launch.reading import is_step_of_tasks
 from dualeval.launch.starts import Libraries, Node, Site, under_srun
-from dualeval.network import interface_of, own_address_towards
+from dualeval.network import interface_towards
 
 _PROGRAMS = ("torchrun", "horovodrun", "mpirun", "srun", "ssh")
 _ANSWER_S = 30.0
@@ -49,7 +51,7 @@ def _node_facts(environ: Mapping[str, str]) -> dict[str, Any]:
         "own_name": socket.gethostname(),
         "cpu": machine["model"],
         "cpu_capability": machine["cpu_capability"],
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "gpus": [],
         "driver": _driver(),
         "network": _network(environ),
@@ -114,12 +116,8 @@ def _network(environ: Mapping[str, str]) -> dict[str, Any] | None:
     own = environ.get("SLURMD_NODENAME", "")
     hosts = environ.get("SLURM_STEP_NODELIST")
     others = [host for host in expand_hosts(hosts) if host != own] if hosts else []
-    with suppress(OSError):
-        address = own_address_towards(socket.gethostbyname(others[0])) if others else None
-        interface = interface_of(address) if address else None
-        if interface:
-            return {"interface": interface, "mb_s": _mb_s(interface)}
-    return None
+    interface = interface_towards(others[0]) if others else None
+    return {"interface": interface, "mb_s": _mb_s(interface)} if interface else None
 
 
 def _mb_s(interface: str) -> int | None:
@@ -154,8 +152,7 @@ def find_site(
         nodes=nodes,
         programs=programs,
         job=job,
-        # The numbers of a batch script and an salloc shell are above these.
-        in_step=environ.get("SLURM_STEP_ID", "").isdecimal() and int(environ["SLURM_STEP_ID"]) < 0xFFFFFFF0,
+        in_step=is_step_of_tasks(environ.get("SLURM_STEP_ID", "")),
         is_root=os.geteuid() == 0,
     )
     command = [*(under_srun(bare, [1] * len(nodes)) if job else []), *dualeval, "conformance", "--facts"]

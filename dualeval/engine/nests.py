@@ -9,7 +9,7 @@ from collections import UserDict, defaultdict
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import PurePath
-from types import MemberDescriptorType
+from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -152,16 +152,33 @@ def _set_attributes(found: Any, nest: Any, attribute: Callable[[Any], Any]) -> N
 
 def _attributes(nest: Any) -> dict[str, Any]:
     """What an object has beside its items, by name."""
-    own = getattr(nest, "__dict__", {})
-    # A dict that is its own attributes has nothing beside its items; UserDict's are in one of them.
-    found = {} if own is nest else {name: own[name] for name in own if name != "data"}
-    if own is not nest and "data" in own and not isinstance(nest, UserDict):
-        found["data"] = own["data"]
-    for kind in type(nest).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
+    if getattr(nest, "__dict__", None) is nest:
+        return {}  # a dict that is its own attributes
+    # A UserDict's items are in one of them.
+    holds_items = ("data",) if isinstance(nest, UserDict) else ()
+    return {name: value for name, value in own_attributes(nest).items() if name not in holds_items}
+
+
+def own_attributes(value: Any) -> dict[str, Any]:
+    """What stands in an object's ``__dict__`` and slots, by name; no attribute that computes."""
+    found: dict[str, Any] = {}
+    for kind in reversed(type.__dict__["__mro__"].__get__(type(value))):
+        space = type.__dict__["__dict__"].__get__(kind)
+        holder = space.get("__dict__")
+        # A class may define a __dict__ of its own, and that computes.
+        if type(holder) is GetSetDescriptorType or type(holder) is MemberDescriptorType:
+            content = holder.__get__(value)
+            found.update((name, item) for name, item in dict.items(content) if type(name) is str)
+        slots = space.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(nest, name):
-                found[name] = getattr(nest, name)
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{kind.__name__.lstrip('_')}{name}"
+            slot = space.get(name)
+            if type(slot) is MemberDescriptorType:
+                try:
+                    found[name] = slot.__get__(value)
+                except AttributeError:  # an empty one
+                    continue
     return found
 
 

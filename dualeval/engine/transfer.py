@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dualeval.engine.accelerator import Accelerator, Event
-from dualeval.engine.nests import NestError, map_values, name_of_type
+from dualeval.engine.nests import NestError, map_values, name_of_type, own_attributes
 from dualeval.errors import UsageError
 
 Columns = Mapping[str, Tensor]
@@ -323,9 +323,4 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, np.ndarray) and value.dtype.hasobject:
         items = value.flat
     yield from items
-    yield from getattr(value, "__dict__", {}).values()
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name):
-                yield getattr(value, name)
+    yield from own_attributes(value).values()

@@ -52,6 +52,7 @@ from torch import Tensor
 from dualeval.engine.identity.source import has_source
 from dualeval.engine.identity.tensors import tensor_digest
 from dualeval.engine.identity.walk import Walk
+from dualeval.engine.nests import own_attributes
 from dualeval.errors import DualevalError, UsageError
 
 # In a class or an object: the names of attributes that decide no number.
@@ -362,24 +363,7 @@ def says_where(name: str) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """What stands in an object's ``__dict__`` and slots, less what it ignores; no attribute that computes."""
-    found: dict[str, Any] = {}
-    for kind in reversed(type.__dict__["__mro__"].__get__(type(value))):
-        space = type.__dict__["__dict__"].__get__(kind)
-        holder = space.get("__dict__")
-        # A class may define a __dict__ of its own, and that computes.
-        if type(holder) is GetSetDescriptorType or type(holder) is MemberDescriptorType:
-            content = holder.__get__(value)
-            found.update((name, item) for name, item in dict.items(content) if type(name) is str)
-        slots = space.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{kind.__name__.lstrip('_')}{name}"
-            slot = space.get(name)
-            if type(slot) is MemberDescriptorType:
-                try:
-                    found[name] = slot.__get__(value)
-                except AttributeError:  # an empty one
-                    continue
+    found = own_attributes(value)
     left_out = {IGNORES, *ignored(type(value)), *_names_in(found.get(IGNORES, ()), type(value))}
     return {name: item for name, item in found.items() if name not in left_out}
 
