@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from dualeval import Backend, Evaluator, Result, World, connect, detect, open_control_plane
 from dualeval.data.idx import IdxImages
-from dualeval.engine.control import ControlPlane
+from dualeval.engine.control.plane import ControlPlane
 from dualeval.metrics import Metric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.models.classifiers import build

@@ -52,7 +52,7 @@ from common import end_on_sigterm, machine, median_ratio, table, take_turns, wri
 
 from dualeval import Backend, Evaluator, World, connect, open_control_plane
 from dualeval.data.squad import Question, Questions, read_questions
-from dualeval.engine.control import ControlPlane
+from dualeval.engine.control.plane import ControlPlane
 from dualeval.tasks.question_answering import PREDICTIONS, QuestionAnswering
 from dualeval.vision_library import torchvision
 

@@ -49,9 +49,9 @@ from overhead import ProblemTask, fashion_cnn
 from torch import Tensor
 
 from dualeval import Backend, Evaluator, Result, connect, detect, open_control_plane
-from dualeval.engine.control import ControlPlane
-from dualeval.engine.folder import RunFolder
-from dualeval.engine.journal import JournalWriter, file_name
+from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.folder.journal import JournalWriter, file_name
 from dualeval.engine.progress import Progress, Stage
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.watch import Watch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend as Backend
     from dualeval.devices import connect as connect
-    from dualeval.engine.control import open_control_plane as open_control_plane
+    from dualeval.engine.control.plane import open_control_plane as open_control_plane
     from dualeval.engine.evaluator import Evaluator as Evaluator
     from dualeval.engine.rescoring import rescore as rescore
     from dualeval.errors import BackendError as BackendError
@@ -51,7 +51,7 @@ _HOME = {
     "World": "dualeval.world",
     "connect": "dualeval.devices",
     "detect": "dualeval.launch",
-    "open_control_plane": "dualeval.engine.control",
+    "open_control_plane": "dualeval.engine.control.plane",
     "rescore": "dualeval.engine.rescoring",
 }
 

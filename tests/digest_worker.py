@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dualeval.devices import connect
-from dualeval.engine.control import open_control_plane
+from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.launch import detect
 from dualeval.tasks.image_classification import ImageClassification

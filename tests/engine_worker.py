@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dualeval.backends.base import Backend
 from dualeval.devices import connect
 from dualeval.engine import evaluator, recorder
-from dualeval.engine.control import ControlPlane, open_control_plane
+from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.errors import DualevalError
 from dualeval.launch import detect

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dualeval.devices import connect
-from dualeval.engine.control import open_control_plane
+from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.launch import detect
 from dualeval.tasks import Task

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine import recorder
-from dualeval.engine.journal import FaultPoints
+from dualeval.engine.folder.journal import FaultPoints
 from dualeval.launch import detect
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.vision_library import torchvision

@@ -22,7 +22,7 @@ import torch
 import dualeval.data.idx
 import dualeval.models.fashion_cnn  # noqa: F401
 from dualeval.devices import connect
-from dualeval.engine.control import open_control_plane
+from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.launch import detect
 from dualeval.tasks.image_classification import ImageClassification

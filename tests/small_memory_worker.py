@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.devices import connect
-from dualeval.engine.control import open_control_plane
+from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.errors import UsageError
 from dualeval.launch import detect

@@ -15,8 +15,8 @@ from torch.distributed import DistNetworkError
 
 from dualeval import store
 from dualeval.backends.base import Backend
-from dualeval.engine import control as control_module
-from dualeval.engine.control import ControlPlane, open_control_plane
+from dualeval.engine.control import plane as control_module
+from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.errors import DualevalError, PeerError, UsageError
 from dualeval.world import World
 

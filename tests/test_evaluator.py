@@ -14,9 +14,10 @@ import torch
 
 from dualeval import choices
 from dualeval.devices import connect
-from dualeval.engine import journal, numerics, plan, predictions, recorder
-from dualeval.engine.control import open_control_plane
+from dualeval.engine import numerics, plan, recorder
+from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.folder import journal, predictions
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.result import Result
 from dualeval.tasks import Task

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualeval.engine.heartbeat import Clock, Monitor, Name, Pulse, Sign, Standstill
+from dualeval.engine.control.beats import Clock, Monitor, Name, Pulse, Sign, Standstill
 from dualeval.engine.progress import Progress
 
 NAMES = {rank: Name(rank=rank, host=f"n{rank}", pid=4711, space="here") for rank in range(3)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dualeval.engine.journal import JournalWriter, file_bytes, read_journal_file, store_file
+from dualeval.engine.folder.journal import JournalWriter, file_bytes, read_journal_file, store_file
 from dualeval.errors import DualevalError
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from dualeval.engine import lease as lease_module
-from dualeval.engine.lease import Lease
+from dualeval.engine.folder import lease as lease_module
+from dualeval.engine.folder.lease import Lease
 from dualeval.errors import UsageError
 from tests.conftest import Launch
 
@@ -24,7 +24,7 @@ from tests.conftest import Launch
 HOLDER = """
 import os, signal, sys, time
 from pathlib import Path
-from dualeval.engine.lease import Lease
+from dualeval.engine.folder.lease import Lease
 
 lease = Lease.take(Path(sys.argv[1]), "holder")
 child = os.fork() if "child" in sys.argv else None
@@ -41,8 +41,8 @@ lease.release()
 RACE = """
 import multiprocessing, os, sys, time
 from pathlib import Path
-from dualeval.engine import lease as lease_module
-from dualeval.engine.lease import Lease
+from dualeval.engine.folder import lease as lease_module
+from dualeval.engine.folder.lease import Lease
 from dualeval.errors import UsageError
 
 SIZE, ROUNDS = 6, int(sys.argv[4])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dualeval.engine import evaluator, recorder
-from dualeval.engine.journal import read_journal_file
+from dualeval.engine.folder.journal import read_journal_file
 from dualeval.engine.machines import chunks_by_machine
 from dualeval.errors import UsageError
 from tests.test_evaluator import evaluate

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dualeval.devices import connect
 from dualeval.engine import numerics
-from dualeval.engine.control import open_control_plane
+from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.settings_watch import watch_settings
 from dualeval.errors import UsageError

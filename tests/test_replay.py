@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dualeval.engine import agreement, recorder, replay
 from dualeval.engine.evaluator import Evaluator
-from dualeval.engine.journal import read_journal_file
+from dualeval.engine.folder.journal import read_journal_file
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import dualeval
-from dualeval.engine import predictions, stored_rows
+from dualeval.engine import stored_rows
+from dualeval.engine.folder import predictions
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.metrics.classification import LARGEST_CONFUSION, TopK, classification_metric, default_metrics

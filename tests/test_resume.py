@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.devices import connect
-from dualeval.engine import folder, recorder
-from dualeval.engine.control import open_control_plane
+from dualeval.engine import recorder
+from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.folder import folder
 from dualeval.engine.ledger import Ledger
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Result, Status, read_status

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from dualeval.devices import connect
 from dualeval.engine import accelerator
 from dualeval.engine.compute import Compute, usable_threads
-from dualeval.engine.control import open_control_plane
+from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.transfer import Downloads, Uploads

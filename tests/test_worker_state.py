@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.devices import connect
-from dualeval.engine.control import open_control_plane
+from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.worker_state import unpack

@@ -16,7 +16,7 @@ from typing import Any
 
 from dualeval import open_control_plane, waiting
 from dualeval.devices import connect
-from dualeval.engine import control
+from dualeval.engine.control import plane as control
 from dualeval.launch import detect
 from dualeval.store import join_store
 

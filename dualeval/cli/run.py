@@ -37,7 +37,7 @@ from dualeval.world import World
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
-    from dualeval.engine.control import ControlPlane
+    from dualeval.engine.control.plane import ControlPlane
     from dualeval.engine.watch import Watch
     from dualeval.result import Result
     from dualeval.tasks import Task
@@ -315,7 +315,7 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
     signals = Signals(manner.stop_signals)
     from dualeval.backends import choose_backend, connect
     from dualeval.devices import check_name
-    from dualeval.engine.control import open_control_plane
+    from dualeval.engine.control.plane import open_control_plane
     from dualeval.engine.watch import Watch
 
     choose_backend(manner.backend, world)

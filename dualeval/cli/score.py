@@ -104,7 +104,7 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
 
 def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
     from dualeval.backends import connect
-    from dualeval.engine.control import open_control_plane
+    from dualeval.engine.control.plane import open_control_plane
     from dualeval.engine.evaluator import Evaluator
     from dualeval.tasks.given_answers import GivenAnswers
 

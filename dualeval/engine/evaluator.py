@@ -19,18 +19,18 @@ from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, chec
 from dualeval.engine import numerics, replay, trial
 from dualeval.engine.agreement import check_same_job, machine_facts
 from dualeval.engine.columns import columns_of, kept_columns
-from dualeval.engine.control import ControlPlane
+from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.evaluation_mode import set_evaluation_mode
-from dualeval.engine.folder import RunFolder
+from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.folder.journal import JournalFile, JournalWriter
+from dualeval.engine.folder.opening import Found, folder_of_launch
+from dualeval.engine.folder.predictions import load_library, read_columns
 from dualeval.engine.identity import contents_fingerprint, job_identity
-from dualeval.engine.journal import JournalFile, JournalWriter
 from dualeval.engine.loop import Evaluation, Loop, Show, ahead_of, evaluate_alone, unwritable
 from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
 from dualeval.engine.measured import check_keys, plain
-from dualeval.engine.opening import Found, folder_of_launch
 from dualeval.engine.outcome import compared_with_replaced, make_result
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.predictions import load_library, read_columns
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.engine.watch import Watch

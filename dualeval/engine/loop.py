@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from dualeval.engine import numerics, trial
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.compute import Compute, usable_threads
-from dualeval.engine.control import ControlPlane
+from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.feed import FailedSample, Feed, Reader
-from dualeval.engine.opening import Found
+from dualeval.engine.folder.opening import Found
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
 from dualeval.engine.transfer import Pending

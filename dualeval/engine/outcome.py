@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.engine.description import describe
-from dualeval.engine.opening import Found
+from dualeval.engine.folder.opening import Found
 from dualeval.engine.plan import EvalPlan
 from dualeval.metrics import Measured
 from dualeval.result import Result

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.journal import JournalWriter
+from dualeval.engine.folder.journal import JournalWriter
+from dualeval.engine.folder.predictions import EVALUATED
 from dualeval.engine.ledger import Ledger
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.predictions import EVALUATED
 from dualeval.engine.progress import Progress
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.metrics import Metric

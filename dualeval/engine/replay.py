@@ -18,10 +18,10 @@ import torch
 
 from dualeval.engine.columns import columns_of
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.journal import JournalFile
+from dualeval.engine.folder.journal import JournalFile
+from dualeval.engine.folder.predictions import EVALUATED
 from dualeval.engine.measured import plain
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.predictions import EVALUATED
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.engine.predictions import WINDOW_ROWS
+from dualeval.engine.folder.predictions import WINDOW_ROWS
 from dualeval.errors import DualevalError, UsageError
 
 # Of every task's file, and never null.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dualeval.engine.columns import columns_of
+from dualeval.engine.folder.predictions import EVALUATED, json_entries, parquet_bytes
 from dualeval.engine.measured import check_keys, plain
-from dualeval.engine.predictions import EVALUATED, json_entries, parquet_bytes
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric
 

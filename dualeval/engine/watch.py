@@ -15,10 +15,10 @@ from io import TextIOWrapper
 from pathlib import Path
 from time import monotonic
 
-from dualeval.engine.control import ControlPlane
+from dualeval.engine.control.beats import WAITING, Clock, Standstill
+from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.ending import end_process, say
-from dualeval.engine.folder import RunFolder
-from dualeval.engine.heartbeat import WAITING, Clock, Standstill
+from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.recorder import Recorder
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, DualevalError, PeerError, Stopped
 

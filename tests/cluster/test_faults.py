@@ -17,7 +17,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 from PIL import Image
 
-from dualeval.engine.journal import read_journal_file
+from dualeval.engine.folder.journal import read_journal_file
 from tests.cluster.hosts import Cluster
 from tests.conftest import Launch
 from tests.faults import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dualeval.backends.base import Backend
-from dualeval.engine.control import ControlPlane
+from dualeval.engine.control.plane import ControlPlane
 from dualeval.errors import UsageError
 from dualeval.tasks import Dataset
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.engine.journal import Column, JournalFile
+from dualeval.engine.folder.journal import Column, JournalFile
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 

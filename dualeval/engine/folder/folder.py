@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dualeval.engine.journal import (
+from dualeval.engine.folder.journal import (
     JournalFile,
     file_bytes,
     file_name,
@@ -23,8 +23,8 @@ from dualeval.engine.journal import (
     read_journal_file,
     store_file,
 )
-from dualeval.engine.lease import RENEW_EVERY_S, Lease
-from dualeval.engine.opening import (
+from dualeval.engine.folder.lease import RENEW_EVERY_S, Lease
+from dualeval.engine.folder.opening import (
     JOURNAL,
     STACKS,
     Found,
@@ -35,8 +35,8 @@ from dualeval.engine.opening import (
     look,
     writable,
 )
+from dualeval.engine.folder.predictions import write_json_file, write_predictions
 from dualeval.engine.plan import EvalPlan
-from dualeval.engine.predictions import write_json_file, write_predictions
 from dualeval.errors import DualevalError, Stopped, exit_code_of, message_of
 from dualeval.result import (
     JOB,

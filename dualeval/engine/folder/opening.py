@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.agreement import differences, listing, structure_hint
-from dualeval.engine.journal import SUFFIX, Earlier, read_journal
-from dualeval.engine.lease import LEASE
+from dualeval.engine.folder.journal import SUFFIX, Earlier, read_journal
+from dualeval.engine.folder.lease import LEASE
 from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
-from dualeval.engine.heartbeat import Clock, Monitor, Name, Pulse, Sign
+from dualeval.engine.control.beats import Clock, Monitor, Name, Pulse, Sign
 from dualeval.engine.progress import Progress
 from dualeval.errors import EXIT_FAILED, DualevalError, PeerError, Stopped, exit_code_of, message_of
 from dualeval.network import at

@@ -1,0 +1,1 @@
+"""The output folder of a run: opened, held, filled by the journal, and finished."""
