@@ -140,7 +140,7 @@ def _evaluate(problem: Problem, backend: Backend, control: ControlPlane, out: Pa
 
 def _with(problem: Problem, backend: Backend, out: Path) -> Result:
     control = open_control_plane(backend, _TIMEOUT_S)
-    watch = Watch(control)
+    watch = Watch(control, lambda: 1)
     result = _evaluate(problem, backend, control, out, watch=watch)
     control.leave()
     watch.stop()

@@ -34,7 +34,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.engine.watch import Watch
-from dualeval.errors import PeerError, Stopped, UsageError
+from dualeval.errors import PeerError, UsageError
 from dualeval.metrics import Measured
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
 from dualeval.tasks import Task
@@ -221,14 +221,16 @@ class _Run:
         """Agree, evaluate, reduce, write."""
         facts = self._agree()
         folder, found = self._open_folder(facts)
+        if self._options._watch is not None:
+            self._options._watch.keep(folder)
         try:
             proof = self._prove(folder, facts, found)
             if found.finished is not None:
                 return self._finished(folder, replace(found.finished, earlier=True, replay=proof))
             return self._evaluate_into(folder, facts, found, proof)
         except BaseException as error:
-            if isinstance(error, Stopped) and self._options._watch is not None:
-                # It writes that down itself, when all ranks have saved what they had.
+            if self._options._watch is not None:
+                # Whose session writes that down, when all ranks have saved what they had.
                 raise
             # Where rank 0 is what failed, another rank has to write it.
             if self._world.is_main or (folder.shared and isinstance(error, PeerError) and error.rank == 0):
@@ -447,7 +449,7 @@ class _Run:
         )
         recorder = Recorder(self._plan, self._metrics, self._kept, writer, self._progress)
         if self._options._watch is not None:
-            self._options._watch.keep(recorder, folder)
+            self._options._watch.recorder = recorder
         if self._world.is_main:
             load_library()
         setup_s = perf_counter() - self._options._started
