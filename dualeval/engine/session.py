@@ -284,6 +284,7 @@ class Session:
             Stopped: a signal, or ``stop``, has ended the run; what was finished is saved.
         """
         from dualeval.engine.evaluator import Evaluator
+        from dualeval.engine.watch import Interrupted
 
         self._require_going_on()
         assert self._watch is not None
@@ -301,7 +302,7 @@ class Session:
                 **options,
             ).run()
         except BaseException as error:
-            self._watch.end()
+            self._watch.end(was_raised=isinstance(error, Interrupted))
             concluded = self._concluded(error)
             if concluded is error:
                 raise
