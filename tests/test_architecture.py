@@ -137,7 +137,6 @@ def test_public_names() -> None:
         "BackendError",
         "Dataset",
         "DualevalError",
-        "Evaluator",
         "ExactlyOnceError",
         "Job",
         "LaunchError",
@@ -146,12 +145,14 @@ def test_public_names() -> None:
         "PeerError",
         "Result",
         "RowMetric",
+        "Session",
+        "Stopped",
         "Task",
         "UsageError",
         "World",
         "connect",
         "detect",
-        "open_control_plane",
+        "evaluate",
         "rescore",
     ]
     for name in dualeval.__all__:

@@ -6,6 +6,7 @@ or the watch where the main thread does not come back.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
@@ -532,6 +533,27 @@ class Session:
             self._previous_hook(kind, error, traceback)
             return
         sys.exit(self.exit_code)
+
+
+def evaluate(task: Task, **options: Any) -> Result:
+    """Evaluate a task once, in a session of its own; every rank calls this and gets the same metrics.
+
+    Args:
+        task: what is evaluated.
+        options: of ``Session``, as ``backend`` and ``device``, and of ``RunOptions``, as ``out`` and
+            ``batch_size``. Without ``out`` nothing is written.
+
+    Raises:
+        UsageError: an option, or task, data and weights are not as they have to be.
+        PeerError: another rank failed first.
+        Stopped: a signal has ended the run; what was finished is saved.
+    """
+    names = set(inspect.signature(Session).parameters)
+    of_session = {name: value for name, value in options.items() if name in names}
+    # What ranks may differ in concerns their devices and the folder alike.
+    of_run = {name: value for name, value in options.items() if name not in names - {"mix_machines"}}
+    with Session(**of_session) as session:
+        return session.evaluate(task, last=True, **of_run)
 
 
 def check_timeout(option: str, seconds: float) -> None:
