@@ -40,7 +40,7 @@ from common import (
 from loops import Outcome, Problem
 from torch import Tensor, nn
 
-from dualeval import Backend, Evaluator, Result, World, connect, detect, open_control_plane
+from dualeval import Backend, Evaluator, Result, RunOptions, World, connect, detect, open_control_plane
 from dualeval.data.idx import IdxImages
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.metrics import Metric
@@ -189,7 +189,7 @@ def evaluate(problem: Problem, backend: Backend, control: ControlPlane, folder: 
         reported_cpu_s = process_time()
 
     result = Evaluator(
-        task, backend, control, out=folder, batch_size=problem.batch_size, fresh=True, show=show
+        task, backend, control, RunOptions(out=folder, batch_size=problem.batch_size, fresh=True), show=show
     ).run()
     assert result.chunks["resumed"] == 0, "the folder was emptied"
     began = task.dataset().first_read_cpu_s

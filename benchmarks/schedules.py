@@ -40,7 +40,7 @@ from common import (
 from memory import TinyTask
 from torch import Tensor
 
-from dualeval import Evaluator, connect, detect, open_control_plane
+from dualeval import Evaluator, RunOptions, connect, detect, open_control_plane
 from dualeval.tasks.image_classification import ImageClassification
 
 SCHEDULES = ("static", "dynamic")
@@ -106,7 +106,10 @@ def be_rank(kind: str, chunks: int, rounds: int, folder: Path) -> None:
     def evaluate(make: Callable[[], Sleeping | Computing], batch_size: int, schedule: str) -> dict[str, Any]:
         task = make()
         result = Evaluator(
-            task, backend, control, out=folder / "out", batch_size=batch_size, schedule=schedule, fresh=True
+            task,
+            backend,
+            control,
+            RunOptions(out=folder / "out", batch_size=batch_size, schedule=schedule, fresh=True),
         ).run()
         batches = backend.all_gather_json(task.batches)
         assert sum(batches) == result.chunks["total"], "a chunk is a batch here"

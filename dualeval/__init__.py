@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from dualeval.devices import connect as connect
     from dualeval.engine.control.plane import open_control_plane as open_control_plane
     from dualeval.engine.evaluator import Evaluator as Evaluator
+    from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
+    from dualeval.engine.options import RunOptions as RunOptions
     from dualeval.engine.rescoring import rescore as rescore
     from dualeval.errors import BackendError as BackendError
     from dualeval.errors import DualevalError as DualevalError
@@ -43,9 +45,11 @@ _HOME = {
     "LaunchError": "dualeval.errors",
     "Measured": "dualeval.metrics",
     "Metric": "dualeval.metrics",
+    "NEW_FOLDER": "dualeval.engine.options",
     "PeerError": "dualeval.errors",
     "Result": "dualeval.result",
     "RowMetric": "dualeval.metrics",
+    "RunOptions": "dualeval.engine.options",
     "Task": "dualeval.tasks",
     "UsageError": "dualeval.errors",
     "World": "dualeval.world",

@@ -374,6 +374,7 @@ def _run_engine(
 ) -> Result:
     from dualeval.devices import take_device
     from dualeval.engine.evaluator import Evaluator
+    from dualeval.engine.options import NEW_FOLDER, RunOptions
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
 
@@ -395,17 +396,19 @@ def _run_engine(
             task,
             backend,
             control,
-            out=manner.out,
-            batch_size=job.batch_size,
-            limit=job.limit,
-            precision=job.precision,
-            workers=workers,
-            fewer_workers=job.workers is None,
-            on_error=job.on_error,
-            schedule=manner.schedule,
-            fresh=manner.fresh,
-            replay=manner.replay,
-            mix_machines=manner.mix_machines,
+            RunOptions(
+                out=NEW_FOLDER if manner.out is None else manner.out,
+                batch_size=job.batch_size,
+                limit=job.limit,
+                precision=job.precision,
+                workers=workers,
+                fewer_workers=job.workers is None,
+                on_error=job.on_error,
+                schedule=manner.schedule,
+                fresh=manner.fresh,
+                replay=manner.replay,
+                mix_machines=manner.mix_machines,
+            ),
             watch=watch,
             note=lambda sentence: click.echo(f"dualeval: note: {sentence}", err=True),
             job=_as_used(job, backend.device.type, workers),

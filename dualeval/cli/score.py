@@ -106,6 +106,7 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
     from dualeval.backends import connect
     from dualeval.engine.control.plane import open_control_plane
     from dualeval.engine.evaluator import Evaluator
+    from dualeval.engine.options import NEW_FOLDER, RunOptions
     from dualeval.tasks.given_answers import GivenAnswers
 
     if flags["task"] not in TASKS:
@@ -123,8 +124,7 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
             task,
             backend,
             control,
-            out=flags["out"],
-            fresh=flags["fresh"],
+            RunOptions(out=flags["out"] or NEW_FOLDER, fresh=flags["fresh"]),
             note=lambda sentence: click.echo(f"dualeval: note: {sentence}", err=True),
             job={**job, "metric": list(flags["metric"])},
         ).run()
