@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend as Backend
     from dualeval.devices import connect as connect
+    from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
     from dualeval.engine.rescoring import rescore as rescore
     from dualeval.engine.session import Session as Session
     from dualeval.engine.session import evaluate as evaluate
@@ -43,6 +44,7 @@ _HOME = {
     "LaunchError": "dualeval.errors",
     "Measured": "dualeval.metrics",
     "Metric": "dualeval.metrics",
+    "NEW_FOLDER": "dualeval.engine.options",
     "PeerError": "dualeval.errors",
     "Result": "dualeval.result",
     "RowMetric": "dualeval.metrics",

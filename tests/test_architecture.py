@@ -142,6 +142,7 @@ def test_public_names() -> None:
         "LaunchError",
         "Measured",
         "Metric",
+        "NEW_FOLDER",
         "PeerError",
         "Result",
         "RowMetric",

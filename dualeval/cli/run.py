@@ -311,6 +311,7 @@ def _evaluate(job: Job, manner: _Manner, launcher: str | None) -> int:
 
 
 def _run_engine(job: Job, manner: _Manner, session: Session) -> Result:
+    from dualeval.engine.options import NEW_FOLDER
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
 
@@ -324,7 +325,7 @@ def _run_engine(job: Job, manner: _Manner, session: Session) -> Result:
     try:
         return session.evaluate(
             task,
-            out=manner.out,
+            out=NEW_FOLDER if manner.out is None else manner.out,
             batch_size=job.batch_size,
             limit=job.limit,
             precision=job.precision,

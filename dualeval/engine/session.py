@@ -6,18 +6,20 @@ or the watch where the main thread does not come back.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.ending import say, spoken
+from dualeval.engine.options import RunOptions
 from dualeval.engine.signals import DEFAULT_SIGNALS, Signals
 from dualeval.errors import (
     EXIT_DONE,
@@ -288,6 +290,7 @@ class Session:
         from dualeval.engine.watch import Interrupted
 
         self._require_going_on()
+        run_options = _run_options(options)
         assert self._watch is not None
         self._watch.begin()
         try:
@@ -295,12 +298,13 @@ class Session:
                 task,
                 self.backend,
                 self.control,
+                run_options,
                 watch=self._watch,
                 note=self.note,
                 job=job,
                 show=show,
                 started=started,
-                **options,
+                guest=not self.is_owner,
             ).run()
         except BaseException as error:
             self._watch.end(was_raised=isinstance(error, Interrupted))
@@ -554,6 +558,16 @@ def evaluate(task: Task, **options: Any) -> Result:
     of_run = {name: value for name, value in options.items() if name not in names - {"mix_machines"}}
     with Session(**of_session) as session:
         return session.evaluate(task, last=True, **of_run)
+
+
+def _run_options(options: Mapping[str, Any]) -> RunOptions:
+    known = [field.name for field in fields(RunOptions)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else f" There are {', '.join(known)}."
+        raise UsageError(f"{unknown[0]!r} is no option of an evaluation.{hint}")
+    return RunOptions(**options)
 
 
 def check_timeout(option: str, seconds: float) -> None:
