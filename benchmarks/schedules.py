@@ -40,7 +40,10 @@ from common import (
 from memory import TinyTask
 from torch import Tensor
 
-from dualeval import Evaluator, RunOptions, connect, detect, open_control_plane
+from dualeval import connect, detect
+from dualeval.engine.control.plane import open_control_plane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.options import RunOptions
 from dualeval.tasks.image_classification import ImageClassification
 
 SCHEDULES = ("static", "dynamic")

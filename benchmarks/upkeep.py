@@ -48,10 +48,12 @@ from loops import Problem
 from overhead import ProblemTask, fashion_cnn
 from torch import Tensor
 
-from dualeval import Backend, Evaluator, Result, RunOptions, connect, detect, open_control_plane
-from dualeval.engine.control.plane import ControlPlane
+from dualeval import Backend, Result, connect, detect
+from dualeval.engine.control.plane import ControlPlane, open_control_plane
+from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalWriter, file_name
+from dualeval.engine.options import RunOptions
 from dualeval.engine.progress import Progress, Stage
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.watch import Watch
@@ -144,7 +146,7 @@ def _evaluate(
 
 def _with(problem: Problem, backend: Backend, out: Path) -> Result:
     control = open_control_plane(backend, _TIMEOUT_S)
-    watch = Watch(control)
+    watch = Watch(control, lambda: 1)
     result = _evaluate(problem, backend, control, out, watch=watch)
     control.leave()
     watch.stop()

@@ -32,7 +32,7 @@ from dualeval.engine.outcome import Outcome
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
-from dualeval.errors import PeerError, Stopped, UsageError
+from dualeval.errors import PeerError, UsageError
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
 from dualeval.tasks import Dataset, Task
 
@@ -102,6 +102,8 @@ class Execution:
         self._facts = self._agree()
         if self._options.out is not None:
             self._open_folder()
+            if self._context.watch is not None and self._folder is not None:
+                self._context.watch.keep(self._folder)
             return
         chunks = tuple(range(self._plan.num_chunks))
         self.found = Found(earlier=Earlier(files=(), remaining=chunks, left_out=()))
@@ -344,7 +346,7 @@ class Execution:
         self._recorder = Recorder(self._plan, of.metrics, of.kept, self._writer, self._progress)
         if self._folder is not None:
             if self._context.watch is not None:
-                self._context.watch.keep(self._recorder, self._folder)
+                self._context.watch.recorder = self._recorder
             if self._world.is_main:
                 load_library()
         self.loop = Loop(of, self._recorder)
@@ -373,8 +375,8 @@ class Execution:
 
     def fail(self, error: BaseException) -> None:
         """Write down how the evaluation ended, where that is this rank's to write."""
-        if isinstance(error, Stopped) and self._context.watch is not None:
-            # It writes that down itself, when all ranks have saved what they had.
+        if self._context.watch is not None:
+            # Whose session writes that down, when all ranks have saved what they had.
             return
         folder = self._folder
         # Where rank 0 is what failed, another rank has to write it.
