@@ -51,7 +51,8 @@ from torch import Tensor
 from dualeval import Backend, Evaluator, Result, connect, detect, open_control_plane
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.folder.journal import JournalWriter, file_name
+from dualeval.engine.folder.journal import JournalWriter
+from dualeval.engine.folder.layout import file_name
 from dualeval.engine.progress import Progress, Stage
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.watch import Watch
@@ -73,7 +74,7 @@ def _only_name(
     rows: Sequence[int],
     delta: Tensor,
     columns: Mapping[str, Tensor],
-    failed: int = 0,
+    failures: Sequence[tuple[int, str]] = (),
 ) -> None:
     self.written.append(self.folder / file_name(self._prefix, len(self.written)))
 

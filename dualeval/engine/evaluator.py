@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +21,10 @@ from dualeval.engine.columns import columns_of, kept_columns
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.folder.journal import JournalFile, JournalWriter
-from dualeval.engine.folder.opening import Found, folder_of_launch
+from dualeval.engine.folder.journal import JournalFile, JournalWriter, errors_of, gather_failures
+from dualeval.engine.folder.opening import PreviousRun, folder_of_launch
 from dualeval.engine.folder.predictions import load_library, read_columns
+from dualeval.engine.folder.process import launch_of
 from dualeval.engine.identity import contents_fingerprint, job_identity
 from dualeval.engine.loop import Evaluation, Loop, Show, ahead_of, evaluate_alone, unwritable
 from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
@@ -220,12 +220,12 @@ class _Run:
     def execute(self) -> Result:
         """Agree, evaluate, reduce, write."""
         facts = self._agree()
-        folder, found = self._open_folder(facts)
+        folder, previous = self._open_folder(facts)
         try:
-            proof = self._prove(folder, facts, found)
-            if found.finished is not None:
-                return self._finished(folder, replace(found.finished, earlier=True, replay=proof))
-            return self._evaluate_into(folder, facts, found, proof)
+            proof = self._prove(folder, facts, previous)
+            if previous.finished is not None:
+                return self._finished(folder, replace(previous.finished, earlier=True, replay=proof))
+            return self._evaluate_into(folder, facts, previous, proof)
         except BaseException as error:
             if isinstance(error, Stopped) and self._options._watch is not None:
                 # It writes that down itself, when all ranks have saved what they had.
@@ -239,7 +239,6 @@ class _Run:
     def _close(self, folder: RunFolder, *, done: bool = True) -> None:
         if self._options._watch is not None:
             self._options._watch.release(done=done)
-        self._control.attend(None)
         folder.close()
 
     # -- before the loop ---------------------------------------------------------------------------
@@ -275,6 +274,7 @@ class _Run:
                 "job": job,
                 "machine": machine,
                 "host": socket.gethostname(),
+                "launch": launch_of(self._world),
                 "reading": asdict(reading),
             }
         )
@@ -292,6 +292,7 @@ class _Run:
             "machine": machines[0],
             "machines": machines,
             "hosts": hosts,
+            "launches": sorted({rank["launch"] for rank in everyone} - {None}),
             "files": sorted(self._task.json_files),
             "task_class": f"{type(self._task).__module__}.{type(self._task).__qualname__}",
             "metrics": [
@@ -326,51 +327,41 @@ class _Run:
             for sentence in notes:
                 self._options._note(sentence)
 
-    def _open_folder(self, facts: Mapping[str, Any]) -> tuple[RunFolder, Found]:
-        """Rank 0 makes the output folder, or goes on in it; the others learn what it has found there."""
-        words: dict[str, Any] | None = None
+    def _open_folder(self, facts: Mapping[str, Any]) -> tuple[RunFolder, PreviousRun]:
+        """Rank 0 makes the output folder, or goes on in it; the others learn what was there."""
+        message: dict[str, Any] | None = None
         if self._world.is_main:
-            folder, found = RunFolder.open(
+            folder, previous = RunFolder.open(
                 self._path(facts).absolute(),
                 secrets.token_hex(4),
                 self._plan,
                 facts,
-                self._world,
                 fresh=self._options._fresh,
                 lease=self._options._lease,
                 mix_machines=self._options._mix_machines,
                 step=lambda: self._progress.step("setup"),
             )
-            # From here on: while rank 0 is at work, its lease shows it.
-            self._control.attend(folder.renew_lease)
-            words = {
-                "path": str(folder.path),
-                "token": folder.token,
-                # None for all of them, which need no list.
-                "remaining": None if not found.earlier.files else found.earlier.remaining,
-                "finished": None if found.finished is None else json.loads(found.finished.to_json()),
-            }
+            folder.keep_lease(lambda reason: self._control.give_up(reason, rank=self._control.name.rank))
+            message = folder.to_message(previous, self._plan)
         self._control.meet()
-        words = self._backend.broadcast_json(words, src=0)
-        assert words is not None
+        message = self._backend.broadcast_json(message, src=0)
+        assert message is not None
         if not self._world.is_main:
-            # A path that was given is this rank's to resolve: without a shared folder it names another disk.
-            out = self._options._out
-            path = Path(words["path"]) if out is None else out.absolute()
-            folder = RunFolder(path, words["token"], rank=self._world.rank)
-            found = Found.told(words["remaining"], words["finished"], self._plan)
+            folder, previous = RunFolder.from_message(
+                message, self._plan, rank=self._world.rank, path=self._options._out
+            )
         self._control.meet()
         apart = self._backend.gather_json(folder.shared)
         if self._world.is_main:
             self._say_what_was_found(
-                folder, found, [rank for rank, shared in enumerate(apart or []) if not shared]
+                folder, previous, [rank for rank, shared in enumerate(apart or []) if not shared]
             )
-        return folder, found
+        return folder, previous
 
     def _path(self, facts: Mapping[str, Any]) -> Path:
         if self._options._out is not None:
             return self._options._out
-        earlier = folder_of_launch(Path("runs"), facts["fingerprint"], self._world)
+        earlier = folder_of_launch(Path("runs"), facts["fingerprint"], facts["launches"])
         if earlier is not None:
             return earlier
         now = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
@@ -379,13 +370,13 @@ class _Run:
         ]
         return next(path for name in new if not (path := Path("runs") / name).exists())
 
-    def _say_what_was_found(self, folder: RunFolder, found: Found, apart: list[int]) -> None:
+    def _say_what_was_found(self, folder: RunFolder, previous: PreviousRun, apart: list[int]) -> None:
         note = self._options._note
-        for sentence in found.notes:
+        for sentence in previous.notes:
             note(sentence)
-        if found.finished is not None:
+        if previous.finished is not None:
             return
-        done = self._plan.num_chunks - len(found.earlier.remaining)
+        done = self._plan.num_chunks - len(previous.chunks.remaining)
         if done:
             note(f"goes on in {folder.path}: {done} of {self._plan.num_chunks} chunks are finished already")
         if apart:
@@ -395,9 +386,9 @@ class _Run:
                 "what they finish is sent when all is done, and is lost where the run is ended before"
             )
 
-    def _prove(self, folder: RunFolder, facts: Mapping[str, Any], found: Found) -> str | None:
+    def _prove(self, folder: RunFolder, facts: Mapping[str, Any], previous: PreviousRun) -> str | None:
         """Rank 0 evaluates one finished batch anew; returns how that went, None where nothing is finished."""
-        if found.finished is None and len(found.earlier.remaining) == self._plan.num_chunks:
+        if previous.finished is None and len(previous.chunks.remaining) == self._plan.num_chunks:
             return None
         if not self._options._replay:
             if self._world.is_main:
@@ -406,11 +397,11 @@ class _Run:
         outcome: str | None = None
         if self._world.is_main:
             self._progress.step("setup")
-            if found.finished is None:
-                stored = replay.batch_of_journal(found.earlier.files, self._plan, facts["fingerprint"])
+            if previous.finished is None:
+                stored = replay.batch_of_journal(previous.chunks.files, self._plan, facts["fingerprint"])
             else:
                 stored = replay.batch_of_predictions(
-                    folder.path / PREDICTIONS, self._plan, facts["fingerprint"], found.finished.machines
+                    folder.path / PREDICTIONS, self._plan, facts["fingerprint"], previous.finished.machines
                 )
             proof = replay.Proof(
                 stored,
@@ -422,7 +413,7 @@ class _Run:
             )
             outcome, note = proof.rows()
             proof.texts(self._task)
-            digests = {} if found.finished is None else found.finished.metric_digests
+            digests = {} if previous.finished is None else previous.finished.metric_digests
             proof.metrics(self._metrics, self._row_metrics, self._plan, digests)
             if note is not None:
                 self._options._note(note)
@@ -437,7 +428,7 @@ class _Run:
         return result
 
     def _evaluate_into(
-        self, folder: RunFolder, facts: Mapping[str, Any], found: Found, proof: str | None
+        self, folder: RunFolder, facts: Mapping[str, Any], previous: PreviousRun, proof: str | None
     ) -> Result:
         writer = JournalWriter(
             folder.journal,
@@ -453,12 +444,12 @@ class _Run:
         setup_s = perf_counter() - self._options._started
         start = perf_counter()
         loop = Loop(self._evaluation, recorder)
-        loop.run(found, self._options._show if self._world.is_main else None)
+        loop.run(previous, self._options._show if self._world.is_main else None)
         evaluate_s = perf_counter() - start
         metrics_s = loop.postprocess_s + recorder.metrics_s
         self._times.update(loop.times, evaluate=evaluate_s, metrics=metrics_s, journal=recorder.journal_s)
         self._said_of_settings += loop.said_of_settings
-        result = self._finish(folder, facts, found, recorder, writer, proof, setup_s=setup_s)
+        result = self._finish(folder, facts, previous, recorder, writer, proof, setup_s=setup_s)
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
         self._control.meet()
         self._close(folder)
@@ -470,7 +461,7 @@ class _Run:
         self,
         folder: RunFolder,
         facts: Mapping[str, Any],
-        found: Found,
+        previous: PreviousRun,
         recorder: Recorder,
         writer: JournalWriter,
         proof: str | None,
@@ -480,7 +471,7 @@ class _Run:
         """Reduce, check, compute and, on rank 0, write."""
         if self._world.is_main:
             # Once, and so on one rank alone.
-            found.earlier.add_to(recorder.ledger.values)
+            previous.chunks.add_to(recorder.ledger.values)
         start = perf_counter()
         self._control.meet()
         self._times["meet"] = perf_counter() - start
@@ -491,7 +482,7 @@ class _Run:
         reports = self._backend.all_gather_json(
             {
                 "times": self._times,
-                "failed": [[sample.index, sample.error] for sample in recorder.failed],
+                "first_failed": recorder.first_failed,
                 "files": len(writer.written),
                 "chunks": recorder.chunks_saved,
                 "settings": self._said_of_settings,
@@ -501,17 +492,18 @@ class _Run:
         recorder.ledger.verify_exactly_once()
         evaluated, failed = recorder.ledger.totals()
         if evaluated == 0:
-            index, error = min(tuple(entry) for report in reports for entry in report["failed"])
+            index, error = min(report["first_failed"] for report in reports if report["first_failed"])
             raise UsageError(
                 f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
             )
+        failed_samples = gather_failures(self._backend, recorder.failed) if failed else []
         try:
             folder.collect(self._backend, writer.written, reports, lambda: self._progress.step("reduce"))
         except OSError as error:
             raise unwritable(recorder, error) from error
         self._progress.step("write")
         measured = [plain(metric.name, metric.compute(slots)) for metric, slots in recorder.ledger.parts()]
-        files = self._merged_files(folder, found, reports, facts["fingerprint"], recorder)
+        files = self._merged_files(folder, previous, reports, facts["fingerprint"], recorder)
         measured += self._measured_by_rows(files)
         check_keys(measured)
         result = make_result(
@@ -519,11 +511,12 @@ class _Run:
             self._plan,
             measured,
             facts,
-            found,
+            previous,
             reports,
+            failures=errors_of(files, failed_samples),
             machines=chunks_by_machine(
                 [
-                    *((file.machine, len(file.chunks)) for file in found.earlier.files),
+                    *((file.machine, len(file.chunks)) for file in previous.chunks.files),
                     *zip(facts["machines"], (report["chunks"] for report in reports), strict=True),
                 ]
             ),
@@ -541,14 +534,14 @@ class _Run:
             total_s=perf_counter() - self._options._started,
         )
         if self._world.is_main:
-            result = compared_with_replaced(result, found)
+            result = compared_with_replaced(result, previous)
             try:
                 result = folder.write(
                     result,
                     self._plan,
                     self._task,
                     self._kept,
-                    found,
+                    previous,
                     files,
                     self._metric_digests,
                     step=lambda: self._progress.step("write"),
@@ -567,7 +560,7 @@ class _Run:
     def _merged_files(
         self,
         folder: RunFolder,
-        found: Found,
+        previous: PreviousRun,
         reports: list[dict[str, Any]],
         fingerprint: str,
         recorder: Recorder,
@@ -576,7 +569,9 @@ class _Run:
         if not self._world.is_main:
             return []
         try:
-            return folder.merged_files(found, reports, fingerprint, step=lambda: self._progress.step("write"))
+            return folder.merged_files(
+                previous, reports, fingerprint, step=lambda: self._progress.step("write")
+            )
         except OSError as error:
             raise unwritable(recorder, error) from error
 

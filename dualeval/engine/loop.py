@@ -20,7 +20,8 @@ from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.feed import FailedSample, Feed, Reader
-from dualeval.engine.folder.opening import Found
+from dualeval.engine.folder.folder import gone
+from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
 from dualeval.engine.transfer import Pending
@@ -129,6 +130,8 @@ def unreadable(dataset: Dataset, sample: FailedSample) -> UsageError:
 
 def unwritable(recorder: Recorder, error: OSError) -> DualevalError:
     """What is said where the output folder cannot be written any more."""
+    if not recorder.folder.parent.is_dir():
+        return DualevalError(gone(recorder.folder.parent))
     return DualevalError(
         f"the output folder {recorder.folder.parent} cannot be written any more on "
         f"{socket.gethostname()}: {error.strerror or error}. {recorder.chunks_saved} chunks of this rank "
@@ -162,11 +165,11 @@ class Loop:
         self.postprocess_s = 0.0
         self.said_of_settings: list[str] = []
 
-    def run(self, found: Found, show: Show | None = None) -> None:
+    def run(self, previous: PreviousRun, show: Show | None = None) -> None:
         """Evaluate what remains; whatever ends the loop, what was finished is saved.
 
         Args:
-            found: what earlier runs have finished.
+            previous: what earlier runs have finished.
             show: progress display.
 
         Raises:
@@ -175,13 +178,12 @@ class Loop:
             PeerError: another rank failed first.
             Stopped: a signal has ended the run.
         """
-        chunks = [chunk for file in found.earlier.files for chunk in file.chunks]
-        before = sum(len(self._plan.chunk_samples(chunk)) for chunk in chunks)
+        before = self._plan.num_samples - self._plan.samples_in(previous.chunks.remaining)
         self._control.begin_run(
             None if show is None else lambda done: show(before + done, self._plan.num_samples)
         )
         try:
-            self._loop(found.earlier.remaining)
+            self._loop(previous.chunks.remaining)
         except BaseException as error:
             # The first error is the one to report, whatever this one comes to.
             with suppress(Exception):

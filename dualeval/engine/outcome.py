@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.engine.description import describe
-from dualeval.engine.folder.opening import Found
+from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.plan import EvalPlan
 from dualeval.metrics import Measured
 from dualeval.result import Result
@@ -23,9 +23,10 @@ def make_result(
     plan: EvalPlan,
     measured: Sequence[Measured],
     facts: Mapping[str, Any],
-    found: Found,
+    previous: PreviousRun,
     reports: Sequence[Mapping[str, Any]],
     *,
+    failures: Sequence[tuple[int, str]],
     machines: Sequence[Mapping[str, Any]],
     replay: str | None,
     totals: tuple[int, int],
@@ -42,8 +43,9 @@ def make_result(
         plan: the run's.
         measured: what each metric says.
         facts: about job and machines, as the ranks have agreed on them.
-        found: what was in the folder at the start.
-        reports: each rank's ``times``, ``failed``, and ``settings``: sentences about its numeric settings.
+        previous: what was in the folder at the start.
+        reports: each rank's ``times``, and ``settings``: sentences about its numeric settings.
+        failures: index and error of each failed sample, in order; on rank 0 alone with the errors.
         machines: each kind of machine that has computed chunks; on rank 0 those of earlier runs, too.
         replay: how the comparison of a finished batch went.
         totals: samples evaluated, samples failed.
@@ -56,9 +58,8 @@ def make_result(
     evaluated, failed = totals
     # The slowest rank's: the run is not through before.
     evaluate_s = max(report["times"]["evaluate"] for report in reports)
-    failures = sorted(tuple(entry) for report in reports for entry in report["failed"])
     odd = {kind: list(ids) for kind, ids in task.findings(plan.num_samples).items() if ids}
-    remaining = found.earlier.remaining
+    remaining = previous.chunks.remaining
     machine = facts["machine"]
     return Result(
         metrics={name: value for part in measured for name, value in part.values.items()},
@@ -95,10 +96,10 @@ def make_result(
             "evaluate_s": evaluate_s,
             "ranks": [report["times"] for report in reports],
         },
-        samples_per_s=sum(len(plan.chunk_samples(chunk)) for chunk in remaining) / evaluate_s,
+        samples_per_s=plan.samples_in(remaining) / evaluate_s,
         work={name: count for part in measured for name, count in part.work.items()},
         warnings=[
-            *found.notes,
+            *previous.notes,
             *dict.fromkeys(sentence for report in reports for sentence in report["settings"]),
             *_warnings(measured, failed, odd, len(machines)),
         ],
@@ -106,11 +107,11 @@ def make_result(
     )
 
 
-def compared_with_replaced(result: Result, found: Found) -> Result:
+def compared_with_replaced(result: Result, previous: PreviousRun) -> Result:
     """Warn where all was evaluated again, on a machine of the same bits, and came to other metrics."""
-    if found.replaced is None or not result.homogeneous:
+    if previous.replaced is None or not result.homogeneous:
         return result
-    digest, bits = found.replaced
+    digest, bits = previous.replaced
     if result.device.get("bits") != bits or result.metrics_digest == digest:
         return result
     warning = (
