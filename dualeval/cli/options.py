@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
 
+from dualeval.errors import EXIT_DONE
+
 if TYPE_CHECKING:
+    from dualeval.engine.session import Session
     from dualeval.result import Result
 
 METRIC = click.option(
@@ -28,3 +32,35 @@ def show(result: Result, *, as_json: bool) -> None:
         click.echo(result.to_json(), nl=False)
     else:
         print_result(result)
+
+
+def evaluate_and_show(
+    session: Session, evaluate: Callable[[Session], Result], *, as_json: bool, shows: bool = True
+) -> int:
+    """Evaluate in a session of its own; returns the exit code, the same on every rank.
+
+    Args:
+        session: not open yet.
+        evaluate: called in it.
+        as_json: as for ``show``.
+        shows: show the result where this is rank 0.
+    """
+    from dualeval.engine.ending import end_process
+
+    try:
+        with session:
+            try:
+                result = evaluate(session)
+            except BaseException as error:
+                code = session.conclude(error)
+                if session.control.stopping is not None:
+                    # A launcher may leave a second between SIGTERM and SIGKILL.
+                    end_process(code)
+                raise
+    except Exception:
+        if not session.is_concluded:
+            raise
+        return session.exit_code
+    if shows and session.world.is_main:
+        show(result, as_json=as_json)
+    return EXIT_DONE

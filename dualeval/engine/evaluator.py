@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, check_count
 from dualeval.engine import numerics, replay, trial
 from dualeval.engine.agreement import check_same_job, machine_facts
 from dualeval.engine.columns import columns_of, kept_columns
@@ -29,12 +28,13 @@ from dualeval.engine.identity import contents_fingerprint, job_identity
 from dualeval.engine.loop import Evaluation, Loop, Show, ahead_of, evaluate_alone, unwritable
 from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
 from dualeval.engine.measured import check_keys, plain
+from dualeval.engine.options import RunOptions
 from dualeval.engine.outcome import compared_with_replaced, make_result
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.engine.watch import Watch
-from dualeval.errors import PeerError, Stopped, UsageError
+from dualeval.errors import PeerError, UsageError
 from dualeval.metrics import Measured
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
 from dualeval.tasks import Task
@@ -50,32 +50,17 @@ class Evaluator:
         task: what is evaluated.
         backend: how the ranks reduce and gather.
         control: where the ranks meet; opened on the same backend.
-        out: folder for result.json and the rest, the same path on every rank; a run of the same job that
-            was begun there is gone on with. None makes a new folder ``runs/<UTC time>-<fingerprint>``.
-        batch_size: samples a batch.
-        limit: evaluate only the first samples; None for all.
-        precision: a key of ``numerics.PRECISIONS``.
-        workers: reading processes of each rank; 0 reads in the rank's own process.
-        fewer_workers: take fewer, with a note, where the shared memory has no room for the batches of all.
-            Without it that is an error.
-        on_error: what a sample that cannot be read does: "stop" ends the run, "skip" leaves it out.
-        schedule: how chunks go to ranks: "static", chunk c to rank c mod size, or "dynamic", to the rank that
-            has time for it.
-        fresh: remove an earlier run's files from ``out`` first.
-        replay: before going on from what is finished in ``out``, or giving back a finished result, evaluate
-            one finished batch anew and compare it with its rows.
-        mix_machines: let ranks of different device types or versions compute one result, and go on from what
-            another kind of machine has computed.
-        lease: keep other runs out of ``out`` for as long as this one lasts. Without it two runs there do the
-            same work twice, for one right result.
+        options: how it runs, and where its files go.
         watch: saves what is finished, and ends this process, where it cannot end by itself.
         note: called with sentences for people, on rank 0 only.
         job: the options as the caller wants them recorded in the result; ``task.options()`` is added.
         show: progress display, called on rank 0 from a thread of its own.
         started: ``perf_counter()`` at the start of the run, where that was before this call.
+        guest: the process belongs to a caller's script, such as one that trains; it finds everything
+            afterwards as it was before.
 
     Raises:
-        UsageError: the task is none, or an option has a value that it, or the device, cannot have.
+        UsageError: the task is none, or the device cannot have the precision.
     """
 
     def __init__(
@@ -83,60 +68,31 @@ class Evaluator:
         task: Task,
         backend: Backend,
         control: ControlPlane,
+        options: RunOptions,
         *,
-        out: Path | None = None,
-        batch_size: int = 64,
-        limit: int | None = None,
-        precision: str = "fp32",
-        workers: int = 0,
-        fewer_workers: bool = False,
-        on_error: str = "stop",
-        schedule: str = "static",
-        fresh: bool = False,
-        replay: bool = True,
-        mix_machines: bool = False,
-        lease: bool = True,
         watch: Watch | None = None,
         note: Callable[[str], None] = lambda sentence: None,
         job: Mapping[str, Any] | None = None,
         show: Show | None = None,
         started: float | None = None,
+        guest: bool = False,
     ) -> None:
         if not isinstance(task, Task):
             raise UsageError(
                 f"{type(task).__name__} is no task: derive it from dualeval.Task, which has what a task need "
                 "not say."
             )
-        for option, value, least in (
-            ("batch_size", batch_size, 1),
-            ("limit", limit, 1),
-            ("workers", workers, 0),
-        ):
-            check_count(option, value, least)
-        check_choice("precision", precision, PRECISIONS)
-        check_choice("on_error", on_error, ON_ERROR)
-        check_choice("schedule", schedule, SCHEDULES)
-        numerics.check_precision(precision, backend.device)
+        numerics.check_precision(options.precision, backend.device)
         self._task = task
         self._backend = backend
         self._control = control
-        self._out = None if out is None else Path(out)
-        self._batch_size = batch_size
-        self._limit = limit
-        self._precision = precision
-        self._workers = workers
-        self._fewer_workers = fewer_workers
-        self._on_error = on_error
-        self._schedule = schedule
-        self._fresh = fresh
-        self._replay = replay
-        self._mix_machines = mix_machines
-        self._lease = lease
+        self._options = options
         self._watch = watch
         self._note = note
         self._job = dict(job or {})
         self._show = show
         self._started = perf_counter() if started is None else started
+        self._guest = guest
 
     def run(self) -> Result:
         """Evaluate; every rank calls this and gets the same metrics.
@@ -148,8 +104,8 @@ class Evaluator:
             Stopped: a signal has ended the run; what was finished is saved.
         """
         threads = torch.get_num_threads()
-        with numerics.settings(self._precision, self._backend.device) as settings:
-            with numerics.autocast(self._precision, self._backend.device):
+        with numerics.settings(self._options.precision, self._backend.device) as settings:
+            with numerics.autocast(self._options.precision, self._backend.device):
                 model = self._task.build_model(self._backend.device)
             said = set_evaluation_mode(model)
             if self._backend.world.is_main:
@@ -169,7 +125,8 @@ class _Run:
         settings: numerics.NumericSettings,
         said: list[str],
     ) -> None:
-        self._options = evaluator
+        self._evaluator = evaluator
+        self._options = evaluator._options
         self._task = evaluator._task
         self._backend = evaluator._backend
         self._control = evaluator._control
@@ -199,10 +156,10 @@ class _Run:
             backend=self._backend,
             control=self._control,
             settings=settings,
-            precision=evaluator._precision,
-            on_error=evaluator._on_error,
-            schedule=evaluator._schedule,
-            workers=evaluator._workers,
+            precision=self._options.precision,
+            on_error=self._options.on_error,
+            schedule=self._options.schedule,
+            workers=self._options.workers,
             threads=threads,
             note=evaluator._note,
         )
@@ -211,24 +168,26 @@ class _Run:
         count = len(self._dataset)
         if count == 0:
             raise UsageError("the data set is empty: nothing to evaluate")
-        limit = self._options._limit
+        limit = self._options.limit
         return EvalPlan(
             num_samples=count if limit is None else min(limit, count),
-            batch_size=self._options._batch_size,
+            batch_size=self._options.batch_size,
         )
 
     def execute(self) -> Result:
         """Agree, evaluate, reduce, write."""
         facts = self._agree()
         folder, previous = self._open_folder(facts)
+        if self._evaluator._watch is not None:
+            self._evaluator._watch.keep(folder)
         try:
             proof = self._prove(folder, facts, previous)
             if previous.finished is not None:
                 return self._finished(folder, replace(previous.finished, earlier=True, replay=proof))
             return self._evaluate_into(folder, facts, previous, proof)
         except BaseException as error:
-            if isinstance(error, Stopped) and self._options._watch is not None:
-                # It writes that down itself, when all ranks have saved what they had.
+            if self._evaluator._watch is not None:
+                # Whose session writes that down, when all ranks have saved what they had.
                 raise
             # Where rank 0 is what failed, another rank has to write it.
             if self._world.is_main or (folder.shared and isinstance(error, PeerError) and error.rank == 0):
@@ -237,8 +196,8 @@ class _Run:
             raise
 
     def _close(self, folder: RunFolder, *, done: bool = True) -> None:
-        if self._options._watch is not None:
-            self._options._watch.release(done=done)
+        if self._evaluator._watch is not None:
+            self._evaluator._watch.release(done=done)
         folder.close()
 
     # -- before the loop ---------------------------------------------------------------------------
@@ -258,11 +217,11 @@ class _Run:
             ),
             "columns": list(self._kept),
             "batch_size": self._plan.batch_size,
-            "precision": self._options._precision,
-            "on_error": self._options._on_error,
+            "precision": self._options.precision,
+            "on_error": self._options.on_error,
         }
         machine = {
-            **machine_facts(self._backend.device, self._task.libraries, self._options._precision),
+            **machine_facts(self._backend.device, self._task.libraries, self._options.precision),
             # Beside the versions: what was computed with another torch may be gone on with, where it is
             # asked for.
             "libraries": job.pop("libraries"),
@@ -286,7 +245,7 @@ class _Run:
             self._dataset, self._plan.num_samples, self._backend, self._control
         )
         machines = [rank["machine"] for rank in everyone]
-        check_kinds_of_ranks(machines, hosts, mix=self._options._mix_machines)
+        check_kinds_of_ranks(machines, hosts, mix=self._options.mix_machines)
         return {
             "job": job,
             "machine": machines[0],
@@ -311,8 +270,8 @@ class _Run:
             self._task,
             self._model,
             self._plan.batch_size,
-            workers=min(self._options._workers, batches),
-            ahead=ahead_of(self._options._schedule),
+            workers=min(self._options.workers, batches),
+            ahead=ahead_of(self._options.schedule),
             # One that comes out of the loader, and those that are computed; for a GPU they are copied first.
             held=1 + (self._evaluation.threads if on_cpu else 1),
             batches=batches,
@@ -320,12 +279,12 @@ class _Run:
 
     def _fit_workers(self, everyone: Sequence[Reading]) -> None:
         """Take no more reading processes than the shared memory has room for."""
-        workers, notes = choose_workers(everyone, chosen=not self._options._fewer_workers)
+        workers, notes = choose_workers(everyone, chosen=not self._options.fewer_workers)
         if notes:
             self._evaluation = replace(self._evaluation, workers=workers[self._world.rank])
         if self._world.is_main:
             for sentence in notes:
-                self._options._note(sentence)
+                self._evaluator._note(sentence)
 
     def _open_folder(self, facts: Mapping[str, Any]) -> tuple[RunFolder, PreviousRun]:
         """Rank 0 makes the output folder, or goes on in it; the others learn what was there."""
@@ -336,9 +295,9 @@ class _Run:
                 secrets.token_hex(4),
                 self._plan,
                 facts,
-                fresh=self._options._fresh,
-                lease=self._options._lease,
-                mix_machines=self._options._mix_machines,
+                fresh=self._options.fresh,
+                lease=self._options.lease,
+                mix_machines=self._options.mix_machines,
                 step=lambda: self._progress.step("setup"),
             )
             folder.keep_lease(lambda reason: self._control.give_up(reason, rank=self._control.name.rank))
@@ -348,7 +307,7 @@ class _Run:
         assert message is not None
         if not self._world.is_main:
             folder, previous = RunFolder.from_message(
-                message, self._plan, rank=self._world.rank, path=self._options._out
+                message, self._plan, rank=self._world.rank, path=self._options.path
             )
         self._control.meet()
         apart = self._backend.gather_json(folder.shared)
@@ -359,8 +318,8 @@ class _Run:
         return folder, previous
 
     def _path(self, facts: Mapping[str, Any]) -> Path:
-        if self._options._out is not None:
-            return self._options._out
+        if self._options.path is not None:
+            return self._options.path
         earlier = folder_of_launch(Path("runs"), facts["fingerprint"], facts["launches"])
         if earlier is not None:
             return earlier
@@ -371,7 +330,7 @@ class _Run:
         return next(path for name in new if not (path := Path("runs") / name).exists())
 
     def _say_what_was_found(self, folder: RunFolder, previous: PreviousRun, apart: list[int]) -> None:
-        note = self._options._note
+        note = self._evaluator._note
         for sentence in previous.notes:
             note(sentence)
         if previous.finished is not None:
@@ -390,9 +349,9 @@ class _Run:
         """Rank 0 evaluates one finished batch anew; returns how that went, None where nothing is finished."""
         if previous.finished is None and len(previous.chunks.remaining) == self._plan.num_chunks:
             return None
-        if not self._options._replay:
+        if not self._options.replay:
             if self._world.is_main:
-                self._options._note("what is finished is not compared with what this job gives now")
+                self._evaluator._note("what is finished is not compared with what this job gives now")
             return replay.SKIPPED
         outcome: str | None = None
         if self._world.is_main:
@@ -407,7 +366,7 @@ class _Run:
                 stored,
                 lambda samples: evaluate_alone(self._evaluation, samples),
                 machine=facts["machine"],
-                precision=self._options._precision,
+                precision=self._options.precision,
                 place=folder.path,
                 name=self._dataset.id,
             )
@@ -416,13 +375,15 @@ class _Run:
             digests = {} if previous.finished is None else previous.finished.metric_digests
             proof.metrics(self._metrics, self._row_metrics, self._plan, digests)
             if note is not None:
-                self._options._note(note)
+                self._evaluator._note(note)
         self._control.meet()
         return str(self._backend.broadcast_json(outcome, src=0))
 
     def _finished(self, folder: RunFolder, result: Result) -> Result:
         if self._world.is_main:
-            self._options._note(f"this job was finished before, in {folder.path}: its result is shown again")
+            self._evaluator._note(
+                f"this job was finished before, in {folder.path}: its result is shown again"
+            )
         self._control.meet()
         self._close(folder)
         return result
@@ -437,14 +398,14 @@ class _Run:
             prefix=folder.prefix(self._world.rank),
         )
         recorder = Recorder(self._plan, self._metrics, self._kept, writer, self._progress)
-        if self._options._watch is not None:
-            self._options._watch.keep(recorder, folder)
+        if self._evaluator._watch is not None:
+            self._evaluator._watch.recorder = recorder
         if self._world.is_main:
             load_library()
-        setup_s = perf_counter() - self._options._started
+        setup_s = perf_counter() - self._evaluator._started
         start = perf_counter()
         loop = Loop(self._evaluation, recorder)
-        loop.run(previous, self._options._show if self._world.is_main else None)
+        loop.run(previous, self._evaluator._show if self._world.is_main else None)
         evaluate_s = perf_counter() - start
         metrics_s = loop.postprocess_s + recorder.metrics_s
         self._times.update(loop.times, evaluate=evaluate_s, metrics=metrics_s, journal=recorder.journal_s)
@@ -528,10 +489,10 @@ class _Run:
                 "launcher": self._world.launcher,
                 "backend": self._backend.name,
             },
-            job=self._options._job,
+            job=self._evaluator._job,
             folder=folder.path,
             setup_s=setup_s,
-            total_s=perf_counter() - self._options._started,
+            total_s=perf_counter() - self._evaluator._started,
         )
         if self._world.is_main:
             result = compared_with_replaced(result, previous)

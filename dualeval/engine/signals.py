@@ -46,6 +46,10 @@ class Signals:
         with self._lock:
             self._stop = stop
 
+    def close(self) -> None:
+        """Take them no more."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
+
     def _wait(self) -> None:
         while True:
             number = signal.Signals(signal.sigwait(self._numbers))

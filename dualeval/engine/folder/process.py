@@ -48,7 +48,7 @@ class Process:
         """Read the fields of a mapping; None where it does not describe a process."""
         if not isinstance(content, Mapping):
             return None
-        fields = {name: content.get(name) for name in cls.__dataclass_fields__}
+        fields: dict[str, Any] = {name: content.get(name) for name in cls.__dataclass_fields__}
         wanted = {"host": str, "pid": int, "space": str, "start": str}
         if not all(isinstance(fields[name], kind) for name, kind in wanted.items()):
             return None
