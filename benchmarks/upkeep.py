@@ -52,7 +52,8 @@ from dualeval import Backend, Result, connect, detect
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.folder.journal import JournalWriter, file_name
+from dualeval.engine.folder.journal import JournalWriter
+from dualeval.engine.folder.layout import file_name
 from dualeval.engine.options import RunOptions
 from dualeval.engine.progress import Progress, Stage
 from dualeval.engine.recorder import Recorder
@@ -75,7 +76,7 @@ def _only_name(
     rows: Sequence[int],
     delta: Tensor,
     columns: Mapping[str, Tensor],
-    failed: int = 0,
+    failures: Sequence[tuple[int, str]] = (),
 ) -> None:
     self.written.append(self.folder / file_name(self._prefix, len(self.written)))
 

@@ -130,9 +130,9 @@ def spawned(rank: int, size: int, out: Path, modes: set[str]) -> None:
 if __name__ == "__main__":
     place, wanted = Path(sys.argv[1]), set(sys.argv[2:])
     if "spawned" in wanted:
-        import torch.multiprocessing as mp
+        from torch.multiprocessing.spawn import spawn
 
-        mp.spawn(spawned, (2, place, wanted), nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(spawned, (2, place, wanted), nprocs=2)  # type: ignore[no-untyped-call]
     else:
         own = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
         run(place, wanted, int(os.environ.get("HOROVOD_RANK", own)))

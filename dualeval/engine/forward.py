@@ -10,19 +10,21 @@ import numpy.typing as npt
 
 from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.folder.opening import Found
+from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.transfer import Pending
 
 
-def evaluate_all(evaluation: Evaluation, loop: Loop, found: Found, settings: NumericSettings) -> list[str]:
+def evaluate_all(
+    evaluation: Evaluation, loop: Loop, previous: PreviousRun, settings: NumericSettings
+) -> list[str]:
     """Compute every batch that the loop hands out: no collective, no wait but for the oldest under way.
 
     Args:
         evaluation: what is evaluated.
         loop: hands out the batches and takes their columns.
-        found: what earlier runs have finished.
+        previous: what earlier runs have finished.
         settings: those in force.
 
     Returns:
@@ -40,10 +42,10 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, found: Found, settings: Num
         loop.take(work, columns)
         return waited
 
-    share = loop.share_of(found.earlier.remaining)
+    share = loop.share_of(previous.chunks.remaining)
     threads = usable_threads(evaluation.task, evaluation.model, evaluation.device, evaluation.threads, share)
-    with loop.running(found), _compute(evaluation, threads, settings) as compute:
-        for work, data in loop.work(found.earlier.remaining):
+    with loop.running(previous), _compute(evaluation, threads, settings) as compute:
+        for work, data in loop.work(previous.chunks.remaining):
             start = perf_counter()
             under_way.append((work, None if data is None else compute.start(data)))
             compute_s += perf_counter() - start
