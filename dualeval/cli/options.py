@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from dualeval.errors import DualevalError
+from dualeval.process_start import unwritten
 
 if TYPE_CHECKING:
     from dualeval.result import Result
@@ -20,11 +24,27 @@ AS_JSON = click.option(
 )
 
 
-def show(result: Result, *, as_json: bool) -> None:
-    """Show a result on standard output, as a table or as the text of result.json."""
+def show(result: Result, *, as_json: bool, kept: Path | None) -> None:
+    """Show a result on standard output, as a table or as the text of result.json.
+
+    Args:
+        result: what is shown.
+        as_json: as the text of result.json.
+        kept: the file that holds it; None where there is none.
+
+    Raises:
+        DualevalError: standard output cannot be written, and the result is kept nowhere.
+    """
     from dualeval.report.table import print_result
 
     if as_json:
         click.echo(result.to_json(), nl=False)
     else:
         print_result(result)
+    problem = unwritten()
+    if problem is None:
+        return
+    said = f"standard output cannot be written ({problem.strerror})"
+    if kept is None:
+        raise DualevalError(f"{said}, and the result is kept nowhere else: give --out DIR.")
+    click.echo(f"dualeval: note: {said}; the result is in {kept}", err=True)

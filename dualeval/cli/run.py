@@ -16,7 +16,7 @@ import click
 
 from dualeval.choices import DATA_FINGERPRINTS, ON_ERROR, PRECISIONS, SCHEDULES, check_choice
 from dualeval.cli import options
-from dualeval.engine.signals import DEFAULT_SIGNALS, Signals, numbers_of
+from dualeval.engine.signals import Signals, numbers_of
 from dualeval.errors import (
     EXIT_DONE,
     EXIT_USAGE,
@@ -32,6 +32,7 @@ from dualeval.job import TASKS, Job
 from dualeval.launch import PROBES, examine
 from dualeval.launch.cores import Cores, own_cores, share_of_cores
 from dualeval.launch.starts import may_start_ranks
+from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.waiting import STARTED, waiting
 from dualeval.world import World
 
@@ -289,11 +290,11 @@ def _start_ranks(nproc: int, world: World, job: Job, manner: _Manner, arguments:
     command = [sys.executable, str(main_file), *_without_start(arguments), "--launcher", last.launcher]
     stop_signals = numbers_of(manner.stop_signals)
     if last.launcher == "torchrun":
-        return run_local(command, nproc, os.environ, stop_signals=stop_signals)
+        return run_local(command, nproc, os.environ, stop_signals=stop_signals, takes_signals=True)
     from dualeval.backends.horovod import serve_rendezvous
 
     with serve_rendezvous(nproc) as variables_of:
-        return run_local(command, nproc, os.environ, variables_of, stop_signals)
+        return run_local(command, nproc, os.environ, variables_of, stop_signals, takes_signals=True)
 
 
 def _without_start(arguments: Sequence[str]) -> list[str]:
@@ -317,6 +318,7 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
     from dualeval.devices import check_name
     from dualeval.engine.control.plane import open_control_plane
     from dualeval.engine.watch import Watch
+    from dualeval.result import RESULT
 
     choose_backend(manner.backend, world)
     check_name(job.device)
@@ -347,7 +349,7 @@ def _evaluate(job: Job, manner: _Manner, world: World) -> int:
     backend.close()
     watch.stop()
     if world.is_main:
-        options.show(result, as_json=manner.as_json)
+        options.show(result, as_json=manner.as_json, kept=Path(result.folder) / RESULT)
     return EXIT_DONE
 
 

@@ -98,7 +98,7 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
             ) from error
     if not flags["as_json"]:
         click.echo(f"recomputed from the rows of {run}; no forward")
-    options.show(result, as_json=flags["as_json"])
+    options.show(result, as_json=flags["as_json"], kept=None if out is None else out / RESULT)
     context.exit(EXIT_DONE)
 
 
@@ -106,6 +106,7 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
     from dualeval.backends import connect
     from dualeval.engine.control.plane import open_control_plane
     from dualeval.engine.evaluator import Evaluator
+    from dualeval.result import RESULT
     from dualeval.tasks.given_answers import GivenAnswers
 
     if flags["task"] not in TASKS:
@@ -128,7 +129,7 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
             note=lambda sentence: click.echo(f"dualeval: note: {sentence}", err=True),
             job={**job, "metric": list(flags["metric"])},
         ).run()
-    options.show(result, as_json=flags["as_json"])
+    options.show(result, as_json=flags["as_json"], kept=Path(result.folder) / RESULT)
     context.exit(EXIT_DONE)
 
 
