@@ -34,7 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
 from dualeval.launch.cores import usable_cores
-from dualeval.network import LOOPBACK
+from dualeval.network import LOOPBACK, check_own_name
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Seconds between two looks at the ranks: half of it is what a run loses at its end on average.
@@ -76,7 +76,8 @@ def run_local(
         the code of the ranks.
 
     Raises:
-        UsageError: fewer than one rank, or more than this machine can sensibly run.
+        UsageError: fewer than one rank, or more than this machine can sensibly run; or torch's launch cannot be
+            used with this host's name.
         DualevalError: a rank died by a signal that nobody sent to all of them; names both.
     """
     cores = usable_cores()
@@ -87,6 +88,7 @@ def run_local(
             f"the {cores} cores that it may use, and at least 64: each needs about 150 MB and a second of "
             f"one core before it begins). Type a smaller --nproc, or use more nodes."
         )
+    check_own_name()
     rendezvous_handler_registry.register(_LocalRendezvous.backend, _LocalRendezvous)
     watch = _SignalWatch(stop_signals, stop_signals if takes_signals else ())
     # Later torch versions can be told to leave the signals to the watch; earlier ones have no such field.
