@@ -13,6 +13,7 @@ if __name__ != "dualeval.backends":
 
 import difflib
 import importlib
+import sys
 from dataclasses import dataclass
 
 from dualeval.backends.base import Backend
@@ -20,7 +21,7 @@ from dualeval.backends.mpi import MPI_LAUNCHERS
 from dualeval.errors import LaunchError, UsageError
 from dualeval.world import World
 
-__all__ = ["Backend", "choose_backend", "connect"]
+__all__ = ["Backend", "choose_backend", "connect", "group_of_caller", "world_of_caller"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,44 @@ def choose_backend(name: str | None, world: World) -> str:
             f"leave --backend out to take {_default(world)}."
         )
     return name
+
+
+def group_of_caller() -> str | None:
+    """The backend over whose library the caller has joined ranks already; None where there is no group."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return "torch"
+    horovod = sys.modules.get("horovod.torch")
+    if horovod is not None and horovod.is_initialized():
+        return "horovod"
+    return None
+
+
+def world_of_caller(name: str, found: World | None) -> World:
+    """This process's place in the caller's group.
+
+    Args:
+        name: as ``group_of_caller`` gave it.
+        found: its place by the launcher's variables. Where these say something else, or nothing, the ranks
+            were started in another way (``torch.multiprocessing.spawn``), and the group is right.
+    """
+    if name == "torch":
+        import torch.distributed as group
+
+        # Which ranks share a node they tell each other.
+        world = World(
+            rank=group.get_rank(), size=group.get_world_size(), local_rank=0, local_size=1, node_rank=None,
+            launcher="env", placed=False,
+        )  # fmt: skip
+    else:
+        hvd = sys.modules["horovod.torch"]
+        world = World(
+            rank=hvd.rank(), size=hvd.size(), local_rank=hvd.local_rank(), local_size=hvd.local_size(),
+            node_rank=None, launcher="env",
+        )  # fmt: skip
+    if found is None or found.launcher == "none" or (found.rank, found.size) != (world.rank, world.size):
+        return world
+    return found
 
 
 def _default(world: World) -> str:

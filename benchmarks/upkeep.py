@@ -48,10 +48,12 @@ from loops import Problem
 from overhead import ProblemTask, fashion_cnn
 from torch import Tensor
 
-from dualeval import Backend, Evaluator, Result, connect, detect, open_control_plane
-from dualeval.engine.control.plane import ControlPlane
+from dualeval import Backend, Result, connect, detect
+from dualeval.engine.control.plane import ControlPlane, open_control_plane
+from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalWriter, file_name
+from dualeval.engine.options import RunOptions
 from dualeval.engine.progress import Progress, Stage
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.watch import Watch
@@ -130,17 +132,21 @@ def _loop_clocks() -> Iterator[dict[str, float]]:
         yield taken
 
 
-def _evaluate(problem: Problem, backend: Backend, control: ControlPlane, out: Path, **options: Any) -> Result:
-    task = ProblemTask(problem)
-    evaluator = Evaluator(
-        task, backend, control, out=out, batch_size=problem.batch_size, fresh=True, **options
-    )
-    return evaluator.run()
+def _evaluate(
+    problem: Problem,
+    backend: Backend,
+    control: ControlPlane,
+    out: Path,
+    watch: Watch | None = None,
+    **options: Any,
+) -> Result:
+    run_options = RunOptions(out=out, batch_size=problem.batch_size, fresh=True, **options)
+    return Evaluator(ProblemTask(problem), backend, control, run_options, watch=watch).run()
 
 
 def _with(problem: Problem, backend: Backend, out: Path) -> Result:
     control = open_control_plane(backend, _TIMEOUT_S)
-    watch = Watch(control)
+    watch = Watch(control, lambda: 1)
     result = _evaluate(problem, backend, control, out, watch=watch)
     control.leave()
     watch.stop()

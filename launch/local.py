@@ -76,8 +76,8 @@ def run_local(
         the code of the ranks.
 
     Raises:
-        UsageError: fewer than one rank, or more than this machine can sensibly run; or torch's launch cannot be
-            used with this host's name.
+        UsageError: fewer than one rank, or more than this machine can sensibly run; or this host's name
+            is one that torch cannot look up.
         DualevalError: a rank died by a signal that nobody sent to all of them; names both.
     """
     cores = usable_cores()

@@ -19,6 +19,7 @@ from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder import folder
 from dualeval.engine.ledger import Ledger
+from dualeval.engine.options import NEW_FOLDER, RunOptions
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Result, Status, read_status
 from dualeval.world import World
@@ -344,7 +345,9 @@ def test_restarted_ranks_find_the_folder_of_their_launch(
             launch_id=launch_id,
         )  # fmt: skip
         with connect(None, world, "cpu") as backend:
-            return Evaluator(task, backend, open_control_plane(backend), batch_size=BATCH).run()
+            return Evaluator(
+                task, backend, open_control_plane(backend), RunOptions(out=NEW_FOLDER, batch_size=BATCH)
+            ).run()
 
     task = Ending(SAMPLES, 23)
     with pytest.raises(RuntimeError, match="enough"):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from dualeval.errors import DualevalError
-from dualeval.process_start import unwritten
+from dualeval.errors import EXIT_DONE, DualevalError
+from dualeval.process_start import end_with, unwritten
 
 if TYPE_CHECKING:
+    from dualeval.engine.session import Session
     from dualeval.result import Result
 
 METRIC = click.option(
@@ -48,3 +50,39 @@ def show(result: Result, *, as_json: bool, kept: Path | None) -> None:
     if kept is None:
         raise DualevalError(f"{said}, and the result is kept nowhere else: give --out DIR.")
     click.echo(f"dualeval: note: {said}; the result is in {kept}", err=True)
+
+
+def evaluate_and_show(
+    session: Session, evaluate: Callable[[Session], Result], *, as_json: bool, shows: bool = True
+) -> int:
+    """Evaluate in a session of its own; returns the exit code, the same on every rank.
+
+    Args:
+        session: not open yet.
+        evaluate: called in it.
+        as_json: as for ``show``.
+        shows: show the result where this is rank 0.
+    """
+    from dualeval.engine.ending import end_process
+    from dualeval.result import RESULT
+
+    try:
+        with session:
+            try:
+                result = evaluate(session)
+                # It is on the disk: a signal that comes when the session takes none any more is too late.
+                end_with(EXIT_DONE)
+            except BaseException as error:
+                code = session.conclude(error)
+                end_with(code)
+                if session.control.stopping is not None:
+                    # A launcher may leave a second between SIGTERM and SIGKILL.
+                    end_process(code)
+                raise
+    except Exception:
+        if not session.is_concluded:
+            raise
+        return session.exit_code
+    if shows and session.world.is_main:
+        show(result, as_json=as_json, kept=None if result.folder is None else Path(result.folder) / RESULT)
+    return EXIT_DONE

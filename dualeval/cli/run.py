@@ -5,41 +5,30 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dualeval.choices import DATA_FINGERPRINTS, ON_ERROR, PRECISIONS, SCHEDULES, check_choice
 from dualeval.cli import options
-from dualeval.engine.signals import Signals, numbers_of
+from dualeval.engine.session import Session, check_timeout
+from dualeval.engine.signals import numbers_of
 from dualeval.errors import (
-    EXIT_DONE,
-    EXIT_USAGE,
-    DualevalError,
     LaunchError,
-    LibraryError,
-    PeerError,
-    Stopped,
     UsageError,
-    exit_code_of,
 )
 from dualeval.job import TASKS, Job
 from dualeval.launch import PROBES, examine
-from dualeval.launch.cores import Cores, own_cores, share_of_cores
+from dualeval.launch.cores import own_cores, share_of_cores
 from dualeval.launch.starts import may_start_ranks
 from dualeval.process_start import DEFAULT_SIGNALS
-from dualeval.waiting import STARTED, waiting
 from dualeval.world import World
 
 if TYPE_CHECKING:
-    from dualeval.backends.base import Backend
-    from dualeval.engine.control.plane import ControlPlane
-    from dualeval.engine.watch import Watch
     from dualeval.result import Result
     from dualeval.tasks import Task
 
@@ -68,11 +57,7 @@ class _Manner:
 
     def __post_init__(self) -> None:
         check_choice("--schedule", self.schedule, SCHEDULES)
-        if not _LEAST_TIMEOUT_S <= self.heartbeat_timeout <= _LONGEST_TIMEOUT_S:
-            raise UsageError(
-                f"--heartbeat-timeout {self.heartbeat_timeout:g}: expected seconds, "
-                f"{_LEAST_TIMEOUT_S:g} to {_LONGEST_TIMEOUT_S:,.0f} (a rank tells twice a second where it is)"
-            )
+        check_timeout("--heartbeat-timeout", self.heartbeat_timeout)
         numbers_of(self.stop_signals)
 
 
@@ -219,7 +204,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
             click.echo(f"dualeval: note: {note}", err=True)
     if nproc is not None:
         context.exit(_start_ranks(nproc, world, job, manner, context.obj))
-    context.exit(_evaluate(job, manner, world))
+    context.exit(_evaluate(job, manner, launcher))
 
 
 def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict[str, Any]:
@@ -310,94 +295,38 @@ def _without_start(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _evaluate(job: Job, manner: _Manner, world: World) -> int:
+def _evaluate(job: Job, manner: _Manner, launcher: str | None) -> int:
     """Evaluate as one rank; returns the exit code, the same on every rank."""
-    # Before any library has a thread: what is blocked then is blocked in all of them.
-    signals = Signals(manner.stop_signals)
-    from dualeval.backends import choose_backend, connect
-    from dualeval.devices import check_name
-    from dualeval.engine.control.plane import open_control_plane
-    from dualeval.engine.watch import Watch
-    from dualeval.result import RESULT
-
-    choose_backend(manner.backend, world)
-    check_name(job.device)
-    try:
-        backend = connect(manner.backend, world)
-        control = open_control_plane(backend, manner.heartbeat_timeout)
-        cores = _take_share_of_cores(backend)
-    except LibraryError:
-        raise  # said once a node
-    except DualevalError as error:
-        # Perhaps this rank's alone (its node may lack a library), with no way yet to tell the others.
-        where = f" (on rank {world.rank})" if world.size > 1 else ""
-        click.echo(f"dualeval: error: {error}{where}", err=True)
-        if world.size > 1:
-            # srun loses words that it has not handed on when it ends the step.
-            sleep(_LAST_WORDS_S)
-        return error.exit_code
-    watch = Watch(control)
-    signals.tell(control.stop)
-    try:
-        result = _run_engine(job, manner, backend, control, watch, cores)
-    except Exception as error:  # noqa: BLE001 - told to every rank and to the caller
-        code = _end_after(error, control, watch)
-        backend.close(failed=True)
-        return code
-    control.progress.step("end")
-    control.leave()
-    backend.close()
-    watch.stop()
-    if world.is_main:
-        options.show(result, as_json=manner.as_json, kept=Path(result.folder) / RESULT)
-    return EXIT_DONE
+    session = Session(
+        backend=manner.backend,
+        device=job.device,
+        launcher=launcher,
+        allow_shared_gpu=manner.allow_shared_gpu,
+        mix_machines=manner.mix_machines,
+        heartbeat_timeout=manner.heartbeat_timeout,
+        stop_signals=manner.stop_signals,
+    )
+    return options.evaluate_and_show(
+        session, lambda session: _run_engine(job, manner, session), as_json=manner.as_json
+    )
 
 
-def _take_share_of_cores(backend: Backend) -> int:
-    """Divide the cores of each node among its ranks; returns this rank's number of them.
-
-    A collective. As many threads are used, unless the user has set OMP_NUM_THREADS.
-    """
-    import torch
-
-    own = own_cores()
-    alone = backend.world.size == 1
-    with waiting(backend.world, "the cores of all ranks", STARTED):
-        everyone = [own] if alone else [Cores(**cores) for cores in backend.all_gather_json(asdict(own))]
-    share = share_of_cores(own, everyone)
-    # torch has counted the cores that a process may use, but no other ranks and no quota.
-    if "OMP_NUM_THREADS" not in os.environ and not (alone and torch.get_num_threads() <= share):
-        torch.set_num_threads(share)
-    return share
-
-
-def _run_engine(
-    job: Job, manner: _Manner, backend: Backend, control: ControlPlane, watch: Watch, cores: int
-) -> Result:
-    from dualeval.devices import take_device
-    from dualeval.engine.evaluator import Evaluator
+def _run_engine(job: Job, manner: _Manner, session: Session) -> Result:
+    from dualeval.engine.options import NEW_FOLDER
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
 
-    world = backend.world
-    take_device(
-        backend,
-        job.device,
-        allow_shared_gpu=manner.allow_shared_gpu,
-        mix_machines=manner.mix_machines,
-    )
     if job.download:
-        _download(job, world, control)
+        _download(job, session)
     task = _make_task(job)
-    workers = _workers(job, task, cores)
+    workers = _workers(job, task, session.cores)
     stream = sys.stderr if manner.as_json else sys.stdout
-    shown = Progress(stream, as_bar=on_screen(stream)) if manner.progress and world.is_main else None
+    shows = manner.progress and session.world.is_main
+    shown = Progress(stream, as_bar=on_screen(stream)) if shows else None
     try:
-        return Evaluator(
+        return session.evaluate(
             task,
-            backend,
-            control,
-            out=manner.out,
+            out=NEW_FOLDER if manner.out is None else manner.out,
             batch_size=job.batch_size,
             limit=job.limit,
             precision=job.precision,
@@ -408,21 +337,20 @@ def _run_engine(
             fresh=manner.fresh,
             replay=manner.replay,
             mix_machines=manner.mix_machines,
-            watch=watch,
-            note=lambda sentence: click.echo(f"dualeval: note: {sentence}", err=True),
-            job=_as_used(job, backend.device.type, workers),
+            job=_as_used(job, session.backend.device.type, workers),
             show=shown,
             started=manner.started,
-        ).run()
+            last=True,
+        )
     finally:
         if shown is not None:
             shown.close()
 
 
-def _download(job: Job, world: World, control: ControlPlane) -> None:
-    if world.local_rank == 0:
+def _download(job: Job, session: Session) -> None:
+    if session.world.local_rank == 0:
         _fetch(job)
-    control.meet()
+    session.control.meet()
 
 
 def _fetch(job: Job) -> None:
@@ -475,37 +403,3 @@ def _workers(job: Job, task: Task, cores: int) -> int:
     if not task.decodes:
         return 0
     return min(_MOST_AUTOMATIC_WORKERS, cores)
-
-
-def _end_after(error: Exception, control: ControlPlane, watch: Watch) -> int:
-    """Tell every rank of a failure, say it, and leave together with one exit code."""
-    from dualeval.engine.watch import spoken
-
-    if isinstance(error, Stopped) or control.stopping is not None:
-        # Whatever went wrong while ranks were ending: they were told to.
-        control.stop(str(error))
-        watch.wait_for_end()
-    watch.main_ends(exit_code_of(error))
-    first = error if isinstance(error, PeerError) else control.fail(error)
-    watch.main_ends(first.exit_code)
-    if not isinstance(error, DualevalError):
-        traceback.print_exception(error)
-    rank = control.name.rank
-
-    def say() -> None:
-        # What rank 0 met as well is no matter of one rank.
-        everybodys = first.rank == 0 or str(first) == str(error)
-        click.echo(f"dualeval: error: {first}" if everybodys else spoken(first, 0), err=True)
-
-    if first.exit_code == EXIT_USAGE:
-        control.leave_after_message(say)
-    elif first.rank == 0 and first.where is None and rank != 0:
-        click.echo(spoken(first, rank), err=True)
-        # It may be gone at any moment, and says nothing any more.
-        control.leave()
-    elif rank != 0:
-        click.echo(spoken(first, rank), err=True)
-        control.leave_after_message(lambda: None)
-    else:
-        control.leave_after_message(lambda: click.echo(spoken(first, 0), err=True))
-    return first.exit_code

@@ -13,7 +13,6 @@ import click
 from dualeval.cli import options
 from dualeval.errors import EXIT_DONE, LaunchError, UsageError
 from dualeval.launch import examine
-from dualeval.world import World
 
 _JOB = ("task", "data", "predictions", "null_odds")
 _REQUIRED = ("data", "predictions")
@@ -103,10 +102,8 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
 
 
 def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
-    from dualeval.backends import connect
-    from dualeval.engine.control.plane import open_control_plane
-    from dualeval.engine.evaluator import Evaluator
-    from dualeval.result import RESULT
+    from dualeval.engine.options import NEW_FOLDER
+    from dualeval.engine.session import Session
     from dualeval.tasks.given_answers import GivenAnswers
 
     if flags["task"] not in TASKS:
@@ -119,18 +116,18 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
         metrics=flags["metric"],
     )
     job = {name: None if value is None else str(value) for name, value in flags.items() if name in _JOB}
-    with connect(None, World.alone()) as backend, open_control_plane(backend) as control:
-        result = Evaluator(
+    code = options.evaluate_and_show(
+        Session(launcher="none"),
+        lambda session: session.evaluate(
             task,
-            backend,
-            control,
-            out=flags["out"],
+            out=flags["out"] or NEW_FOLDER,
             fresh=flags["fresh"],
-            note=lambda sentence: click.echo(f"dualeval: note: {sentence}", err=True),
             job={**job, "metric": list(flags["metric"])},
-        ).run()
-    options.show(result, as_json=flags["as_json"], kept=Path(result.folder) / RESULT)
-    context.exit(EXIT_DONE)
+            last=True,
+        ),
+        as_json=flags["as_json"],
+    )
+    context.exit(code)
 
 
 def _keep_apart(flags: Mapping[str, Any]) -> None:

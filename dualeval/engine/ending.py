@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from dualeval.errors import DualevalError, PeerError
+
 _WITHIN_S = 0.5
 
 
@@ -69,3 +71,11 @@ def _try(action: Callable[[], None]) -> None:
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(_WITHIN_S)
+
+
+def spoken(error: DualevalError, rank: int) -> str:
+    """What a rank says of the first failure: which rank, where, and why; once."""
+    if not isinstance(error, PeerError):
+        return f"dualeval: error: {error}"
+    text = f"{error.where}: {error}" if error.where else str(error)
+    return f"dualeval: error: {text}" if rank == 0 else f"dualeval: rank {rank} ends: {text}"

@@ -7,7 +7,7 @@ from typing import Literal
 
 # In the order in which a run goes through them; a batch goes through load to journal.
 Stage = Literal[
-    "setup", "load", "transfer", "forward", "metrics", "journal", "meet", "reduce", "write", "end"
+    "setup", "load", "transfer", "forward", "metrics", "journal", "meet", "reduce", "write", "end", "idle"
 ]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalWriter
 from dualeval.engine.folder.predictions import EVALUATED
+from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.ledger import Ledger
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.progress import Progress
@@ -122,6 +123,19 @@ def _column(finished: _Finished, name: str, like: Tensor) -> Tensor:
     return like.new_zeros(finished.rows, *like.shape[1:])
 
 
+def _alone(column: Tensor) -> Tensor:
+    """The column in memory of its own: a part of something larger would keep all of that until the fold.
+
+    Memory that is shared with a reading process is an open file besides, for every batch that waits.
+    """
+    if column.layout is not torch.strided:
+        return column
+    shared: bool = column.is_shared()  # type: ignore[no-untyped-call]
+    if shared or column.untyped_storage().nbytes() > column.numel() * column.element_size():
+        return column.clone(memory_format=torch.contiguous_format)
+    return column
+
+
 def check_rows(columns: Mapping[str, Tensor], batch: int, samples: range) -> None:
     """Check that the columns of a batch have one row a sample.
 
@@ -160,12 +174,14 @@ class Recorder:
         plan: EvalPlan,
         metrics: Sequence[Metric],
         rows: Sequence[str],
-        writer: JournalWriter,
+        writer: JournalWriter | MemoryWriter,
         progress: Progress | None = None,
     ) -> None:
         self._plan = plan
         self._metrics = tuple(metrics)
         self._names = tuple(rows)
+        reads = [name for metric in self._metrics for name in metric.columns]
+        self._used = tuple(dict.fromkeys([*self._names, *reads]))
         self._writer = writer
         self._progress = progress or Progress()
         self._lock = threading.Lock()
@@ -183,8 +199,8 @@ class Recorder:
         self._flushed_at = monotonic()
 
     @property
-    def folder(self) -> Path:
-        """Where the journal's files are written."""
+    def folder(self) -> Path | None:
+        """Where the journal's files are written; None where nothing is."""
         return self._writer.folder
 
     def add(
@@ -209,10 +225,16 @@ class Recorder:
         with self._lock:
             self.failed.extend(failed)
             self._chunk_failed += len(failed)
-            if columns is not None and self._empty is None:
-                self._empty = {name: column[:0] for name, column in columns.items()}
-            elif columns is not None:
-                self._check_kinds(columns, batch, samples)
+            if columns is not None:
+                if self._empty is None:
+                    # What nobody counts or keeps would only wait here for the fold.
+                    used = [name for name in self._used if name in columns]
+                    self._empty = {
+                        name: columns[name].new_empty(0, *columns[name].shape[1:]) for name in used
+                    }
+                else:
+                    self._check_kinds(columns, batch, samples)
+                columns = {name: _alone(columns[name]) for name in self._empty}
             self._chunk.append(_Finished(rows=len(samples), columns=columns, evaluated=evaluated))
             if batch == self._plan.chunk_batches(chunk)[-1]:
                 self._finish_chunk(chunk)

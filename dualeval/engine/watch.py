@@ -1,74 +1,137 @@
-"""Watch: the thread that ends a rank which cannot end by itself, with what it has finished saved.
+"""Watch: the thread that sees to it that a run ends where its main thread cannot end it.
 
 It makes no call to the store, and no collective. A rank's main thread may be in a collective that will never
 end, in a forward that takes minutes or in a read that hangs; a signal or another rank's failure must end it
-all the same.
+all the same. How a run is concluded is the session's matter: here is only when.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
-import sys
 import threading
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 from dualeval.engine.control.beats import WAITING, Clock, Standstill
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import end_process, say
+from dualeval.engine.ending import end_process, error_stream, say, spoken
 from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
-from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, DualevalError, PeerError, Stopped
+from dualeval.errors import message_of
+from dualeval.result import STATUS
 
 # Seconds from a signal, or from the news of a failure, until the main thread is waited for no longer.
 GRACE_S = 3.0
-# Until rank 0 waits no longer for what the others have saved, and these no longer for rank 0 to write that
-# down. Every rank has ended before 5 s.
-_ALL_SAVED_WITHIN_S = 4.0
-_STOPPED_WITHIN_S = 4.6
-# Until a main thread that is on its way out is ended.
+# Until a main thread that concludes the run itself is ended.
 _OUT_WITHIN_S = 8.0
 # Until a rank ends even where nothing of its Python runs.
 _AT_LAST_S = 9.5
 _LOOK_EVERY_S = 0.25
-_FLUSH_WITHIN_S = 1.0
+_SHORTEST_PAUSE_S = 0.001
+# Rank 0 waits two seconds for ranks that leave after a failure.
+_GUEST_GRACE_S = 1.0
+_RAISED_WITHIN_S = 1.0
 # After the time-out: this thread comes first, if it can; and mpirun leaves a rank one second after the others
 # have ended.
 _NO_PYTHON_S = 1.0
 _OWN_REDUCE_GRACE_S = 3.0
 
 
+class Interrupted(BaseException):
+    """Raised by the watch in a main thread that a guest's failure finds in Python code that does not return.
+
+    The session turns it into the failure.
+    """
+
+
 class Watch:
-    """Watches this rank's main thread, and ends the process where that does not.
+    """Watches this rank's main thread, and has the run concluded where that does not do it.
 
     Args:
         control: what has been heard from other ranks and from signals.
+        conclude: concludes the run from this thread; returns the exit code.
+        ends_process: end the process then. Without it a main thread that runs Python is interrupted, and one
+            that does not is left where it is.
+        stop: polled; true, or a text that says why, asks all ranks to stop.
+
+    Attributes:
+        recorder: what is to be saved before an end; None where nothing is in hand.
+        folder: the run's output folder, likewise.
+        since: ``monotonic()`` when it was heard that the run is to end; None before.
     """
 
-    def __init__(self, control: ControlPlane) -> None:
+    def __init__(
+        self,
+        control: ControlPlane,
+        conclude: Callable[[], int],
+        *,
+        ends_process: bool = True,
+        stop: Callable[[], bool | str] | None = None,
+    ) -> None:
+        self.recorder: Recorder | None = None
+        self.folder: RunFolder | None = None
+        self.since: float | None = None
         self._control = control
-        self._recorder: Recorder | None = None
-        self._folder: RunFolder | None = None
+        self._conclude = conclude
+        self._ends_process = ends_process
+        self._stop = stop
+        self._main = threading.get_ident()
         self._stacks: TextIOWrapper | None = None
-        self._through = threading.Event()
+        self._guardian: Guardian | None = None
         self._arming = threading.Lock()
-        self._ends_with: int | None = None
+        self._interrupting = threading.Lock()
+        self._in_evaluation = False
+        self._was_interrupted = False
+        self._main_concludes = threading.Event()
+        self._code: int | None = None
         self._is_done = False
-        self._is_over = False
+        self._is_over = threading.Event()
         self._has_dumped = False
-        self._thread = threading.Thread(target=self._watch, name="dualeval-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="dualeval-watch", daemon=True)
         self._thread.start()
 
-    def keep(self, recorder: Recorder, folder: RunFolder) -> None:
-        """Say what is to be saved before an end, and where stacks are written."""
+    # -- called by the main thread -----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Say that an evaluation begins."""
+        self._is_done = False
+        with self._interrupting:
+            self._in_evaluation = True
+
+    def end(self, *, was_raised: bool = False) -> None:
+        """Say that the evaluation is left, in order or by an error: it is interrupted no more.
+
+        Args:
+            was_raised: whether it is left by what the watch has raised.
+        """
+        try:
+            with self._interrupting:
+                self._in_evaluation = False
+                sent, self._was_interrupted = self._was_interrupted, False
+            # One that was sent a moment ago is raised here. Taking it back is no way: Python 3.11 then stays
+            # in its look for it.
+            limit = monotonic() + _RAISED_WITHIN_S
+            while sent and not was_raised and monotonic() < limit:
+                sleep(_SHORTEST_PAUSE_S)
+        except Interrupted:
+            return
+
+    def keep(self, folder: RunFolder) -> None:
+        """Say where an end is written down, and stacks are."""
+        self.folder = folder
+        if self._ends_process and not self._control.has_peers:
+            self._guardian = Guardian(folder.path / STATUS, folder.token, folder.stacks)
         if self._control.timeout_s is not None:
             # Else they go to standard error: a full disk is met soon enough.
             with suppress(OSError), self._arming:
                 folder.stacks.parent.mkdir(exist_ok=True)
                 self._stacks = folder.stacks.open("w")
-        self._recorder, self._folder = recorder, folder
 
     def release(self, *, done: bool) -> None:
         """Say that there is nothing to be saved any more.
@@ -77,7 +140,10 @@ class Watch:
             done: whether the run has come to its end, so that a signal comes too late.
         """
         self._is_done = done
-        self._recorder = self._folder = None
+        self.recorder = self.folder = None
+        guardian, self._guardian = self._guardian, None
+        if guardian is not None:
+            guardian.leave()
         with self._arming:
             stacks, self._stacks = self._stacks, None
             if stacks is None:
@@ -90,34 +156,44 @@ class Watch:
                 if path.stat().st_size == 0:
                     path.unlink()
 
+    def goes_on(self) -> None:
+        """Say that the caller may do more after a run that has come to its end: a signal ends that, too."""
+        self._is_done = False
+
+    def main_concludes(self, code: int) -> None:
+        """Say that the main thread concludes the run; after some seconds it is ended with that exit code."""
+        self._code = code
+        self._main_concludes.set()
+        self._control.news.set()
+
     def stop(self) -> None:
-        """Say that the run has come to its end and all ranks have left: nothing is left to be watched."""
-        self._is_over = True
+        """Stop watching: all ranks have left, and nothing is in hand."""
+        self._is_over.set()
         with self._arming:
             faulthandler.cancel_dump_traceback_later()
-
-    def main_ends(self, code: int) -> None:
-        """Say, from the main thread, that it is on its way to end the process with that exit code."""
-        self._ends_with = code
         self._control.news.set()
-
-    def wait_for_end(self) -> None:
-        """Say, from the main thread, that a stop finds nothing more in hand; does not return."""
-        if self._is_done:
-            # The signal came when all was done: what remained was to leave.
-            end_process(EXIT_DONE)
-        self._through.set()
-        self._control.news.set()
-        threading.Event().wait()
 
     # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except BaseException as error:  # noqa: BLE001 - unwatched, a run that hangs would hang for ever
+            if self._is_over.is_set():
+                return
+            with suppress(OSError, ValueError, AttributeError):
+                traceback.print_exception(error)
+            name = self._control.name
+            self._control.give_up(f"{name}: the watch has failed: {message_of(error)}", rank=name.rank)
+            if self._ends_process:
+                end_process(self._conclude())
 
     def _watch(self) -> None:
         clock = Clock(most_s=2 * _LOOK_EVERY_S + 1.0)
         own = Standstill(clock.now())
         answered = Standstill(clock.now())
         while not self._heard():
-            if self._is_over:
+            if self._is_over.is_set():
                 return
             self._arm()
             self._control.news.wait(_LOOK_EVERY_S)
@@ -128,17 +204,31 @@ class Watch:
                 still = own.seconds(self._control.steps(), now)
                 silent = answered.seconds(self._control.answers, now)
                 self._judge(still, silent, self._control.timeout_s)
+            self._poll()
         self._end()
+
+    def _poll(self) -> None:
+        """Ask the caller whether the run is to stop."""
+        if self._stop is None or self._control.stopping is not None:
+            return
+        try:
+            wanted = self._stop()
+        except Exception as error:  # noqa: BLE001 - the caller's own, and the run's end
+            name = self._control.name
+            self._control.give_up(f"{name}: stop() raised {message_of(error)}", rank=name.rank)
+            return
+        if wanted:
+            self._control.stop(wanted if isinstance(wanted, str) else "stop()")
 
     def _heard(self) -> bool:
         return (
             self._control.failure is not None
             or (self._control.stopping is not None and not self._is_done)
-            or self._ends_with is not None
+            or self._main_concludes.is_set()
         )
 
     def _judge(self, still: float, silent: float, timeout_s: float) -> None:
-        """End this rank where it stands still itself, or hears nothing of rank 0."""
+        """Give this rank up where it stands still itself, or rank 0 where nothing is heard of it."""
         place = self._control.progress.place
         name = self._control.name
         if self._control.has_peers and silent > timeout_s:
@@ -148,10 +238,15 @@ class Watch:
             with self._arming:
                 if not self._has_dumped:
                     self._has_dumped = True
-                    faulthandler.dump_traceback(self._stacks or sys.stderr)
+                    self._dump()
             # In a collective others may be the cause; rank 0 has the time to tell of them first.
             if place.stage != "reduce" or still > timeout_s + _OWN_REDUCE_GRACE_S:
                 self._control.give_up(f"{name}: no progress for {still:.0f} s, {place}", rank=name.rank)
+
+    def _dump(self) -> None:
+        # A stream without a descriptor (a notebook's) takes none.
+        with suppress(OSError, ValueError, RuntimeError, AttributeError):
+            faulthandler.dump_traceback(self._stacks or error_stream())
 
     def _arm(self) -> None:
         """Have stacks written and the process ended where this thread does not come back in time.
@@ -159,97 +254,47 @@ class Watch:
         That is where C code holds the interpreter's lock: faulthandler's own thread needs none.
         """
         timeout_s = self._control.timeout_s
-        if timeout_s is not None:
+        if timeout_s is not None and self._ends_process:
             with self._arming:
-                if self._is_over:
-                    return
-                file = self._stacks or sys.stderr
-                faulthandler.dump_traceback_later(timeout_s + _NO_PYTHON_S, exit=True, file=file)
+                if not self._is_over.is_set():
+                    self._dump_later(timeout_s + _NO_PYTHON_S)
+
+    def _dump_later(self, seconds: float) -> None:
+        file = self._stacks or error_stream()
+        with suppress(OSError, ValueError, RuntimeError, AttributeError):
+            faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
     def _end(self) -> None:
-        """Give the main thread its time, save what is finished, and end the process."""
-        start = monotonic()
+        """Give the main thread its time, and have the run concluded where that has not."""
+        start = self.since = monotonic()
+        if not self._ends_process:
+            self._interrupt_main()
+            return
         with self._arming:
             # Whatever hangs from here on, a full disk or a file server included.
-            faulthandler.dump_traceback_later(_AT_LAST_S, exit=True, file=self._stacks or sys.stderr)
-        if self._control.failure is None:
+            self._dump_later(_AT_LAST_S)
+        if self._control.failure is None and self.recorder is not None:
             # A launcher may leave a second between SIGTERM and SIGKILL.
-            self._flush()
-        self._through.wait(GRACE_S)
-        if self._ends_with is not None or self._is_done:
-            # It leaves by itself, if it can: with an error of its own, or out of a finished run.
-            threading.Event().wait(_OUT_WITHIN_S - (monotonic() - start))
-            end_process(EXIT_DONE if self._ends_with is None else self._ends_with)
-        problem = self._flush()
-        code = None if self._control.failure is not None else self._stop(start, problem)
+            with suppress(OSError):
+                self.recorder.flush(GRACE_S / 3)
+        self._main_concludes.wait(GRACE_S)
+        if self._main_concludes.is_set():
+            if self._is_over.wait(_OUT_WITHIN_S - (monotonic() - start)):
+                return
+            assert self._code is not None
+            end_process(self._code)
+        end_process(self._conclude())
+
+    def _interrupt_main(self) -> None:
+        """Name what a guest's run has come to, and raise that where the main thread runs Python."""
         failure = self._control.failure
-        # A failure that a rank has told of is why a launcher ends the others by a signal.
-        if failure is not None and (code is None or failure.where is not None):
+        if failure is not None:
             say(spoken(failure, self._control.name.rank))
-            # Where rank 0 is what failed, any other has to write it.
-            if self._control.name.rank == 0 or failure.rank == 0:
-                self._note(failure)
-            code = failure.exit_code
-        assert code is not None
-        if self._folder is not None and not self._folder.shared:
-            self._folder.close()
-        if self._control.name.rank == 0 and self._control.stopping is not None:
-            self._control.tell_end(code)
-        end_process(code)
-
-    def _stop(self, start: float, problem: str | None) -> int:
-        """Have all ranks save what they have, and rank 0 write it down; returns the exit code."""
-        control = self._control
-        folder = self._folder
-        if problem is None:
-            control.saved(0 if self._recorder is None else self._recorder.chunks_saved)
-        else:
-            control.fail_to_save(problem)
-        within_s = _ALL_SAVED_WITHIN_S if control.name.rank == 0 else _STOPPED_WITHIN_S
-        control.all_saved.wait(max(0.0, within_s - (monotonic() - start)))
-        if control.name.rank != 0:
-            is_done = folder is not None and folder.shared and folder.is_done
-            otherwise = EXIT_DONE if is_done else EXIT_STOPPED
-            return otherwise if control.end_code is None else control.end_code
-        if control.failure is not None and control.failure.where is not None:
-            return control.failure.exit_code
-        stop = Stopped(control.stopping or "")
-        if folder is not None and folder.is_done:
-            folder.close()
-            say(f"dualeval: {stop} came when the result was written: {folder.path}")
-            return EXIT_DONE
-        missing = ", ".join(control.missing[:8])
-        if missing:
-            message = f"stopped by {stop}, but nothing was heard of {missing}: killed, or hanging"
-            self._note(DualevalError(message))
-            say(f"dualeval: error: {message}")
-            return EXIT_FAILED
-        self._note(stop)
-        where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
-        say(f"dualeval: stopped by {stop}. {where} the same command again to go on.")
-        return EXIT_STOPPED
-
-    def _note(self, error: DualevalError) -> None:
-        """Write the end into status.json."""
-        folder = self._folder
-        if folder is not None and folder.shared:
-            folder.note_end(error, self._control.saved_by_all if isinstance(error, Stopped) else None)
-            folder.close()
-
-    def _flush(self) -> str | None:
-        """Save what is finished; returns what stands in the way."""
-        recorder = self._recorder
-        try:
-            if recorder is None or recorder.flush(_FLUSH_WITHIN_S):
-                return None
-        except OSError as error:
-            return f"{type(error).__name__}: {error}"
-        return "writing hangs"
-
-
-def spoken(error: DualevalError, rank: int) -> str:
-    """What a rank says of the first failure: which rank, where, and why; once."""
-    if not isinstance(error, PeerError):
-        return f"dualeval: error: {error}"
-    text = f"{error.where}: {error}" if error.where else str(error)
-    return f"dualeval: error: {text}" if rank == 0 else f"dualeval: rank {rank} ends: {text}"
+        if self._main_concludes.wait(_GUEST_GRACE_S):
+            return
+        with self._interrupting:
+            if self._in_evaluation:
+                self._was_interrupted = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._main), ctypes.py_object(Interrupted)
+                )

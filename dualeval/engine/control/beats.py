@@ -20,7 +20,7 @@ from dualeval.network import host_identity
 
 # In these a rank may be for as long as the others need, or has no batch to count: its life alone is watched,
 # or the time that its main thread computes.
-WAITING: tuple[Stage, ...] = ("meet",)
+WAITING: tuple[Stage, ...] = ("meet", "idle")
 UNCOUNTED: tuple[Stage, ...] = ("setup", "write", "end")
 # A rank that is alone in not reducing holds up all others: they must not be named before it.
 _REDUCE_GRACE_S = 2.0
