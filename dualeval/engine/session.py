@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.ending import say, spoken
 from dualeval.engine.options import RunOptions
-from dualeval.engine.signals import DEFAULT_SIGNALS, Signals
+from dualeval.engine.signals import Signals
 from dualeval.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -34,6 +34,7 @@ from dualeval.errors import (
     exit_code_of,
 )
 from dualeval.launch.cores import Cores, own_cores, share_of_cores
+from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.waiting import STARTED, waiting
 
 if TYPE_CHECKING:

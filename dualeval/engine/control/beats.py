@@ -45,7 +45,8 @@ class Name:
     @classmethod
     def own(cls, rank: int) -> Name:
         """The name of this process."""
-        space = f"{host_identity()}.{Path('/proc/self/ns/pid').stat().st_ino}"
+        numbers = Path("/proc/self/ns/pid")
+        space = f"{host_identity()}.{numbers.stat().st_ino if numbers.exists() else 'unknown'}"
         return cls(rank=rank, host=socket.gethostname(), pid=os.getpid(), space=space)
 
     def __str__(self) -> str:
@@ -56,7 +57,8 @@ class Name:
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
-            return True
+            # Without a /proc nobody can say.
+            return Path("/proc/self").exists()
         return state in "ZX"
 
 
