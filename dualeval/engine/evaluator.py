@@ -241,7 +241,6 @@ class _Run:
     def _close(self, folder: RunFolder, *, done: bool = True) -> None:
         if self._options._watch is not None:
             self._options._watch.release(done=done)
-        self._control.attend(None)
         folder.close()
 
     # -- before the loop ---------------------------------------------------------------------------
@@ -344,7 +343,7 @@ class _Run:
                 step=lambda: self._progress.step("setup"),
             )
             # From here on: while rank 0 is at work, its lease shows it.
-            self._control.attend(folder.renew_lease)
+            folder.keep_lease(lambda reason: self._control.give_up(reason, rank=self._world.rank))
             words = {
                 "path": str(folder.path),
                 "token": folder.token,
@@ -486,7 +485,7 @@ class _Run:
         start = perf_counter()
         self._control.meet()
         self._times["meet"] = perf_counter() - start
-        self._progress.step("reduce")
+        self._progress.step("write")
         start = perf_counter()
         recorder.ledger.values = self._backend.all_reduce(recorder.ledger.values, op="sum")
         self._times["reduce"] = perf_counter() - start
@@ -508,7 +507,7 @@ class _Run:
                 f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
             )
         try:
-            folder.collect(self._backend, writer.written, reports, lambda: self._progress.step("reduce"))
+            folder.collect(self._backend, writer.written, reports, lambda: self._progress.step("write"))
         except OSError as error:
             raise unwritable(recorder, error) from error
         self._progress.step("write")

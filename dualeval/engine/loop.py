@@ -276,7 +276,9 @@ class Loop:
     ) -> float:
         """Wait for a batch and record it; returns the seconds waited."""
         start = perf_counter()
-        self._progress.step("forward", number[0])
+        # A GPU computes while this thread sleeps; on a CPU the pool's threads are seen to compute.
+        on_host = self._evaluation.backend.device.type == "cpu"
+        self._progress.step("forward" if on_host else "device", number[0])
         columns = None if pending is None else pending()
         waited = perf_counter() - start
         self._progress.step("metrics", number[0])

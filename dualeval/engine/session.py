@@ -51,6 +51,7 @@ ON_STALL = ("raise", "exit")
 _ALL_SAVED_WITHIN_S = 4.0
 _STOPPED_WITHIN_S = 4.6
 _FLUSH_WITHIN_S = 1.0
+_LEAVE_AFTER_FAILURE_S = 2.0
 # srun loses words that it has not handed on when it ends the step.
 _LAST_WORDS_S = 0.5
 
@@ -456,17 +457,24 @@ class Session:
         everybodys = first.rank == 0 or str(first) == str(error)
         line = f"dualeval: error: {first}" if everybodys else spoken(first, 0)
         if first.exit_code == EXIT_USAGE:
-            control.leave_after_message(lambda: self._say(line))
+            self._leave(line)
         elif first.rank == 0 and first.where is None and rank != 0:
             self._say(spoken(first, rank))
             # It may be gone at any moment, and says nothing any more.
             control.leave()
         elif rank != 0:
             self._say(spoken(first, rank))
-            control.leave_after_message(lambda: None)
+            self._leave(None)
         else:
-            control.leave_after_message(lambda: self._say(spoken(first, 0)))
+            self._leave(spoken(first, 0))
         return first.exit_code
+
+    def _leave(self, line: str | None) -> None:
+        """Leave after a failure, once one rank has said why."""
+        if self.control.may_speak() and line is not None:
+            self._say(line)
+        self.control.has_spoken()
+        self.control.leave(limit_s=_LEAVE_AFTER_FAILURE_S)
 
     def _say(self, line: str) -> None:
         """Say how the run ended; a guest raises it instead."""

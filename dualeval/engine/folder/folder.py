@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,6 +181,23 @@ class RunFolder:
     def prefix(self, rank: int) -> str:
         """The start of the names of a rank's journal files."""
         return f"{self.token}-{rank:05d}"
+
+    def keep_lease(self, lost: Callable[[str], None]) -> None:
+        """Renew the lease until ``close``, from a thread that may hang on the disk.
+
+        Args:
+            lost: called with what is wrong, where another run has taken over.
+        """
+
+        def keep() -> None:
+            while self._lease is not None:
+                reason = self.renew_lease()
+                if reason is not None:
+                    lost(reason)
+                    return
+                sleep(RENEW_EVERY_S / 4)
+
+        threading.Thread(target=keep, name="dualeval-lease", daemon=True).start()
 
     def renew_lease(self) -> str | None:
         """Show other runs that this one goes on; returns what is wrong, where another one has taken over."""
