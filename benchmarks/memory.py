@@ -24,7 +24,10 @@ import torch
 from common import ONE_THREAD, machine, run_process, table, torchrun, write_results
 from torch import Tensor, nn
 
-from dualeval import Evaluator, connect, detect, open_control_plane
+from dualeval import connect, detect
+from dualeval.engine.control.plane import open_control_plane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.options import RunOptions
 from dualeval.metrics import Metric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.tasks import Task
@@ -111,7 +114,7 @@ def evaluate(count: int, folder: Path) -> None:
     world = detect(os.environ)
     backend = connect(None, world, "cpu")
     control = open_control_plane(backend)
-    result = Evaluator(TinyTask(count), backend, control, out=folder / "out").run()
+    result = Evaluator(TinyTask(count), backend, control, RunOptions(out=folder / "out")).run()
     assert result.samples["evaluated"] == count
     control.leave()
     backend.close()

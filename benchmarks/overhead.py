@@ -40,9 +40,11 @@ from common import (
 from loops import Outcome, Problem
 from torch import Tensor, nn
 
-from dualeval import Backend, Evaluator, Result, World, connect, detect, open_control_plane
+from dualeval import Backend, Result, World, connect, detect
 from dualeval.data.idx import IdxImages
-from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.control.plane import ControlPlane, open_control_plane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.options import RunOptions
 from dualeval.metrics import Metric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.models.classifiers import build
@@ -189,7 +191,7 @@ def evaluate(problem: Problem, backend: Backend, control: ControlPlane, folder: 
         reported_cpu_s = process_time()
 
     result = Evaluator(
-        task, backend, control, out=folder, batch_size=problem.batch_size, fresh=True, show=show
+        task, backend, control, RunOptions(out=folder, batch_size=problem.batch_size, fresh=True), show=show
     ).run()
     assert result.chunks["resumed"] == 0, "the folder was emptied"
     began = task.dataset().first_read_cpu_s

@@ -50,9 +50,11 @@ import numpy.typing as npt
 import torch
 from common import end_on_sigterm, machine, median_ratio, table, take_turns, write_results
 
-from dualeval import Backend, Evaluator, World, connect, open_control_plane
+from dualeval import Backend, World, connect
 from dualeval.data.squad import Question, Questions, read_questions
-from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.control.plane import ControlPlane, open_control_plane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.options import RunOptions
 from dualeval.tasks.question_answering import PREDICTIONS, QuestionAnswering
 from dualeval.vision_library import torchvision
 
@@ -256,7 +258,7 @@ def ours(model: Path, data: Path, backend: Backend, control: ControlPlane, out: 
         max_answer_length=MOST_TOKENS,
     )
     began = perf_counter()
-    result = Evaluator(task, backend, control, out=out, fresh=True, started=began).run()
+    result = Evaluator(task, backend, control, RunOptions(out=out, fresh=True), started=began).run()
     seconds = perf_counter() - began - result.timing["setup_s"]
     answers = json.loads((out / PREDICTIONS).read_text("utf-8"))
     return Outcome(seconds=seconds, answers=answers, work=result.work)

@@ -40,7 +40,10 @@ from common import (
 from memory import TinyTask
 from torch import Tensor
 
-from dualeval import Evaluator, connect, detect, open_control_plane
+from dualeval import connect, detect
+from dualeval.engine.control.plane import open_control_plane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.options import RunOptions
 from dualeval.tasks.image_classification import ImageClassification
 
 SCHEDULES = ("static", "dynamic")
@@ -106,7 +109,10 @@ def be_rank(kind: str, chunks: int, rounds: int, folder: Path) -> None:
     def evaluate(make: Callable[[], Sleeping | Computing], batch_size: int, schedule: str) -> dict[str, Any]:
         task = make()
         result = Evaluator(
-            task, backend, control, out=folder / "out", batch_size=batch_size, schedule=schedule, fresh=True
+            task,
+            backend,
+            control,
+            RunOptions(out=folder / "out", batch_size=batch_size, schedule=schedule, fresh=True),
         ).run()
         batches = backend.all_gather_json(task.batches)
         assert sum(batches) == result.chunks["total"], "a chunk is a batch here"

@@ -48,10 +48,13 @@ from loops import Problem
 from overhead import ProblemTask, fashion_cnn
 from torch import Tensor
 
-from dualeval import Backend, Evaluator, Result, connect, detect, open_control_plane
-from dualeval.engine.control.plane import ControlPlane
+from dualeval import Backend, Result, connect, detect
+from dualeval.engine.control.plane import ControlPlane, open_control_plane
+from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.folder.journal import JournalWriter, file_name
+from dualeval.engine.folder.journal import JournalWriter
+from dualeval.engine.folder.layout import file_name
+from dualeval.engine.options import RunOptions
 from dualeval.engine.progress import Progress, Stage
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.watch import Watch
@@ -73,7 +76,7 @@ def _only_name(
     rows: Sequence[int],
     delta: Tensor,
     columns: Mapping[str, Tensor],
-    failed: int = 0,
+    failures: Sequence[tuple[int, str]] = (),
 ) -> None:
     self.written.append(self.folder / file_name(self._prefix, len(self.written)))
 
@@ -125,12 +128,16 @@ def _loop_clocks() -> Iterator[dict[str, float]]:
         yield taken
 
 
-def _evaluate(problem: Problem, backend: Backend, control: ControlPlane, out: Path, **options: Any) -> Result:
-    task = ProblemTask(problem)
-    evaluator = Evaluator(
-        task, backend, control, out=out, batch_size=problem.batch_size, fresh=True, **options
-    )
-    return evaluator.run()
+def _evaluate(
+    problem: Problem,
+    backend: Backend,
+    control: ControlPlane,
+    out: Path,
+    watch: Watch | None = None,
+    **options: Any,
+) -> Result:
+    run_options = RunOptions(out=out, batch_size=problem.batch_size, fresh=True, **options)
+    return Evaluator(ProblemTask(problem), backend, control, run_options, watch=watch).run()
 
 
 def _with(problem: Problem, backend: Backend, out: Path) -> Result:

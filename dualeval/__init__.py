@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend as Backend
     from dualeval.devices import connect as connect
-    from dualeval.engine.control.plane import open_control_plane as open_control_plane
-    from dualeval.engine.evaluator import Evaluator as Evaluator
+    from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
     from dualeval.engine.rescoring import rescore as rescore
+    from dualeval.engine.session import Session as Session
+    from dualeval.engine.session import evaluate as evaluate
     from dualeval.errors import BackendError as BackendError
     from dualeval.errors import DualevalError as DualevalError
     from dualeval.errors import ExactlyOnceError as ExactlyOnceError
     from dualeval.errors import LaunchError as LaunchError
     from dualeval.errors import PeerError as PeerError
+    from dualeval.errors import Stopped as Stopped
     from dualeval.errors import UsageError as UsageError
     from dualeval.job import Job as Job
     from dualeval.launch import detect as detect
@@ -37,21 +39,23 @@ _HOME = {
     "BackendError": "dualeval.errors",
     "Dataset": "dualeval.tasks",
     "DualevalError": "dualeval.errors",
-    "Evaluator": "dualeval.engine.evaluator",
     "ExactlyOnceError": "dualeval.errors",
     "Job": "dualeval.job",
     "LaunchError": "dualeval.errors",
     "Measured": "dualeval.metrics",
     "Metric": "dualeval.metrics",
+    "NEW_FOLDER": "dualeval.engine.options",
     "PeerError": "dualeval.errors",
     "Result": "dualeval.result",
     "RowMetric": "dualeval.metrics",
+    "Session": "dualeval.engine.session",
+    "Stopped": "dualeval.errors",
     "Task": "dualeval.tasks",
     "UsageError": "dualeval.errors",
     "World": "dualeval.world",
     "connect": "dualeval.devices",
     "detect": "dualeval.launch",
-    "open_control_plane": "dualeval.engine.control.plane",
+    "evaluate": "dualeval.engine.session",
     "rescore": "dualeval.engine.rescoring",
 }
 

@@ -15,6 +15,7 @@ import torch
 from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
 from dualeval.tasks.image_classification import ImageClassification
 
@@ -29,9 +30,7 @@ def main() -> None:
                 ImageClassification(),
                 backend,
                 control,
-                out=folder / str(number),
-                limit=limit,
-                workers=workers,
+                RunOptions(out=folder / str(number), limit=limit, workers=workers),
             ).run()
             found.append(
                 {

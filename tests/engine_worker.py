@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from dualeval.backends.base import Backend
 from dualeval.devices import connect
-from dualeval.engine import evaluator, recorder
+from dualeval.engine import execution, recorder
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.options import RunOptions
 from dualeval.errors import DualevalError
 from dualeval.launch import detect
 from tests.tiny import TinyDataset, TinyTask
@@ -63,7 +64,7 @@ def collectives(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
         seen: list[int] = []
         task = WatchedTask(samples, lambda seen=seen: seen.append(calls.total()), metrics=metrics)  # type: ignore[misc]
         out = folder / f"{samples}-{len(metrics)}"
-        Evaluator(task, backend, control, out=out, batch_size=4).run()
+        Evaluator(task, backend, control, RunOptions(out=out, batch_size=4)).run()
         in_loop = seen[-1] - seen[0] if seen else 0
         found[f"{samples} samples, {len(metrics)} metrics"] = {"in_loop": in_loop, **calls}
     return found
@@ -72,7 +73,7 @@ def collectives(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
 def apart(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """Each rank writes to a folder of its own, as ranks on nodes without a shared disk do."""
     out = folder / f"disk-of-{backend.world.rank}" / "out"
-    result = Evaluator(TinyTask(997), backend, control, out=out, batch_size=16).run()
+    result = Evaluator(TinyTask(997), backend, control, RunOptions(out=out, batch_size=16)).run()
     return {"digest": result.metrics_digest, "left": sorted(path.name for path in out.glob("**/*"))}
 
 
@@ -92,12 +93,12 @@ def apart_again(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
     notes: list[str] = []
     breaks = True
     with suppress(DualevalError):
-        Evaluator(WatchedTask(997, before), backend, control, out=out, batch_size=16).run()
+        Evaluator(WatchedTask(997, before), backend, control, RunOptions(out=out, batch_size=16)).run()
     breaks = False
     # Every rank has met the others in this run as often as they have.
     control = open_control_plane(backend)
     result = Evaluator(
-        WatchedTask(997, before), backend, control, out=out, batch_size=16, note=notes.append
+        WatchedTask(997, before), backend, control, RunOptions(out=out, batch_size=16), note=notes.append
     ).run()
     return {
         "digest": result.metrics_digest,
@@ -110,21 +111,23 @@ def apart_again(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
 def apart_on_two_nodes(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """Rank 0 on one node, the others on another, with a disk each."""
     out = folder / f"disk-of-{min(backend.world.rank, 1)}" / "out"
-    result = Evaluator(TinyTask(997), backend, control, out=out, batch_size=16).run()
+    result = Evaluator(TinyTask(997), backend, control, RunOptions(out=out, batch_size=16)).run()
     control.meet()
     return {"digest": result.metrics_digest, "left": sorted(path.name for path in out.glob("**/*"))}
 
 
 def together(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The plain case."""
-    result = Evaluator(TinyTask(997), backend, control, out=folder / "out", batch_size=16).run()
+    result = Evaluator(TinyTask(997), backend, control, RunOptions(out=folder / "out", batch_size=16)).run()
     return {"digest": result.metrics_digest, "homogeneous": result.homogeneous}
 
 
 def broken(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """Samples that fail on some ranks only."""
     task = TinyTask(100, broken=[5, 50, 99])
-    result = Evaluator(task, backend, control, out=folder / "out", batch_size=4, on_error="skip").run()
+    result = Evaluator(
+        task, backend, control, RunOptions(out=folder / "out", batch_size=4, on_error="skip")
+    ).run()
     return {"digest": result.metrics_digest, "failed": result.failed}
 
 
@@ -139,7 +142,9 @@ def one_fails_in_the_loop(backend: Backend, control: ControlPlane, folder: Path)
             raise DualevalError("the last rank broke")
 
     task = WatchedTask(40_000, before)
-    return told(lambda: Evaluator(task, backend, control, out=folder / "out", batch_size=1).run(), control)
+    return told(
+        lambda: Evaluator(task, backend, control, RunOptions(out=folder / "out", batch_size=1)).run(), control
+    )
 
 
 def one_fails_before_the_loop(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
@@ -151,13 +156,13 @@ def one_fails_before_the_loop(backend: Backend, control: ControlPlane, folder: P
 
     last = backend.world.rank == backend.world.size - 1
     task = Unbuildable(10) if last else TinyTask(10)
-    return told(lambda: Evaluator(task, backend, control, out=folder / "out").run(), control)
+    return told(lambda: Evaluator(task, backend, control, RunOptions(out=folder / "out")).run(), control)
 
 
 def another_job(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The last rank has other data."""
     task = TinyTask(20 + (backend.world.rank == backend.world.size - 1))
-    return told(lambda: Evaluator(task, backend, control, out=folder / "out").run(), control)
+    return told(lambda: Evaluator(task, backend, control, RunOptions(out=folder / "out")).run(), control)
 
 
 def rank_in_the_model(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
@@ -170,23 +175,27 @@ def rank_in_the_model(backend: Backend, control: ControlPlane, folder: Path) -> 
             setattr(model, name, backend.world.rank)
             return model
 
-    Evaluator(Ranked(10), backend, control, out=folder / "rank").run()
+    Evaluator(Ranked(10), backend, control, RunOptions(out=folder / "rank")).run()
     name = "drawn"
-    return told(lambda: Evaluator(Ranked(10), backend, control, out=folder / "out").run(), control)
+    return told(
+        lambda: Evaluator(Ranked(10), backend, control, RunOptions(out=folder / "out")).run(), control
+    )
 
 
 def two_machines(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The last rank has other bits; then other versions, with and without leave to mix them."""
-    real = vars(evaluator)["machine_facts"]
+    real = vars(execution)["machine_facts"]
     found: dict[str, Any] = {}
 
     def run(name: str, **options: Any) -> dict[str, Any]:
-        result = Evaluator(TinyTask(100), backend, control, out=folder / name, batch_size=10, **options).run()
+        result = Evaluator(
+            TinyTask(100), backend, control, RunOptions(out=folder / name, batch_size=10, **options)
+        ).run()
         return {"homogeneous": result.homogeneous, "chunks": [kind["chunks"] for kind in result.machines]}
 
     def play(**changes: Any) -> None:
         if backend.world.rank == backend.world.size - 1:
-            vars(evaluator)["machine_facts"] = lambda *words: {**real(*words), **changes}
+            vars(execution)["machine_facts"] = lambda *words: {**real(*words), **changes}
 
     play(bits="other")
     found["bits"] = run("bits")
@@ -220,13 +229,15 @@ class ContentsTask(TinyTask):
 def contents(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """Contents are read once by the ranks together; then by each, as if each were a node; then others."""
     task = ContentsTask(300)
-    shared = Evaluator(task, backend, control, out=folder / "shared").run()
+    shared = Evaluator(task, backend, control, RunOptions(out=folder / "shared")).run()
     last = backend.world.rank == backend.world.size - 1
     backend.world = replace(backend.world, local_rank=0, local_size=1)
     alone = ContentsTask(300)
-    each = Evaluator(alone, backend, control, out=folder / "each").run()
+    each = Evaluator(alone, backend, control, RunOptions(out=folder / "each")).run()
     other = ContentsTask(300, 200 if last else None)
-    refused = told(lambda: Evaluator(other, backend, control, out=folder / "other").run(), control)
+    refused = told(
+        lambda: Evaluator(other, backend, control, RunOptions(out=folder / "other")).run(), control
+    )
     return {
         "asked": task.contents.asked,
         "asked_alone": alone.contents.asked,

@@ -18,6 +18,7 @@ from torch import Tensor
 from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
 from dualeval.tasks import Task
 from dualeval.tasks.image_classification import ImageClassification
@@ -98,9 +99,7 @@ def main() -> None:
                     task,
                     backend,
                     control,
-                    out=out / kind / str(number),
-                    batch_size=BATCH,
-                    on_error="skip",
+                    RunOptions(out=out / kind / str(number), batch_size=BATCH, on_error="skip"),
                 ).run()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.options import RunOptions
 from dualeval.errors import UsageError
 from dualeval.launch import detect
 from tests.tiny import TinyTask
@@ -27,7 +28,7 @@ def main(out: Path) -> None:
         def digest(name: str, **options: Any) -> str:
             task, folder = TinyTask(40_000), out / name
             evaluator = Evaluator(
-                task, backend, control, out=folder, batch_size=2000, note=notes.append, **options
+                task, backend, control, RunOptions(out=folder, batch_size=2000, **options), note=notes.append
             )
             return evaluator.run().metrics_digest
 

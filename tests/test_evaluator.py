@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from dualeval.engine import numerics, plan, recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder import journal, predictions
+from dualeval.engine.options import NEW_FOLDER, RunOptions
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.result import Result
 from dualeval.tasks import Task
@@ -25,9 +26,17 @@ from dualeval.world import World
 from tests.tiny import TinyTask
 
 
-def evaluate(task: Task, out: Path, **options: Any) -> Result:
+def evaluate(
+    task: Task,
+    out: Path | None,
+    *,
+    note: Callable[[str], None] = lambda sentence: None,
+    job: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Result:
     with connect(None, World.alone(), "cpu") as backend:
-        return Evaluator(task, backend, open_control_plane(backend), out=out, **options).run()
+        control = open_control_plane(backend)
+        return Evaluator(task, backend, control, RunOptions(out=out, **options), note=note, job=job).run()
 
 
 def rows(out: Path) -> dict[str, list[Any]]:
@@ -156,7 +165,10 @@ def test_a_new_folder_is_named_after_time_and_fingerprint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with connect(None, World.alone(), "cpu") as backend:
-        result = Evaluator(TinyTask(5), backend, open_control_plane(backend)).run()
+        result = Evaluator(
+            TinyTask(5), backend, open_control_plane(backend), RunOptions(out=NEW_FOLDER)
+        ).run()
+    assert result.folder is not None
     folder = Path(result.folder)
     assert folder.parent == tmp_path / "runs"
     assert folder.name.endswith(result.fingerprint[:8])

@@ -17,6 +17,7 @@ from dualeval.devices import connect
 from dualeval.engine import numerics
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.options import RunOptions
 from dualeval.engine.settings_watch import watch_settings
 from dualeval.errors import UsageError
 from dualeval.result import Result
@@ -238,7 +239,11 @@ def evaluate(task: TinyTask, out: Path, **options: Any) -> tuple[Result, list[st
     notes: list[str] = []
     with connect(None, World.alone(), "cpu") as backend:
         evaluator = Evaluator(
-            task, backend, open_control_plane(backend), out=out, batch_size=16, note=notes.append, **options
+            task,
+            backend,
+            open_control_plane(backend),
+            RunOptions(out=out, batch_size=16, **options),
+            note=notes.append,
         )
         return evaluator.run(), notes
 

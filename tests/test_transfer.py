@@ -23,6 +23,7 @@ from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.feed import Feed, Reader
+from dualeval.engine.options import RunOptions
 from dualeval.engine.transfer import Downloads, Uploads
 from dualeval.errors import UsageError
 from dualeval.result import Result
@@ -54,7 +55,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 def evaluate(task: Task, out: Path, **options: Any) -> Result:
     with connect(None, World.alone(), "cpu") as backend:
-        return Evaluator(task, backend, open_control_plane(backend), out=out, **options).run()
+        return Evaluator(task, backend, open_control_plane(backend), RunOptions(out=out, **options)).run()
 
 
 def rows(out: Path) -> Any:

@@ -18,6 +18,7 @@ from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.feed import Feed, Reader
+from dualeval.engine.options import RunOptions
 from dualeval.engine.worker_state import unpack
 from dualeval.errors import UsageError
 from dualeval.tasks.image_classification import ImageClassification
@@ -82,9 +83,9 @@ def packed(task: TinyTask, *, build: bool = True) -> bytes:
 def test_a_task_that_holds_its_model_is_read_by_new_processes(tmp_path: Path, started_anew: str) -> None:
     task = Holding(40)
     with connect(None, World.alone(), "cpu") as backend:
-        expected = Evaluator(TinyTask(40), backend, open_control_plane(backend)).run()
+        expected = Evaluator(TinyTask(40), backend, open_control_plane(backend), RunOptions()).run()
         found = Evaluator(
-            task, backend, open_control_plane(backend), out=tmp_path, batch_size=8, workers=1
+            task, backend, open_control_plane(backend), RunOptions(out=tmp_path, batch_size=8, workers=1)
         ).run()
     assert found.metrics == expected.metrics
     # What is sent to another process is moved into the shared memory first.

@@ -14,9 +14,10 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from dualeval import open_control_plane, waiting
+from dualeval import waiting
 from dualeval.devices import connect
 from dualeval.engine.control import plane as control
+from dualeval.engine.control.plane import open_control_plane
 from dualeval.launch import detect
 from dualeval.store import join_store
 

@@ -51,12 +51,14 @@ class _Manner:
     as_json: bool
     schedule: str
     heartbeat_timeout: float
+    forward_timeout: float
     stop_signals: tuple[str, ...]
     started: float
 
     def __post_init__(self) -> None:
         check_choice("--schedule", self.schedule, SCHEDULES)
         check_timeout("--heartbeat-timeout", self.heartbeat_timeout)
+        check_timeout("--forward-timeout", self.forward_timeout)
         numbers_of(self.stop_signals)
 
 
@@ -148,6 +150,12 @@ def _numbers(
     help="Seconds without progress after which a rank is given up.  [default: 60]",
 )
 @click.option(
+    "--forward-timeout",
+    type=float,
+    default=1800.0,
+    help="The same for a rank that computes with a batch in hand.  [default: 1800]",
+)
+@click.option(
     "--stop-signals",
     default=",".join(DEFAULT_SIGNALS),
     help=f"Signals that save and end the run.  [default: {','.join(DEFAULT_SIGNALS)}]",
@@ -187,7 +195,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
             name: flags.pop(name)
             for name in (
                 *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json"),
-                *("schedule", "heartbeat_timeout", "replay", "mix_machines"),
+                *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines"),
             )
         },
     )
@@ -303,6 +311,7 @@ def _evaluate(job: Job, manner: _Manner, launcher: str | None) -> int:
         allow_shared_gpu=manner.allow_shared_gpu,
         mix_machines=manner.mix_machines,
         heartbeat_timeout=manner.heartbeat_timeout,
+        forward_timeout=manner.forward_timeout,
         stop_signals=manner.stop_signals,
     )
     return options.evaluate_and_show(
@@ -311,6 +320,7 @@ def _evaluate(job: Job, manner: _Manner, launcher: str | None) -> int:
 
 
 def _run_engine(job: Job, manner: _Manner, session: Session) -> Result:
+    from dualeval.engine.options import NEW_FOLDER
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
 
@@ -324,7 +334,7 @@ def _run_engine(job: Job, manner: _Manner, session: Session) -> Result:
     try:
         return session.evaluate(
             task,
-            out=manner.out,
+            out=NEW_FOLDER if manner.out is None else manner.out,
             batch_size=job.batch_size,
             limit=job.limit,
             precision=job.precision,

@@ -102,6 +102,7 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
 
 
 def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
+    from dualeval.engine.options import NEW_FOLDER
     from dualeval.engine.session import Session
     from dualeval.tasks.given_answers import GivenAnswers
 
@@ -119,7 +120,7 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
         Session(launcher="none"),
         lambda session: session.evaluate(
             task,
-            out=flags["out"],
+            out=flags["out"] or NEW_FOLDER,
             fresh=flags["fresh"],
             job={**job, "metric": list(flags["metric"])},
             last=True,

@@ -6,17 +6,20 @@ or the watch where the main thread does not come back.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from time import monotonic, sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.ending import say, spoken
+from dualeval.engine.options import RunOptions
 from dualeval.engine.signals import DEFAULT_SIGNALS, Signals
 from dualeval.errors import (
     EXIT_DONE,
@@ -76,6 +79,7 @@ class Session:
         allow_shared_gpu: let several ranks of a node share a GPU.
         mix_machines: let devices or versions differ between ranks.
         heartbeat_timeout: seconds without progress after which a rank is given up.
+        forward_timeout: seconds after which a rank is given up that computes, with a batch in hand.
         stop_signals: names of the signals that stop a run and save what is finished; an owner's alone.
         on_stall: what follows where the main thread does not end by itself: "exit" ends the process, "raise"
             raises where Python runs. None is "exit" for an owner and "raise" for a guest.
@@ -102,12 +106,14 @@ class Session:
         allow_shared_gpu: bool = False,
         mix_machines: bool = False,
         heartbeat_timeout: float = 60.0,
+        forward_timeout: float = 1800.0,
         stop_signals: Sequence[str] = DEFAULT_SIGNALS,
         on_stall: str | None = None,
         stop: Callable[[], bool | str] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
         check_timeout("heartbeat_timeout", heartbeat_timeout)
+        check_timeout("forward_timeout", forward_timeout)
         if on_stall is not None and on_stall not in ON_STALL:
             raise UsageError(f"on_stall={on_stall!r}: expected {' or '.join(map(repr, ON_STALL))}, or None")
         self.exit_code = EXIT_DONE
@@ -119,6 +125,7 @@ class Session:
         self._allow_shared_gpu = allow_shared_gpu
         self._mix_machines = mix_machines
         self._heartbeat_timeout = heartbeat_timeout
+        self._forward_timeout = forward_timeout
         self._stop_signals = tuple(stop_signals)
         self._on_stall = on_stall
         self._stop = stop
@@ -203,7 +210,9 @@ class Session:
         choose_backend(name, world)
         check_name(self._wanted_device)
         self._backend = connect(name, world)
-        self._control = open_control_plane(self._backend, self._heartbeat_timeout)
+        self._control = open_control_plane(
+            self._backend, self._heartbeat_timeout, forward_timeout_s=self._forward_timeout
+        )
         ends_process = self._on_stall == "exit" or (self.is_owner and self._on_stall is None)
         self._watch = Watch(
             self._control, self._conclude_from_watch, ends_process=ends_process, stop=self._stop
@@ -285,8 +294,10 @@ class Session:
             Stopped: a signal, or ``stop``, has ended the run; what was finished is saved.
         """
         from dualeval.engine.evaluator import Evaluator
+        from dualeval.engine.watch import Interrupted
 
         self._require_going_on()
+        run_options = _run_options(options)
         assert self._watch is not None
         self._watch.begin()
         try:
@@ -294,15 +305,16 @@ class Session:
                 task,
                 self.backend,
                 self.control,
+                run_options,
                 watch=self._watch,
                 note=self.note,
                 job=job,
                 show=show,
                 started=started,
-                **options,
+                guest=not self.is_owner,
             ).run()
         except BaseException as error:
-            self._watch.end()
+            self._watch.end(was_raised=isinstance(error, Interrupted))
             concluded = self._concluded(error)
             if concluded is error:
                 raise
@@ -400,6 +412,8 @@ class Session:
         assert self._watch is not None
         if self._watch.folder is not None:
             self._watch.folder.close()
+        # Nothing more is in hand, and the end is written down.
+        self._watch.release(done=False)
         if self.control.name.rank == 0 and self.control.stopping is not None:
             self.control.tell_end(code)
 
@@ -539,6 +553,37 @@ class Session:
             self._previous_hook(kind, error, traceback)
             return
         sys.exit(self.exit_code)
+
+
+def evaluate(task: Task, **options: Any) -> Result:
+    """Evaluate a task once, in a session of its own; every rank calls this and gets the same metrics.
+
+    Args:
+        task: what is evaluated.
+        options: of ``Session``, as ``backend`` and ``device``, and of ``RunOptions``, as ``out`` and
+            ``batch_size``. Without ``out`` nothing is written.
+
+    Raises:
+        UsageError: an option, or task, data and weights are not as they have to be.
+        PeerError: another rank failed first.
+        Stopped: a signal has ended the run; what was finished is saved.
+    """
+    names = set(inspect.signature(Session).parameters)
+    of_session = {name: value for name, value in options.items() if name in names}
+    # What ranks may differ in concerns their devices and the folder alike.
+    of_run = {name: value for name, value in options.items() if name not in names - {"mix_machines"}}
+    with Session(**of_session) as session:
+        return session.evaluate(task, last=True, **of_run)
+
+
+def _run_options(options: Mapping[str, Any]) -> RunOptions:
+    known = [field.name for field in fields(RunOptions)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else f" There are {', '.join(known)}."
+        raise UsageError(f"{unknown[0]!r} is no option of an evaluation.{hint}")
+    return RunOptions(**options)
 
 
 def check_timeout(option: str, seconds: float) -> None:

@@ -16,14 +16,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 from dualeval.engine.control.beats import Clock, Finding, Judge, Standstill
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.ending import end_process, say, spoken
 from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
 from dualeval.errors import message_of
+from dualeval.result import STATUS
 
 # Seconds from a signal, or from the news of a failure, until the main thread is waited for no longer.
 GRACE_S = 3.0
@@ -32,6 +34,10 @@ _OUT_WITHIN_S = 8.0
 # Until a rank ends even where nothing of its Python runs.
 _AT_LAST_S = 9.5
 _LOOK_EVERY_S = 0.25
+_SHORTEST_PAUSE_S = 0.001
+# Rank 0 waits two seconds for ranks that leave after a failure.
+_GUEST_GRACE_S = 1.0
+_RAISED_WITHIN_S = 1.0
 # After the time-out: this thread comes first, if it can; and mpirun leaves a rank one second after the others
 # have ended.
 _NO_PYTHON_S = 1.0
@@ -77,9 +83,11 @@ class Watch:
         self._stop = stop
         self._main = threading.get_ident()
         self._stacks: TextIOWrapper | None = None
+        self._guardian: Guardian | None = None
         self._arming = threading.Lock()
         self._interrupting = threading.Lock()
         self._in_evaluation = False
+        self._was_interrupted = False
         self._main_concludes = threading.Event()
         self._code: int | None = None
         self._is_done = False
@@ -97,16 +105,29 @@ class Watch:
         with self._interrupting:
             self._in_evaluation = True
 
-    def end(self) -> None:
-        """Say that the evaluation is left, in order or by an error: it is interrupted no more."""
-        with self._interrupting:
-            self._in_evaluation = False
-            # One that was sent a moment ago.
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main), None)
+    def end(self, *, was_raised: bool = False) -> None:
+        """Say that the evaluation is left, in order or by an error: it is interrupted no more.
+
+        Args:
+            was_raised: whether it is left by what the watch has raised.
+        """
+        try:
+            with self._interrupting:
+                self._in_evaluation = False
+                sent, self._was_interrupted = self._was_interrupted, False
+            # One that was sent a moment ago is raised here. Taking it back is no way: Python 3.11 then stays
+            # in its look for it.
+            limit = monotonic() + _RAISED_WITHIN_S
+            while sent and not was_raised and monotonic() < limit:
+                sleep(_SHORTEST_PAUSE_S)
+        except Interrupted:
+            return
 
     def keep(self, folder: RunFolder) -> None:
         """Say where an end is written down, and stacks are."""
         self.folder = folder
+        if self._ends_process and not self._control.has_peers:
+            self._guardian = Guardian(folder.path / STATUS, folder.token, folder.stacks)
         if self._control.timeout_s is not None:
             # Else they go to standard error: a full disk is met soon enough.
             with suppress(OSError), self._arming:
@@ -121,6 +142,9 @@ class Watch:
         """
         self._is_done = done
         self.recorder = self.folder = None
+        guardian, self._guardian = self._guardian, None
+        if guardian is not None:
+            guardian.leave()
         with self._arming:
             stacks, self._stacks = self._stacks, None
             if stacks is None:
@@ -267,10 +291,11 @@ class Watch:
         failure = self._control.failure
         if failure is not None:
             say(spoken(failure, self._control.name.rank))
-        if self._main_concludes.wait(GRACE_S):
+        if self._main_concludes.wait(_GUEST_GRACE_S):
             return
         with self._interrupting:
             if self._in_evaluation:
+                self._was_interrupted = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._main), ctypes.py_object(Interrupted)
                 )
