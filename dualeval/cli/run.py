@@ -52,12 +52,14 @@ class _Manner:
     as_json: bool
     schedule: str
     heartbeat_timeout: float
+    forward_timeout: float
     stop_signals: tuple[str, ...]
     started: float
 
     def __post_init__(self) -> None:
         check_choice("--schedule", self.schedule, SCHEDULES)
         check_timeout("--heartbeat-timeout", self.heartbeat_timeout)
+        check_timeout("--forward-timeout", self.forward_timeout)
         numbers_of(self.stop_signals)
 
 
@@ -149,6 +151,12 @@ def _numbers(
     help="Seconds without progress after which a rank is given up.  [default: 60]",
 )
 @click.option(
+    "--forward-timeout",
+    type=float,
+    default=1800.0,
+    help="The same for a rank that computes with a batch in hand.  [default: 1800]",
+)
+@click.option(
     "--stop-signals",
     default=",".join(DEFAULT_SIGNALS),
     help=f"Signals that save and end the run.  [default: {','.join(DEFAULT_SIGNALS)}]",
@@ -188,7 +196,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
             name: flags.pop(name)
             for name in (
                 *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json"),
-                *("schedule", "heartbeat_timeout", "replay", "mix_machines"),
+                *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines"),
             )
         },
     )
@@ -304,6 +312,7 @@ def _evaluate(job: Job, manner: _Manner, launcher: str | None) -> int:
         allow_shared_gpu=manner.allow_shared_gpu,
         mix_machines=manner.mix_machines,
         heartbeat_timeout=manner.heartbeat_timeout,
+        forward_timeout=manner.forward_timeout,
         stop_signals=manner.stop_signals,
     )
     return options.evaluate_and_show(

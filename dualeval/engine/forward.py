@@ -13,6 +13,7 @@ from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
+from dualeval.engine.progress import Stage
 from dualeval.engine.transfer import Pending
 
 
@@ -36,7 +37,9 @@ def evaluate_all(
     def settle() -> float:
         start = perf_counter()
         work, pending = under_way.popleft()
-        evaluation.context.control.progress.step("forward", work.chunk)
+        # This thread sleeps while a GPU computes; on a CPU the threads are seen to compute.
+        stage: Stage = "forward" if evaluation.device.type == "cpu" else "device"
+        evaluation.context.control.progress.step(stage, work.chunk)
         columns = None if pending is None else pending()
         waited = perf_counter() - start
         loop.take(work, columns)

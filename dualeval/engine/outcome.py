@@ -120,14 +120,14 @@ class Outcome:
         start = perf_counter()
         self._control.meet()
         times["meet"] = perf_counter() - start
-        self._progress.step("reduce")
+        self._progress.step("write")
         start = perf_counter()
         self._ledger.values = self._backend.all_reduce(self._ledger.values, op="sum")
         times["reduce"] = perf_counter() - start
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[Rows]:
         """On rank 0 the rows of all chunks, checked; on the others none. A collective."""
-        step = partial(self._progress.step, "reduce")
+        step = partial(self._progress.step, "write")
         if isinstance(self._writer, MemoryWriter):
             rounds = max(report["files"] for report in reports)
             return self._writer.collect(self._backend, rounds, step)

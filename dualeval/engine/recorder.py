@@ -303,7 +303,7 @@ class Recorder:
             part.fold(self._empty)
             folded = perf_counter()
             self.metrics_s += folded - start
-            self._progress.step("journal", self._progress.place.chunk)
+            self._progress.step("journal", self._progress.position.chunk)
             rows = [len(self._plan.chunk_samples(chunk)) for chunk in part.chunks]
             self._writer.write(
                 part.chunks, rows, part.delta.values, part.columns(self._empty), failures=part.failures

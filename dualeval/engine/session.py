@@ -55,6 +55,7 @@ ON_STALL = ("raise", "exit")
 _ALL_SAVED_WITHIN_S = 4.0
 _STOPPED_WITHIN_S = 4.6
 _FLUSH_WITHIN_S = 1.0
+_LEAVE_AFTER_FAILURE_S = 2.0
 # srun loses words that it has not handed on when it ends the step.
 _LAST_WORDS_S = 0.5
 
@@ -79,6 +80,7 @@ class Session:
         allow_shared_gpu: let several ranks of a node share a GPU.
         mix_machines: let devices or versions differ between ranks.
         heartbeat_timeout: seconds without progress after which a rank is given up.
+        forward_timeout: seconds after which a rank is given up that computes, with a batch in hand.
         stop_signals: names of the signals that stop a run and save what is finished; an owner's alone.
         on_stall: what follows where the main thread does not end by itself: "exit" ends the process, "raise"
             raises where Python runs. None is "exit" for an owner and "raise" for a guest.
@@ -105,12 +107,14 @@ class Session:
         allow_shared_gpu: bool = False,
         mix_machines: bool = False,
         heartbeat_timeout: float = 60.0,
+        forward_timeout: float = 1800.0,
         stop_signals: Sequence[str] = DEFAULT_SIGNALS,
         on_stall: str | None = None,
         stop: Callable[[], bool | str] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
         check_timeout("heartbeat_timeout", heartbeat_timeout)
+        check_timeout("forward_timeout", forward_timeout)
         if on_stall is not None and on_stall not in ON_STALL:
             raise UsageError(f"on_stall={on_stall!r}: expected {' or '.join(map(repr, ON_STALL))}, or None")
         self.exit_code = EXIT_DONE
@@ -122,6 +126,7 @@ class Session:
         self._allow_shared_gpu = allow_shared_gpu
         self._mix_machines = mix_machines
         self._heartbeat_timeout = heartbeat_timeout
+        self._forward_timeout = forward_timeout
         self._stop_signals = tuple(stop_signals)
         self._on_stall = on_stall
         self._stop = stop
@@ -206,7 +211,9 @@ class Session:
         choose_backend(name, world)
         check_name(self._wanted_device)
         self._backend = connect(name, world)
-        self._control = open_control_plane(self._backend, self._heartbeat_timeout)
+        self._control = open_control_plane(
+            self._backend, self._heartbeat_timeout, forward_timeout_s=self._forward_timeout
+        )
         ends_process = self._on_stall == "exit" or (self.is_owner and self._on_stall is None)
         self._watch = Watch(
             self._control, self._conclude_from_watch, ends_process=ends_process, stop=self._stop
@@ -465,17 +472,24 @@ class Session:
         everybodys = first.rank == 0 or str(first) == str(error)
         line = f"dualeval: error: {first}" if everybodys else spoken(first, 0)
         if first.exit_code == EXIT_USAGE:
-            control.leave_after_message(lambda: self._say(line))
+            self._leave(line)
         elif first.rank == 0 and first.where is None and rank != 0:
             self._say(spoken(first, rank))
             # It may be gone at any moment, and says nothing any more.
             control.leave()
         elif rank != 0:
             self._say(spoken(first, rank))
-            control.leave_after_message(lambda: None)
+            self._leave(None)
         else:
-            control.leave_after_message(lambda: self._say(spoken(first, 0)))
+            self._leave(spoken(first, 0))
         return first.exit_code
+
+    def _leave(self, line: str | None) -> None:
+        """Leave after a failure, once one rank has said why."""
+        if self.control.may_speak() and line is not None:
+            self._say(line)
+        self.control.has_spoken()
+        self.control.leave(limit_s=_LEAVE_AFTER_FAILURE_S)
 
     def _say(self, line: str) -> None:
         """Say how the run ended; a guest raises it instead."""
