@@ -51,7 +51,7 @@ class Result:
         work: what the metrics took, as counts, where a task counts something.
         description: what was evaluated, in words for people, by label.
         warnings: what a reader of the numbers should know.
-        folder: where rank 0 wrote the files.
+        folder: where rank 0 wrote the files; None where nothing was written.
         finished_at: when the run came to its end, UTC, ISO 8601.
         earlier: an earlier run has made this result, and this one has only printed it.
         replay: what evaluating one finished batch anew has shown: "same bits", "within tolerance",
@@ -78,7 +78,7 @@ class Result:
     timing: dict[str, Any]
     samples_per_s: float
     warnings: list[str]
-    folder: str
+    folder: str | None
     units: dict[str, str] = field(default_factory=dict)
     work: dict[str, int] = field(default_factory=dict)
     machines: list[dict[str, Any]] = field(default_factory=list)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dualeval.backends.base import Backend
 from dualeval.devices import connect
-from dualeval.engine import evaluator, recorder
+from dualeval.engine import execution, recorder
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
@@ -184,7 +184,7 @@ def rank_in_the_model(backend: Backend, control: ControlPlane, folder: Path) -> 
 
 def two_machines(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The last rank has other bits; then other versions, with and without leave to mix them."""
-    real = vars(evaluator)["machine_facts"]
+    real = vars(execution)["machine_facts"]
     found: dict[str, Any] = {}
 
     def run(name: str, **options: Any) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def two_machines(backend: Backend, control: ControlPlane, folder: Path) -> dict[
 
     def play(**changes: Any) -> None:
         if backend.world.rank == backend.world.size - 1:
-            vars(evaluator)["machine_facts"] = lambda *words: {**real(*words), **changes}
+            vars(execution)["machine_facts"] = lambda *words: {**real(*words), **changes}
 
     play(bits="other")
     found["bits"] = run("bits")

@@ -168,6 +168,7 @@ def test_a_new_folder_is_named_after_time_and_fingerprint(
         result = Evaluator(
             TinyTask(5), backend, open_control_plane(backend), RunOptions(out=NEW_FOLDER)
         ).run()
+    assert result.folder is not None
     folder = Path(result.folder)
     assert folder.parent == tmp_path / "runs"
     assert folder.name.endswith(result.fingerprint[:8])

@@ -123,7 +123,7 @@ def played_machine(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     def facts(*args: Any) -> dict[str, Any]:
         return {**real(*args), **changes}
 
-    monkeypatch.setattr("dualeval.engine.evaluator.machine_facts", facts)
+    monkeypatch.setattr("dualeval.engine.execution.machine_facts", facts)
 
 
 def test_another_machine_is_compared_to_tolerance(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,8 @@ class Compute:
         settings: those in force. The first batch is then computed alone, and watched: where its forward
             changes one, even for a part of itself, all batches are computed one at a time, as the change
             would reach the other threads. None watches nothing.
+        inference: compute in inference mode; without it gradients are off by ``torch.no_grad()``, for models
+            that are trained afterwards: what they keep of a forward in inference mode cannot be used there.
 
     Attributes:
         ahead: batches that may be under way before the oldest is to be waited for.
@@ -80,7 +82,10 @@ class Compute:
         precision: str,
         threads: int,
         settings: numerics.NumericSettings | None = None,
+        *,
+        inference: bool = True,
     ) -> None:
+        self._gradients_off = torch.inference_mode if inference else torch.no_grad
         self._task = task
         self._device = device
         self._precision = precision
@@ -144,8 +149,8 @@ class Compute:
         return columns
 
     def _columns(self, model: nn.Module, data: Any) -> Columns:
-        # Inference mode and autocast belong to a thread: a pool's thread is in neither.
-        with torch.inference_mode():
+        # These modes and autocast belong to a thread: a pool's thread is in none.
+        with self._gradients_off():
             with numerics.autocast(self._precision, self._device):
                 outputs = self._task.forward(model, data)
             return self._task.observe(outputs, data)

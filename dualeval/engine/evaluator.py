@@ -1,42 +1,25 @@
-"""Evaluator: the one loop that evaluates a task, whatever launcher, backend or number of processes."""
+"""Evaluator: evaluates a task, whatever launcher, backend or number of processes."""
 
 from __future__ import annotations
 
-import secrets
-import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from datetime import datetime, timezone
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from dualeval.engine import numerics, replay, trial
-from dualeval.engine.agreement import check_same_job, machine_facts
-from dualeval.engine.columns import columns_of, kept_columns
+from dualeval.engine import numerics
+from dualeval.engine.context import RunContext, Show
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.evaluation_mode import set_evaluation_mode
-from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.folder.journal import JournalFile, JournalWriter, errors_of, gather_failures
-from dualeval.engine.folder.opening import PreviousRun, folder_of_launch
-from dualeval.engine.folder.predictions import load_library, read_columns
-from dualeval.engine.folder.process import launch_of
-from dualeval.engine.identity import contents_fingerprint, job_identity
-from dualeval.engine.loop import Evaluation, Loop, Show, ahead_of, evaluate_alone, unwritable
-from dualeval.engine.machines import check_kinds_of_ranks, chunks_by_machine
-from dualeval.engine.measured import check_keys, plain
+from dualeval.engine.execution import Execution
+from dualeval.engine.forward import evaluate_all, evaluate_alone
+from dualeval.engine.guest import as_it_was
 from dualeval.engine.options import RunOptions
-from dualeval.engine.outcome import compared_with_replaced, make_result
-from dualeval.engine.plan import EvalPlan
-from dualeval.engine.recorder import Recorder
-from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.engine.watch import Watch
-from dualeval.errors import PeerError, UsageError
-from dualeval.metrics import Measured
-from dualeval.result import PREDICTIONS, Result, sha256_of_json
+from dualeval.errors import UsageError
+from dualeval.result import Result
 from dualeval.tasks import Task
 
 if TYPE_CHECKING:
@@ -57,7 +40,7 @@ class Evaluator:
         show: progress display, called on rank 0 from a thread of its own.
         started: ``perf_counter()`` at the start of the run, where that was before this call.
         guest: the process belongs to a caller's script, such as one that trains; it finds everything
-            afterwards as it was before.
+            afterwards as it was before (``guest.as_it_was``).
 
     Raises:
         UsageError: the task is none, or the device cannot have the precision.
@@ -84,15 +67,17 @@ class Evaluator:
             )
         numerics.check_precision(options.precision, backend.device)
         self._task = task
-        self._backend = backend
-        self._control = control
-        self._options = options
-        self._watch = watch
-        self._note = note
-        self._job = dict(job or {})
-        self._show = show
-        self._started = perf_counter() if started is None else started
-        self._guest = guest
+        self._context = RunContext(
+            backend=backend,
+            control=control,
+            options=options,
+            watch=watch,
+            note=note,
+            job=dict(job or {}),
+            show=show,
+            started=perf_counter() if started is None else started,
+            guest=guest,
+        )
 
     def run(self) -> Result:
         """Evaluate; every rank calls this and gets the same metrics.
@@ -103,453 +88,32 @@ class Evaluator:
             PeerError: another rank failed first.
             Stopped: a signal has ended the run; what was finished is saved.
         """
+        context, device = self._context, self._context.backend.device
+        precision = context.options.precision
         threads = torch.get_num_threads()
-        with numerics.settings(self._options.precision, self._backend.device) as settings:
-            with numerics.autocast(self._options.precision, self._backend.device):
-                model = self._task.build_model(self._backend.device)
+        with ExitStack() as stack:
+            guest = stack.enter_context(as_it_was(self._task)) if context.guest else None
+            settings = stack.enter_context(numerics.settings(precision, device))
+            with numerics.autocast(precision, device):
+                model = self._task.build_model(device)
+            if guest is not None:
+                model = guest.take(model, device, context.backend.world)
             said = set_evaluation_mode(model)
-            if self._backend.world.is_main:
-                for sentence in self._task.notes():
-                    self._note(sentence)
-            return _Run(self, model, threads, settings, said).execute()
-
-
-class _Run:
-    """One execution: what is known once the model is built."""
-
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        model: nn.Module,
-        threads: int,
-        settings: numerics.NumericSettings,
-        said: list[str],
-    ) -> None:
-        self._evaluator = evaluator
-        self._options = evaluator._options
-        self._task = evaluator._task
-        self._backend = evaluator._backend
-        self._control = evaluator._control
-        self._world = evaluator._backend.world
-        self._model = model
-        self._dataset = self._task.dataset()
-        self._plan = self._make_plan()
-        self._metrics = tuple(self._task.metrics())
-        self._row_metrics = tuple(self._task.row_metrics())
-        self._kept = kept_columns(self._task, self._metrics, self._row_metrics)
-        trial.check_names([*self._metrics, *self._row_metrics], self._kept)
-        self._times: dict[str, float] = {}
-        self._progress = evaluator._control.progress
-        # After all that a task's own code may have set. What this rank says of it is in the result.
-        self._said_of_settings = [*said, *settings.notes, *settings.check_after_build()]
-        if self._world.is_main:
-            for sentence in self._said_of_settings:
-                evaluator._note(sentence)
-        self._evaluation = Evaluation(
-            task=self._task,
-            dataset=self._dataset,
-            model=model,
-            plan=self._plan,
-            metrics=self._metrics,
-            row_metrics=self._row_metrics,
-            kept=self._kept,
-            backend=self._backend,
-            control=self._control,
-            settings=settings,
-            precision=self._options.precision,
-            on_error=self._options.on_error,
-            schedule=self._options.schedule,
-            workers=self._options.workers,
-            threads=threads,
-            note=evaluator._note,
-        )
-
-    def _make_plan(self) -> EvalPlan:
-        count = len(self._dataset)
-        if count == 0:
-            raise UsageError("the data set is empty: nothing to evaluate")
-        limit = self._options.limit
-        return EvalPlan(
-            num_samples=count if limit is None else min(limit, count),
-            batch_size=self._options.batch_size,
-        )
-
-    def execute(self) -> Result:
-        """Agree, evaluate, reduce, write."""
-        facts = self._agree()
-        folder, previous = self._open_folder(facts)
-        if self._evaluator._watch is not None:
-            self._evaluator._watch.keep(folder)
-        try:
-            proof = self._prove(folder, facts, previous)
-            if previous.finished is not None:
-                return self._finished(folder, replace(previous.finished, earlier=True, replay=proof))
-            return self._evaluate_into(folder, facts, previous, proof)
-        except BaseException as error:
-            if self._evaluator._watch is not None:
-                # Whose session writes that down, when all ranks have saved what they had.
-                raise
-            # Where rank 0 is what failed, another rank has to write it.
-            if self._world.is_main or (folder.shared and isinstance(error, PeerError) and error.rank == 0):
-                folder.note_end(error)
-            self._close(folder, done=False)
-            raise
-
-    def _close(self, folder: RunFolder, *, done: bool = True) -> None:
-        if self._evaluator._watch is not None:
-            self._evaluator._watch.release(done=done)
-        folder.close()
-
-    # -- before the loop ---------------------------------------------------------------------------
-
-    def _agree(self) -> dict[str, Any]:
-        """Compare jobs and machines over all ranks; returns what the result says about both."""
-        # Of the model as it was built: what is folded or compiled later is another one to look at, and the
-        # same to compute with.
-        job = {
-            **job_identity(
-                self._task,
-                self._dataset,
-                self._model,
-                self._metrics,
-                self._row_metrics,
-                self._plan.num_samples,
-            ),
-            "columns": list(self._kept),
-            "batch_size": self._plan.batch_size,
-            "precision": self._options.precision,
-            "on_error": self._options.on_error,
-        }
-        machine = {
-            **machine_facts(self._backend.device, self._task.libraries, self._options.precision),
-            # Beside the versions: what was computed with another torch may be gone on with, where it is
-            # asked for.
-            "libraries": job.pop("libraries"),
-        }
-        reading = self._measure_reading()
-        self._control.meet()
-        everyone = self._backend.all_gather_json(
-            {
-                "job": job,
-                "machine": machine,
-                "host": socket.gethostname(),
-                "launch": launch_of(self._world),
-                "reading": asdict(reading),
-            }
-        )
-        hosts = [rank["host"] for rank in everyone]
-        check_same_job([rank["job"] for rank in everyone], hosts)
-        self._fit_workers([Reading(**rank["reading"]) for rank in everyone])
-        # After what costs less to compare, and so of the same samples on every rank.
-        job["contents"] = contents_fingerprint(
-            self._dataset, self._plan.num_samples, self._backend, self._control
-        )
-        machines = [rank["machine"] for rank in everyone]
-        check_kinds_of_ranks(machines, hosts, mix=self._options.mix_machines)
-        return {
-            "job": job,
-            "machine": machines[0],
-            "machines": machines,
-            "hosts": hosts,
-            "launches": sorted({rank["launch"] for rank in everyone} - {None}),
-            "files": sorted(self._task.json_files),
-            "task_class": f"{type(self._task).__module__}.{type(self._task).__qualname__}",
-            "metrics": [
-                *(metric.name for metric in self._metrics),
-                *(metric.name for metric in self._row_metrics),
-            ],
-            "fingerprint": sha256_of_json(job),
-        }
-
-    def _measure_reading(self) -> Reading:
-        """What the reading processes of this rank will need of the shared memory."""
-        on_cpu = self._backend.device.type == "cpu"
-        batches = -(-self._plan.num_batches // self._world.size)
-        return measure_reading(
-            self._dataset,
-            self._task,
-            self._model,
-            self._plan.batch_size,
-            workers=min(self._options.workers, batches),
-            ahead=ahead_of(self._options.schedule),
-            # One that comes out of the loader, and those that are computed; for a GPU they are copied first.
-            held=1 + (self._evaluation.threads if on_cpu else 1),
-            batches=batches,
-        )
-
-    def _fit_workers(self, everyone: Sequence[Reading]) -> None:
-        """Take no more reading processes than the shared memory has room for."""
-        workers, notes = choose_workers(everyone, chosen=not self._options.fewer_workers)
-        if notes:
-            self._evaluation = replace(self._evaluation, workers=workers[self._world.rank])
-        if self._world.is_main:
-            for sentence in notes:
-                self._evaluator._note(sentence)
-
-    def _open_folder(self, facts: Mapping[str, Any]) -> tuple[RunFolder, PreviousRun]:
-        """Rank 0 makes the output folder, or goes on in it; the others learn what was there."""
-        message: dict[str, Any] | None = None
-        if self._world.is_main:
-            folder, previous = RunFolder.open(
-                self._path(facts).absolute(),
-                secrets.token_hex(4),
-                self._plan,
-                facts,
-                fresh=self._options.fresh,
-                lease=self._options.lease,
-                mix_machines=self._options.mix_machines,
-                step=lambda: self._progress.step("setup"),
-            )
-            folder.keep_lease(lambda reason: self._control.give_up(reason, rank=self._control.name.rank))
-            message = folder.to_message(previous, self._plan)
-        self._control.meet()
-        message = self._backend.broadcast_json(message, src=0)
-        assert message is not None
-        if not self._world.is_main:
-            folder, previous = RunFolder.from_message(
-                message, self._plan, rank=self._world.rank, path=self._options.path
-            )
-        self._control.meet()
-        apart = self._backend.gather_json(folder.shared)
-        if self._world.is_main:
-            self._say_what_was_found(
-                folder, previous, [rank for rank, shared in enumerate(apart or []) if not shared]
-            )
-        return folder, previous
-
-    def _path(self, facts: Mapping[str, Any]) -> Path:
-        if self._options.path is not None:
-            return self._options.path
-        earlier = folder_of_launch(Path("runs"), facts["fingerprint"], facts["launches"])
-        if earlier is not None:
-            return earlier
-        now = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
-        new = [
-            f"{now}{again}-{facts['fingerprint'][:8]}" for again in ("", *(f".{n}" for n in range(2, 100)))
-        ]
-        return next(path for name in new if not (path := Path("runs") / name).exists())
-
-    def _say_what_was_found(self, folder: RunFolder, previous: PreviousRun, apart: list[int]) -> None:
-        note = self._evaluator._note
-        for sentence in previous.notes:
-            note(sentence)
-        if previous.finished is not None:
-            return
-        done = self._plan.num_chunks - len(previous.chunks.remaining)
-        if done:
-            note(f"goes on in {folder.path}: {done} of {self._plan.num_chunks} chunks are finished already")
-        if apart:
-            ranks = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
-            note(
-                f"rank {ranks} of {self._world.size} cannot see {folder.path} on {socket.gethostname()}: "
-                "what they finish is sent when all is done, and is lost where the run is ended before"
-            )
-
-    def _prove(self, folder: RunFolder, facts: Mapping[str, Any], previous: PreviousRun) -> str | None:
-        """Rank 0 evaluates one finished batch anew; returns how that went, None where nothing is finished."""
-        if previous.finished is None and len(previous.chunks.remaining) == self._plan.num_chunks:
-            return None
-        if not self._options.replay:
-            if self._world.is_main:
-                self._evaluator._note("what is finished is not compared with what this job gives now")
-            return replay.SKIPPED
-        outcome: str | None = None
-        if self._world.is_main:
-            self._progress.step("setup")
-            if previous.finished is None:
-                stored = replay.batch_of_journal(previous.chunks.files, self._plan, facts["fingerprint"])
-            else:
-                stored = replay.batch_of_predictions(
-                    folder.path / PREDICTIONS, self._plan, facts["fingerprint"], previous.finished.machines
-                )
-            proof = replay.Proof(
-                stored,
-                lambda samples: evaluate_alone(self._evaluation, samples),
-                machine=facts["machine"],
-                precision=self._options.precision,
-                place=folder.path,
-                name=self._dataset.id,
-            )
-            outcome, note = proof.rows()
-            proof.texts(self._task)
-            digests = {} if previous.finished is None else previous.finished.metric_digests
-            proof.metrics(self._metrics, self._row_metrics, self._plan, digests)
-            if note is not None:
-                self._evaluator._note(note)
-        self._control.meet()
-        return str(self._backend.broadcast_json(outcome, src=0))
-
-    def _finished(self, folder: RunFolder, result: Result) -> Result:
-        if self._world.is_main:
-            self._evaluator._note(
-                f"this job was finished before, in {folder.path}: its result is shown again"
-            )
-        self._control.meet()
-        self._close(folder)
-        return result
-
-    def _evaluate_into(
-        self, folder: RunFolder, facts: Mapping[str, Any], previous: PreviousRun, proof: str | None
-    ) -> Result:
-        writer = JournalWriter(
-            folder.journal,
-            fingerprint=facts["fingerprint"],
-            machine=facts["machines"][self._world.rank],
-            prefix=folder.prefix(self._world.rank),
-        )
-        recorder = Recorder(self._plan, self._metrics, self._kept, writer, self._progress)
-        if self._evaluator._watch is not None:
-            self._evaluator._watch.recorder = recorder
-        if self._world.is_main:
-            load_library()
-        setup_s = perf_counter() - self._evaluator._started
-        start = perf_counter()
-        loop = Loop(self._evaluation, recorder)
-        loop.run(previous, self._evaluator._show if self._world.is_main else None)
-        evaluate_s = perf_counter() - start
-        metrics_s = loop.postprocess_s + recorder.metrics_s
-        self._times.update(loop.times, evaluate=evaluate_s, metrics=metrics_s, journal=recorder.journal_s)
-        self._said_of_settings += loop.said_of_settings
-        result = self._finish(folder, facts, previous, recorder, writer, proof, setup_s=setup_s)
-        # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
-        self._control.meet()
-        self._close(folder)
-        return result
-
-    # -- after the loop ----------------------------------------------------------------------------
-
-    def _finish(
-        self,
-        folder: RunFolder,
-        facts: Mapping[str, Any],
-        previous: PreviousRun,
-        recorder: Recorder,
-        writer: JournalWriter,
-        proof: str | None,
-        *,
-        setup_s: float,
-    ) -> Result:
-        """Reduce, check, compute and, on rank 0, write."""
-        if self._world.is_main:
-            # Once, and so on one rank alone.
-            previous.chunks.add_to(recorder.ledger.values)
-        start = perf_counter()
-        self._control.meet()
-        self._times["meet"] = perf_counter() - start
-        self._progress.step("reduce")
-        start = perf_counter()
-        recorder.ledger.values = self._backend.all_reduce(recorder.ledger.values, op="sum")
-        self._times["reduce"] = perf_counter() - start
-        reports = self._backend.all_gather_json(
-            {
-                "times": self._times,
-                "first_failed": recorder.first_failed,
-                "files": len(writer.written),
-                "chunks": recorder.chunks_saved,
-                "settings": self._said_of_settings,
-                "shared": folder.shared,
-            }
-        )
-        recorder.ledger.verify_exactly_once()
-        evaluated, failed = recorder.ledger.totals()
-        if evaluated == 0:
-            index, error = min(report["first_failed"] for report in reports if report["first_failed"])
-            raise UsageError(
-                f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
-            )
-        failed_samples = gather_failures(self._backend, recorder.failed) if failed else []
-        try:
-            folder.collect(self._backend, writer.written, reports, lambda: self._progress.step("reduce"))
-        except OSError as error:
-            raise unwritable(recorder, error) from error
-        self._progress.step("write")
-        measured = [plain(metric.name, metric.compute(slots)) for metric, slots in recorder.ledger.parts()]
-        files = self._merged_files(folder, previous, reports, facts["fingerprint"], recorder)
-        measured += self._measured_by_rows(files)
-        check_keys(measured)
-        result = make_result(
-            self._task,
-            self._plan,
-            measured,
-            facts,
-            previous,
-            reports,
-            failures=errors_of(files, failed_samples),
-            machines=chunks_by_machine(
-                [
-                    *((file.machine, len(file.chunks)) for file in previous.chunks.files),
-                    *zip(facts["machines"], (report["chunks"] for report in reports), strict=True),
-                ]
-            ),
-            replay=proof,
-            totals=(evaluated, failed),
-            world={
-                "size": self._world.size,
-                "nodes": len(set(facts["hosts"])),
-                "launcher": self._world.launcher,
-                "backend": self._backend.name,
-            },
-            job=self._evaluator._job,
-            folder=folder.path,
-            setup_s=setup_s,
-            total_s=perf_counter() - self._evaluator._started,
-        )
-        if self._world.is_main:
-            result = compared_with_replaced(result, previous)
+            context.note_all([*self._task.notes()])
+            execution = Execution(self._task, model, context, threads=threads)
+            # After all that a task's own code may have set. What this rank says of it is in the result.
+            execution.said += [*said, *settings.notes, *settings.check_after_build()]
+            context.note_all(execution.said)
             try:
-                result = folder.write(
-                    result,
-                    self._plan,
-                    self._task,
-                    self._kept,
-                    previous,
-                    files,
-                    self._metric_digests,
-                    step=lambda: self._progress.step("write"),
-                )
-            except OSError as error:
-                raise unwritable(recorder, error) from error
-        return result
-
-    def _metric_digests(self, path: Path, fingerprint: str) -> dict[str, str]:
-        """What the metrics make of the batch that a later run compares, by their names."""
-        stored = replay.batch_of_predictions(path, self._plan, fingerprint)
-        if not stored.evaluated.any():
-            return {}
-        return replay.metric_digests(self._metrics, self._row_metrics, stored.columns)
-
-    def _merged_files(
-        self,
-        folder: RunFolder,
-        previous: PreviousRun,
-        reports: list[dict[str, Any]],
-        fingerprint: str,
-        recorder: Recorder,
-    ) -> list[JournalFile]:
-        """On rank 0 all files of the journal, each checked; on the others none."""
-        if not self._world.is_main:
-            return []
-        try:
-            return folder.merged_files(
-                previous, reports, fingerprint, step=lambda: self._progress.step("write")
-            )
-        except OSError as error:
-            raise unwritable(recorder, error) from error
-
-    def _measured_by_rows(self, files: list[JournalFile]) -> list[Measured]:
-        """What rank 0 makes of all samples' rows, told to every rank."""
-        if not self._row_metrics:
-            return []
-        words: list[dict[str, Any]] | None = None
-        if self._world.is_main:
-            names = sorted({name for metric in self._row_metrics for name in metric.columns})
-            columns = read_columns(files, self._plan, names, lambda: self._progress.step("write"))
-            words = [
-                asdict(plain(metric.name, metric.compute(columns_of(metric, columns))))
-                for metric in self._row_metrics
-            ]
-        self._control.meet()
-        words = self._backend.broadcast_json(words, src=0)
-        assert words is not None
-        # JSON keeps every bit of a float.
-        return [Measured(**told) for told in words]
+                execution.begin()
+                evaluation = execution.evaluation
+                stored = execution.stored_batch()
+                earlier = execution.prove(stored, lambda samples: evaluate_alone(evaluation, samples))
+                if earlier is not None:
+                    return earlier
+                execution.start_loop()
+                execution.said += evaluate_all(evaluation, execution.loop, execution.previous, settings)
+                return execution.finish()
+            except BaseException as error:
+                execution.fail(error)
+                raise

@@ -287,6 +287,8 @@ class Feed:
             num_workers=self._workers,
             prefetch_factor=self._ahead,
             worker_init_fn=_end_with_parent,
+            # Not the process's own: a caller's script may draw from that.
+            generator=torch.Generator(),
         )
 
     def _timed(self, loaded: Iterable[_Tree]) -> Iterator[_Tree]:

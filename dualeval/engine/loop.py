@@ -1,39 +1,30 @@
-"""The loop: a rank's batches are read, computed and recorded, without a collective."""
+"""The loop: a rank's batches are read, handed out to be computed, and recorded, without a collective."""
 
 from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dualeval.engine import numerics, trial
+from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
-from dualeval.engine.compute import Compute, usable_threads
-from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.folder.folder import gone
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
-from dualeval.engine.transfer import Pending
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.tasks import Dataset, Task
-
-if TYPE_CHECKING:
-    from dualeval.backends.base import Backend
-
-# Called with (samples done over all ranks, samples in all); on rank 0 only.
-Show = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +38,11 @@ class Evaluation:
         plan: the division of the data set.
         metrics: the task's, of the ledger.
         row_metrics: the task's, of all rows together.
-        kept: the columns that the journal keeps.
-        backend: names ranks and device.
-        control: where the ranks meet.
-        settings: the numeric settings in force.
-        precision: a key of ``numerics.PRECISIONS``.
-        on_error: "stop" or "skip".
-        schedule: "static" or "dynamic".
-        workers: reading processes of each rank.
+        kept: the columns whose rows are kept: in the journal, or, where nothing is written, in memory.
+        context: where it runs, and how.
+        device: where the batches are wanted.
+        workers: reading processes of this rank.
         threads: what this rank may compute in.
-        note: called with sentences for people.
     """
 
     task: Task
@@ -66,15 +52,27 @@ class Evaluation:
     metrics: Sequence[Metric]
     row_metrics: Sequence[RowMetric]
     kept: Sequence[str]
-    backend: Backend
-    control: ControlPlane
-    settings: numerics.NumericSettings
-    precision: str
-    on_error: str
-    schedule: str
+    context: RunContext
+    device: torch.device
     workers: int
     threads: int
-    note: Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A batch that has been handed out, without its data: these would stay on the device for as long.
+
+    Attributes:
+        chunk: number of its chunk.
+        batch: its own number.
+        samples: its samples' indices in the data set.
+        failed: those that could not be read.
+    """
+
+    chunk: int
+    batch: int
+    samples: range
+    failed: tuple[FailedSample, ...] = ()
 
 
 def ahead_of(schedule: str) -> int:
@@ -82,40 +80,25 @@ def ahead_of(schedule: str) -> int:
     return 1 if schedule == "dynamic" else 2
 
 
-def evaluate_alone(
-    evaluation: Evaluation, samples: range
-) -> tuple[dict[str, npt.NDArray[Any]], tuple[FailedSample, ...]]:
-    """Read and compute one batch by itself, as the loop would.
-
-    Returns:
-        Its kept columns by name, first dimension the samples; and the samples that could not be read.
+def read_alone(evaluation: Evaluation, samples: range) -> tuple[Any, tuple[FailedSample, ...]]:
+    """Read one batch by itself, as the loop would; its data on the device, and the samples that failed.
 
     Raises:
-        UsageError: none of it can be read, or one cannot, where that ends a run.
+        UsageError: a sample cannot be read, where that ends a run.
     """
     # In a reading process where the loop reads in some: what a data set opens may not outlive a fork.
-    feed = Feed(
-        reader_of(evaluation),
-        [samples],
-        workers=min(evaluation.workers, 1),
-        device=evaluation.backend.device,
-    )
-    [batch] = feed
-    if batch.data is None or (batch.failed and evaluation.on_error == "stop"):
+    workers = min(evaluation.workers, 1)
+    [batch] = Feed(_reader_of(evaluation), [samples], workers=workers, device=evaluation.device)
+    if batch.failed and evaluation.context.options.on_error == "stop":
         raise unreadable(evaluation.dataset, batch.failed[0])
-    with Compute(
-        evaluation.task, evaluation.model, evaluation.backend.device, evaluation.precision, 1
-    ) as compute:
-        columns = evaluation.task.postprocess(compute.start(batch.data)(), samples)
-    return {name: columns[name].numpy() for name in evaluation.kept}, batch.failed
+    return batch.data, batch.failed
 
 
-def reader_of(evaluation: Evaluation) -> Reader:
-    """What reads the batches of an evaluation."""
+def _reader_of(evaluation: Evaluation) -> Reader:
     return Reader(
         evaluation.dataset,
         evaluation.task,
-        fill=evaluation.on_error == "skip",
+        fill=evaluation.context.options.on_error == "skip",
         model=evaluation.model,
     )
 
@@ -128,8 +111,10 @@ def unreadable(dataset: Dataset, sample: FailedSample) -> UsageError:
     )
 
 
-def unwritable(recorder: Recorder, error: OSError) -> DualevalError:
+def unwritable(recorder: Recorder, error: OSError) -> Exception:
     """What is said where the output folder cannot be written any more."""
+    if recorder.folder is None:
+        return error
     if not recorder.folder.parent.is_dir():
         return DualevalError(gone(recorder.folder.parent))
     return DualevalError(
@@ -140,50 +125,52 @@ def unwritable(recorder: Recorder, error: OSError) -> DualevalError:
 
 
 class Loop:
-    """The batches of one rank.
+    """The batches of one rank: hands them out, and takes their columns.
+
+    Whoever computes them goes through ``work`` inside of ``running``, and calls ``take`` for each, in order.
 
     Args:
         evaluation: what is evaluated.
         recorder: takes the finished batches.
 
     Attributes:
-        times: seconds by part of the loop: ``data``, ``transfer``, ``compute``.
+        times: seconds of the loop: ``evaluate``, and of it ``data`` and ``transfer``; who computes adds
+            ``compute``.
         postprocess_s: seconds in the task's ``postprocess``.
-        said_of_settings: sentences on numeric settings that a forward has changed.
     """
 
     def __init__(self, evaluation: Evaluation, recorder: Recorder) -> None:
         self._evaluation = evaluation
         self._plan = evaluation.plan
         self._task = evaluation.task
-        self._control = evaluation.control
-        self._progress = evaluation.control.progress
-        self._world = evaluation.backend.world
+        self._context = evaluation.context
+        self._control = evaluation.context.control
+        self._progress = evaluation.context.control.progress
+        self._world = evaluation.context.backend.world
         self._recorder = recorder
         self._tried = False
         self.times: dict[str, float] = {}
         self.postprocess_s = 0.0
-        self.said_of_settings: list[str] = []
 
-    def run(self, previous: PreviousRun, show: Show | None = None) -> None:
-        """Evaluate what remains; whatever ends the loop, what was finished is saved.
+    @contextmanager
+    def running(self, previous: PreviousRun) -> Iterator[None]:
+        """Evaluate inside of it what remains; whatever ends it, what was finished is saved.
 
         Args:
             previous: what earlier runs have finished.
-            show: progress display.
 
         Raises:
-            UsageError: a sample cannot be read, or a column or metric is not as it must be.
-            DualevalError: the output folder cannot be written, or there is no memory for a batch.
-            PeerError: another rank failed first.
+            DualevalError: the output folder cannot be written, or there was no memory for a batch.
             Stopped: a signal has ended the run.
         """
         before = self._plan.num_samples - self._plan.samples_in(previous.chunks.remaining)
+        show = self._context.show if self._world.is_main else None
         self._control.begin_run(
             None if show is None else lambda done: show(before + done, self._plan.num_samples)
         )
+        start = perf_counter()
         try:
-            self._loop(previous.chunks.remaining)
+            yield
         except BaseException as error:
             # The first error is the one to report, whatever this one comes to.
             with suppress(Exception):
@@ -192,74 +179,69 @@ class Loop:
                 raise self._out_of_memory(error) from error
             raise
         else:
-            self._save()
+            try:
+                self._recorder.flush()
+            except OSError as error:
+                raise unwritable(self._recorder, error) from error
         finally:
             self._control.end_run()
+            self.times["evaluate"] = perf_counter() - start
         if self._control.stopping is not None:
             raise Stopped(self._control.stopping)
 
-    def _save(self) -> None:
-        try:
-            self._recorder.flush()
-        except OSError as error:
-            raise unwritable(self._recorder, error) from error
+    def work(self, remaining: Sequence[int]) -> Iterator[tuple[Work, Any]]:
+        """Every batch of this rank with its data on the device, None where no sample of it could be read.
 
-    def _loop(self, remaining: Sequence[int]) -> None:
-        """Every batch of this rank: no collective, no wait but for the batch ``compute.ahead`` behind."""
-        dynamic = self._evaluation.schedule == "dynamic"
-        size = self._world.size
-        mine: Iterable[int] = self._claimed(remaining) if dynamic else remaining[self._world.rank :: size]
-        under_way: deque[tuple[tuple[int, int], Pending | None, tuple[FailedSample, ...]]] = deque()
-        # What has been handed to the feed, until it comes out.
-        handed: deque[tuple[int, int]] = deque()
+        No collective, no wait but for data. A stop ends it where a chunk ends.
 
-        def batches() -> Iterator[range]:
-            for chunk in mine:
-                for batch in self._plan.chunk_batches(chunk):
-                    handed.append((chunk, batch))
-                    if len(handed) == 1:
-                        self._progress.step("load", chunk)
-                    yield self._plan.batch_samples(batch)
+        Args:
+            remaining: the chunks of all ranks that are to be evaluated.
 
-        # A rank's share, if all are equally fast.
-        share = -(-len(remaining) * self._plan.num_batches // (self._plan.num_chunks * size))
+        Raises:
+            UsageError: a sample cannot be read, where that ends a run.
+            PeerError: another rank failed first.
+        """
+        handed: deque[Work] = deque()  # to the feed, until it comes out
+        options = self._context.options
         feed = Feed(
-            reader_of(self._evaluation),
-            batches(),
-            workers=min(self._evaluation.workers, share),
-            device=self._evaluation.backend.device,
-            ahead=ahead_of(self._evaluation.schedule),
-            step=lambda stage: self._progress.step(stage, handed[0][0] if handed else None),
+            _reader_of(self._evaluation),
+            self._batches(remaining, handed),
+            workers=min(self._evaluation.workers, self.share_of(remaining)),
+            device=self._evaluation.device,
+            ahead=ahead_of(options.schedule),
+            step=lambda stage: self._progress.step(stage, handed[0].chunk if handed else None),
         )
-        compute_s = 0.0
-        model, device = self._evaluation.model, self._evaluation.backend.device
-        threads = usable_threads(self._task, model, device, self._evaluation.threads, share)
-        with Compute(
-            self._task, model, device, self._evaluation.precision, threads, self._evaluation.settings
-        ) as compute:
+        try:
             for batch in feed:
-                # Not the batch itself is kept: its inputs would stay on the device for as long.
-                chunk, number = handed.popleft()
-                if batch.failed and self._evaluation.on_error == "stop":
-                    raise unreadable(self._evaluation.dataset, batch.failed[0])
-                self._progress.step("forward", chunk)
-                start = perf_counter()
-                pending = None if batch.data is None else compute.start(batch.data)
-                under_way.append(((chunk, number), pending, batch.failed))
-                compute_s += perf_counter() - start
-                if len(under_way) > compute.ahead:
-                    compute_s += self._settle(*under_way.popleft())
+                work = handed.popleft()
+                if batch.failed:
+                    if options.on_error == "stop":
+                        raise unreadable(self._evaluation.dataset, batch.failed[0])
+                    work = replace(work, failed=batch.failed)
+                self._progress.step("forward", work.chunk)
+                yield work, batch.data
                 self._control.raise_if_peer_failed()
                 # The chunk in hand is finished; no other is begun.
-                if self._control.stopping and number == self._plan.chunk_batches(chunk)[-1]:
-                    break
-                self._progress.step("load", handed[0][0] if handed else None)
-            while under_way:
-                compute_s += self._settle(*under_way.popleft())
-        self.said_of_settings += self._evaluation.settings.check_after_loop(
-            compute.changed_settings, compute.changed_inside
-        )
-        self.times.update(data=feed.wait_s, transfer=feed.transfer_s, compute=compute_s)
+                if self._control.stopping and work.batch == self._plan.chunk_batches(work.chunk)[-1]:
+                    return
+                self._progress.step("load", handed[0].chunk if handed else None)
+        finally:
+            self.times.update(data=feed.wait_s, transfer=feed.transfer_s)
+
+    def share_of(self, remaining: Sequence[int]) -> int:
+        """Batches of a rank, if all are equally fast."""
+        return -(-len(remaining) * self._plan.num_batches // (self._plan.num_chunks * self._world.size))
+
+    def _batches(self, remaining: Sequence[int], handed: deque[Work]) -> Iterator[range]:
+        """The samples of each batch of this rank, as the feed asks for them."""
+        dynamic = self._context.options.schedule == "dynamic"
+        mine: Iterable[int] = remaining[self._world.rank :: self._world.size]
+        for chunk in self._claimed(remaining) if dynamic else mine:
+            for batch in self._plan.chunk_batches(chunk):
+                handed.append(Work(chunk=chunk, batch=batch, samples=self._plan.batch_samples(batch)))
+                if len(handed) == 1:
+                    self._progress.step("load", chunk)
+                yield handed[-1].samples
 
     def _claimed(self, remaining: Sequence[int]) -> Iterator[int]:
         """Chunks that no other rank takes, as long as there are any: the one in hand, and the next."""
@@ -270,68 +252,65 @@ class Loop:
                 following = pool.submit(self._control.claim)
                 yield remaining[number]
 
-    def _settle(
-        self,
-        number: tuple[int, int],
-        pending: Pending | None,
-        failed: tuple[FailedSample, ...],
-    ) -> float:
-        """Wait for a batch and record it; returns the seconds waited."""
-        start = perf_counter()
-        self._progress.step("forward", number[0])
-        columns = None if pending is None else pending()
-        waited = perf_counter() - start
-        self._progress.step("metrics", number[0])
+    def take(self, work: Work, columns: Mapping[str, Tensor] | None) -> None:
+        """Record a batch.
+
+        Args:
+            work: as it was handed out.
+            columns: its columns on the CPU, first dimension the samples; None where it had no data.
+
+        Raises:
+            UsageError: a column or metric is not as it must be.
+            ExactlyOnceError: a column has more or fewer rows than the batch has samples.
+            DualevalError: the output folder cannot be written.
+        """
+        self._progress.step("metrics", work.chunk)
         if columns is not None:
             start = perf_counter()
-            columns = self._task.postprocess(columns, self._plan.batch_samples(number[1]))
+            columns = self._task.postprocess(columns, work.samples)
             self.postprocess_s += perf_counter() - start
             if not self._tried:
-                self._try(number[1], columns, failed)
+                self._try(work, columns)
         try:
-            self._recorder.add(*number, columns, failed)
+            self._recorder.add(work.chunk, work.batch, columns, work.failed)
         except OSError as error:
             raise unwritable(self._recorder, error) from error
-        self._control.add_done(len(self._plan.batch_samples(number[1])))
-        return waited
+        self._control.add_done(len(work.samples))
 
-    def _try(self, batch: int, columns: Mapping[str, Tensor], failed: tuple[FailedSample, ...]) -> None:
+    def _try(self, work: Work, columns: Mapping[str, Tensor]) -> None:
         """Take this rank's first batch through all that comes after the last one."""
-        samples = self._plan.batch_samples(batch)
-        evaluated = torch.ones(len(samples), dtype=torch.bool)
-        evaluated[[sample.index - samples.start for sample in failed]] = False
+        evaluated = torch.ones(len(work.samples), dtype=torch.bool)
+        evaluated[[sample.index - work.samples.start for sample in work.failed]] = False
         if not evaluated.any():
             return
-        metrics, row_metrics = self._evaluation.metrics, self._evaluation.row_metrics
-        trial.check_columns(columns, self._evaluation.kept, len(samples), [*metrics, *row_metrics])
-        check_rows(columns, batch, samples)
+        of = self._evaluation
+        trial.check_columns(columns, of.kept, len(work.samples), [*of.metrics, *of.row_metrics])
+        check_rows(columns, work.batch, work.samples)
         notes = trial.try_first_batch(
-            self._task,
-            metrics,
-            row_metrics,
-            self._evaluation.kept,
+            of.task,
+            of.metrics,
+            of.row_metrics,
+            of.kept,
             columns,
-            samples,
+            work.samples,
             evaluated,
-            writes=self._world.is_main,
+            writes=self._world.is_main and self._context.options.out is not None,
         )
         self._tried = True
-        if self._world.is_main:
-            for sentence in notes:
-                self._evaluation.note(sentence)
+        self._context.note_all(notes)
 
     def _out_of_memory(self, error: BaseException) -> DualevalError:
-        smaller = max(1, self._plan.batch_size // 2)
-        precision = (
-            "" if self._evaluation.precision.startswith("amp") else ", or --precision amp-bf16 on a GPU"
-        )
-        device = self._evaluation.backend.device
+        options = self._context.options
+        smaller = max(1, options.batch_size // 2)
+        precision = "" if options.precision.startswith("amp") else ", or --precision amp-bf16 on a GPU"
         # Python's own has no text.
         said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        saved = (
+            f" {self._recorder.chunks_saved} finished chunks of this rank stay for the same command where "
+            "there is more memory; another batch size is another job, and begins anew (--fresh)."
+        )
         return DualevalError(
-            f"out of memory on {device} with --batch-size {self._plan.batch_size}: {said}. "
-            f"Try --batch-size {smaller}{precision}; on a CPU fewer threads "
-            f"(OMP_NUM_THREADS) or fewer ranks. {self._recorder.chunks_saved} finished chunks of this rank "
-            "stay for the same command where there is more memory; another batch size is another job, and "
-            "begins anew (--fresh)."
+            f"out of memory on {self._evaluation.device} with --batch-size {options.batch_size}: {said}. "
+            f"Try --batch-size {smaller}{precision}; on a CPU fewer threads (OMP_NUM_THREADS) or fewer "
+            f"ranks.{saved if options.out is not None else ''}"
         )

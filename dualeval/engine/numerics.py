@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -98,15 +98,17 @@ class NumericSettings:
     Args:
         precision: a key of ``PRECISIONS``.
         device: what computes.
+        leave: names of settings that stay as they are, and may change.
 
     Attributes:
         notes: sentences about what was set otherwise before the run.
     """
 
-    def __init__(self, precision: str, device: torch.device) -> None:
+    def __init__(self, precision: str, device: torch.device, leave: Collection[str] = ()) -> None:
         tf32 = precision == "tf32"
         older = _older_fp32_settings(tf32)
-        self._settings = [*(_fp32_settings(tf32) if _HAS_FP32_PRECISION else older), *_other_settings(device)]
+        others = [setting for setting in _other_settings(device) if setting.name not in leave]
+        self._settings = [*(_fp32_settings(tf32) if _HAS_FP32_PRECISION else older), *others]
         # Written first, as they write some of the newer ones.
         self._also = older if _HAS_FP32_PRECISION else []
         self._before = _read_without_parents(self._settings)
@@ -196,13 +198,13 @@ class NumericSettings:
 
 
 @contextmanager
-def settings(precision: str, device: torch.device) -> Iterator[NumericSettings]:
+def settings(precision: str, device: torch.device, leave: Collection[str] = ()) -> Iterator[NumericSettings]:
     """Set what equal bits need: no TF32 unless asked for, no choice of kernels by timing, deterministic ones,
     and on a CPU one thread a kernel, as the kernel's last bits may depend on their number.
 
     Where an operation has no deterministic kernel PyTorch warns and goes on.
     """
-    held = NumericSettings(precision, device)
+    held = NumericSettings(precision, device, leave)
     try:
         yield held
     finally:

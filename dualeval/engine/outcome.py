@@ -3,111 +3,265 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+from dualeval.engine.columns import columns_of
 from dualeval.engine.description import describe
+from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.folder.journal import JournalFile, JournalWriter, errors_of, gather_failures
 from dualeval.engine.folder.opening import PreviousRun
-from dualeval.engine.plan import EvalPlan
+from dualeval.engine.folder.predictions import Rows, read_columns
+from dualeval.engine.in_memory import MemoryWriter
+from dualeval.engine.loop import Evaluation, unwritable
+from dualeval.engine.machines import chunks_by_machine
+from dualeval.engine.measured import check_keys, plain
+from dualeval.engine.recorder import Recorder
+from dualeval.engine.replay import batch_of_predictions, metric_digests
+from dualeval.errors import UsageError
 from dualeval.metrics import Measured
 from dualeval.result import Result
-from dualeval.tasks import Task
 
 _NAMED_AT_MOST = 5
 
 
-def make_result(
-    task: Task,
-    plan: EvalPlan,
-    measured: Sequence[Measured],
-    facts: Mapping[str, Any],
-    previous: PreviousRun,
-    reports: Sequence[Mapping[str, Any]],
-    *,
-    failures: Sequence[tuple[int, str]],
-    machines: Sequence[Mapping[str, Any]],
-    replay: str | None,
-    totals: tuple[int, int],
-    world: Mapping[str, Any],
-    job: Mapping[str, Any],
-    folder: Path,
-    setup_s: float,
-    total_s: float,
-) -> Result:
-    """Put a run's result together; the same on every rank, but for the seconds before the loop.
+class Outcome:
+    """What this rank makes of the evaluation when its loop is through.
 
     Args:
-        task: names the samples.
-        plan: the run's.
-        measured: what each metric says.
+        evaluation: what was evaluated.
         facts: about job and machines, as the ranks have agreed on them.
         previous: what was in the folder at the start.
-        reports: each rank's ``times``, and ``settings``: sentences about its numeric settings.
-        failures: index and error of each failed sample, in order; on rank 0 alone with the errors.
-        machines: each kind of machine that has computed chunks; on rank 0 those of earlier runs, too.
-        replay: how the comparison of a finished batch went.
-        totals: samples evaluated, samples failed.
-        world: as in the result, as ``folder``.
-        job: the options as the caller has them; those of the task are added as it uses them.
-        setup_s: seconds before the loop.
-        total_s: seconds in all.
+        folder: the output folder; None where nothing is written.
+        writer: what has taken this rank's rows.
+        recorder: what has taken its batches.
     """
-    dataset = task.dataset()
-    evaluated, failed = totals
-    # The slowest rank's: the run is not through before.
-    evaluate_s = max(report["times"]["evaluate"] for report in reports)
-    odd = {kind: list(ids) for kind, ids in task.findings(plan.num_samples).items() if ids}
-    remaining = previous.chunks.remaining
-    machine = facts["machine"]
-    return Result(
-        metrics={name: value for part in measured for name, value in part.values.items()},
-        intervals={name: interval for part in measured for name, interval in part.intervals.items()},
-        nonfinite={name: counts for part in measured for name, counts in part.nonfinite.items()},
-        units={name: unit for part in measured for name, unit in part.units.items()},
-        samples={"total": plan.num_samples, "evaluated": evaluated, "failed": failed},
-        failed=[{"id": dataset.id(index), "error": error} for index, error in failures],
-        chunks={
-            "total": plan.num_chunks,
-            "evaluated_now": len(remaining),
-            "resumed": plan.num_chunks - len(remaining),
-        },
-        job={**job, **task.options()},
-        description=describe(task, plan, facts["job"], facts["fingerprint"]),
-        fingerprint=facts["fingerprint"],
-        data={
-            "fingerprint": facts["job"]["data"],
-            "contents": facts["job"]["contents"],
-            "samples": len(dataset),
-            "findings": odd,
-        },
-        weights=facts["job"]["weights"],
-        versions=machine["versions"],
-        world=dict(world),
-        device={key: machine[key] for key in ("device", "model", "cpu_capability", "bits")},
-        homogeneous=len(machines) == 1,
-        machines=[dict(kind) for kind in machines],
-        finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        replay=replay,
-        timing={
-            "total_s": total_s,
-            "setup_s": setup_s,
-            "evaluate_s": evaluate_s,
-            "ranks": [report["times"] for report in reports],
-        },
-        samples_per_s=plan.samples_in(remaining) / evaluate_s,
-        work={name: count for part in measured for name, count in part.work.items()},
-        warnings=[
-            *previous.notes,
-            *dict.fromkeys(sentence for report in reports for sentence in report["settings"]),
-            *_warnings(measured, failed, odd, len(machines)),
-        ],
-        folder=str(folder),
-    )
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        facts: Mapping[str, Any],
+        previous: PreviousRun,
+        folder: RunFolder | None,
+        writer: JournalWriter | MemoryWriter,
+        recorder: Recorder,
+    ) -> None:
+        self._of = evaluation
+        self._facts = facts
+        self._previous = previous
+        self._folder = folder
+        self._writer = writer
+        self._recorder = recorder
+        self._ledger = recorder.ledger
+        self._backend = evaluation.context.backend
+        self._control = evaluation.context.control
+        self._progress = evaluation.context.control.progress
+        self._is_main = evaluation.context.backend.world.is_main
+
+    def result(
+        self, times: dict[str, float], said: Sequence[str], *, replay: str | None, setup_s: float
+    ) -> Result:
+        """Reduce, check, compute and, on rank 0, write; a collective.
+
+        Args:
+            times: seconds by part of this rank's loop.
+            said: sentences about this rank's numeric settings.
+            replay: how the comparison of a finished batch went.
+            setup_s: seconds before the loop.
+        """
+        self._reduce(times)
+        reports = self._backend.all_gather_json(
+            {
+                "times": times,
+                "first_failed": self._recorder.first_failed,
+                "files": len(self._writer.written),
+                "chunks": self._recorder.chunks_saved,
+                "settings": list(said),
+                "shared": self._folder is None or self._folder.shared,
+            }
+        )
+        self._ledger.verify_exactly_once()
+        evaluated, failed = self._ledger.totals()
+        if evaluated == 0:
+            index, error = min(report["first_failed"] for report in reports if report["first_failed"])
+            raise UsageError(
+                f"none of the {failed} samples could be read; the first, {self._of.dataset.id(index)}: "
+                f"{error}"
+            )
+        indices = gather_failures(self._backend, self._recorder.failed) if failed else []
+        with self._writable():
+            rows = self._collected(reports)
+            failures = self._with_errors(indices, rows)
+        measured = [plain(metric.name, metric.compute(slots)) for metric, slots in self._ledger.parts()]
+        measured += self._measured_by_rows(rows)
+        check_keys(measured)
+        made = self._made(measured, reports, failures, evaluated, replay, setup_s)
+        if self._folder is None or not self._is_main:
+            return made
+        with self._writable():
+            return self._written(self._folder, made, rows)
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise unwritable(self._recorder, error) from error
+
+    def _reduce(self, times: dict[str, float]) -> None:
+        if self._is_main:
+            # Once, and so on one rank alone.
+            self._previous.chunks.add_to(self._ledger.values)
+        start = perf_counter()
+        self._control.meet()
+        times["meet"] = perf_counter() - start
+        self._progress.step("reduce")
+        start = perf_counter()
+        self._ledger.values = self._backend.all_reduce(self._ledger.values, op="sum")
+        times["reduce"] = perf_counter() - start
+
+    def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[Rows]:
+        """On rank 0 the rows of all chunks, checked; on the others none. A collective."""
+        step = partial(self._progress.step, "reduce")
+        if isinstance(self._writer, MemoryWriter):
+            rounds = max(report["files"] for report in reports)
+            return self._writer.collect(self._backend, rounds, step)
+        assert self._folder is not None
+        self._folder.collect(self._backend, self._writer.written, reports, step)
+        self._progress.step("write")
+        if not self._is_main:
+            return []
+        fingerprint = self._facts["fingerprint"]
+        return self._folder.merged_files(
+            self._previous, reports, fingerprint, partial(self._progress.step, "write")
+        )
+
+    def _with_errors(self, failed: Sequence[int], rows: Sequence[Rows]) -> list[tuple[int, str]]:
+        """Index and error of each failed sample, in order; the errors on rank 0 alone. A collective."""
+        if not failed or not isinstance(self._writer, MemoryWriter):
+            return errors_of([file for file in rows if isinstance(file, JournalFile)], failed)
+        everyone = self._backend.gather_json(self._writer.failures)
+        errors = {index: error for own in everyone or [] for index, error in own}
+        return [(index, errors.get(index, "")) for index in failed]
+
+    def _measured_by_rows(self, rows: Sequence[Rows]) -> list[Measured]:
+        """What rank 0 makes of all samples' rows, sent to every rank."""
+        metrics = self._of.row_metrics
+        if not metrics:
+            return []
+        found: list[dict[str, Any]] | None = None
+        if self._is_main:
+            names = sorted({name for metric in metrics for name in metric.columns})
+            columns = read_columns(rows, self._of.plan, names, partial(self._progress.step, "write"))
+            found = [
+                asdict(plain(metric.name, metric.compute(columns_of(metric, columns)))) for metric in metrics
+            ]
+        self._control.meet()
+        found = self._backend.broadcast_json(found, src=0)
+        assert found is not None
+        # JSON keeps every bit of a float.
+        return [Measured(**measured) for measured in found]
+
+    def _made(
+        self,
+        measured: Sequence[Measured],
+        reports: Sequence[dict[str, Any]],
+        failures: Sequence[tuple[int, str]],
+        evaluated: int,
+        replay: str | None,
+        setup_s: float,
+    ) -> Result:
+        """The result; the same on every rank, but for seconds before the loop and earlier runs' machines."""
+        of, facts, previous, context = self._of, self._facts, self._previous, self._of.context
+        plan, world, machine = of.plan, context.backend.world, facts["machine"]
+        # The slowest rank's: the run is not through before.
+        evaluate_s = max(report["times"]["evaluate"] for report in reports)
+        odd = {kind: list(ids) for kind, ids in of.task.findings(plan.num_samples).items() if ids}
+        remaining = previous.chunks.remaining
+        machines = chunks_by_machine(
+            [
+                *((file.machine, len(file.chunks)) for file in previous.chunks.files),
+                *zip(facts["machines"], (report["chunks"] for report in reports), strict=True),
+            ]
+        )
+        return Result(
+            metrics={name: value for part in measured for name, value in part.values.items()},
+            intervals={name: interval for part in measured for name, interval in part.intervals.items()},
+            nonfinite={name: counts for part in measured for name, counts in part.nonfinite.items()},
+            units={name: unit for part in measured for name, unit in part.units.items()},
+            samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
+            failed=[{"id": of.dataset.id(index), "error": error} for index, error in failures],
+            chunks={
+                "total": plan.num_chunks,
+                "evaluated_now": len(remaining),
+                "resumed": plan.num_chunks - len(remaining),
+            },
+            job={**context.job, **of.task.options()},
+            description=describe(of.task, plan, facts["job"], facts["fingerprint"]),
+            fingerprint=facts["fingerprint"],
+            data={
+                "fingerprint": facts["job"]["data"],
+                "contents": facts["job"]["contents"],
+                "samples": len(of.dataset),
+                "findings": odd,
+            },
+            weights=facts["job"]["weights"],
+            versions=machine["versions"],
+            world={
+                "size": world.size,
+                "nodes": len(set(facts["hosts"])),
+                "launcher": world.launcher,
+                "backend": context.backend.name,
+            },
+            device={key: machine[key] for key in ("device", "model", "cpu_capability", "bits")},
+            homogeneous=len(machines) == 1,
+            machines=[dict(kind) for kind in machines],
+            finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            replay=replay,
+            timing={
+                "total_s": perf_counter() - context.started,
+                "setup_s": setup_s,
+                "evaluate_s": evaluate_s,
+                "ranks": [report["times"] for report in reports],
+            },
+            samples_per_s=plan.samples_in(remaining) / evaluate_s,
+            work={name: count for part in measured for name, count in part.work.items()},
+            warnings=[
+                *previous.notes,
+                *dict.fromkeys(sentence for report in reports for sentence in report["settings"]),
+                *_warnings(measured, len(failures), odd, len(machines)),
+            ],
+            folder=None if self._folder is None else str(self._folder.path),
+        )
+
+    def _written(self, folder: RunFolder, result: Result, rows: Sequence[Rows]) -> Result:
+        """Write the result and what lies beside it; rank 0 calls it."""
+        files = [file for file in rows if isinstance(file, JournalFile)]
+        return folder.write(
+            _compared_with_replaced(result, self._previous),
+            self._of.plan,
+            self._of.task,
+            self._of.kept,
+            self._previous,
+            files,
+            self._metric_digests,
+            step=partial(self._progress.step, "write"),
+        )
+
+    def _metric_digests(self, path: Path, fingerprint: str) -> dict[str, str]:
+        """What the metrics make of the batch that a later run compares, by their names."""
+        stored = batch_of_predictions(path, self._of.plan, fingerprint)
+        if not stored.evaluated.any():
+            return {}
+        return metric_digests(self._of.metrics, self._of.row_metrics, stored.columns)
 
 
-def compared_with_replaced(result: Result, previous: PreviousRun) -> Result:
+def _compared_with_replaced(result: Result, previous: PreviousRun) -> Result:
     """Warn where all was evaluated again, on a machine of the same bits, and came to other metrics."""
     if previous.replaced is None or not result.homogeneous:
         return result

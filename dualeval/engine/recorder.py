@@ -14,6 +14,7 @@ from torch import Tensor
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import MOST_OF_AN_ERROR, JournalWriter
 from dualeval.engine.folder.predictions import EVALUATED
+from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.ledger import Ledger
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.progress import Progress
@@ -127,6 +128,19 @@ def _column(finished: _Finished, name: str, like: Tensor) -> Tensor:
     return like.new_zeros(finished.rows, *like.shape[1:])
 
 
+def _alone(column: Tensor) -> Tensor:
+    """The column in memory of its own: a part of something larger would keep all of that until the fold.
+
+    Memory that is shared with a reading process is an open file besides, for every batch that waits.
+    """
+    if column.layout is not torch.strided:
+        return column
+    shared: bool = column.is_shared()  # type: ignore[no-untyped-call]
+    if shared or column.untyped_storage().nbytes() > column.numel() * column.element_size():
+        return column.clone(memory_format=torch.contiguous_format)
+    return column
+
+
 def check_rows(columns: Mapping[str, Tensor], batch: int, samples: range) -> None:
     """Check that the columns of a batch have one row a sample.
 
@@ -154,7 +168,7 @@ class Recorder:
 
     Attributes:
         ledger: everything written so far.
-        failed: indices of the failed samples so far; their errors are in the journal.
+        failed: indices of the failed samples so far; their errors are with their chunks' rows.
         first_failed: index and error of the first of them.
         chunks_saved: number of chunks written so far.
         metrics_s: seconds spent on the ledger.
@@ -166,12 +180,14 @@ class Recorder:
         plan: EvalPlan,
         metrics: Sequence[Metric],
         rows: Sequence[str],
-        writer: JournalWriter,
+        writer: JournalWriter | MemoryWriter,
         progress: Progress | None = None,
     ) -> None:
         self._plan = plan
         self._metrics = tuple(metrics)
         self._names = tuple(rows)
+        reads = [name for metric in self._metrics for name in metric.columns]
+        self._used = tuple(dict.fromkeys([*self._names, *reads]))
         self._writer = writer
         self._progress = progress or Progress()
         self._lock = threading.Lock()
@@ -190,8 +206,8 @@ class Recorder:
         self._flushed_at = monotonic()
 
     @property
-    def folder(self) -> Path:
-        """Where the journal's files are written."""
+    def folder(self) -> Path | None:
+        """Where the journal's files are written; None where nothing is."""
         return self._writer.folder
 
     def add(
@@ -219,10 +235,16 @@ class Recorder:
             self._chunk_failures += failures
             if failures:
                 self.first_failed = min(failures[0], self.first_failed or failures[0])
-            if columns is not None and self._empty is None:
-                self._empty = {name: column[:0] for name, column in columns.items()}
-            elif columns is not None:
-                self._check_kinds(columns, batch, samples)
+            if columns is not None:
+                if self._empty is None:
+                    # What nobody counts or keeps would only wait here for the fold.
+                    used = [name for name in self._used if name in columns]
+                    self._empty = {
+                        name: columns[name].new_empty(0, *columns[name].shape[1:]) for name in used
+                    }
+                else:
+                    self._check_kinds(columns, batch, samples)
+                columns = {name: _alone(columns[name]) for name in self._empty}
             self._chunk.append(_Finished(rows=len(samples), columns=columns, evaluated=evaluated))
             if batch == self._plan.chunk_batches(chunk)[-1]:
                 self._finish_chunk(chunk)

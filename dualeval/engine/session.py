@@ -405,6 +405,8 @@ class Session:
         assert self._watch is not None
         if self._watch.folder is not None:
             self._watch.folder.close()
+        # Nothing more is in hand, and the end is written down.
+        self._watch.release(done=False)
         if self.control.name.rank == 0 and self.control.stopping is not None:
             self.control.tell_end(code)
 

@@ -22,8 +22,10 @@ from dualeval.engine.control.beats import WAITING, Clock, Standstill
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.ending import end_process, say, spoken
 from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
 from dualeval.errors import message_of
+from dualeval.result import STATUS
 
 # Seconds from a signal, or from the news of a failure, until the main thread is waited for no longer.
 GRACE_S = 3.0
@@ -82,6 +84,7 @@ class Watch:
         self._stop = stop
         self._main = threading.get_ident()
         self._stacks: TextIOWrapper | None = None
+        self._guardian: Guardian | None = None
         self._arming = threading.Lock()
         self._interrupting = threading.Lock()
         self._in_evaluation = False
@@ -123,6 +126,8 @@ class Watch:
     def keep(self, folder: RunFolder) -> None:
         """Say where an end is written down, and stacks are."""
         self.folder = folder
+        if self._ends_process and not self._control.has_peers:
+            self._guardian = Guardian(folder.path / STATUS, folder.token, folder.stacks)
         if self._control.timeout_s is not None:
             # Else they go to standard error: a full disk is met soon enough.
             with suppress(OSError), self._arming:
@@ -137,6 +142,9 @@ class Watch:
         """
         self._is_done = done
         self.recorder = self.folder = None
+        guardian, self._guardian = self._guardian, None
+        if guardian is not None:
+            guardian.leave()
         with self._arming:
             stacks, self._stacks = self._stacks, None
             if stacks is None:

@@ -46,7 +46,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
         f"{timing['total_s']:.2f} s",
         *([f"work            {_work(result)}"] if result.work else []),
         f"metrics_digest  {result.metrics_digest}{_comparable(result)}",
-        f"files           {result.folder}",
+        *([] if result.folder is None else [f"files           {result.folder}"]),
     ]
     for line in lines:
         _print_line(console, line)

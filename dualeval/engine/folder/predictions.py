@@ -7,12 +7,12 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.engine.folder.journal import Column, JournalFile
+from dualeval.engine.folder.journal import Column
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 
@@ -26,6 +26,24 @@ WINDOW_ROWS = 16_384
 EVALUATED = "evaluated"
 
 
+class Rows(Protocol):
+    """Rows of some chunks, on the disk (``JournalFile``) or in memory (``MemoryRows``)."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def chunks(self) -> tuple[int, ...]: ...
+
+    @property
+    def rows(self) -> tuple[int, ...]: ...
+
+    @property
+    def columns(self) -> dict[str, Column]: ...
+
+    def read_rows(self, column: str, start: int, stop: int) -> npt.NDArray[Any]: ...
+
+
 def load_library() -> None:
     """Import the library that writes the rows; it takes a part of a second, and the first batch needs it."""
     import pyarrow.parquet  # noqa: F401
@@ -33,7 +51,7 @@ def load_library() -> None:
 
 def write_predictions(
     path: Path,
-    files: Sequence[JournalFile],
+    files: Sequence[Rows],
     plan: EvalPlan,
     task: Task,
     kept: Sequence[str],
@@ -128,7 +146,7 @@ def _table(
 
 def write_json_file(
     path: Path,
-    files: Sequence[JournalFile],
+    files: Sequence[Rows],
     plan: EvalPlan,
     task: Task,
     kept: Sequence[str],
@@ -176,7 +194,7 @@ def json_entries(task: Task, rows: Mapping[str, npt.NDArray[Any]], start: int, c
 
 
 def read_columns(
-    files: Sequence[JournalFile],
+    files: Sequence[Rows],
     plan: EvalPlan,
     columns: Sequence[str],
     step: Callable[[], None] = lambda: None,
@@ -212,7 +230,7 @@ def _arrow(pyarrow: Any, values: npt.NDArray[Any], missing: npt.NDArray[np.bool_
 
 
 def _windows(
-    files: Sequence[JournalFile], plan: EvalPlan, columns: Sequence[str]
+    files: Sequence[Rows], plan: EvalPlan, columns: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
     """Yield (index of the first sample, columns) for consecutive chunks of about ``WINDOW_ROWS`` rows."""
     where = _places(files, plan)
@@ -258,7 +276,7 @@ def _windows(
         chunk = last + 1
 
 
-def _places(files: Sequence[JournalFile], plan: EvalPlan) -> npt.NDArray[np.int64]:
+def _places(files: Sequence[Rows], plan: EvalPlan) -> npt.NDArray[np.int64]:
     """For each chunk the number of its file and of its first row there, shape (chunks, 2)."""
     where = np.full((plan.num_chunks, 2), -1, np.int64)
     for number, file in enumerate(files):

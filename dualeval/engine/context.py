@@ -1,0 +1,52 @@
+"""RunContext: what an evaluation gets from its caller, beside the task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.options import RunOptions
+from dualeval.engine.watch import Watch
+
+if TYPE_CHECKING:
+    from dualeval.backends.base import Backend
+
+# Called with (samples done over all ranks, samples in all); on rank 0 only.
+Show: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """Where an evaluation runs, how, and whom it reports to.
+
+    Attributes:
+        backend: how the ranks reduce and gather.
+        control: where the ranks meet; opened on the same backend.
+        options: how it runs, and where its files go.
+        watch: saves what is finished, and ends this process, where it cannot end by itself.
+        note: called with sentences for people, on rank 0 only.
+        job: the options as the caller wants them recorded in the result; ``task.options()`` is added.
+        show: progress display, called on rank 0 from a thread of its own.
+        started: ``perf_counter()`` at the start of the run.
+        guest: the process belongs to a caller's script, such as one that trains; it finds everything
+            afterwards as it was before.
+    """
+
+    backend: Backend
+    control: ControlPlane
+    options: RunOptions
+    watch: Watch | None = None
+    note: Callable[[str], None] = lambda sentence: None
+    job: Mapping[str, Any] = field(default_factory=dict)
+    show: Show | None = None
+    started: float = field(default_factory=perf_counter)
+    guest: bool = False
+
+    def note_all(self, sentences: list[str]) -> None:
+        """Call ``note`` with each sentence, on rank 0."""
+        if self.backend.world.is_main:
+            for sentence in sentences:
+                self.note(sentence)

@@ -1,0 +1,401 @@
+"""Execution: one evaluation, from the first meeting of its ranks to its result."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy.typing as npt
+from torch import nn
+
+from dualeval.engine import replay, trial
+from dualeval.engine.agreement import check_same_job, machine_facts
+from dualeval.engine.columns import kept_columns
+from dualeval.engine.context import RunContext
+from dualeval.engine.feed import FailedSample
+from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.folder.journal import FinishedChunks, JournalWriter
+from dualeval.engine.folder.opening import PreviousRun, folder_of_launch
+from dualeval.engine.folder.predictions import load_library
+from dualeval.engine.folder.process import launch_of
+from dualeval.engine.identity import contents_fingerprint, job_identity
+from dualeval.engine.in_memory import MemoryWriter
+from dualeval.engine.loop import Evaluation, Loop, ahead_of
+from dualeval.engine.machines import check_kinds_of_ranks
+from dualeval.engine.outcome import Outcome
+from dualeval.engine.plan import EvalPlan
+from dualeval.engine.recorder import Recorder
+from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
+from dualeval.errors import PeerError, UsageError
+from dualeval.result import PREDICTIONS, Result, sha256_of_json
+from dualeval.tasks import Dataset, Task
+
+
+class Execution:
+    """One evaluation on this rank: ``begin``, ``prove``, the ``loop``, ``finish``; ``fail`` where it breaks.
+
+    Args:
+        task: what is evaluated.
+        model: the task's, as it was built.
+        context: where it runs, and how.
+        threads: what this rank may compute in.
+
+    Attributes:
+        evaluation: all that is the same for each batch; complete after ``begin``.
+        previous: what earlier runs have left; from ``begin`` on.
+        loop: hands out the batches; from ``start_loop`` on.
+        said: sentences about numeric settings, for the result.
+
+    Raises:
+        UsageError: the data set is empty, or metrics or columns are not as they must be.
+    """
+
+    previous: PreviousRun
+    loop: Loop
+
+    def __init__(self, task: Task, model: nn.Module, context: RunContext, *, threads: int) -> None:
+        self._task = task
+        self._context = context
+        self._options = context.options
+        self._backend = context.backend
+        self._control = context.control
+        self._world = context.backend.world
+        self._progress = context.control.progress
+        self._folder: RunFolder | None = None
+        self._proof: str | None = None
+        self.said: list[str] = []
+        dataset = task.dataset()
+        self._plan = plan_of(dataset, context)
+        metrics, row_metrics = tuple(task.metrics()), tuple(task.row_metrics())
+        self._columns = kept_columns(task, metrics, row_metrics)
+        trial.check_names([*metrics, *row_metrics], self._columns)
+        # What nobody reads again is not kept where nothing is written.
+        of_rows = tuple(dict.fromkeys(name for metric in row_metrics for name in metric.columns))
+        self.evaluation = Evaluation(
+            task=task,
+            dataset=dataset,
+            model=model,
+            plan=self._plan,
+            metrics=metrics,
+            row_metrics=row_metrics,
+            kept=of_rows if self._options.out is None else self._columns,
+            context=context,
+            device=context.backend.device,
+            workers=self._options.workers,
+            threads=threads,
+        )
+
+    # -- before the loop ---------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Agree with all ranks on the job, and open the output folder.
+
+        Raises:
+            UsageError: the ranks have different jobs, or the folder holds another one.
+        """
+        self._facts = self._agree()
+        if self._options.out is not None:
+            self._open_folder()
+            if self._context.watch is not None and self._folder is not None:
+                self._context.watch.keep(self._folder)
+            return
+        chunks = tuple(range(self._plan.num_chunks))
+        nothing = FinishedChunks(files=(), remaining=chunks, left_out=())
+        self.previous = PreviousRun(chunks=nothing)
+
+    def _agree(self) -> dict[str, Any]:
+        """Compare jobs and machines over all ranks; returns what the result says about both."""
+        of = self.evaluation
+        # Of the model as it was built: what is folded or compiled later is another one to look at, and the
+        # same to compute with.
+        job = {
+            **job_identity(
+                self._task,
+                of.dataset,
+                of.model,
+                of.metrics,
+                of.row_metrics,
+                self._plan.num_samples,
+            ),
+            "columns": list(self._columns),
+            "batch_size": self._plan.batch_size,
+            "precision": self._options.precision,
+            "on_error": self._options.on_error,
+        }
+        machine = {
+            **machine_facts(self._backend.device, self._task.libraries, self._options.precision),
+            # Beside the versions: what was computed with another torch may be gone on with, where it is
+            # asked for.
+            "libraries": job.pop("libraries"),
+        }
+        reading = self._measure_reading()
+        self._control.meet()
+        everyone = self._backend.all_gather_json(
+            {
+                "job": job,
+                "machine": machine,
+                "host": socket.gethostname(),
+                "launch": launch_of(self._world),
+                "reading": asdict(reading),
+            }
+        )
+        hosts = [rank["host"] for rank in everyone]
+        check_same_job([rank["job"] for rank in everyone], hosts)
+        self._fit_workers([Reading(**rank["reading"]) for rank in everyone])
+        # After what costs less to compare, and so of the same samples on every rank.
+        job["contents"] = contents_fingerprint(
+            of.dataset, self._plan.num_samples, self._backend, self._control
+        )
+        machines = [rank["machine"] for rank in everyone]
+        check_kinds_of_ranks(machines, hosts, mix=self._options.mix_machines)
+        return {
+            "job": job,
+            "machine": machines[0],
+            "machines": machines,
+            "hosts": hosts,
+            "launches": sorted({rank["launch"] for rank in everyone} - {None}),
+            "files": sorted(self._task.json_files),
+            "task_class": f"{type(self._task).__module__}.{type(self._task).__qualname__}",
+            "metrics": job["metrics"],
+            "fingerprint": sha256_of_json(job),
+        }
+
+    def _measure_reading(self) -> Reading:
+        """What the reading processes of this rank will need of the shared memory."""
+        of = self.evaluation
+        batches = -(-self._plan.num_batches // self._world.size)
+        return measure_reading(
+            of.dataset,
+            self._task,
+            of.model,
+            self._plan.batch_size,
+            workers=min(self._options.workers, batches),
+            ahead=ahead_of(self._options.schedule),
+            # One that comes out of the loader, and those that are computed; for a GPU they are copied first.
+            held=1 + (of.threads if of.device.type == "cpu" else 1),
+            batches=batches,
+        )
+
+    def _fit_workers(self, everyone: Sequence[Reading]) -> None:
+        """Take no more reading processes than the shared memory has room for."""
+        workers, notes = choose_workers(everyone, chosen=not self._options.fewer_workers)
+        if notes:
+            self.evaluation = replace(self.evaluation, workers=workers[self._world.rank])
+        self._context.note_all(notes)
+
+    def _open_folder(self) -> None:
+        """Rank 0 makes the output folder, or goes on in it; the others learn what was there."""
+        message: dict[str, Any] | None = None
+        if self._world.is_main:
+            folder, previous = RunFolder.open(
+                self._path().absolute(),
+                secrets.token_hex(4),
+                self._plan,
+                self._facts,
+                fresh=self._options.fresh,
+                lease=self._options.lease,
+                mix_machines=self._options.mix_machines,
+                step=lambda: self._progress.step("setup"),
+            )
+            self._folder = folder
+            folder.keep_lease(lambda reason: self._control.give_up(reason, rank=self._control.name.rank))
+            message = folder.to_message(previous, self._plan)
+        self._control.meet()
+        message = self._backend.broadcast_json(message, src=0)
+        assert message is not None
+        if not self._world.is_main:
+            folder, previous = RunFolder.from_message(
+                message, self._plan, rank=self._world.rank, path=self._options.path
+            )
+        self._folder, self.previous = folder, previous
+        self._control.meet()
+        apart = self._backend.gather_json(folder.shared)
+        if self._world.is_main:
+            self._note_previous_run(folder, [rank for rank, shared in enumerate(apart or []) if not shared])
+
+    def _path(self) -> Path:
+        if self._options.path is not None:
+            return self._options.path
+        fingerprint = self._facts["fingerprint"]
+        earlier = folder_of_launch(Path("runs"), fingerprint, self._facts["launches"])
+        if earlier is not None:
+            return earlier
+        now = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+        new = [f"{now}{again}-{fingerprint[:8]}" for again in ("", *(f".{n}" for n in range(2, 100)))]
+        return next(path for name in new if not (path := Path("runs") / name).exists())
+
+    def _note_previous_run(self, folder: RunFolder, apart: list[int]) -> None:
+        note, previous = self._context.note, self.previous
+        for sentence in previous.notes:
+            note(sentence)
+        if previous.finished is not None:
+            return
+        done = self._plan.num_chunks - len(previous.chunks.remaining)
+        if done:
+            note(f"goes on in {folder.path}: {done} of {self._plan.num_chunks} chunks are finished already")
+        if apart:
+            ranks = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
+            note(
+                f"rank {ranks} of {self._world.size} cannot see {folder.path} on {socket.gethostname()}: "
+                "what they finish is sent when all is done, and is lost where the run is ended before"
+            )
+
+    def stored_batch(self) -> replay.StoredBatch | None:
+        """On rank 0, one batch that an earlier run has finished, to be evaluated anew; None without one."""
+        if self._folder is None or not self._has_earlier() or not self._options.replay:
+            return None
+        if not self._world.is_main:
+            return None
+        self._progress.step("setup")
+        fingerprint, finished = self._facts["fingerprint"], self.previous.finished
+        if finished is None:
+            return replay.batch_of_journal(self.previous.chunks.files, self._plan, fingerprint)
+        return replay.batch_of_predictions(
+            self._folder.path / PREDICTIONS, self._plan, fingerprint, finished.machines
+        )
+
+    def prove(
+        self,
+        stored: replay.StoredBatch | None,
+        evaluate: Callable[[range], tuple[Mapping[str, npt.NDArray[Any]], tuple[FailedSample, ...]]],
+    ) -> Result | None:
+        """Compare a finished batch with what this job gives now; a collective where anything is finished.
+
+        Args:
+            stored: as ``stored_batch`` gave it.
+            evaluate: gives the kept columns of a batch, and its samples that could not be read.
+
+        Returns:
+            The result, where an earlier run has come to its end here; None where there is work to do.
+
+        Raises:
+            UsageError: they differ.
+        """
+        if not self._has_earlier():
+            return None
+        if not self._options.replay:
+            self._proof = replay.SKIPPED
+            self._context.note_all(["what is finished is not compared with what this job gives now"])
+        else:
+            self._proof = None if stored is None else self._compare(stored, evaluate)
+            self._control.meet()
+            self._proof = str(self._backend.broadcast_json(self._proof, src=0))
+        if self.previous.finished is None:
+            return None
+        assert self._folder is not None
+        self._context.note_all(
+            [f"this job was finished before, in {self._folder.path}: its result is shown again"]
+        )
+        self._control.meet()
+        self._close(done=True)
+        return replace(self.previous.finished, earlier=True, replay=self._proof)
+
+    def _has_earlier(self) -> bool:
+        return (
+            self.previous.finished is not None or len(self.previous.chunks.remaining) < self._plan.num_chunks
+        )
+
+    def _compare(
+        self,
+        stored: replay.StoredBatch,
+        evaluate: Callable[[range], tuple[Mapping[str, npt.NDArray[Any]], tuple[FailedSample, ...]]],
+    ) -> str:
+        assert self._folder is not None
+        proof = replay.Proof(
+            stored,
+            evaluate,
+            machine=self._facts["machine"],
+            precision=self._options.precision,
+            place=self._folder.path,
+            name=self.evaluation.dataset.id,
+        )
+        compared, note = proof.rows()
+        proof.texts(self._task)
+        finished = self.previous.finished
+        digests = {} if finished is None else finished.metric_digests
+        proof.metrics(self.evaluation.metrics, self.evaluation.row_metrics, self._plan, digests)
+        if note is not None:
+            self._context.note(note)
+        return compared
+
+    # -- the loop and after it ---------------------------------------------------------------------
+
+    def start_loop(self) -> None:
+        """Make the loop, and what takes its batches; what was done until now counts as setup."""
+        if self._folder is None:
+            self._writer: JournalWriter | MemoryWriter = MemoryWriter(keeps=bool(self.evaluation.row_metrics))
+        else:
+            self._writer = JournalWriter(
+                self._folder.journal,
+                fingerprint=self._facts["fingerprint"],
+                machine=self._facts["machines"][self._world.rank],
+                prefix=self._folder.prefix(self._world.rank),
+            )
+        of = self.evaluation
+        self._recorder = Recorder(self._plan, of.metrics, of.kept, self._writer, self._progress)
+        if self._folder is not None:
+            if self._context.watch is not None:
+                self._context.watch.recorder = self._recorder
+            if self._world.is_main:
+                load_library()
+        self.loop = Loop(of, self._recorder)
+        self._setup_s = perf_counter() - self._context.started
+
+    def finish(self) -> Result:
+        """Reduce, check, compute the metrics and, on rank 0, write; every rank gets the same metrics.
+
+        Raises:
+            ExactlyOnceError: a sample was counted never, or more than once.
+            UsageError: no sample could be read.
+            DualevalError: the output folder cannot be written.
+        """
+        recorder = self._recorder
+        times = {
+            **self.loop.times,
+            "metrics": self.loop.postprocess_s + recorder.metrics_s,
+            "journal": recorder.journal_s,
+        }
+        outcome = Outcome(self.evaluation, self._facts, self.previous, self._folder, self._writer, recorder)
+        result = outcome.result(times, self.said, replay=self._proof, setup_s=self._setup_s)
+        # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
+        self._control.meet()
+        self._close(done=True)
+        return result
+
+    def fail(self, error: BaseException) -> None:
+        """Write down how the evaluation ended, where that is this rank's to write."""
+        if self._context.watch is not None:
+            # Whose session writes that down, when all ranks have saved what they had.
+            return
+        folder = self._folder
+        # Where rank 0 is what failed, another rank has to write it.
+        of_rank_0 = isinstance(error, PeerError) and error.rank == 0
+        if folder is not None and (self._world.is_main or (folder.shared and of_rank_0)):
+            folder.note_end(error)
+        self._close(done=False)
+
+    def _close(self, *, done: bool) -> None:
+        if self._context.watch is not None:
+            self._context.watch.release(done=done)
+        if self._folder is not None:
+            self._folder.close()
+
+
+def plan_of(dataset: Dataset, context: RunContext) -> EvalPlan:
+    """The division of a data set.
+
+    Raises:
+        UsageError: it is empty.
+    """
+    count, limit = len(dataset), context.options.limit
+    if count == 0:
+        raise UsageError("the data set is empty: nothing to evaluate")
+    return EvalPlan(
+        num_samples=count if limit is None else min(limit, count), batch_size=context.options.batch_size
+    )

@@ -1,0 +1,88 @@
+"""The engine's own way through the loop: the task's forward and observe, several batches at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+from typing import Any
+
+import numpy.typing as npt
+
+from dualeval.engine.compute import Compute, usable_threads
+from dualeval.engine.feed import FailedSample
+from dualeval.engine.folder.opening import PreviousRun
+from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
+from dualeval.engine.numerics import NumericSettings
+from dualeval.engine.transfer import Pending
+
+
+def evaluate_all(
+    evaluation: Evaluation, loop: Loop, previous: PreviousRun, settings: NumericSettings
+) -> list[str]:
+    """Compute every batch that the loop hands out: no collective, no wait but for the oldest under way.
+
+    Args:
+        evaluation: what is evaluated.
+        loop: hands out the batches and takes their columns.
+        previous: what earlier runs have finished.
+        settings: those in force.
+
+    Returns:
+        Sentences on numeric settings that a forward has changed.
+    """
+    under_way: deque[tuple[Work, Pending | None]] = deque()
+    compute_s = 0.0
+
+    def settle() -> float:
+        start = perf_counter()
+        work, pending = under_way.popleft()
+        evaluation.context.control.progress.step("forward", work.chunk)
+        columns = None if pending is None else pending()
+        waited = perf_counter() - start
+        loop.take(work, columns)
+        return waited
+
+    share = loop.share_of(previous.chunks.remaining)
+    threads = usable_threads(evaluation.task, evaluation.model, evaluation.device, evaluation.threads, share)
+    with loop.running(previous), _compute(evaluation, threads, settings) as compute:
+        for work, data in loop.work(previous.chunks.remaining):
+            start = perf_counter()
+            under_way.append((work, None if data is None else compute.start(data)))
+            compute_s += perf_counter() - start
+            if len(under_way) > compute.ahead:
+                compute_s += settle()
+        while under_way:
+            compute_s += settle()
+    loop.times["compute"] = compute_s
+    return settings.check_after_loop(compute.changed_settings, compute.changed_inside)
+
+
+def evaluate_alone(
+    evaluation: Evaluation, samples: range
+) -> tuple[dict[str, npt.NDArray[Any]], tuple[FailedSample, ...]]:
+    """Read and compute one batch by itself, as the loop would.
+
+    Returns:
+        Its kept columns by name, first dimension the samples; and the samples that could not be read.
+
+    Raises:
+        UsageError: none of it can be read, or one cannot, where that ends a run.
+    """
+    data, failed = read_alone(evaluation, samples)
+    if data is None:
+        raise unreadable(evaluation.dataset, failed[0])
+    with _compute(evaluation, 1) as compute:
+        columns = evaluation.task.postprocess(compute.start(data)(), samples)
+    return {name: columns[name].numpy() for name in evaluation.kept}, failed
+
+
+def _compute(evaluation: Evaluation, threads: int, settings: NumericSettings | None = None) -> Compute:
+    return Compute(
+        evaluation.task,
+        evaluation.model,
+        evaluation.device,
+        evaluation.context.options.precision,
+        threads,
+        settings,
+        inference=not evaluation.context.guest,
+    )

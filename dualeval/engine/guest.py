@@ -1,0 +1,256 @@
+"""An evaluation inside a caller's script: what the script finds afterwards is what it had before.
+
+A training loop goes on after an evaluation, bit for bit as without it. So the model's modes, hooks, tensors
+and gradients, the states of all random generators and torch's settings are put back, also after an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dualeval.errors import UsageError
+from dualeval.tasks import Task
+from dualeval.world import World
+
+# Hooks, and what a module does by its attributes: all are dicts of the module.
+_DICTS = (
+    *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
+    *("_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
+
+
+class Guest:
+    """Remembers models, and puts them back as they were."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, _Module] = {}
+        self._tensors: dict[int, _Tensor] = {}
+
+    def remember(self, model: nn.Module) -> None:
+        """Note the state of a model, if it is not known yet."""
+        for module in model.modules():
+            if id(module) not in self._modules:
+                self._modules[id(module)] = _Module.of(module)
+                for parameter in module._parameters.values():
+                    self._note(parameter, keeps_values=False)
+                for buffer in module._buffers.values():
+                    self._note(buffer, keeps_values=True)
+
+    def _note(self, tensor: Tensor | None, *, keeps_values: bool) -> None:
+        if tensor is not None and id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = _Tensor.of(tensor, keeps_values=keeps_values)
+
+    def take(self, model: nn.Module, device: torch.device, world: World) -> nn.Module:
+        """The model that is evaluated, without what wraps it for training on several processes.
+
+        Args:
+            model: as the task's ``build_model`` gave it.
+            device: where the batches are.
+            world: this process's place.
+
+        Raises:
+            UsageError: the model is on another device, or its forward is a collective.
+        """
+        self.remember(model)
+        model = unwrapped(model)
+        for module in list(model.modules()):
+            module._modules.update(
+                {name: unwrapped(part) for name, part in module._modules.items() if part is not None}
+            )
+        sharded = [type(part).__name__ for part in model.modules() if _SHARDED & _names(part)]
+        if sharded and world.size > 1:
+            raise UsageError(
+                f"the model is sharded ({sharded[0]}): every forward of one rank waits for all others, and "
+                "ranks have different numbers of batches here. Evaluate a model that is whole on each rank: "
+                "gather its state_dict (torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+                "full_state_dict=True) and load it into a plain copy."
+            )
+        devices = {parameter.device.type for parameter in model.parameters()}
+        if devices and device.type not in devices:
+            raise UsageError(
+                f"the model is on {', '.join(sorted(devices))}, and this evaluation computes on {device}: it "
+                f"does not move a model of the caller's. Give device={min(devices)!r}, or move the model."
+            )
+        return model
+
+    def put_back(self) -> None:
+        """Put every model back as it was when it was remembered."""
+        for module in self._modules.values():
+            module.put_back()
+        for tensor in self._tensors.values():
+            tensor.put_back()
+
+    def check(self) -> None:
+        """Check that no parameter has other values: those are not kept twice.
+
+        Raises:
+            UsageError: one has; names it.
+        """
+        for module in self._modules.values():
+            for name, parameter in module.module._parameters.items():
+                if parameter is not None and self._tensors[id(parameter)].is_changed:
+                    raise UsageError(
+                        f"the evaluation has changed the parameter {name!r} of a "
+                        f"{type(module.module).__name__} in place, and its values before are not kept: let "
+                        "the task's build_model and forward leave the parameters alone, or give "
+                        "build_model a copy of the model to return."
+                    )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel and DataParallel.
+
+    In evaluation mode, too, the wrapper would broadcast the buffers before each forward.
+    """
+    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        model = model.module
+    return model
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__}
+
+
+@dataclass(frozen=True)
+class _Module:
+    module: nn.Module
+    training: bool
+    dicts: Mapping[str, dict[Any, Any]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Module:
+        own = vars(module)
+        return cls(module, module.training, {name: dict(own[name]) for name in _DICTS if name in own})
+
+    def put_back(self) -> None:
+        # By the attribute: train() may be a method of the model's own.
+        self.module.training = self.training
+        for name, before in self.dicts.items():
+            now = vars(self.module)[name]
+            if list(now) != list(before) or any(now[key] is not before[key] for key in before):
+                now.clear()
+                now.update(before)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    tensor: Tensor
+    data: Tensor
+    requires_grad: bool
+    grad: Tensor | None
+    version: int
+    values: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, keeps_values: bool) -> _Tensor:
+        values = tensor.detach().clone() if keeps_values else None
+        grad = tensor.grad if tensor.is_leaf else None
+        return cls(tensor, tensor.data, tensor.requires_grad, grad, _version_of(tensor), values)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something was written into it since."""
+        return _version_of(self.tensor) != self.version
+
+    def put_back(self) -> None:
+        tensor, data = self.tensor, self.data
+        if (tensor.device, tensor.dtype, tensor.shape) != (data.device, data.dtype, data.shape):
+            # Moved or cast in place: its first memory is still there.
+            tensor.data = data
+        if self.is_changed and self.values is not None:
+            with torch.no_grad():
+                data.copy_(self.values)
+        if tensor.is_leaf:
+            if tensor.requires_grad != self.requires_grad:
+                tensor.requires_grad_(self.requires_grad)
+            if tensor.grad is not self.grad:
+                tensor.grad = self.grad
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def as_it_was(task: Task) -> Iterator[Guest]:
+    """Put back at the end what an evaluation of a task may change in the process and in the task's models.
+
+    The models are those that the task has among its attributes, those that its ``build_model`` names, and
+    the one that it returns. Put back are, of every module, its mode, its hooks and its parts; of parameters
+    and buffers their device, dtype, ``requires_grad`` and ``grad``, and the values of buffers; the states of
+    Python's, numpy's and torch's random generators; grad mode, autocast, and torch's other settings.
+
+    Yields:
+        What remembers further models.
+
+    Raises:
+        UsageError: a parameter has other values than before.
+    """
+    guest = Guest()
+    for model in _models_of(task):
+        guest.remember(model)
+    generators = _Generators()
+    autocast = _autocast_state()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield guest
+        guest.check()
+    finally:
+        guest.put_back()
+        generators.put_back()
+        _set_autocast(autocast)
+
+
+def _models_of(task: Task) -> list[nn.Module]:
+    """The models that a task holds before it is asked for one."""
+    found: list[nn.Module] = []
+    named = inspect.getclosurevars(inspect.unwrap(type(task).build_model))
+    parts: list[Any] = [task, *vars(task).values(), *named.nonlocals.values(), *named.globals.values()]
+    for part in parts:
+        if isinstance(part, Mapping):
+            inside: Iterable[Any] = part.values()
+        else:
+            inside = part if isinstance(part, list | tuple) else [part]
+        found += [value for value in inside if isinstance(value, nn.Module)]
+    return found
+
+
+class _Generators:
+    """The states of the process's random generators."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state_all() if has_cuda else None
+
+    def put_back(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+def _autocast_state() -> dict[str, tuple[bool, torch.dtype]]:
+    kinds = ("cpu", "cuda")
+    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+
+
+def _set_autocast(state: Mapping[str, tuple[bool, torch.dtype]]) -> None:
+    for kind, (enabled, dtype) in state.items():
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)

@@ -1,0 +1,118 @@
+"""Rows in memory: what row metrics read, where an evaluation writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dualeval.engine.folder.journal import Column
+
+if TYPE_CHECKING:
+    from dualeval.backends.base import Backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRows:
+    """Rows of finished chunks, read as those of a journal file are.
+
+    Attributes:
+        path: names them in messages.
+        chunks: numbers of the chunks, in the order of the rows.
+        rows: number of rows of each chunk.
+        columns: the columns by name; the offset of each is that in ``content``.
+        content: the columns in C order, one after the other, uint8.
+    """
+
+    path: Path
+    chunks: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: dict[str, Column]
+    content: npt.NDArray[np.uint8]
+
+    def read_rows(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Rows ``start`` to ``stop`` of a column, shape (stop - start, *row_shape)."""
+        where = self.columns[column]
+        first, last = (where.offset + row * where.row_bytes for row in (start, stop))
+        return self.content[first:last].view(where.dtype).reshape(stop - start, *where.row_shape)
+
+
+class MemoryWriter:
+    """Takes what a ``JournalWriter`` takes, and keeps the rows alone.
+
+    Args:
+        keeps: whether a row metric wants any; without one nothing is kept.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.folder = None
+        self._keeps = keeps
+        # Index and error of each sample that could not be read.
+        self.failures: list[tuple[int, str]] = []
+        # Of each part: how to read it, and the columns themselves.
+        self.written: list[tuple[dict[str, Any], list[npt.NDArray[Any]]]] = []
+
+    def write(
+        self,
+        chunks: Sequence[int],
+        rows: Sequence[int],
+        delta: Tensor,
+        columns: Mapping[str, Tensor],
+        failures: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        """Keep the rows of finished chunks; arguments as for ``JournalWriter``."""
+        self.failures += failures
+        if self._keeps:
+            arrays = {name: np.ascontiguousarray(column.numpy()) for name, column in columns.items()}
+            described = [[name, array.dtype.str, array.shape[1:]] for name, array in arrays.items()]
+            header = {"chunks": list(chunks), "rows": list(rows), "columns": described}
+            self.written.append((header, list(arrays.values())))
+
+    def collect(
+        self, backend: Backend, rounds: int, step: Callable[[], None] = lambda: None
+    ) -> list[MemoryRows]:
+        """Bring all ranks' rows to rank 0, a part of each rank a round; a collective.
+
+        Args:
+            backend: carries them.
+            rounds: the largest number of parts of any rank.
+            step: called with every round.
+
+        Returns:
+            The rows of all ranks on rank 0; nothing on the others. No rank keeps its own.
+        """
+        found = []
+        parts, self.written = self.written[::-1], []
+        for _ in range(rounds):
+            header, arrays = parts.pop() if parts else (None, [])
+            pieces = [torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in arrays]
+            content = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+            del arrays, pieces
+            headers = backend.gather_json(header)
+            contents = backend.gather(content)
+            for rank, (described, values) in enumerate(zip(headers or [], contents or [], strict=True)):
+                if described is not None:
+                    found.append(_rows_of(rank, described, values))
+            step()
+        return found
+
+
+def _rows_of(rank: int, header: Mapping[str, Any], content: Tensor) -> MemoryRows:
+    columns, offset = {}, 0
+    for name, dtype, shape in header["columns"]:
+        column = Column(name=name, dtype=np.dtype(dtype), row_shape=tuple(shape), offset=offset)
+        columns[name] = column
+        offset += sum(header["rows"]) * column.row_bytes
+    return MemoryRows(
+        path=Path(f"the memory of rank {rank}"),
+        chunks=tuple(header["chunks"]),
+        rows=tuple(header["rows"]),
+        columns=columns,
+        content=content.numpy(),
+    )

@@ -1,0 +1,339 @@
+"""OwnLoop: a loop of the caller's own, counted, saved and resumed as the engine's is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.engine import numerics
+from dualeval.engine.context import RunContext
+from dualeval.engine.execution import Execution, plan_of
+from dualeval.engine.feed import FailedSample
+from dualeval.engine.loop import Evaluation, read_alone
+from dualeval.engine.own_task import LoopTask
+from dualeval.errors import UsageError
+from dualeval.metrics import Metric, RowMetric
+from dualeval.result import Result
+
+_HOST = torch.device("cpu")
+_USAGE = "for batch in session.batches(dataset): ...; session.add(batch, loss=losses)"
+# The caller's own matter: the loop may be inside of torch.no_grad().
+_CALLERS = ("torch.is_grad_enabled()", "torch.get_default_dtype()")
+
+Columns = dict[str, Tensor]
+
+
+class OwnLoop:
+    """The batches of a caller's own loop, its columns, and the result.
+
+    Every sample is in one batch of one rank. The caller computes each batch that ``batches`` gives, and hands
+    its columns to ``add``. The batches are the same at every number of ranks, finished ones are saved in
+    ``out``, and a loop that is started again there goes on. While it lasts, numeric settings are those of
+    ``dualeval run``: one thread a kernel on a CPU, no TF32 unless asked for, deterministic kernels.
+
+    Before the first batch is counted, each rank computes one, from whose columns all ranks learn what the
+    caller adds; and where an earlier run has left finished batches, rank 0 computes one of them anew, which
+    must have the same bits.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__``; a tensor, a list, or a map-style data set.
+        context: where it runs, and how.
+        collate: makes a batch of a list of samples; torch's ``default_collate`` without it.
+        metrics: what is measured; without them the mean of every column, under its name, of bools the
+            fraction of true ones.
+        model: joins the job's identity, so that a loop with other weights does not go on in ``out``.
+
+    Raises:
+        UsageError: the data set has no length, or the precision is the caller's to choose.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        context: RunContext,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        metrics: Sequence[Metric | RowMetric] | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise UsageError(
+                f"a {type(dataset).__name__} has no length or no samples by index: expected a tensor, a list "
+                "or a map-style data set, with __len__ and __getitem__"
+            )
+        if numerics.PRECISIONS[context.options.precision] is not None:
+            raise UsageError(
+                f"precision {context.options.precision!r}: autocast in a loop of your own is yours to write, "
+                "with torch.autocast(...) around the forward. Leave precision out."
+            )
+        numerics.check_precision(context.options.precision, context.backend.device)
+        self._context = context
+        self._task = LoopTask(dataset, collate, metrics, model)
+        self._plan = plan_of(self._task.dataset(), context)
+        self._batches: Generator[Any, None, None] | None = None
+        self._execution: Execution | None = None
+        self._in_hand: tuple[Any, range] | None = None
+        self._added: Columns | None = None
+        self._first: tuple[int, Columns] | None = None
+        self._done = 0
+        self._share = 0
+        self._is_through = False
+        self._result: Result | None = None
+
+    def batches(self) -> Generator[Any, None, None]:
+        """This rank's batches, as ``collate`` made them, on the CPU.
+
+        Raises:
+            UsageError: a batch was not added, or samples, columns, options and folder do not fit together.
+            PeerError: another rank failed first.
+            Stopped: a signal has ended the run; what was added is saved.
+        """
+        if self._batches is not None:
+            raise UsageError("the batches of this loop have been asked for before: one loop, one result")
+        self._batches = self._run()
+        return self._batches
+
+    def add(self, batch: Any, **columns: Any) -> None:
+        """Give the columns of the batch in hand.
+
+        Args:
+            batch: what the loop has given last, or a part of it.
+            columns: by name, one row a sample: tensors on any device, arrays or lists. They are copied.
+
+        Raises:
+            UsageError: it is not that batch, it was added before, or a column is not as it must be.
+        """
+        if self._in_hand is None:
+            raise UsageError(f"add without a batch in hand: {_USAGE}")
+        given, samples = self._in_hand
+        if self._added is not None:
+            raise UsageError(f"the batch of {_named(samples)} was added before: add each batch once")
+        if not any(batch is part for part in _parts(given)):
+            raise UsageError(
+                f"add was given a {type(batch).__name__} that is not the batch in hand, of "
+                f"{_named(samples)}: give what the loop has given last, or a part of it, as it is: {_USAGE}"
+            )
+        if not columns:
+            raise UsageError(f"add was given no column for the batch of {_named(samples)}: {_USAGE}")
+        added = {name: _column(name, values, samples) for name, values in columns.items()}
+        names = self._task.kinds or added
+        if list(names) != list(added) and set(names) != set(added):
+            raise UsageError(
+                f"the batch of {_named(samples)} was added with the columns {', '.join(added)}, and others "
+                f"with {', '.join(names)}: add the same columns for each batch"
+            )
+        self._added = {name: added[name] for name in names}
+
+    def result(self) -> Result:
+        """The result of all ranks' batches; a collective.
+
+        Raises:
+            UsageError: this rank has left its loop before the end.
+            ExactlyOnceError: a sample was counted never, or more than once.
+        """
+        if self._result is None:
+            if self._batches is None:
+                raise UsageError(f"there is no result without a loop: {_USAGE}")
+            if not self._is_through:
+                self._batches.close()
+                raise UsageError(
+                    f"the loop was left before its end: {max(1, self._share - self._done)} of the "
+                    f"{self._share or self._plan.num_samples} samples of this rank are missing. Let the loop "
+                    "come to its end (no break) before you ask for the result."
+                )
+            assert self._execution is not None
+            precision, device = self._context.options.precision, self._context.backend.device
+            with numerics.settings(precision, device):
+                try:
+                    self._result = self._execution.finish()
+                except BaseException as error:
+                    self._fail(error)
+                    raise
+        return self._result
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the loop where it is, with what was added saved; nothing where the result was made.
+
+        Args:
+            error: why it ends; None where the result was not asked for.
+        """
+        if self._batches is not None:
+            self._batches.close()
+        if self._result is None:
+            self._fail(error or UsageError("the result of the loop was not asked for"))
+
+    def _fail(self, error: BaseException) -> None:
+        execution, self._execution = self._execution, None
+        if execution is not None:
+            execution.fail(error)
+
+    def _run(self) -> Generator[Any, None, None]:
+        context = self._context
+        threads = torch.get_num_threads()
+        precision, device = context.options.precision, context.backend.device
+        with numerics.settings(precision, device, leave=_CALLERS) as settings:
+            yield from self._learn_columns(threads)
+            execution = Execution(self._task, self._task.model, context, threads=threads)
+            execution.evaluation = replace(execution.evaluation, device=_HOST)
+            self._execution = execution
+            execution.said += settings.notes
+            is_written = context.options.out is not None
+            context.note_all([*settings.notes, *(self._task.unknown() if is_written else [])])
+            try:
+                execution.begin()
+                stored = execution.stored_batch()
+                again: tuple[Columns, tuple[FailedSample, ...]] = ({}, ())
+                if stored is not None and stored.columns:
+                    again = yield from self._compute_alone(execution.evaluation, stored.samples)
+                rows, failed = {name: column.numpy() for name, column in again[0].items()}, again[1]
+                self._result = execution.prove(stored, lambda samples: (rows, failed))
+                if self._result is None:
+                    yield from self._loop(execution)
+                    execution.said += settings.check_after_loop()
+                self._is_through = True
+            except GeneratorExit:
+                # Left by the caller, who knows why: close(error) says it.
+                raise
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+    def _loop(self, execution: Execution) -> Generator[Any, None, None]:
+        execution.start_loop()
+        loop, remaining = execution.loop, execution.previous.chunks.remaining
+        rank, size = self._context.backend.world.rank, self._context.backend.world.size
+        dynamic = self._context.options.schedule == "dynamic"
+        self._share = sum(
+            len(self._plan.chunk_samples(chunk))
+            for chunk in (remaining if dynamic else remaining[rank::size])
+        )
+        compute_s = 0.0
+        with loop.running(execution.previous):
+            for work, data in loop.work(remaining):
+                columns: Columns | None = None
+                if self._first is not None and self._first[0] == work.batch and data is not None:
+                    columns, self._first = self._first[1], None
+                elif data is not None:
+                    start = perf_counter()
+                    try:
+                        columns = yield from self._hand_out(data, work.samples)
+                    except GeneratorExit:
+                        # What was added before the caller left is a finished batch.
+                        if (columns := self._take_added()) is not None:
+                            loop.take(work, columns)
+                        raise
+                    compute_s += perf_counter() - start
+                loop.take(work, columns)
+                self._done += len(work.samples)
+        loop.times["compute"] = compute_s
+
+    def _learn_columns(self, threads: int) -> Generator[Any, None, None]:
+        """Have this rank's first batch computed, and agree with the other ranks on the columns."""
+        context, world = self._context, self._context.backend.world
+        reading = Evaluation(
+            task=self._task,
+            dataset=self._task.dataset(),
+            model=self._task.model,
+            plan=self._plan,
+            metrics=(),
+            row_metrics=(),
+            kept=(),
+            context=context,
+            device=_HOST,
+            workers=context.options.workers,
+            threads=threads,
+        )
+        own: Columns = {}
+        for chunk in self._plan.static_chunks(world.rank, world.size):
+            batch = self._plan.chunk_batches(chunk)[0]
+            own, failed = yield from self._compute_alone(reading, self._plan.batch_samples(batch))
+            if own:
+                # Where a sample could not be read, the loop may find that it can.
+                self._first = None if failed else (batch, own)
+                break
+        kinds = [
+            [name, str(column.dtype).removeprefix("torch."), column.ndim] for name, column in own.items()
+        ]
+        context.control.meet()
+        everyone = context.backend.all_gather_json(kinds)
+        known = [(rank, kinds) for rank, kinds in enumerate(everyone) if kinds]
+        if not known:
+            raise UsageError("no sample could be read in the first batch of any chunk")
+        first_rank, first = known[0]
+        for rank, others in known:
+            if sorted(others) != sorted(first):
+                raise UsageError(
+                    f"rank {rank} has added other columns than rank {first_rank} ({_listed(others)}; "
+                    f"{_listed(first)}): add the same columns, of the same dtype, on every rank"
+                )
+        self._task.kinds = {name: (getattr(torch, dtype), ndim) for name, dtype, ndim in first}
+        self._task.make_metrics()
+        if self._first is not None:
+            self._first = self._first[0], {name: own[name] for name in self._task.kinds}
+
+    def _compute_alone(
+        self, evaluation: Evaluation, samples: range
+    ) -> Generator[Any, None, tuple[Columns, tuple[FailedSample, ...]]]:
+        """Read one batch by itself and have it computed; without columns where no sample could be read."""
+        data, failed = read_alone(evaluation, samples)
+        if data is None:
+            return {}, failed
+        self._context.control.progress.step("forward")
+        columns = yield from self._hand_out(data, samples)
+        self._context.control.progress.step("setup")
+        return columns, failed
+
+    def _hand_out(self, data: Any, samples: range) -> Generator[Any, None, Columns]:
+        self._in_hand, self._added = (data, samples), None
+        yield data
+        added = self._take_added()
+        if added is None:
+            raise UsageError(
+                f"the batch of {_named(samples)} was not added: call add(batch, ...) for every batch, before "
+                f"the next one: {_USAGE}"
+            )
+        return added
+
+    def _take_added(self) -> Columns | None:
+        added, self._in_hand, self._added = self._added, None, None
+        return added
+
+
+def _parts(batch: Any) -> list[Any]:
+    """A batch and what it is made of: a loop may unpack it at once."""
+    if isinstance(batch, Mapping):
+        return [batch, *batch.values()]
+    return [batch, *batch] if isinstance(batch, list | tuple) else [batch]
+
+
+def _column(name: str, values: Any, samples: range) -> Tensor:
+    try:
+        column = torch.as_tensor(values).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the column {name!r} is a {type(values).__name__}, expected a tensor, an array or a list of "
+            f"numbers, one a sample: {error}"
+        ) from error
+    if column.dtype in (torch.float16, torch.bfloat16):
+        column = column.float()
+    if column.ndim == 0 or len(column) != len(samples):
+        found = "one number" if column.ndim == 0 else f"{len(column)} rows"
+        raise UsageError(
+            f"the column {name!r} has {found} for the batch of {_named(samples)}, expected "
+            f"{len(samples)}: one a sample, in order (a loss with reduction='none')"
+        )
+    # The caller may write into it again.
+    return column.to(_HOST, copy=True, memory_format=torch.contiguous_format)
+
+
+def _named(samples: range) -> str:
+    return f"samples {samples.start} to {samples.stop - 1}"
+
+
+def _listed(kinds: Sequence[Sequence[Any]]) -> str:
+    return ", ".join(f"{name}: {dtype}" for name, dtype, _ in kinds)
