@@ -223,6 +223,7 @@ def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict
     from dualeval.devices import device_here
     from dualeval.engine import numerics
     from dualeval.engine.evaluation_mode import set_evaluation_mode
+    from dualeval.engine.folder.layout import check_path
     from dualeval.engine.trial import check_names
 
     # What every rank would find here.
@@ -230,8 +231,8 @@ def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict
     choose_backend(manner.backend, last)
     device = device_here(job.device, nproc or 1, last, allow_shared_gpu=manner.allow_shared_gpu)
     numerics.check_precision(job.precision, device)
-    if manner.out is not None and manner.out.exists() and not manner.out.is_dir():
-        raise UsageError(f"--out {manner.out} is a file. Give the name of a folder.")
+    if manner.out is not None:
+        check_path(manner.out)
     if job.download:
         _fetch(job)
     task = _make_task(job)
