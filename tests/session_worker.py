@@ -65,7 +65,7 @@ def open_group(modes: set[str]) -> Any:
     import torch
 
     if "horovod" in modes:
-        import horovod.torch as hvd  # type: ignore[import-untyped]
+        import horovod.torch as hvd
 
         hvd.init()
         return lambda: float(hvd.allreduce(torch.ones(1), op=hvd.Sum))

@@ -1,0 +1,22 @@
+"""Evaluate in a script of your own; the ranks are found, and the script is the owner of the run.
+
+Killed or stopped, it goes on when the same is typed again; with other words than these, evaluate another job:
+
+    python examples/evaluate_in_a_script.py runs/mine
+    torchrun --nproc-per-node 2 examples/evaluate_in_a_script.py runs/mine
+    horovodrun -np 2 python examples/evaluate_in_a_script.py runs/mine model=resnet18 weights=ckpt.pt data=val
+"""
+
+import sys
+from typing import Any
+
+import dualeval
+from dualeval.tasks.image_classification import ImageClassification
+
+out, *words = sys.argv[1:]
+options: dict[str, Any] = dict(word.split("=", 1) for word in words)
+
+with dualeval.Session(heartbeat_timeout=float(options.pop("timeout", 60))) as session:
+    result = session.evaluate(ImageClassification(**options), batch_size=50, out=out)
+    if session.world.is_main:
+        print(f"top-1 {result.metrics['top1']:.2%}, {result.chunks}, {result.metrics_digest}", flush=True)
