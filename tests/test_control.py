@@ -390,9 +390,7 @@ def test_rank_0_may_open_as_many_files_as_it_has_ranks() -> None:
         "    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    wanted = (
-        r"rank 0 needs 4,\d+ open files.* may have 4,096 \(ulimit -Hn\)\. Type 'ulimit -n 4\d+'"
-    )
+    wanted = r"rank 0 needs 4,\d+ open files.* may have 4,096 \(ulimit -Hn\)\. Type 'ulimit -n 4\d+'"
     assert re.match(wanted, done.stdout), done
 
 
