@@ -104,9 +104,9 @@ def _end_at(point: str, number: int) -> None:
     def is_the_one(path: Path) -> bool:
         return path.name.endswith(f"{SUFFIX}.partial") and next(seen) >= number
 
-    def torn_open(path: Path, *options: Any) -> Any:
-        file = opened(path, *options)
-        if options == ("wb",) and is_the_one(path):
+    def torn_open(path: Path, mode: str = "r", *options: Any, **named: Any) -> Any:
+        file = opened(path, mode, *options, **named)
+        if mode == "wb" and is_the_one(path):
             file.write(b"DUALEVL3, and a part of what comes behind it")
             file.flush()
             _kill()

@@ -17,7 +17,7 @@ import pytest
 from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
-from dualeval.engine.folder import folder as folder_module
+from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.opening import PreviousRun, begins_anew
 from dualeval.engine.folder.process import Process
@@ -60,7 +60,7 @@ def counter(path: Path) -> int:
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolder]:
     """A run's folder, whose lease is renewed quickly."""
-    monkeypatch.setattr(folder_module, "RENEW_EVERY_S", 0.01)
+    monkeypatch.setattr(lease_module, "RENEW_EVERY_S", 0.01)
     folder, _ = RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, fresh=False)
     yield folder
     folder.close()
@@ -123,16 +123,18 @@ def test_another_run_that_has_taken_over_is_told_once(opened: RunFolder, lost: l
 def test_a_folder_that_is_gone_is_said_to_be(opened: RunFolder, lost: list[str]) -> None:
     moved = opened.path.rename(opened.path.with_name("moved"))
     await_that(lambda: lost)
-    assert lost == [folder_module.gone(opened.path)]
+    assert lost == [lease_module.gone(opened.path)]
     moved.rename(opened.path)
 
 
 def test_a_folder_that_is_away_for_a_moment_ends_nothing(
     opened: RunFolder, lost: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_module, "_GONE_AFTER", 10**6)
+    monkeypatch.setattr(lease_module, "_GONE_AFTER", 10**6)
+    kept = opened._lease
+    assert kept is not None
     moved = opened.path.rename(opened.path.with_name("moved"))
-    await_that(lambda: opened._looks_without_folder > 1)
+    await_that(lambda: kept._looks_without_folder > 1)
     moved.rename(opened.path)
     assert goes_on(opened, lost)
 
@@ -170,7 +172,7 @@ def test_a_terminal_that_stands_still_does_not_stop_the_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that Ctrl-S has stopped: whoever shows how far the run is waits for it."""
-    monkeypatch.setattr(folder_module, "RENEW_EVERY_S", 0.01)
+    monkeypatch.setattr(lease_module, "RENEW_EVERY_S", 0.01)
     stands, counted = threading.Event(), threading.Event()
 
     class Watched(TinyTask):

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from dualeval.devices import connect
-from dualeval.engine.folder import journal
+from dualeval.engine.folder import collecting
+from dualeval.engine.folder.collecting import collect_files, errors_of
 from dualeval.engine.folder.journal import (
     JournalWriter,
-    collect_files,
-    errors_of,
     read_journal,
     read_journal_file,
 )
@@ -75,8 +74,8 @@ def test_every_truncation_is_noticed(path: Path, tmp_path: Path) -> None:
 
 def test_files_travel_in_pieces(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank sends and receives: two files, which fill several rounds, of 100 bytes at most."""
-    monkeypatch.setattr(journal, "_PIECES_BYTES", 0)
-    monkeypatch.setattr(journal, "_LEAST_PIECE_BYTES", 100)
+    monkeypatch.setattr(collecting, "_PIECES_BYTES", 0)
+    monkeypatch.setattr(collecting, "_LEAST_PIECE_BYTES", 100)
     second = path.with_name("t-00000-000001.journal")
     second.write_bytes(path.read_bytes()[:200])
     (tmp_path / "there").mkdir()

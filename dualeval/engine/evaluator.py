@@ -98,6 +98,7 @@ class Evaluator:
                 model = self._task.build_model(device)
             if guest is not None:
                 model = guest.take(model, device, context.backend.world)
+                context.note_all(guest.share_buffers(model, context.backend, context.control))
             said = set_evaluation_mode(model)
             context.note_all([*self._task.notes()])
             execution = Execution(self._task, model, context, threads=threads)

@@ -1,7 +1,7 @@
 """Guardian: a small process that writes down the end of a run that could not do so itself.
 
-Where several ranks run, the others do. A process alone that is killed, or whose C code holds Python's lock for
-ever until faulthandler ends it, would leave a status.json that says "running".
+Where several ranks run, the others do. A process alone that is killed, or whose C code holds Python's lock
+until faulthandler ends it, would leave a status.json that says "running".
 """
 
 from __future__ import annotations

@@ -11,15 +11,21 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.identity.values import Values
 from dualeval.errors import UsageError
+from dualeval.result import sha256_of_json
 from dualeval.tasks import Task
 from dualeval.world import World
+
+if TYPE_CHECKING:
+    from dualeval.backends.base import Backend
 
 # Hooks, and what a module does by its attributes: all are dicts of the module.
 _DICTS = (
@@ -84,6 +90,38 @@ class Guest:
                 f"does not move a model of the caller's. Give device={min(devices)!r}, or move the model."
             )
         return model
+
+    def share_buffers(self, model: nn.Module, backend: Backend, control: ControlPlane) -> list[str]:
+        """Give every rank rank 0's buffers, until ``put_back``; a collective.
+
+        In training each rank's batch norms see that rank's samples alone. ``DistributedDataParallel`` takes
+        rank 0's before its next forward, and a checkpoint has them.
+
+        Args:
+            model: as ``take`` gave it.
+            backend: carries them.
+            control: where the ranks meet.
+
+        Returns:
+            A sentence for people where the ranks had others.
+        """
+        if backend.world.size == 1:
+            return []
+        buffers = dict(model.named_buffers())
+        kinds = [[name, str(buffer.dtype), list(buffer.shape)] for name, buffer in buffers.items()]
+        values = Values().digest(list(buffers.values())).hex()
+        control.meet()
+        everyone = backend.all_gather_json([sha256_of_json(kinds), values])
+        # Models of different structure are refused later, with what differs.
+        if any(own[0] != everyone[0][0] for own in everyone) or all(own == everyone[0] for own in everyone):
+            return []
+        with torch.no_grad():
+            for buffer in buffers.values():
+                buffer.copy_(backend.broadcast(buffer.detach().cpu().contiguous(), src=0))
+        return [
+            "the ranks have different buffers (running statistics of batch norms, for instance): rank 0's "
+            "are evaluated, and every rank has its own again afterwards"
+        ]
 
     def put_back(self) -> None:
         """Put every model back as it was when it was remembered."""

@@ -18,7 +18,7 @@ from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample, Feed, Reader
-from dualeval.engine.folder.folder import gone
+from dualeval.engine.folder.lease import gone
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows

@@ -13,8 +13,9 @@ from typing import Any
 
 from dualeval.engine.columns import columns_of
 from dualeval.engine.description import describe
+from dualeval.engine.folder.collecting import errors_of, gather_failures
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.folder.journal import JournalFile, JournalWriter, errors_of, gather_failures
+from dualeval.engine.folder.journal import JournalFile, JournalWriter
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.folder.predictions import Rows, read_columns
 from dualeval.engine.in_memory import MemoryWriter

@@ -226,6 +226,7 @@ class OwnLoop:
                         # What was added before the caller left is a finished batch.
                         if (columns := self._take_added()) is not None:
                             loop.take(work, columns)
+                            self._done += len(work.samples)
                         raise
                     compute_s += perf_counter() - start
                 loop.take(work, columns)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from time import monotonic, sleep
 
 from dualeval.engine.control.beats import Clock, Finding, Judge, Standstill
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import end_process, say, spoken
+from dualeval.engine.ending import end_process, error_stream, say, spoken
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
@@ -245,7 +244,7 @@ class Watch:
     def _dump(self) -> None:
         # A stream without a descriptor (a notebook's) takes none.
         with suppress(OSError, ValueError, RuntimeError, AttributeError), self._arming:
-            faulthandler.dump_traceback(self._stacks or sys.stderr)
+            faulthandler.dump_traceback(self._stacks or error_stream())
 
     def _arm(self) -> None:
         """Have stacks written and the process ended where this thread does not come back in time.
@@ -259,7 +258,7 @@ class Watch:
                     self._dump_later(timeout_s + _NO_PYTHON_S)
 
     def _dump_later(self, seconds: float) -> None:
-        file = self._stacks or sys.stderr
+        file = self._stacks or error_stream()
         with suppress(OSError, ValueError, RuntimeError, AttributeError):
             faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 

@@ -71,7 +71,8 @@ class Name:
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
-            return True
+            # Without a /proc nobody can say.
+            return Path("/proc/self").exists()
         return state in "ZX"
 
 

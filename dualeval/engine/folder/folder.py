@@ -11,12 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualeval.engine.folder.journal import (
-    JournalFile,
-    collect_files,
-    read_again,
-    read_journal_file,
-)
+from dualeval.engine.folder.collecting import collect_files
+from dualeval.engine.folder.journal import JournalFile, read_again, read_journal_file
 from dualeval.engine.folder.layout import (
     STACKS,
     check_file_names,
@@ -30,7 +26,7 @@ from dualeval.engine.folder.layout import (
     stack_of,
     writable,
 )
-from dualeval.engine.folder.lease import RENEW_EVERY_S, Lease
+from dualeval.engine.folder.lease import KeptLease, Lease
 from dualeval.engine.folder.opening import (
     PreviousRun,
     begins_anew,
@@ -64,8 +60,6 @@ if TYPE_CHECKING:
 
 # A file system that hangs holds up nobody's end for longer.
 _CLOSE_WITHIN_S = 3.0
-# Looks for the folder, ``RENEW_EVERY_S`` apart: a network disk may be away for a moment.
-_GONE_AFTER = 3
 # What job.json says of a run.
 _IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
 
@@ -90,12 +84,7 @@ class RunFolder:
         self.token = token
         self._rank = rank
         self._launch: str | None = None
-        self._lease: Lease | None = None
-        self._renewing: threading.Thread | None = None
-        self._looks_without_folder = 0
-        self._telling = threading.Lock()
-        self._lost: Callable[[str], None] | None = None
-        self._reason: str | None = None
+        self._lease: KeptLease | None = None
         self._closing = threading.Event()
         self.shared = probe_of(journal_of(path), token).exists()
         self.journal = journal_of(path) if self.shared else own_journal(path, rank, token)
@@ -152,7 +141,7 @@ class RunFolder:
                 raise
             folder = cls(path, token, rank=0)
         folder._launch = named_launch(facts["launches"])
-        folder._start_renewing(held)
+        folder._lease = None if held is None else KeptLease(held)
         try:
             return folder, folder._begin(plan, facts, fresh, mix_machines, step)
         except BaseException:
@@ -236,60 +225,15 @@ class RunFolder:
     def _status(self, state: str, **said: Any) -> Status:
         return Status(state=state, launch_id=self._launch, run=self.token, process=own_process(), **said)
 
-    # -- the lease ---------------------------------------------------------------------------------
-
     def keep_lease(self, lost: Callable[[str], None]) -> None:
-        """Have the lease kept until ``close``, by a thread that waits for nothing but the disk.
+        """Hear of a lease that is lost, from now until ``close``; a thread of the folder's own keeps it.
 
         Args:
             lost: called once, from that thread, where another run has taken over or the folder is gone; with
                 a sentence that says so.
         """
-        with self._telling:
-            self._lost = lost
-            reason = self._reason
-        if reason is not None:
-            lost(reason)
-
-    def _start_renewing(self, lease: Lease | None) -> None:
-        self._lease = lease
-        if lease is not None:
-            self._renewing = threading.Thread(target=self._renew, name="dualeval-lease", daemon=True)
-            self._renewing.start()
-
-    def _renew(self) -> None:
-        while not self._closing.wait(RENEW_EVERY_S):
-            reason = self._look_after_lease()
-            if reason is not None:
-                with self._telling:
-                    self._reason, lost = reason, self._lost
-                if lost is not None:
-                    lost(reason)
-                return
-
-    def _look_after_lease(self) -> str | None:
-        """Renew the lease; returns what has happened where the run cannot go on here."""
-        assert self._lease is not None
-        try:
-            if self._lease.renew():
-                self._looks_without_folder = 0
-                return None
-        except FileNotFoundError:
-            if not self.path.is_dir():
-                self._looks_without_folder += 1
-                return gone(self.path) if self._looks_without_folder >= _GONE_AFTER else None
-            status = read_status(self.path)
-            if status is None or status.run in (None, self.token):
-                with suppress(OSError):
-                    self._lease.restore()
-                return None
-        except OSError:
-            # The next renewal is in two seconds; and whoever cannot write rows will say so.
-            return None
-        return (
-            f"another run has taken over {self.path}: this one stood still for too long. What it has "
-            "finished is saved, and the other goes on from there."
-        )
+        if self._lease is not None:
+            self._lease.call_when_lost(lost)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -427,7 +371,7 @@ class RunFolder:
         return result
 
     def _check_lease(self) -> None:
-        reason = None if self._lease is None else self._look_after_lease()
+        reason = None if self._lease is None else self._lease.look()
         if reason is not None:
             raise DualevalError(reason)
 
@@ -458,8 +402,6 @@ class RunFolder:
             cleaning.join(limit_s)
 
     def _clean_up(self) -> None:
-        if self._renewing is not None:
-            self._renewing.join()
         # Where the disk is what failed, this fails too; and what is left over hurts nobody.
         with suppress(OSError):
             if self.shared:
@@ -474,15 +416,7 @@ class RunFolder:
                 remove_if_empty(self.path / STACKS)
         with suppress(OSError):
             if self._lease is not None:
-                self._lease.release()
-
-
-def gone(path: Path) -> str:
-    """What is said where the output folder is no longer there."""
-    return (
-        f"the output folder {path} is gone: somebody has removed or renamed it. Bring it back and type the "
-        "same command again, to go on; without it all samples are evaluated anew."
-    )
+                self._lease.close()
 
 
 def _write_probe(journal: Path, token: str) -> Path:

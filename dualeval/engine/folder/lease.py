@@ -25,12 +25,15 @@ from typing import Any
 from dualeval.engine.folder.layout import LEASE
 from dualeval.engine.folder.process import Process
 from dualeval.errors import UsageError
+from dualeval.result import read_status
 
 # How often the holder calls ``renew``.
 RENEW_EVERY_S = 2.0
 # A lease that stands still for so long is a dead run's, or that of a run that hangs.
 TAKE_OVER_AFTER_S = 20.0
 LOOK_EVERY_S = 0.25
+# Looks for the folder, ``RENEW_EVERY_S`` apart: a network disk may be away for a moment.
+_GONE_AFTER = 3
 # Bytes: two host names of 64 letters, each written as \uXXXX. Every rewriting covers the one before it.
 _LENGTH = 1024
 _TURN = "turn"
@@ -39,11 +42,16 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 
 
 class Lease:
-    """A run's hold on its output folder; ``take`` makes it."""
+    """A run's hold on its output folder; ``take`` makes it.
+
+    Attributes:
+        path: of lease.json.
+        token: names this run apart from any other.
+    """
 
     def __init__(self, path: Path, token: str) -> None:
-        self._path = path
-        self._token = token
+        self.path = path
+        self.token = token
         self._process = Process.own()
         self._counter = 0
         self._released = False
@@ -83,9 +91,9 @@ class Lease:
             if self._released:
                 return False
             self._counter += 1
-            with self._path.open("r+b", buffering=0) as file:
+            with self.path.open("r+b", buffering=0) as file:
                 holder = _token_of(file.read(_LENGTH))
-                is_own = holder in (self._token, None)
+                is_own = holder in (self.token, None)
                 if is_own:
                     # Through the same descriptor: a lease that takes this one's place now is another file.
                     os.pwrite(file.fileno(), self._content(), 0)
@@ -104,25 +112,99 @@ class Lease:
                 return
             self._released = True
             try:
-                if _token_of(self._path.read_bytes()) == self._token:
-                    self._path.unlink()
+                if _token_of(self.path.read_bytes()) == self.token:
+                    self.path.unlink()
             except OSError as error:
                 if error.errno not in _GONE:
                     raise
 
     def _create(self) -> None:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             os.pwrite(descriptor, self._content(), 0)
         except BaseException:
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
             raise
         finally:
             os.close(descriptor)
 
     def _content(self) -> bytes:
-        claim = {**asdict(self._process), "token": self._token, "counter": self._counter}
+        claim = {**asdict(self._process), "token": self.token, "counter": self._counter}
         return json.dumps(claim).encode().ljust(_LENGTH - 1) + b"\n"
+
+
+class KeptLease:
+    """A lease that a thread of its own renews until ``close``; it waits for nothing but the disk.
+
+    Args:
+        lease: as ``Lease.take`` gives it.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._folder = lease.path.parent
+        self._looks_without_folder = 0
+        self._telling = threading.Lock()
+        self._lost: Callable[[str], None] | None = None
+        self._reason: str | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="dualeval-lease", daemon=True)
+        self._thread.start()
+
+    def call_when_lost(self, lost: Callable[[str], None]) -> None:
+        """Have that called once, with a sentence, from the lease's thread; now where it is lost already."""
+        with self._telling:
+            self._lost = lost
+            reason = self._reason
+        if reason is not None:
+            lost(reason)
+
+    def close(self) -> None:
+        """Give the lease back. Waits for the disk, which may hang."""
+        self._closing.set()
+        self._thread.join()
+        self._lease.release()
+
+    def _keep(self) -> None:
+        while not self._closing.wait(RENEW_EVERY_S):
+            reason = self.look()
+            if reason is not None:
+                with self._telling:
+                    self._reason, lost = reason, self._lost
+                if lost is not None:
+                    lost(reason)
+                return
+
+    def look(self) -> str | None:
+        """Renew the lease; returns what has happened where the run cannot go on in the folder."""
+        try:
+            if self._lease.renew():
+                self._looks_without_folder = 0
+                return None
+        except FileNotFoundError:
+            if not self._folder.is_dir():
+                self._looks_without_folder += 1
+                return gone(self._folder) if self._looks_without_folder >= _GONE_AFTER else None
+            status = read_status(self._folder)
+            if status is None or status.run in (None, self._lease.token):
+                with suppress(OSError):
+                    self._lease.restore()
+                return None
+        except OSError:
+            # The next renewal is in two seconds; and whoever cannot write rows will say so.
+            return None
+        return (
+            f"another run has taken over {self._folder}: this one stood still for too long. What it has "
+            "finished is saved, and the other goes on from there."
+        )
+
+
+def gone(path: Path) -> str:
+    """What is said where the output folder is no longer there."""
+    return (
+        f"the output folder {path} is gone: somebody has removed or renamed it. Bring it back and type the "
+        "same command again, to go on; without it all samples are evaluated anew."
+    )
 
 
 def _take_over(lease: Lease, waiting: Callable[[], None]) -> bool:
@@ -131,7 +213,7 @@ def _take_over(lease: Lease, waiting: Callable[[], None]) -> bool:
     Raises:
         UsageError: its holder is alive.
     """
-    path = lease._path
+    path = lease.path
     watched: bytes | None = None
     since = 0.0
     while True:
@@ -163,8 +245,8 @@ def _replace(lease: Lease, dead: bytes, *, force: bool) -> bool:
         dead: the dead one's content.
         force: whether a newcomer that was at it must have died meanwhile.
     """
-    path = lease._path
-    own, turn = (path.with_name(f"{path.name}.{name}") for name in (lease._token, _TURN))
+    path = lease.path
+    own, turn = (path.with_name(f"{path.name}.{name}") for name in (lease.token, _TURN))
     if force:
         turn.unlink(missing_ok=True)
     try:

@@ -1,0 +1,191 @@
+"""An evaluation inside a script that trains: the training goes on bit for bit as without it."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dualeval.devices import connect
+from dualeval.engine.control.plane import open_control_plane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.guest import as_it_was
+from dualeval.engine.options import RunOptions
+from dualeval.errors import UsageError
+from dualeval.result import Result
+from dualeval.world import World
+from tests.conftest import ROOT, Launch
+from tests.guest_worker import TrainedTask, make_model
+from tests.launchers import needs, start
+from tests.tiny import FEATURES, TinyTask
+
+WORKER = ROOT / "tests" / "guest_worker.py"
+
+
+def evaluate(task: TinyTask, *, guest: bool = True, **options: Any) -> Result:
+    with connect(None, World.alone(), "cpu") as backend, open_control_plane(backend) as control:
+        return Evaluator(task, backend, control, RunOptions(**options), guest=guest).run()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [
+        pytest.param("torchrun", "torch", id="DistributedDataParallel"),
+        pytest.param("horovodrun", "horovod", id="Horovod", marks=needs("horovodrun", "horovod")),
+    ],
+)
+def test_training_is_bit_for_bit_as_without_the_evaluations(
+    launch: Launch, tmp_path: Path, launcher: str, backend: str
+) -> None:
+    found = {}
+    for mode in ("trains", "evaluates"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        command = [*start(launcher, 2), sys.executable, WORKER, folder, backend, mode]
+        done = launch(command, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "rank-1.json"]
+        found[mode] = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["state"] for rank in found["evaluates"]] == [rank["state"] for rank in found["trains"]]
+    first, second = (rank["digests"] for rank in found["evaluates"])
+    assert first == second
+    assert len(set(first)) == len(first) == 3
+
+
+def test_the_bits_are_those_of_an_owner() -> None:
+    expected = evaluate(TinyTask(200), guest=False, batch_size=16)
+    assert evaluate(TinyTask(200), batch_size=16).metrics_digest == expected.metrics_digest
+
+
+def test_a_model_that_keeps_a_tensor_can_be_trained_afterwards() -> None:
+    model = make_model()
+    evaluate(TrainedTask(model))
+    assert model.training
+    model(torch.rand(4, FEATURES)).sum().backward()
+    owned = make_model()
+    evaluate(TrainedTask(owned), guest=False)
+    with pytest.raises(RuntimeError, match=r"[Ii]nference tensors"):
+        owned.train()(torch.rand(4, FEATURES)).sum().backward()
+
+
+def spoil(model: nn.Sequential) -> None:
+    """Change all that an evaluation must put back."""
+    first, norm = model[0], model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.running_mean is not None
+    first.register_forward_hook(lambda module, inputs, output: output)
+    first.weight.requires_grad_(False)
+    first.weight.grad = None
+    norm.running_mean.add_(1)
+    model.add_module("extra", nn.Identity())
+    model.double()
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_autocast_enabled("cpu", True)
+    torch.backends.cudnn.benchmark = True
+    torch.set_deterministic_debug_mode(2)
+
+
+def state_of(model: nn.Sequential) -> list[Any]:
+    return [
+        [(name, value.dtype, value.tolist()) for name, value in model.state_dict().items()],
+        [(name, module.training) for name, module in model.named_modules()],
+        [(p.requires_grad, None if p.grad is None else p.grad.tolist()) for p in model.parameters()],
+        [list(module._forward_hooks) for module in model.modules()],
+        (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()),
+        (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
+        (torch.is_autocast_enabled("cpu"), torch.backends.cudnn.benchmark),
+        torch.get_deterministic_debug_mode(),
+    ]
+
+
+class Spoiling(TrainedTask):
+    """Changes all, and may raise then."""
+
+    def __init__(self, model: nn.Sequential, raises: bool) -> None:
+        super().__init__(model)
+        self._sequential = model
+        self._raises = raises
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = super().forward(model, batch)
+        spoil(self._sequential)
+        if self._raises:
+            raise ZeroDivisionError
+        return logits.float()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_everything_is_as_it_was(raises: bool) -> None:
+    model = make_model()
+    assert isinstance(model, nn.Sequential)
+    model[3].eval()  # one of several modes
+    model(torch.rand(4, FEATURES)).sum().backward()
+    before = state_of(model)
+    hooks = [dict(vars(module)["_forward_hooks"]) for module in model.modules()]
+    task = Spoiling(model, raises)
+    task.concurrent = False
+    try:
+        evaluate(task, limit=4, batch_size=4)
+    except ZeroDivisionError:
+        assert raises
+    assert state_of(model) == before
+    assert hooks == [dict(vars(module)["_forward_hooks"]) for module in model.modules()]
+
+
+def test_a_model_that_build_model_finds_elsewhere_is_put_back() -> None:
+    model = make_model()
+
+    class Elsewhere(TinyTask):
+        def build_model(self, device: torch.device) -> nn.Module:
+            return model.eval()
+
+    evaluate(Elsewhere(20))
+    assert all(module.training for module in model.modules())
+
+
+def test_wrappers_of_training_are_taken_off() -> None:
+    model = make_model()
+    nested = nn.Sequential(nn.DataParallel(model))
+    with as_it_was(TinyTask(1)) as guest:
+        taken = guest.take(nn.DataParallel(nested), torch.device("cpu"), World.alone())
+        assert [type(module).__name__ for module in taken.modules()][:2] == ["Sequential", "Sequential"]
+        assert not any(isinstance(module, nn.DataParallel) for module in taken.modules())
+    assert isinstance(nested[0], nn.DataParallel)
+
+
+def test_a_parameter_that_is_written_into_is_named() -> None:
+    class Writing(TrainedTask):
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            model[-1].bias.add_(1)  # type: ignore[index]
+            return super().forward(model, batch)
+
+    with pytest.raises(UsageError, match="has changed the parameter 'bias' of a Linear in place"):
+        evaluate(Writing(make_model()))
+
+
+def test_a_model_on_another_device_is_not_moved() -> None:
+    with as_it_was(TinyTask(1)) as guest, pytest.raises(UsageError, match="the model is on meta"):
+        guest.take(nn.Linear(1, 1, device="meta"), torch.device("cpu"), World.alone())
+
+
+def test_a_sharded_model_is_refused_on_several_ranks() -> None:
+    class FSDPModule(nn.Linear):
+        """Named as torch's."""
+
+    world = World(rank=0, size=2, local_rank=0, local_size=2, node_rank=0, launcher="torchrun")
+    with as_it_was(TinyTask(1)) as guest:
+        assert guest.take(FSDPModule(1, 1), torch.device("cpu"), World.alone())
+        with pytest.raises(UsageError, match=r"the model is sharded \(FSDPModule\)"):
+            guest.take(FSDPModule(1, 1), torch.device("cpu"), world)
