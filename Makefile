@@ -42,6 +42,7 @@ bench: $(VENV)/.assets $(VENV)/.bench stack
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/upkeep.py
+	$(BIN)/python benchmarks/control_plane.py
 	$(BIN)/python benchmarks/schedules.py
 	$(BIN)/python benchmarks/question_answering.py
 	$(BIN)/python benchmarks/bits.py

@@ -18,8 +18,9 @@ from dualeval.world import World
 # torch looks up the name of each address that it connects to, and a name server that does not answer takes
 # 10 s to be given up.
 _CONNECT = timedelta(seconds=60)
-# Half of what rank 0 is to answer a second: ranks wait in meetings and report themselves at the same time.
-_ANSWERS_A_S = 5000
+# Of what rank 0 is to answer a second, the part of each of two: ranks that wait in meetings also report
+# themselves. Its store can do several times that, beside an evaluation.
+_ANSWERS_A_S = 2500
 # Beside its connections a rank opens data, a journal and its reading processes' pipes.
 _OTHER_FILES = 256
 

@@ -15,6 +15,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from dualeval.vision_library import torchvision
 FAULT = "DUALEVAL_TEST_FAULT"
 FLUSH_S = "DUALEVAL_TEST_FLUSH_S"
 FOREVER_S = 3600
+COMPUTE_S = 5.0
 
 
 def _hold_the_lock() -> None:
@@ -47,10 +49,22 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+_computed = threading.Event()
+
+
+def _compute() -> None:
+    """Once, for longer than the tests' heartbeats take."""
+    end = time.monotonic() + COMPUTE_S
+    while not _computed.is_set() and time.monotonic() < end:
+        torch.ones(256, 256) @ torch.ones(256, 256)
+    _computed.set()
+
+
 KINDS: dict[str, Callable[[], object]] = {
     "stall": lambda: time.sleep(FOREVER_S),
     "slow": lambda: time.sleep(0.05),
     "long": lambda: time.sleep(10),
+    "compute": _compute,
     "lock": _hold_the_lock,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "kill": _kill,

@@ -19,7 +19,7 @@ from PIL import Image
 
 from dualeval.engine.folder.journal import read_journal_file
 from tests.cluster.hosts import Cluster
-from tests.conftest import Launch
+from tests.conftest import ROOT, Launch
 from tests.faults import (
     GONE_WITHIN_S,
     HEARTBEAT_S,
@@ -38,8 +38,10 @@ from tests.faults import (
     uninterrupted,
 )
 from tests.faulty_models import FAULT, FLUSH_S, began
+from tests.launchers import start
 
 ROUNDS = 3
+STUCK = ROOT / "tests" / "stuck_worker.py"
 SEED = "DUALEVAL_TEST_SEED"
 # The embedded job, whatever the batch size.
 WHOLE_DIGEST = "494a415ade5b896dced39cf1a45387d76a54305607be719cd40c9dc3725d91ca"
@@ -325,6 +327,69 @@ def check_standstill(
     assert status["state"] == "failed" and re.search(kind.says, status["reason"]), status
     if kind.stack is not None:
         assert kind.stack in (folder / f"out/stacks/rank-{kind.rank:05d}.txt").read_text()
+
+
+# -- a batch that takes longer than the timeout ------------------------------------------------------------
+
+COMPUTING = (
+    r"dualeval: note: rank {rank} on \S+ \(pid \d+\): computing for \d+ s, chunk \d+, stage forward; it is "
+)
+COMPUTING += r"given up after 1,800 s \(--forward-timeout\)"
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_a_batch_that_computes_for_long_is_named_and_awaited(
+    launch: Launch, tmp_path: Path, digest: str, size: int
+) -> None:
+    """Alone its own watch says it, else rank 0, once."""
+    rank = size - 1
+    words = [] if size == 1 else ["--nproc", str(size)]
+    job = [*SMALL_JOB, "--heartbeat-timeout", f"{HEARTBEAT_S:g}", "--out", "out"]
+    with hurt_run(
+        launch, [["dualeval", "run", *words, *job]], size, tmp_path, fault=f"compute {rank} 5"
+    ) as run:
+        run.wait_for_end()
+    assert run.launchers[0].returncode == 0, run.said()
+    found = look_into(tmp_path / "out", SAMPLES, digest)
+    assert (found.lost, found.twice, found.differs, found.wrong) == (0, 0, False, []), run.said()
+    assert len(re.findall(COMPUTING.format(rank=rank), run.said())) == 1, run.said()
+
+
+@pytest.mark.long
+def test_a_batch_that_computes_for_too_long_is_given_up(launch: Launch, tmp_path: Path) -> None:
+    limits = ["--heartbeat-timeout", f"{HEARTBEAT_S:g}", "--forward-timeout", f"{HEARTBEAT_S + 1:g}"]
+    command = ["dualeval", "run", "--nproc", "2", *SMALL_JOB, *limits, "--out", "out"]
+    with hurt_run(launch, [command], 2, tmp_path, fault="compute 1 5") as run:
+        run.wait_for_end()
+    assert run.launchers[0].returncode == 1, run.said()
+    for rank in (0, 1):
+        assert_said(
+            run, rank, [1], r"computing for \d+ s, chunk \d+, stage forward, longer than --forward-timeout 4$"
+        )
+
+
+# -- a collective to which not all come --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [
+        pytest.param("torchrun", "torch", marks=pytest.mark.long),
+        pytest.param("horovodrun", "horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long]),
+        pytest.param("mpirun", "mpi", marks=pytest.mark.needs("mpi")),
+    ],
+)
+def test_a_collective_that_hangs_in_setup_is_named(
+    launch: Launch, tmp_path: Path, launcher: str, backend: str
+) -> None:
+    """Waiting loops of Horovod and MPI take time of the processor: that is no progress."""
+    with hurt_run(launch, [[*start(launcher, 2), sys.executable, str(STUCK), backend]], 2, tmp_path) as run:
+        run.wait(run.has_ended, "the end of the launcher")
+    assert run.launchers[0].returncode != 0, run.said()
+    said = re.findall(
+        r"rank (\d) heard: rank 1 on \S+ \(pid \d+\): no progress for \d+ s, stage collective", run.said()
+    )
+    assert sorted(said) == ["0", "1"], run.said()
 
 
 # -- a cable that is cut -----------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from dualeval.engine.ending import say
 from dualeval.engine.progress import Progress, described
 from dualeval.network import host_identity
 
@@ -27,6 +28,8 @@ UNCOUNTED = ("setup", "write", "end")
 _DEVICE = "device"
 # Ranks that wait in a collective must not be named before one that has not come to it.
 _COLLECTIVE_GRACE_S = 2.0
+# In place of the sign of a rank that has left.
+LEFT = "left"
 # What a window of time must have in it to count as work: waiting loops take hundredths of a core, and reading
 # from a slow disk may take no more, but moves bytes.
 _WINDOW_S = 0.25
@@ -360,3 +363,58 @@ class Monitor:
             rank, text = new[0]
             more = f" (and {len(new) - 1} more ranks)" if len(new) > 1 else ""
             self._note(f"{self._names[rank]}{more}: {text}")
+
+
+class Observer:
+    """Whom a rank watches, and on which clock: rank 0 all ranks, the others rank 0.
+
+    Args:
+        own: this rank.
+        names: of the ranks that it watches.
+        limits: how long they may make no progress; None watches nobody.
+        every_s: how often it looks.
+
+    Attributes:
+        names: as given.
+        sees_all: whether these are all ranks.
+    """
+
+    def __init__(self, own: Name, names: Mapping[int, Name], limits: Limits | None, every_s: float) -> None:
+        self.names = names
+        self.sees_all = own.rank == 0
+        # Twice, and a second: a busy machine is no reason to stop the clock, a stopped process is.
+        self._clock = Clock(most_s=2 * every_s + 1.0)
+        self._monitor = None
+        if limits is not None:
+            self._monitor = Monitor(names, limits, self._clock.now(), sees_all=self.sees_all, note=_note)
+        # On this host, where it can be seen that a process has ended.
+        self._near = [rank for rank, name in names.items() if name.space == own.space]
+        self._done: dict[int, int] = {}
+        self._run = 0
+
+    def read(self, texts: Sequence[bytes]) -> dict[int, Sign]:
+        """The signs of the ranks that have not left, by rank."""
+        pairs = zip(self.names, texts, strict=True)
+        return {rank: Sign.read(text.decode()) for rank, text in pairs if text != LEFT.encode()}
+
+    def stuck(self, signs: Mapping[int, Sign]) -> tuple[int, str] | None:
+        """The rank that has come to a standstill, and how that is said."""
+        now = self._clock.now()
+        return None if self._monitor is None else self._monitor.look(signs, now)
+
+    def gone(self, signs: Mapping[int, Sign]) -> list[int]:
+        """Ranks on this host whose process has ended, though they have not left."""
+        return [rank for rank in self._near if rank in signs and self.names[rank].has_ended()]
+
+    def samples_done(self, signs: Mapping[int, Sign], run: int) -> int | None:
+        """On rank 0: the samples of a run that all ranks have done; None on the others."""
+        if not self.sees_all:
+            return None
+        if run != self._run:
+            self._run, self._done = run, {}
+        self._done.update({rank: sign.done for rank, sign in signs.items() if sign.run == run})
+        return sum(self._done.values())
+
+
+def _note(sentence: str) -> None:
+    say(f"dualeval: note: {sentence}")

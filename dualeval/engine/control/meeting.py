@@ -15,6 +15,7 @@ from time import monotonic, sleep
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from dualeval.engine.control.beats import Name
+from dualeval.engine.control.verdict import Verdict, propose
 from dualeval.errors import EXIT_FAILED, PeerError
 from dualeval.store import names_of_absent, pause_for
 
@@ -23,6 +24,7 @@ _SHORTEST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 # Rank 0 says who has not come; the others speak only where it does not.
 _AFTER_RANK_0_S = 10.0
+VERDICT = "verdict"
 _GO = "go"
 _FAILED = "failed"
 
@@ -112,10 +114,13 @@ class Meetings:
             pause = min(1.5 * pause, longest)
         return bytes(self.store.get(self.key(name))).decode()
 
-    def end_wait(self, store: TCPStore) -> None:
-        """End the others' wait for a rank that will not come, from any thread with a client of its own."""
-        # They can wait at most at the next meeting that this one would have come to.
-        store.set(self.key(f"go/{self._held}"), _FAILED)
+    def propose(self, store: TCPStore, verdict: Verdict) -> Verdict:
+        """Propose a verdict, from any thread with a client of its own; returns the one that holds."""
+        holds = propose(store, self.key(VERDICT), verdict)
+        if verdict.kind == "failure":
+            # The others can wait at most at the next meeting that this rank would have come to.
+            store.set(self.key(f"go/{self._held}"), _FAILED)
+        return holds
 
     def claim(self, run: int) -> int:
         """Take the next number of a run, from 0; no other rank gets it."""

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dualeval.engine.control.beats import Clock, Limits, Monitor, Name, Pulse, Sign
-from dualeval.engine.control.meeting import Meetings, rank_0_reachable
+from dualeval.engine.control.beats import LEFT, Limits, Name, Observer, Pulse, Sign
+from dualeval.engine.control.meeting import VERDICT, Meetings, rank_0_reachable
 from dualeval.engine.control.tally import Tally
-from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
-from dualeval.engine.ending import say
+from dualeval.engine.control.verdict import NO_VERDICT, Verdict
 from dualeval.engine.progress import Progress
 from dualeval.errors import DualevalError, LaunchError, PeerError, Stopped
 from dualeval.network import at
@@ -48,7 +47,6 @@ _LAST_BEAT_WITHIN_S = 2.0
 _FIRST_MEETING_WITHIN_S = 120.0
 # Of each rank to rank 0: the main thread's, and that of the beats.
 _CONNECTIONS = 2
-_LEFT = "left"
 
 
 class ControlPlane:
@@ -155,7 +153,7 @@ class ControlPlane:
         with self.progress.inside("meet"):
             if not self._meetings.meet(self.check, limit_s):
                 with rank_0_reachable(self.first):
-                    held = Verdict.read(self._meetings.store.get(self._meetings.key("verdict")))
+                    held = Verdict.read(self._meetings.store.get(self._meetings.key(VERDICT)))
                 assert held is not None, "who ends a meeting has given the verdict before"
                 raise held.to_error()
 
@@ -244,7 +242,7 @@ class ControlPlane:
         holds = own
         if self._meetings is not None:
             with suppress(PeerError), rank_0_reachable(self.first):
-                holds = _propose_to(self._meetings.store, self._meetings, own)
+                holds = self._meetings.propose(self._meetings.store, own)
         return (holds if holds.kind == "failure" else own).to_error()
 
     @property
@@ -376,7 +374,7 @@ class ControlPlane:
     def _beat(self, client: TCPStore, meetings: Meetings) -> None:
         """Report this rank's signs, look for a verdict, and on rank 0 at the signs of all."""
         closing = self._closing
-        observer: _Observer | None = None
+        observer: Observer | None = None
         while True:
             self._wake.wait(self._beat_every_s(stopping=self._stop is not None))
             self._wake.clear()
@@ -403,41 +401,37 @@ class ControlPlane:
             if ending or (heard and not is_needed):
                 return
 
-    def _exchange(self, client: TCPStore, meetings: Meetings, observer: _Observer) -> None:
+    def _exchange(self, client: TCPStore, meetings: Meetings, observer: Observer) -> None:
         """One round with the store."""
         while self._proposals:
             verdict = self._proposals[0]
-            self._hear(_propose_to(client, meetings, verdict))
+            self._hear(meetings.propose(client, verdict))
             self._proposals.popleft()
             if verdict.kind == "end":
                 self._end_told.set()
         tally = self._tally
         run, done = (0, 0) if tally is None else (tally.number, tally.done)
         sign = self._pulse.beat(self._saved, run, done)
-        client.set(observer.own_key, _LEFT if self._left else str(sign))
-        found, *texts = client.multi_get(observer.keys)
-        verdict_now = Verdict.read(found)
-        if verdict_now is not None:
-            self._hear(verdict_now)
-        signs = {
-            rank: Sign.read(text.decode())
-            for rank, text in zip(observer.names, texts, strict=True)
-            if text != _LEFT.encode()
-        }
+        client.set(meetings.key(f"sign/{self.name.rank}"), LEFT if self._left else str(sign))
+        keys = meetings.keys("sign") if observer.sees_all else [meetings.key("sign/0")]
+        found, *texts = client.multi_get([meetings.key(VERDICT), *keys])
+        holds = Verdict.read(found)
+        if holds is not None:
+            self._hear(holds)
+        signs = observer.read(texts)
         if tally is not None:
             tally.total = observer.samples_done(signs, tally.number)
         self._observe(observer, signs)
 
-    def _observer(self, client: TCPStore, meetings: Meetings) -> _Observer:
+    def _observer(self, client: TCPStore, meetings: Meetings) -> Observer:
         """Whom this rank watches: rank 0 all of them, the others rank 0."""
         if self.name.rank == 0:
             texts = client.multi_get(meetings.keys("name"))
             self._names = {name.rank: name for name in (Name(**json.loads(text)) for text in texts)}
         names = self._names if self.name.rank == 0 else {0: self.first}
-        return _Observer(self, names, meetings, self._beat_every_s(stopping=False))
+        return Observer(self.name, names, self.limits, self._beat_every_s(stopping=False))
 
-    def _observe(self, observer: _Observer, signs: dict[int, Sign]) -> None:
-        now = observer.clock.now()
+    def _observe(self, observer: Observer, signs: dict[int, Sign]) -> None:
         gone: list[int] = []
         if self.name.rank == 0:
             self._saved_by_all.update(
@@ -448,7 +442,7 @@ class ControlPlane:
                 self.all_saved.set()
         if self.failure is not None or self._stop is not None:
             return
-        found = observer.monitor.look(signs, now) if observer.monitor else None
+        found = observer.stuck(signs)
         if gone:
             text = f"{observer.names[gone[0]]} has ended without a word: it was killed, or crashed"
             self.give_up(text, rank=gone[0])
@@ -477,54 +471,6 @@ class ControlPlane:
         if self._meetings is not None:
             self._meetings.leave(limit_s)
             self._meetings = self._server = None
-
-
-class _Observer:
-    """Whom a rank watches, on which clock, and under which keys."""
-
-    def __init__(
-        self, control: ControlPlane, names: dict[int, Name], meetings: Meetings, every_s: float
-    ) -> None:
-        self.names = names
-        self.own_key = meetings.key(f"sign/{control.name.rank}")
-        self.keys = [meetings.key("verdict"), *(meetings.key(f"sign/{rank}") for rank in names)]
-        # Twice, and a second: a busy machine is no reason to stop the clock, a stopped process is.
-        self.clock = Clock(most_s=2 * every_s + 1.0)
-        self.monitor = None
-        if control.limits is not None:
-            self.monitor = Monitor(
-                names,
-                control.limits,
-                self.clock.now(),
-                sees_all=control.name.rank == 0,
-                note=lambda sentence: say(f"dualeval: note: {sentence}"),
-            )
-        # On this host, where it can be seen that a process has ended.
-        self._near = [rank for rank, name in names.items() if name.space == control.name.space]
-        self._is_first = control.name.rank == 0
-        self._done: dict[int, int] = {}
-        self._run = 0
-
-    def gone(self, signs: dict[int, Sign]) -> list[int]:
-        """Ranks on this host whose process has ended, though they have not left."""
-        return [rank for rank in self._near if rank in signs and self.names[rank].has_ended()]
-
-    def samples_done(self, signs: dict[int, Sign], run: int) -> int | None:
-        """On rank 0: the samples of a run that all ranks have done; None on the others."""
-        if not self._is_first:
-            return None
-        if run != self._run:
-            self._run, self._done = run, {}
-        self._done.update({rank: sign.done for rank, sign in signs.items() if sign.run == run})
-        return sum(self._done.values())
-
-
-def _propose_to(store: TCPStore, meetings: Meetings, verdict: Verdict) -> Verdict:
-    """Propose a verdict; returns the one that holds."""
-    holds = propose(store, meetings.key("verdict"), verdict)
-    if verdict.kind == "failure":
-        meetings.end_wait(store)
-    return holds
 
 
 def open_control_plane(
@@ -558,7 +504,7 @@ def open_control_plane(
             payload = {"refused": str(error)}
         else:
             token = f"{secrets.token_hex(8)}.{world.restarts}"
-            server.set(f"{token}/verdict", NO_VERDICT)
+            server.set(f"{token}/{VERDICT}", NO_VERDICT)
             payload = {"token": token, "offer": offer, "first": asdict(own)}
     with waiting(world, "all ranks' first collective", STARTED):
         payload = backend.broadcast_json(payload, src=0)

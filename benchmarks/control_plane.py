@@ -1,0 +1,113 @@
+"""The control plane of up to a thousand ranks: how long they take to meet, to hear of a failure, and to stop.
+
+Every rank is real: two clients of the store, a thread of beats, the whole of ``ControlPlane``. But the ranks
+are threads of four processes, and share the locks and cores of these; rank 0 has a process of its own. So the
+times are upper bounds. Rank 0's load is what its process takes while all ranks beat: "cores" with the store's
+own thread, "thread of beats" what competes with the evaluation for Python's lock.
+
+    python benchmarks/control_plane.py [--ranks 100 1000] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from common import machine, table, write_results
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.control_ranks import fail_in_the_middle, on_many_ranks, stop_all  # noqa: E402
+
+PROCESSES = 4
+# What docs/promises.md says: seconds until all have heard of a failure, and have stopped.
+HEARD_WITHIN_S = 2.0
+STOPPED_WITHIN_S = 5.0
+
+
+def measure(size: int) -> dict[str, float]:
+    """One round: meet, beat, fail; and another world that stops."""
+    start = monotonic()
+    failing = _checked(on_many_ranks(size, PROCESSES, fail_in_the_middle))
+    failed = failing[size // 2]["failed"]
+    opened = max(of_rank["opened"] for of_rank in failing)
+    stopping = _checked(on_many_ranks(size, PROCESSES, stop_all))
+    signalled = stopping[size // 2]["signalled"]
+    return {
+        "opened": opened - start,
+        "met": max(of_rank["met"] for of_rank in failing) - opened,
+        "heard": max(of_rank["heard"] for of_rank in failing if "heard" in of_rank) - failed,
+        "stop heard": max(of_rank["heard"] for of_rank in stopping) - signalled,
+        "stopped": max(of_rank["ended"] for of_rank in stopping) - signalled,
+        **{name: failing[0][name] for name in ("beats a second", "cores", "cores of beats")},
+    }
+
+
+def _checked(moments: Sequence[Any]) -> Sequence[dict[str, float]]:
+    wrong = [found for found in moments if isinstance(found, str)]
+    if wrong:
+        sys.exit(wrong[0])
+    return moments
+
+
+def _report(by_size: Mapping[int, Sequence[Mapping[str, float]]], rounds: int) -> str:
+    rows = []
+    for size, turns in by_size.items():
+        middle = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+        rows.append(
+            [
+                f"{size:,}",
+                *(f"{middle[name]:.2f}" for name in ("opened", "met", "heard", "stop heard", "stopped")),
+                f"{middle['beats a second']:.1f}",
+                f"{middle['cores']:.3f}",
+                f"{middle['cores of beats']:.3f}",
+            ]
+        )
+    head = [
+        "ranks",
+        "s to open",
+        "s to meet",
+        "s until all heard of a failure",
+        "s until all heard of a stop",
+    ]
+    head += ["s until all had saved and knew it", "beats/s of a rank", "rank 0: cores", "its thread of beats"]
+    return (
+        f"Wanted: a failure heard by all within {HEARD_WITHIN_S:g} s, a stop concluded within "
+        f"{STOPPED_WITHIN_S:g} s. Medians of {rounds} rounds. Rank 0 has a process of its own, the others "
+        f"are threads of {PROCESSES}, with two clients of the store each: upper bounds, as they share these "
+        f"processes' locks. All count as ranks of one host, whose processes rank 0 looks at with every "
+        f"beat.\n\n{table(head, rows)}"
+    )
+
+
+def main() -> None:
+    """Measure, print and write the results; ends with 1 where a limit is not met."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[100, 300, 1000])
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    host = machine()
+    measured = {size: [measure(size) for _ in range(arguments.rounds)] for size in arguments.ranks}
+    body = _report(measured, arguments.rounds)
+    print(body)
+    figures = {"rounds": measured, "wanted": {"heard": HEARD_WITHIN_S, "stopped": STOPPED_WITHIN_S}}
+    page = write_results("control-plane", "The control plane of many ranks", body, figures, host)
+    print(f"written to {page}")
+    broken = [
+        f"{size} ranks: {name} after {found:.2f} s, wanted {limit:g}"
+        for size, turns in measured.items()
+        for name, limit in (("heard", HEARD_WITHIN_S), ("stopped", STOPPED_WITHIN_S))
+        if (found := statistics.median(turn[name] for turn in turns)) > limit
+    ]
+    if broken:
+        sys.exit("\n".join(broken))
+
+
+if __name__ == "__main__":
+    main()
