@@ -55,5 +55,5 @@ setup(
             "torchmetrics",
         ],
     },
-    entry_points={"console_scripts": ["dualeval = dualeval.cli:main"]},
+    entry_points={"console_scripts": ["dualeval = dualeval.__main__:main"]},
 )

@@ -25,7 +25,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from time import monotonic, sleep
 from types import TracebackType
@@ -107,6 +107,8 @@ class Backend(ABC):
         world: this process's place among the ranks.
         device: where this rank's model and batches belong; the CPU until ``use_device`` says otherwise.
         owns_group: whether the backend opened the group. Where the caller had, it stays the caller's.
+        around_collective: entered around each primitive, by the thread that calls it: who watches the ranks
+            knows by it that this one waits for the others.
     """
 
     name: ClassVar[str]
@@ -115,6 +117,7 @@ class Backend(ABC):
         self.world = world
         self.device = _HOST
         self.owns_group = True
+        self.around_collective: Callable[[], AbstractContextManager[object]] = nullcontext
         # Types of devices from whose memory the library sends.
         self._sends_from: frozenset[str] = frozenset()
         self._closed = False
@@ -162,7 +165,7 @@ class Backend(ABC):
     @torch.inference_mode(False)
     def barrier(self) -> None:
         """Wait until every rank is here: a reduction of one host number."""
-        self._all_reduce(torch.zeros(1, dtype=torch.int32), "sum")
+        self._counted_all_reduce(torch.zeros(1, dtype=torch.int32), "sum")
 
     @torch.inference_mode(False)
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
@@ -192,7 +195,7 @@ class Backend(ABC):
             raise _unsupported("all_reduce", tensor.dtype, WIRE_TYPES)
         owned = _copy_to(self.carrier(tensor.device), tensor, wire_type)
         for part in _parts(owned.view(-1)):
-            self._all_reduce(part, op)
+            self._counted_all_reduce(part, op)
         return owned.to(device=tensor.device, dtype=tensor.dtype)
 
     @torch.inference_mode(False)
@@ -236,7 +239,7 @@ class Backend(ABC):
         weighted = torch.where(weights == 0, 0.0, values * weights)
         sums = torch.cat([weighted.reshape(-1), weights.reshape(-1)])
         for part in _parts(sums):
-            self._all_reduce(part, "sum")
+            self._counted_all_reduce(part, "sum")
         mean = sums[: values.numel()].reshape(values.shape) / sums[values.numel() :].reshape(weights.shape)
         dtype = tensor.dtype if tensor.dtype.is_floating_point else torch.float64
         return mean.to(device=tensor.device, dtype=dtype)
@@ -265,7 +268,8 @@ class Backend(ABC):
                 tensor.numel() * tensor.itemsize, dtype=torch.uint8, device=self.carrier(tensor.device)
             )
         for part in _parts(payload):
-            self._broadcast(part, src)
+            with self.around_collective():
+                self._broadcast(part, src)
         return payload.view(tensor.dtype).reshape(tensor.shape).to(device=tensor.device)
 
     def gather(self, tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
@@ -379,7 +383,8 @@ class Backend(ABC):
         own = f"{call}{'' if dst is None else f' to rank {dst}'} of {refusal or kind}"
         signature = _hash(own) if refusal is None else _REFUSED
         own_header = torch.tensor([payload.numel(), rows, signature])
-        gathered = self._gather_headers(own_header.view(torch.uint8))
+        with self.around_collective():
+            gathered = self._gather_headers(own_header.view(torch.uint8))
         headers = [header.view(torch.int64).tolist() for header in gathered]
         if any(header[2] == _REFUSED or header[2] != headers[0][2] for header in headers):
             self._raise_disagreement(own)
@@ -406,11 +411,13 @@ class Backend(ABC):
         """Gather as ``_gather``, in several collectives where one would be too large."""
         most = max(1, MOST_BYTES // self.world.size)
         if payload.numel() <= most:
-            return self._gather(payload, dst)
+            with self.around_collective():
+                return self._gather(payload, dst)
         receives = dst in (None, self.world.rank)
         contents = [torch.empty_like(payload) for _ in range(self.world.size)] if receives else None
         for start in range(0, payload.numel(), most):
-            parts = self._gather(payload[start : start + most], dst)
+            with self.around_collective():
+                parts = self._gather(payload[start : start + most], dst)
             for content, part in zip(contents or [], parts or [], strict=True):
                 content[start : start + most] = part
         return contents
@@ -425,6 +432,10 @@ class Backend(ABC):
             ranks_by_text.setdefault(_to_text(piece).decode(), []).append(str(rank))
         found = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items())
         raise BackendError(f"This cannot be gathered: {found}. Only what is marked * may differ.")
+
+    def _counted_all_reduce(self, tensor: Tensor, op: Op) -> None:
+        with self.around_collective():
+            self._all_reduce(tensor, op)
 
     def _require_rank(self, call: str, argument: str, rank: int) -> None:
         if not 0 <= rank < self.world.size:

@@ -52,7 +52,8 @@ from dualeval import Backend, Result, connect, detect
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.folder.journal import JournalWriter, file_name
+from dualeval.engine.folder.journal import JournalWriter
+from dualeval.engine.folder.layout import file_name
 from dualeval.engine.options import RunOptions
 from dualeval.engine.progress import Progress, Stage
 from dualeval.engine.recorder import Recorder
@@ -75,7 +76,7 @@ def _only_name(
     rows: Sequence[int],
     delta: Tensor,
     columns: Mapping[str, Tensor],
-    failed: int = 0,
+    failures: Sequence[tuple[int, str]] = (),
 ) -> None:
     self.written.append(self.folder / file_name(self._prefix, len(self.written)))
 
@@ -88,13 +89,8 @@ def _note_nothing(self: Progress, stage: Stage, chunk: int | None = None) -> Non
     """Nobody looks."""
 
 
-def _sleep_until_closed(self: ControlPlane, _client: object) -> None:
-    """What is left of the helper thread: ``end_run`` waits for its last report."""
-    while not self._closing.is_set():
-        self._wake.wait()
-        self._wake.clear()
-        if self._counted is not None and self._counted.last.is_set():
-            self._counted.ended.set()
+def _report_nothing(self: ControlPlane) -> None:
+    """No helper thread."""
 
 
 @contextmanager
@@ -103,7 +99,7 @@ def _without_upkeep() -> Iterator[None]:
         patch.object(JournalWriter, "write", _only_name),
         patch.object(RunFolder, "write", _write_nothing),
         patch.object(Progress, "step", _note_nothing),
-        patch.object(ControlPlane, "_beat", _sleep_until_closed),
+        patch.object(ControlPlane, "start_beats", _report_nothing),
     ):
         yield
 

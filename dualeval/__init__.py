@@ -5,10 +5,10 @@ The names below are the public ones. They are imported at their first use: impor
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's own takes as long to import as Python to start
 if TYPE_CHECKING:
+    from typing import Any
+
     from dualeval.backends.base import Backend as Backend
     from dualeval.devices import connect as connect
     from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
@@ -65,6 +65,8 @@ __all__ = ["__version__", *sorted(_HOME)]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

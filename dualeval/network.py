@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from dualeval.errors import BackendError
+from dualeval.errors import BackendError, LaunchError
 from dualeval.waiting import waiting
 from dualeval.world import World
 
@@ -45,6 +45,8 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _GLOBAL_SCOPE = 0x00
 # Flags of addresses (if_addr.h) that cannot be used, or not for long: deprecated, failed, tentative.
 _NOT_FOR_USE = 0x20 | 0x08 | 0x40
+# RFC 1035. Linux takes a host name of 64 letters all the same, and Python then fails to look it up.
+_TOO_LONG = "a part of it between dots has more than 63 letters"
 
 
 def offered_addresses(*, one_node: bool, master: str | None = None) -> list[str]:
@@ -62,6 +64,22 @@ def offered_addresses(*, one_node: bool, master: str | None = None) -> list[str]
     outside = sorted(address for address in own if not address.startswith("127."))
     outside += sorted(address for address, name in _ipv6_addresses() if name != "lo")
     return list(dict.fromkeys([*([master] if master else []), *outside]))
+
+
+def check_own_name() -> None:
+    """Refuse a host name with which libraries here cannot be used: they look their own host up by it.
+
+    Raises:
+        LaunchError: it is one that Python cannot look up.
+    """
+    name = socket.gethostname()
+    try:
+        name.encode("idna")
+    except UnicodeError as error:
+        raise LaunchError(
+            f"this host's name, {name!r}, cannot be looked up: {_TOO_LONG}. Give the host a shorter name "
+            "('hostname NAME'; for a container 'docker run --hostname NAME')."
+        ) from error
 
 
 def at(host: str, port: int) -> str:
@@ -237,6 +255,8 @@ def _ask_ports(host: str, port: int, run_id: str, reach_s: float) -> _Answer:
             # A name server that does not answer just now may do so in a moment.
             unknown = error.errno != socket.EAI_AGAIN
             return _Answer(unknown=unknown, problem="no such name" if unknown else str(error.strerror))
+        except UnicodeError:
+            return _Answer(unknown=True, problem=f"no such name: {_TOO_LONG}")
         except OSError as error:
             answer.problem = str(error)
             break
@@ -297,16 +317,23 @@ def _ask(host: str, port: int, run_id: str, reach_s: float = _REACH_S) -> tuple[
 
 
 def host_identity() -> str:
-    """What two processes share if and only if they see the same network interfaces of the same kernel."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    return f"{boot}.{Path('/proc/self/ns/net').stat().st_ino}"
+    """What two processes share if and only if they see the same network interfaces of the same kernel.
+
+    Where there is no /proc to tell, as in some sandboxes: the host's name and its addresses.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot}.{Path('/proc/self/ns/net').stat().st_ino}"
+    except FileNotFoundError:
+        addresses = sorted(filter(None, map(_address_of, _interfaces())))
+        return f"{socket.gethostname()}.{','.join(addresses)}"
 
 
 def own_address_towards(host: str) -> str | None:
     """This host's own address on the way to another one; None where there is no way."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         return None
     for family, kind, _, _, address in found:
         with socket.socket(family, kind) as any_socket, suppress(OSError):

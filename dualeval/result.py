@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class Result:
         intervals: 95 % intervals [low, high] of the metrics that have one.
         nonfinite: for each metric that met NaN or infinities, how many of which.
         samples: total, evaluated and failed samples.
-        failed: id and error of every failed sample, in data-set order.
+        failed: id and error of every failed sample, in data-set order; the errors on rank 0 only.
         chunks: total, evaluated_now and resumed chunks.
         job: the options as they were used.
         fingerprint: sha256 of all that decides the metrics.
@@ -202,7 +203,9 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        # What refuses to write may refuse this as well; the first error is the one to tell.
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
 
 
@@ -216,7 +219,8 @@ class Status:
         reason: the first error's message, where there was one.
         signal: the name of the signal that stopped the run.
         chunks_saved: number of chunks that a stopped run has finished and saved since it was started.
-        launch_id: of the launcher that may start a stopped run's ranks again.
+        launch_id: of the launchers that may start a stopped run's ranks again.
+        process: which process has written this: host, number, and when it began.
         run: names this run apart from any other in the same folder.
     """
 
@@ -227,19 +231,22 @@ class Status:
     chunks_saved: int | None = None
     launch_id: str | None = None
     run: str | None = None
+    process: str | None = None
 
     def write(self, folder: Path) -> None:
-        """Write it into the run's output folder; on a full disk over the one that is there."""
+        """Write it into the output folder; where no new file can be made, over the one that is there."""
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
         try:
             write_text(folder / STATUS, text)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            # Its block is there already. Not whole for a moment, but "running" would be wrong for ever.
-            with (folder / STATUS).open("r+", encoding="utf-8") as file:
-                file.write(text)
-                file.truncate()
+        except OSError as refused:
+            # No space, no inodes, a folder that takes no files: its block is there already. Not whole for a
+            # moment, but "running" would be wrong for ever.
+            try:
+                with (folder / STATUS).open("r+", encoding="utf-8") as file:
+                    file.write(text)
+                    file.truncate()
+            except OSError:
+                raise refused from None
 
 
 def read_status(folder: Path) -> Status | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
-from dualeval.errors import BackendError
+from dualeval.errors import BackendError, LaunchError
 from dualeval.network import LOOPBACK, at, offered_addresses, reach
 from dualeval.waiting import not_come
 from dualeval.world import World
@@ -16,15 +18,58 @@ from dualeval.world import World
 # torch looks up the name of each address that it connects to, and a name server that does not answer takes
 # 10 s to be given up.
 _CONNECT = timedelta(seconds=60)
+# Half of what rank 0 is to answer a second: ranks wait in meetings and report themselves at the same time.
+_ANSWERS_A_S = 5000
+# Beside its connections a rank opens data, a journal and its reading processes' pipes.
+_OTHER_FILES = 256
 
 
-def serve_store(world: World) -> tuple[TCPStore, dict[str, Any]]:
+def pause_for(size: int, requests: int, least_s: float) -> float:
+    """How long each rank waits between its requests, so that rank 0 can answer those of all.
+
+    Args:
+        size: number of ranks.
+        requests: number of each rank's, one after the other.
+        least_s: the pause where there are few ranks.
+    """
+    return max(least_s, size * requests / _ANSWERS_A_S)
+
+
+def allow_connections(count: int) -> None:
+    """Let this process open so many files more: raises its soft limit where that is too low.
+
+    Raises:
+        LaunchError: the hard limit is too low as well.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + count + _OTHER_FILES  # noqa: PTH208 - numbers, not paths
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise LaunchError(
+            f"rank 0 needs {needed:,} open files, {count:,} of them for connections to other ranks, and may "
+            f"have {hard:,} (ulimit -Hn). Type 'ulimit -n {needed}' as root where the run starts, or have "
+            "the limit raised (nofile in /etc/security/limits.conf, LimitNOFILE of slurmd), or start fewer "
+            "ranks."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def serve_store(world: World, connections: int = 1) -> tuple[TCPStore, dict[str, Any]]:
     """Serve a store on a port that the kernel picks.
+
+    Args:
+        world: this rank's, with the number of ranks.
+        connections: of each rank to the store.
 
     Returns:
         rank 0's own end, which serves for as long as it is kept; and the offer for ``join_store``, of plain
         values.
+
+    Raises:
+        LaunchError: this process may not open enough files for all ranks.
     """
+    allow_connections(connections * world.size)
     server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     master = world.master[0] if world.master else None
     return server, {

@@ -34,7 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
 from dualeval.launch.cores import usable_cores
-from dualeval.network import LOOPBACK
+from dualeval.network import LOOPBACK, check_own_name
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Seconds between two looks at the ranks: half of it is what a run loses at its end on average.
@@ -49,6 +49,8 @@ def run_local(
     environ: Mapping[str, str],
     variables_of: Callable[[int], Mapping[str, str]] = lambda rank: {},
     stop_signals: Collection[signal.Signals] = (),
+    *,
+    takes_signals: bool = False,
 ) -> int:
     """Run a command as the ranks of one run on this machine, and wait for them.
 
@@ -64,6 +66,8 @@ def run_local(
         environ: variables for the ranks, on top of this process's own.
         variables_of: further ones for each rank.
         stop_signals: on which ranks save what they have and end: these are passed on, each time they come.
+        takes_signals: whether the command unblocks ``stop_signals`` as soon as it takes them. It is then
+            started with them blocked, so that none ends it before.
 
     Returns:
         0 when every rank exited 0; 2 when any rank exited 2 (wrong input is a cause, never a consequence);
@@ -72,7 +76,8 @@ def run_local(
         the code of the ranks.
 
     Raises:
-        UsageError: fewer than one rank, or more than this machine can sensibly run.
+        UsageError: fewer than one rank, or more than this machine can sensibly run; or this host's name
+            is one that torch cannot look up.
         DualevalError: a rank died by a signal that nobody sent to all of them; names both.
     """
     cores = usable_cores()
@@ -83,8 +88,9 @@ def run_local(
             f"the {cores} cores that it may use, and at least 64: each needs about 150 MB and a second of "
             f"one core before it begins). Type a smaller --nproc, or use more nodes."
         )
+    check_own_name()
     rendezvous_handler_registry.register(_LocalRendezvous.backend, _LocalRendezvous)
-    watch = _SignalWatch(stop_signals)
+    watch = _SignalWatch(stop_signals, stop_signals if takes_signals else ())
     # Later torch versions can be told to leave the signals to the watch; earlier ones have no such field.
     options: dict[str, Any] = (
         {"signals_to_handle": ""} if _has_field(LaunchConfig, "signals_to_handle") else {}
@@ -100,7 +106,7 @@ def run_local(
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL,
-        logs_specs=_PassThrough(environ, variables_of),
+        logs_specs=_PassThrough(environ, variables_of, watch),
         **options,
     )
     with _quiet_launcher(), watch:
@@ -147,8 +153,9 @@ class _SignalWatch:
     the exception would leave them running without a parent. The agent asks between two looks instead.
     """
 
-    def __init__(self, stop_signals: Collection[signal.Signals]) -> None:
+    def __init__(self, stop_signals: Collection[signal.Signals], blocked: Collection[signal.Signals]) -> None:
         self._stop_signals = frozenset(stop_signals)
+        self._blocked = blocked
         self._received: signal.Signals | None = None
         self._since = 0.0
         self._to_pass_on: list[signal.Signals] = []
@@ -160,8 +167,13 @@ class _SignalWatch:
             return None
         return self._received
 
+    def before_start(self) -> None:
+        """Block what the ranks, which are started next, take by themselves: they inherit that."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
+
     def pass_on(self) -> None:
-        """Hand the ranks what they are to end by themselves on."""
+        """Hand the ranks, which are all started, what they are to end by themselves on."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         while self._to_pass_on:
             number = self._to_pass_on.pop(0)
             for child in _children():
@@ -175,10 +187,12 @@ class _SignalWatch:
             for number in {*ENDING_SIGNALS, *self._stop_signals}
             if signal.getsignal(number) is not signal.SIG_IGN
         ]
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._previous = {number: signal.signal(number, self._remember) for number in wanted}
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -248,17 +262,27 @@ class _LocalRendezvous(RendezvousHandler):
 class _PassThrough(LogsSpecs):
     """Ranks that write straight to this process's standard output and error, with no log folder."""
 
-    def __init__(self, environ: Mapping[str, str], variables_of: Callable[[int], Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        variables_of: Callable[[int], Mapping[str, str]],
+        watch: _SignalWatch,
+    ) -> None:
         super().__init__(log_dir=os.devnull)
         self._environ = environ
         self._variables_of = variables_of
+        self._watch = watch
 
     @property
     def root_log_dir(self) -> str:
         return os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Add the wanted variables to those of each rank (torch's own win) and redirect nothing."""
+        """Add the wanted variables to those of each rank (torch's own win) and redirect nothing.
+
+        The ranks are started next.
+        """
+        self._watch.before_start()
         for rank, env in envs.items():
             env.update({**self._environ, **env, **self._variables_of(rank)})
         console = dict.fromkeys(envs, "")

@@ -17,12 +17,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dualeval.engine import recorder
-from dualeval.engine.folder.journal import FaultPoints
+from dualeval.engine.folder.layout import SUFFIX
 from dualeval.launch import detect
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.vision_library import torchvision
@@ -81,17 +83,36 @@ def _fault_of(kind: str) -> Callable[[], object]:
 
 
 def _end_at(point: str, number: int) -> None:
-    """Have this process end at a point of its journal file of that number, from 0."""
-    seen = 0
+    """Have this process end at a point of its journal file of that number, from 0; half of it written."""
+    seen = itertools.count()
+    opened, fsync, rename = Path.open, os.fsync, Path.rename
 
-    def reached(name: str) -> None:
-        nonlocal seen
-        if name == point:
-            seen += 1
-            if seen > number:
-                _kill()
+    def is_the_one(path: Path) -> bool:
+        return path.name.endswith(f"{SUFFIX}.partial") and next(seen) >= number
 
-    FaultPoints.reached = reached
+    def torn_open(path: Path, mode: str = "r", *options: Any, **named: Any) -> Any:
+        file = opened(path, mode, *options, **named)
+        if mode == "wb" and is_the_one(path):
+            file.write(b"DUALEVL3, and a part of what comes behind it")
+            file.flush()
+            _kill()
+        return file
+
+    def no_fsync(descriptor: int) -> None:
+        if is_the_one(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            _kill()
+        fsync(descriptor)
+
+    def no_rename(path: Path, target: Path) -> Path:
+        if is_the_one(path):
+            _kill()
+        return rename(path, target)
+
+    {
+        "write": lambda: setattr(Path, "open", torn_open),
+        "fsync": lambda: setattr(os, "fsync", no_fsync),
+        "rename": lambda: setattr(Path, "rename", no_rename),
+    }[point]()
 
 
 # Of this process: (batches that come before, what happens). No part of the model, which is the same job with

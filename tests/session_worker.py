@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -37,7 +36,7 @@ class Odd(TinyTask):
         super().__init__(SAMPLES)
         self._modes = modes if bad else set()
         self._batches = 0
-        self.polled = threading.Event()
+        self.session: dualeval.Session
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         self._batches += 1
@@ -50,8 +49,8 @@ class Odd(TinyTask):
             sys.exit(0)
         if "interrupt" in self._modes:
             raise KeyboardInterrupt
-        if "stop" in self._modes:
-            self.polled.wait(60)
+        while "stop" in self._modes and self.session.control.stopping is None:
+            sleep(0.01)
         if "error" in self._modes:
             raise ValueError("twelve")
         if "term" in self._modes:
@@ -92,12 +91,10 @@ def run(out: Path, modes: set[str], rank: int) -> None:
     stops = bad and "stop" in modes
 
     def stop() -> bool | str:
-        if not stops or task._batches < 12:
-            return False
-        task.polled.set()
-        return "enough"
+        return "enough" if stops and task._batches == 12 else False
 
     with dualeval.Session(heartbeat_timeout=TIMEOUT_S, stop=stop) as session:
+        task.session = session
         said["owner"] = session.is_owner
         try:
             result = session.evaluate(task, batch_size=BATCH, out=out)
@@ -133,9 +130,9 @@ def spawned(rank: int, size: int, out: Path, modes: set[str]) -> None:
 if __name__ == "__main__":
     place, wanted = Path(sys.argv[1]), set(sys.argv[2:])
     if "spawned" in wanted:
-        import torch.multiprocessing as mp
+        from torch.multiprocessing.spawn import spawn
 
-        mp.spawn(spawned, (2, place, wanted), nprocs=2)  # type: ignore[no-untyped-call]
+        spawn(spawned, (2, place, wanted), nprocs=2)  # type: ignore[no-untyped-call]
     else:
         own = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
         run(place, wanted, int(os.environ.get("HOROVOD_RANK", own)))

@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dualeval"
 
 # Each room and the rooms it may import from, besides itself and the ground floor.
-GROUND = {"choices", "errors", "world", "network", "store", "vision_library", "waiting", "weights_name"}
+GROUND = {
+    *("choices", "errors", "world", "network", "store", "vision_library", "waiting", "weights_name"),
+    "process_start",
+}
 ALLOWED = {
     "cli": {"job", "launch", "backends", "devices", "engine", "tasks", "models", "report", "result"},
     "engine": {"metrics", "result", "tasks", "backends.base"},
@@ -37,6 +40,7 @@ ALLOWED = {
     "vision_library": set(),
     "waiting": set(),
     "weights_name": set(),
+    "process_start": set(),
     "assets": set(),
 }
 # What joins the rooms: the session opens all that a run needs, whatever the backend and the launcher.

@@ -5,39 +5,26 @@ from __future__ import annotations
 import queue
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
 from dualeval import store
 from dualeval.backends.base import Backend
-from dualeval.engine.control import plane as control_module
+from dualeval.engine.control import meeting, plane
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
-from dualeval.errors import DualevalError, PeerError, UsageError
-from dualeval.world import World
+from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
+from dualeval.errors import DualevalError, LaunchError, PeerError, UsageError
+from dualeval.store import pause_for
+from tests.control_ranks import OfferOnly
 
 LIMIT_S = 30.0
-
-
-class _OfferOnly:
-    """The one thing that opening needs of a backend: rank 0's offer reaches the others."""
-
-    def __init__(self, rank: int, size: int, offers: queue.Queue[Any]) -> None:
-        self.world = World(
-            rank=rank, size=size, local_rank=rank, local_size=size, node_rank=0, launcher="torchrun"
-        )
-        self._offers = offers
-
-    def broadcast_json(self, value: Any, src: int = 0) -> Any:
-        if self.world.is_main:
-            for _ in range(self.world.size - 1):
-                self._offers.put(value)
-            return value
-        return self._offers.get(timeout=LIMIT_S)
 
 
 def on_ranks(size: int, work: Callable[[int, ControlPlane], Any]) -> list[Any]:
@@ -45,7 +32,7 @@ def on_ranks(size: int, work: Callable[[int, ControlPlane], Any]) -> list[Any]:
     offers: queue.Queue[Any] = queue.Queue()
 
     def rank(number: int) -> Any:
-        control = open_control_plane(cast(Backend, _OfferOnly(number, size, offers)))
+        control = open_control_plane(cast(Backend, OfferOnly(number, size, offers)))
         try:
             return work(number, control)
         except DualevalError as error:
@@ -127,7 +114,7 @@ def test_the_reporter_sums_over_ranks_and_hears_of_failures() -> None:
 
 
 def test_unreachable_addresses_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Elsewhere(_OfferOnly):
+    class Elsewhere(OfferOnly):
         def broadcast_json(self, value: Any, src: int = 0) -> Any:
             return {"token": "t", "offer": {"port": 1, "addresses": ["127.0.0.1", "127.0.0.2"]}}
 
@@ -145,7 +132,7 @@ def test_a_store_that_cannot_be_joined_is_named(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as reachable:
         port = reachable.getsockname()[1]
 
-        class Offered(_OfferOnly):
+        class Offered(OfferOnly):
             def broadcast_json(self, value: Any, src: int = 0) -> Any:
                 return {"token": "t", "offer": {"port": port, "addresses": ["127.0.0.1"]}}
 
@@ -165,7 +152,7 @@ def test_without_rank_0_it_is_said_so() -> None:
         control.meet()
         if rank == 0:
             assert met.wait(LIMIT_S)
-            control._store = control._server = None  # as when the process is gone
+            control._meetings = control._server = None  # as when the process is gone
             ended.set()
             return None
         met.set()
@@ -183,7 +170,7 @@ def test_without_rank_0_it_is_said_so() -> None:
 
 
 def test_another_rank_speaks_where_rank_0_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "_SAY_WITHIN_S", 0.1)
+    monkeypatch.setattr(meeting, "_SPEAK_WITHIN_S", 0.1)
     spoken: list[int] = []
     others_spoke = threading.Event()
 
@@ -192,12 +179,12 @@ def test_another_rank_speaks_where_rank_0_is_busy(monkeypatch: pytest.MonkeyPatc
         if rank == 0:
             assert others_spoke.wait(LIMIT_S)
 
-        def say() -> None:
+        control.fail(DualevalError("broken"))
+        if control.may_speak():
             spoken.append(rank)
             others_spoke.set()
-
-        control.fail(DualevalError("broken"))
-        control.leave_after_message(say)
+        control.has_spoken()
+        control.leave()
 
     on_ranks(3, work)
     assert len(spoken) == 1
@@ -209,7 +196,10 @@ def test_rank_0_speaks_where_it_can() -> None:
 
     def work(rank: int, control: ControlPlane) -> None:
         control.fail(DualevalError("broken"))
-        control.leave_after_message(lambda: spoken.append(rank))
+        if control.may_speak():
+            spoken.append(rank)
+        control.has_spoken()
+        control.leave()
 
     on_ranks(3, work)
     assert spoken == [0]
@@ -243,3 +233,183 @@ def test_a_second_run_counts_from_nothing() -> None:
         return last
 
     assert on_ranks(2, work)[0] == [10, 10]
+
+
+# -- the verdict -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clients() -> list[TCPStore]:
+    """A store with no verdict yet, and a client of each of two ranks."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("verdict", NO_VERDICT)
+    return [server, server.clone()]  # type: ignore[attr-defined]
+
+
+def stop(rank: int) -> Verdict:
+    return Verdict.stop(rank, "SIGTERM")
+
+
+def failure(rank: int) -> Verdict:
+    return Verdict.failure(rank, "it hangs")
+
+
+def end(rank: int) -> Verdict:
+    return Verdict(kind="end", rank=rank, exit_code=75)
+
+
+Kind = Callable[[int], Verdict]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "holds"),
+    [
+        *((failure, later, 0) for later in (failure, stop, end)),
+        *((end, later, 0) for later in (failure, stop, end)),
+        (stop, stop, 0),
+        (stop, failure, 1),
+        (stop, end, 1),
+    ],
+)
+def test_which_verdict_holds(clients: list[TCPStore], first: Kind, second: Kind, holds: int) -> None:
+    """The first one, but that a stop gives way; whoever proposes reads what holds."""
+    proposed = [first(0), second(1)]
+    assert propose(clients[0], "verdict", proposed[0]) == proposed[0]
+    assert propose(clients[1], "verdict", proposed[1]) == proposed[holds]
+    assert Verdict.read(clients[0].get("verdict")) == proposed[holds]
+
+
+def test_one_of_many_verdicts_wins(clients: list[TCPStore]) -> None:
+    """All proposed at the same moment, the same text by each rank."""
+    with ThreadPoolExecutor(16) as pool:
+        stores = [clients[0].clone() for _ in range(16)]  # type: ignore[attr-defined]
+        together = threading.Barrier(16)
+
+        def give(rank: int) -> tuple[Verdict, Verdict]:
+            own = failure(0)
+            together.wait(LIMIT_S)
+            return own, propose(stores[rank], "verdict", own)
+
+        given = list(pool.map(give, range(16)))
+    assert len({held for _, held in given}) == 1
+    assert sum(own == held for own, held in given) == 1
+
+
+def test_a_stop_that_one_rank_cannot_save_is_a_failure() -> None:
+    def work(rank: int, control: ControlPlane) -> Any:
+        control.meet()
+        if rank == 0:
+            control.stop("SIGINT")
+        while control.stopping is None:
+            assert control.news.wait(LIMIT_S)
+            control.news.clear()
+        if rank == 1:
+            control.fail_to_save("no room")
+        else:
+            control.saved(1)
+        assert control.all_saved.wait(LIMIT_S)
+        while control.verdict is None or control.verdict.kind == "stop":
+            assert control.news.wait(LIMIT_S)
+            control.news.clear()
+        return control.verdict.kind, str(control.failure)
+
+    assert on_ranks(3, work) == [("failure", "what was finished could not be saved: no room")] * 3
+
+
+def test_a_failure_and_a_stop_at_once_end_all_alike() -> None:
+    together = threading.Barrier(2)
+
+    def work(rank: int, control: ControlPlane) -> Any:
+        control.meet()
+        if rank < 2:
+            together.wait(LIMIT_S)
+        if rank == 0:
+            control.stop("SIGTERM")
+        elif rank == 1:
+            control.fail(UsageError("wrong"))
+        while control.failure is None:
+            control.news.wait(0.1)
+            control.news.clear()
+        return control.verdict
+
+    verdicts = on_ranks(3, work)
+    assert verdicts[0] == verdicts[1] == verdicts[2]
+    assert (verdicts[0].kind, verdicts[0].message) == ("failure", "wrong")
+
+
+def test_alone_a_stop_comes_to_its_end() -> None:
+    def work(rank: int, control: ControlPlane) -> Any:
+        control.stop("SIGTERM")
+        control.saved(3)
+        assert control.all_saved.is_set() and control.saved_by_all == 3
+        control.tell_end(75)
+        return control.end_code, control.stopping
+
+    assert on_ranks(1, work) == [(75, "SIGTERM")]
+
+
+# -- many ranks --------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All came to the collective before; ranks 1 and 3 never come to the control plane."""
+    monkeypatch.setattr(plane, "_FIRST_MEETING_WITHIN_S", 0.3)
+    offers: queue.Queue[Any] = queue.Queue()
+
+    def rank(number: int) -> str:
+        backend = OfferOnly(number, 4, offers)
+        if number in (1, 3):
+            backend.broadcast_json(None)
+            return ""
+        with pytest.raises(PeerError) as caught:
+            open_control_plane(cast(Backend, backend))
+        return str(caught.value)
+
+    with ThreadPoolExecutor(4) as pool:
+        said = [future.result(LIMIT_S) for future in [pool.submit(rank, number) for number in range(4)]]
+    assert said[0] == said[2]
+    assert said[0] == (
+        "ranks 1 and 3 have not come to the control plane within 0 s of a collective that all had come to"
+    )
+
+
+def test_rank_0_may_open_as_many_files_as_it_has_ranks() -> None:
+    """In a process of its own: the hard limit does not go up again."""
+    code = (
+        "import resource\n"
+        "from dualeval.errors import LaunchError\n"
+        "from dualeval.store import allow_connections\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))\n"
+        "allow_connections(200)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, 4096)\n"
+        "allow_connections(2 * 1000)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (4096, 4096)\n"
+        "try:\n"
+        "    allow_connections(2 * 2000)\n"
+        "except LaunchError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    wanted = r"rank 0 needs 4,\d+ open files.* may have 4,096 \(ulimit -Hn\)\. Type 'ulimit -n 4\d+'"
+    assert re.match(wanted, done.stdout), done
+
+
+def test_too_few_files_are_said_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise LaunchError("rank 0 needs 9,000 open files")
+
+    monkeypatch.setattr(plane, "serve_store", refuse)
+    offers: queue.Queue[Any] = queue.Queue()
+
+    def rank(number: int) -> str:
+        with pytest.raises(LaunchError) as caught:
+            open_control_plane(cast(Backend, OfferOnly(number, 3, offers)))
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(rank, range(3))) == ["rank 0 needs 9,000 open files"] * 3
+
+
+@pytest.mark.parametrize(("size", "pause"), [(1, 0.05), (100, 0.05), (1000, 0.4), (10_000, 4.0)])
+def test_many_ranks_ask_less_often(size: int, pause: float) -> None:
+    assert pause_for(size, 2, 0.05) == pytest.approx(pause)

@@ -180,5 +180,5 @@ def test_a_checkpoint_s_key_is_said(dry_run: DryRun, tmp_path: Path) -> None:
 
 def test_the_name_of_a_file_as_output_folder(dry_run: DryRun, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(UsageError, match="--out out is a file"):
+    with pytest.raises(UsageError, match="out is a file, and a run needs a folder"):
         dry_run()

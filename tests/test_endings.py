@@ -189,8 +189,8 @@ def test_wrong_options(launch: Launch, tmp_path: Path, words: list[str], message
 
 
 def test_torchrun_goes_on_after_a_killed_rank(launch: Launch, tmp_path: Path, wanted: str) -> None:
-    """By itself, with --max-restarts, and without --out too."""
-    command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2", "-m", "dualeval", "run", *JOB]
+    """By itself, with --max-restarts, and without --out too; --fresh counts for the first start."""
+    command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2", "-m", "dualeval", "run", *JOB, "--fresh"]
     with launch.started(command, cwd=tmp_path, variables=SLOWLY) as process:
         await_that(lambda: list(tmp_path.glob("runs/*/journal/*.journal")), process)
         ranks_of(process)[1].kill()
@@ -205,7 +205,7 @@ def test_torchrun_goes_on_after_a_killed_rank(launch: Launch, tmp_path: Path, wa
 def test_torchrun_does_not_start_again_what_was_stopped(launch: Launch, tmp_path: Path) -> None:
     """The signal reaches the ranks alone, as Slurm's does; the agent takes their end for a failure."""
     out = tmp_path / "out"
-    command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2", "-m", "dualeval", "run"]
+    command = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2", "-m", "dualeval", "run", "--fresh"]
     with at_work(launch, command, out) as process:
         for rank in ranks_of(process):
             rank.send_signal(signal.SIGUSR2)

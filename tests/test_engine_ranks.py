@@ -93,8 +93,11 @@ def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) 
     for name in ("one", "three"):
         (tmp_path / name).mkdir()
     [alone] = run_ranks(launch, "broken", 1, tmp_path / "one")
-    for report in run_ranks(launch, "broken", 3, tmp_path / "three"):
-        assert report == alone
+    first, *others = run_ranks(launch, "broken", 3, tmp_path / "three")
+    assert first == alone
+    # The errors stay in the journal, from which rank 0 reads them: at 1,000 ranks they would be gigabytes.
+    nothing_said = [{**entry, "error": ""} for entry in alone["failed"]]
+    assert others == [{**alone, "failed": nothing_said}] * 2
     assert [entry["id"] for entry in alone["failed"]] == ["tiny/5", "tiny/50", "tiny/99"]
 
 

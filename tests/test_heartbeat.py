@@ -5,49 +5,64 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from dualeval.engine.control.beats import Clock, Monitor, Name, Pulse, Sign, Standstill
+from dualeval.backends.base import Op
+from dualeval.backends.single import SingleBackend
+from dualeval.engine.control.beats import Clock, Judge, Limits, Monitor, Name, Pulse, Sign, Standstill, Work
 from dualeval.engine.progress import Progress
+from dualeval.world import World
 
 NAMES = {rank: Name(rank=rank, host=f"n{rank}", pid=4711, space="here") for rank in range(3)}
-SIGN = Sign(steps=5, beat=1, stage="load", chunk=17)
+SIGN = Sign(steps=5, work=0, beat=1, stage="load", chunk=17)
+LIMITS = Limits(timeout_s=60, forward_timeout_s=1800)
+
+
+def watching(notes: list[str] | None = None, *, sees_all: bool = True) -> Monitor:
+    found = [] if notes is None else notes
+    return Monitor(NAMES, LIMITS, 0, sees_all=sees_all, note=found.append)
 
 
 def look(monitor: Monitor, now: float, **changed: Sign) -> tuple[int, str] | None:
     """What the monitor says where all ranks go on, but for those given as r0, r1, ...."""
-    signs = {rank: Sign(steps=int(now * 100), beat=int(now * 10), stage="forward", chunk=1) for rank in NAMES}
+    signs = {rank: Sign(int(now * 100), 0, int(now * 10), "forward", 1) for rank in NAMES}
     return monitor.look({**signs, **{int(name[1:]): sign for name, sign in changed.items()}}, now)
 
 
 def test_a_sign_travels_as_text() -> None:
-    for sign in (SIGN, Sign(steps=0, beat=3, stage="setup"), replace(SIGN, saved=12)):
+    for sign in (SIGN, Sign(0, 7, 3, "setup"), SIGN._replace(saved=12, run=2, done=64)):
         assert Sign.read(str(sign)) == sign
 
 
 def test_who_goes_on_is_not_named() -> None:
-    monitor = Monitor(NAMES, 60, 0)
+    monitor = watching()
     assert [look(monitor, now) for now in (1.0, 50.0, 100.0, 200.0)] == [None] * 4
 
 
 def test_who_makes_no_progress_is_named_with_its_place() -> None:
-    monitor = Monitor(NAMES, 60, 0)
+    monitor = watching()
     assert look(monitor, 10, r2=SIGN) is None
-    assert look(monitor, 69, r2=replace(SIGN, beat=100)) is None
-    assert look(monitor, 72, r2=replace(SIGN, beat=106)) == (
+    assert look(monitor, 69, r2=SIGN._replace(beat=100)) is None
+    assert look(monitor, 72, r2=SIGN._replace(beat=106)) == (
         2,
         "rank 2 on n2 (pid 4711): no progress for 62 s, chunk 17, stage load",
     )
 
 
 def test_who_waits_for_others_is_not_named_as_long_as_it_lives() -> None:
-    monitor = Monitor(NAMES, 60, 0)
-    waiting = replace(SIGN, stage="meet", chunk=None)
+    monitor = watching()
+    waiting = SIGN._replace(stage="meet", chunk=None)
     for now in range(0, 1000, 10):
-        assert look(monitor, now, r1=replace(waiting, beat=now)) is None
-    assert look(monitor, 1060, r1=replace(waiting, beat=990)) == (
+        assert look(monitor, now, r1=waiting._replace(beat=now)) is None
+    assert look(monitor, 1060, r1=waiting._replace(beat=990)) == (
         1,
         "rank 1 on n1 (pid 4711): no progress for 70 s, stage meet, and no sign of life",
     )
@@ -55,25 +70,25 @@ def test_who_waits_for_others_is_not_named_as_long_as_it_lives() -> None:
 
 def test_who_does_not_live_is_named_before_those_it_holds_up() -> None:
     """All stand in a collective since the same moment; one of them was stopped there."""
-    monitor = Monitor(NAMES, 60, 0)
-    reducing = Sign(steps=9, beat=0, stage="reduce")
+    monitor = watching()
+    reducing = Sign(9, 0, 0, "collective")
     for now in (0.0, 30.0):
-        assert look(monitor, now, **{f"r{rank}": replace(reducing, beat=int(now)) for rank in NAMES}) is None
+        assert look(monitor, now, **{f"r{rank}": reducing._replace(beat=int(now)) for rank in NAMES}) is None
     found = look(
         monitor,
         91.0,
-        r0=replace(reducing, beat=91),
-        r1=replace(reducing, beat=30),
-        r2=replace(reducing, beat=91),
+        r0=reducing._replace(beat=91),
+        r1=reducing._replace(beat=30),
+        r2=reducing._replace(beat=91),
     )
     assert found is not None
     assert found[0] == 1
 
 
 def test_who_has_saved_everything_has_nothing_more_to_do() -> None:
-    monitor = Monitor(NAMES, 60, 0)
+    monitor = watching()
     for now in (1.0, 200.0):
-        assert look(monitor, now, r1=replace(SIGN, saved=4, beat=int(now))) is None
+        assert look(monitor, now, r1=SIGN._replace(saved=4, beat=int(now))) is None
 
 
 def test_an_observer_that_was_stopped_blames_nobody() -> None:
@@ -92,14 +107,173 @@ def test_a_standstill_begins_with_the_last_change() -> None:
     ]
 
 
-def test_setting_up_counts_what_is_computed() -> None:
-    progress = Progress()
-    pulse = Pulse(progress)
-    before = pulse.steps()
-    while pulse.steps() == before:
+@contextmanager
+def computing(name: str, share: float) -> Iterator[None]:
+    """A thread that computes for that share of each hundredth of a second."""
+    over = threading.Event()
+
+    def compute() -> None:
+        while not over.wait(0.01 * (1 - share)):
+            end = time.thread_time() + 0.01 * share
+            while time.thread_time() < end:
+                pass
+
+    thread = threading.Thread(target=compute, name=name)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def windows_of_work(seconds: float) -> int:
+    """How many windows count as work while this thread sleeps."""
+    work = Work()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        work.count()
+    return work.count()
+
+
+def test_what_computes_works() -> None:
+    pulse = Pulse(Progress())
+    while pulse.look().work == 0:
         sum(range(100_000))
-    progress.step("load", 3)
-    assert (pulse.steps(), pulse.sign().chunk) == (1, 3)
+    assert pulse.look().steps == 0
+
+
+def test_what_sleeps_or_looks_now_and_then_does_not_work() -> None:
+    """The waiting loops of MPI and Horovod take some hundredths of a core."""
+    with computing("user", 0.02):
+        assert windows_of_work(0.8) == 0
+
+
+def test_threads_that_compute_a_batch_work_and_helpers_do_not() -> None:
+    with computing("dualeval-beats", 0.9):
+        assert windows_of_work(0.8) == 0
+    with computing("dualeval-compute_0", 0.9):
+        assert windows_of_work(0.8) > 0
+
+
+def test_who_reads_from_a_slow_disk_works(tmp_path: Path) -> None:
+    """It takes no tenth of a core, but moves bytes."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(1 << 20))
+    work = Work()
+    with file.open("rb", buffering=0) as content:
+        while content.read(1 << 15):
+            time.sleep(0.02)
+    assert work.count() > 0
+
+
+def judged(stage: str, *, works: bool, until: int = 2000) -> list[tuple[int, str]]:
+    """(second, kind) of each change of how a rank is judged whose steps stand still."""
+    judge = Judge(LIMITS, 0)
+    found: list[tuple[int, str]] = []
+    for now in range(until):
+        kind = judge.look(Sign(3, now if works else 0, now, stage, 17), now).kind
+        if not found or found[-1][1] != kind:
+            found.append((now, kind))
+    return found
+
+
+@pytest.mark.parametrize("stage", ["load", "transfer", "forward", "metrics"])
+def test_a_batch_that_computes_is_named_and_given_up_much_later(stage: str) -> None:
+    assert judged(stage, works=True) == [(0, "going"), (61, "computing"), (1801, "stuck")]
+
+
+@pytest.mark.parametrize("stage", ["load", "forward", "journal", "setup", "write", "end"])
+def test_what_does_not_compute_is_given_up(stage: str) -> None:
+    assert judged(stage, works=False) == [(0, "going"), (61, "stuck")]
+
+
+def test_waiting_for_a_gpu_is_computing() -> None:
+    """The main thread sleeps meanwhile."""
+    assert judged("device", works=False) == [(0, "going"), (61, "computing"), (1801, "stuck")]
+
+
+@pytest.mark.parametrize("stage", ["setup", "write", "end"])
+def test_what_is_computed_without_a_batch_is_progress(stage: str) -> None:
+    assert judged(stage, works=True) == [(0, "going")]
+
+
+def test_polling_in_a_collective_is_no_progress() -> None:
+    assert judged("collective", works=True) == [(0, "going"), (63, "collective")]
+
+
+def test_a_forward_that_hangs_after_it_has_computed_is_given_up_soon() -> None:
+    judge = Judge(LIMITS, 0)
+    kinds = [judge.look(Sign(3, min(now, 100), now, "forward", 17), now).kind for now in range(200)]
+    assert kinds.index("stuck") == 161
+
+
+def test_long_computing_is_said_once() -> None:
+    notes: list[str] = []
+    monitor = watching(notes)
+    for now in range(0, 300, 5):
+        assert look(monitor, now, r1=Sign(5, now, now, "forward", 17)) is None
+    assert notes == [
+        "rank 1 on n1 (pid 4711): computing for 65 s, chunk 17, stage forward; it is given up after 1,800 s "
+        "(--forward-timeout)"
+    ]
+
+
+def test_who_waits_in_a_collective_for_one_that_works_is_not_named() -> None:
+    """All but one have come; that one builds its model for longer than the timeout."""
+    monitor = watching()
+    found = []
+    for now in range(0, 400, 5):
+        waiting = Sign(9, now, now, "collective")
+        builds = Sign(5, min(now, 295), now, "setup")
+        found.append(look(monitor, now, r0=waiting, r1=builds, r2=waiting))
+    first = next(one for one in found if one is not None)
+    assert found.index(first) == 360 // 5
+    assert first == (1, "rank 1 on n1 (pid 4711): no progress for 65 s, stage setup")
+
+
+def test_a_collective_that_hangs_for_all_is_named() -> None:
+    """One of them has come to a meeting instead."""
+    monitor = watching()
+    found = []
+    for now in range(0, 71, 2):
+        waiting = Sign(9, now, now, "collective")
+        found.append(look(monitor, now, r0=waiting, r1=waiting._replace(stage="meet"), r2=waiting))
+    assert found.index((0, "rank 0 on n0 (pid 4711): no progress for 64 s, stage collective")) == 64 // 2
+
+
+def test_who_sees_one_rank_alone_does_not_judge_its_collectives() -> None:
+    monitor = watching(sees_all=False)
+    for now in range(0, 300, 5):
+        waiting = Sign(9, 0, now, "collective")
+        assert look(monitor, now, r0=waiting, r1=waiting, r2=waiting) is None
+
+
+def test_a_backends_collectives_are_steps_of_their_own() -> None:
+    progress = Progress()
+    seen: list[str] = []
+
+    class Seen(SingleBackend):
+        def _all_reduce(self, tensor: torch.Tensor, op: Op) -> None:
+            seen.append(progress.position.stage)
+
+        def _broadcast(self, payload: torch.Tensor, src: int) -> None:
+            seen.append(progress.position.stage)
+
+        def _gather(self, payload: torch.Tensor, dst: int | None) -> list[torch.Tensor]:
+            seen.append(progress.position.stage)
+            return super()._gather(payload, dst)
+
+    backend = Seen(World.alone())
+    backend.around_collective = lambda: progress.inside("collective")
+    backend.barrier()
+    backend.all_reduce(torch.ones(3))
+    backend.reduce_mean(torch.ones(3))
+    backend.broadcast(torch.ones(3))
+    backend.all_gather_json({"a": 1})
+    assert seen == ["collective"] * 6
+    assert (progress.position.stage, progress.position.count) == ("setup", 12)
 
 
 def test_a_process_that_has_ended_is_known() -> None:
@@ -116,4 +290,4 @@ def test_a_process_that_has_ended_is_known() -> None:
 def test_progress_is_one_value(stage: str) -> None:
     progress = Progress()
     progress.step(stage, 7)  # type: ignore[arg-type]
-    assert (progress.place.count, str(progress.place)) == (1, f"chunk 7, stage {stage}")
+    assert (progress.position.count, str(progress.position)) == (1, f"chunk 7, stage {stage}")

@@ -7,8 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from dualeval.engine.folder.journal import JournalWriter, file_bytes, read_journal_file, store_file
+from dualeval.devices import connect
+from dualeval.engine.folder import collecting
+from dualeval.engine.folder.collecting import collect_files, errors_of
+from dualeval.engine.folder.journal import (
+    JournalWriter,
+    read_journal,
+    read_journal_file,
+)
+from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
+from dualeval.world import World
 
 
 @pytest.fixture
@@ -63,8 +72,46 @@ def test_every_truncation_is_noticed(path: Path, tmp_path: Path) -> None:
             read_journal_file(damaged)
 
 
-def test_a_file_travels_as_bytes(path: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy.journal"
-    store_file(copy, file_bytes(path))
-    assert copy.read_bytes() == path.read_bytes()
-    assert read_journal_file(copy).chunks == (4, 9)
+def test_files_travel_in_pieces(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank sends and receives: two files, which fill several rounds, of 100 bytes at most."""
+    monkeypatch.setattr(collecting, "_PIECES_BYTES", 0)
+    monkeypatch.setattr(collecting, "_LEAST_PIECE_BYTES", 100)
+    second = path.with_name("t-00000-000001.journal")
+    second.write_bytes(path.read_bytes()[:200])
+    (tmp_path / "there").mkdir()
+    pieces: list[int] = []
+    with connect(None, World.alone(), "cpu") as backend:
+        gather = backend.gather
+
+        def counted(tensor: torch.Tensor, dst: int = 0) -> list[torch.Tensor] | None:
+            pieces.append(len(tensor))
+            return gather(tensor, dst)
+
+        monkeypatch.setattr(backend, "gather", counted)
+        collect_files(tmp_path / "there", backend, [path, second], [0], lambda rank: "t-00000")
+    assert sorted(file.name for file in (tmp_path / "there").iterdir()) == [path.name, second.name]
+    assert (tmp_path / "there" / path.name).read_bytes() == path.read_bytes()
+    assert (tmp_path / "there" / second.name).read_bytes() == second.read_bytes()
+    assert pieces == [100] * (path.stat().st_size // 100) + [path.stat().st_size % 100, 100, 100]
+
+
+def test_errors_of_failed_samples_are_in_their_file(path: Path) -> None:
+    writer = JournalWriter(path.parent, fingerprint="f" * 64, machine={}, prefix="u-00000")
+    failures = [(7, "OSError: cut short"), (3, "ValueError: \udc80")]
+    columns = {"evaluated": torch.zeros(2, dtype=torch.uint8)}
+    writer.write([1], [2], torch.zeros(50, dtype=torch.int64), columns, failures)
+    [written] = writer.written
+    file = read_journal_file(written)
+    assert (file.failed, file.failures) == (2, tuple(failures))
+    assert errors_of([file, read_journal_file(path)], [3, 5, 7]) == [failures[1], (5, ""), failures[0]]
+
+
+def test_a_file_of_another_division_into_chunks_is_left_out(path: Path) -> None:
+    """As versions with other chunks have written it: the fingerprint is the same."""
+    plan = EvalPlan(num_samples=30, batch_size=2)
+    chunks = read_journal(path.parent, plan, "f" * 64)
+    assert (chunks.files, len(chunks.remaining)) == ((), 15)
+    [reason] = chunks.left_out
+    assert "divides the data set into other chunks" in reason
+    small = EvalPlan(num_samples=3, batch_size=2)
+    assert read_journal(path.parent, small, "f" * 64).remaining == (0, 1)

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -17,10 +16,13 @@ import pytest
 
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.lease import Lease
+from dualeval.engine.folder.process import launch_of
 from dualeval.errors import UsageError
+from dualeval.world import World
 from tests.conftest import Launch
 
-# Holds the lease of a folder until another run takes it over; with "child", a fork of it outlives it.
+# Holds the lease of a folder until another run takes it over, or it is gone; with "child", a fork of it
+# outlives it.
 HOLDER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -31,8 +33,11 @@ child = os.fork() if "child" in sys.argv else None
 if child == 0:
     signal.pause()
 print(child, flush=True)
-while lease.renew():
-    time.sleep(0.02)
+try:
+    while lease.renew():
+        time.sleep(0.02)
+except FileNotFoundError:
+    pass
 lease.release()
 lease.release()
 """
@@ -47,7 +52,6 @@ from dualeval.errors import UsageError
 
 SIZE, ROUNDS = 6, int(sys.argv[4])
 folder, dead = Path(sys.argv[1]), Path(sys.argv[2]).read_bytes()
-os.fsync = lambda descriptor: None  # a busy disk would make the holder look dead
 lease_module.LOOK_EVERY_S = 0.005
 lease_module.TAKE_OVER_AFTER_S = float(sys.argv[3])
 context = multiprocessing.get_context("fork")
@@ -83,12 +87,13 @@ sys.exit(any(process.exitcode for process in processes))
 
 
 def dead_lease(folder: Path, **changes: object) -> Path:
-    """Write a lease as a run leaves it that was killed; by default on this kernel, under a lock."""
+    """Write a lease as a run leaves it that was killed; by default on this kernel."""
     lease = Lease.take(folder, "dead")
-    claim = read(folder) | {"pid": os.getppid()} | changes
+    # No process has the highest number that there can be, and one more.
+    claim = read(folder) | {"pid": 2**22 + 1} | changes
     lease.release()
     path = folder / "lease.json"
-    path.write_bytes(json.dumps(claim).encode().ljust(511) + b"\n")
+    path.write_bytes(json.dumps(claim).encode().ljust(1023) + b"\n")
     return path
 
 
@@ -105,7 +110,7 @@ def test_taken_renewed_and_released(tmp_path: Path) -> None:
     path = tmp_path / "lease.json"
     first = path.stat()
     assert lease.renew() and lease.renew()
-    assert (path.stat().st_ino, path.stat().st_size) == (first.st_ino, first.st_size) == (first.st_ino, 512)
+    assert (path.stat().st_ino, path.stat().st_size) == (first.st_ino, first.st_size) == (first.st_ino, 1024)
     claim = read(tmp_path)
     assert (claim["pid"], claim["token"], claim["counter"]) == (os.getpid(), "mine", 2)
     lease.release()
@@ -155,13 +160,13 @@ def test_a_stopped_run_gives_way_in_time_and_learns_of_it(
     lease.release()
 
 
-@pytest.mark.parametrize("content", [None, b"", b'{"pid": 1}', b"\xff" * 600])
-def test_what_no_lock_tells_of_is_watched(
+@pytest.mark.parametrize("content", [None, b"", b'{"pid": 1}', b"\xff" * 1200])
+def test_what_nothing_is_known_of_is_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 ) -> None:
     monkeypatch.setattr(lease_module, "TAKE_OVER_AFTER_S", 0.2)
     monkeypatch.setattr(lease_module, "LOOK_EVERY_S", 0.02)
-    path = dead_lease(tmp_path, boot="another kernel")
+    path = dead_lease(tmp_path, space="another kernel")
     if content is not None:
         path.write_bytes(content)
     start = monotonic()
@@ -175,7 +180,7 @@ def test_what_no_lock_tells_of_is_watched(
 def test_what_moves_is_alive(tmp_path: Path, said: str, pid: int | None) -> None:
     (tmp_path / "other").mkdir()
     moved = dead_lease(tmp_path / "other", host="node7", pid=pid, counter=7).read_bytes()
-    path = dead_lease(tmp_path, boot="another kernel")
+    path = dead_lease(tmp_path, space="another kernel")
 
     def move() -> None:
         path.write_bytes(moved if pid else b"torn")
@@ -186,11 +191,11 @@ def test_what_moves_is_alive(tmp_path: Path, said: str, pid: int | None) -> None
 
 
 def test_what_is_given_back_meanwhile_is_taken(tmp_path: Path) -> None:
-    path = dead_lease(tmp_path, boot="another kernel")
+    path = dead_lease(tmp_path, space="another kernel")
     Lease.take(tmp_path, "second", waiting=path.unlink).release()
 
 
-def test_within_a_process_the_lock_tells_nothing(tmp_path: Path) -> None:
+def test_a_second_evaluation_of_a_process_is_refused(tmp_path: Path) -> None:
     first = Lease.take(tmp_path, "first")
 
     def renew() -> None:
@@ -202,39 +207,74 @@ def test_within_a_process_the_lock_tells_nothing(tmp_path: Path) -> None:
     first.release()
 
 
-def test_without_locks_the_count_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+@pytest.mark.parametrize("start", [None, "1"], ids=["alive", "another process has its number by now"])
+def test_the_time_of_its_start_tells_a_process_from_a_later_one(tmp_path: Path, start: str | None) -> None:
+    dead_lease(tmp_path, pid=os.getpid(), **({} if start is None else {"start": start}))
 
     def watched() -> None:
         raise InterruptedError
 
-    monkeypatch.setattr("fcntl.lockf", no_locks)
-    path = dead_lease(tmp_path)
-    assert read(tmp_path)["boot"] == ""
-    monkeypatch.undo()
-    # Where this run can lock what its holder could not, a free lock is no sign of death.
+    if start is None:
+        with pytest.raises(InterruptedError):
+            Lease.take(tmp_path, "second", waiting=watched)
+    else:
+        Lease.take(tmp_path, "second", waiting=never).release()
+
+
+def test_without_proc_the_count_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_text = Path.read_text
+
+    def no_proc(path: Path, *options: Any, **more: Any) -> str:
+        if path.parts[:2] == ("/", "proc"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return read_text(path, *options, **more)
+
+    def watched() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(Path, "read_text", no_proc)
+    dead_lease(tmp_path)
+    claim = read(tmp_path)
+    assert (claim["space"], claim["start"]) == ("", "")
     with pytest.raises(InterruptedError):
         Lease.take(tmp_path, "second", waiting=watched)
-    assert list(tmp_path.iterdir()) == [path]
+    world = World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="torchrun", launch_id="l")
+    assert str(launch_of(world)).startswith("l ")
 
 
-def test_a_lease_renewed_at_the_last_moment_is_put_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_of_64_letters_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: 64 * "\xff")
+    lease = Lease.take(tmp_path, "mine")
+    assert lease.renew() and read(tmp_path)["host"] == 64 * "\xff"
+    lease.release()
+
+
+def test_a_lease_renewed_at_the_last_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = dead_lease(tmp_path)
-    inode = path.stat().st_ino
-    rename: Callable[[Path, Path], Path] = Path.rename
+    opened = os.open
 
-    def renewed_first(self: Path, target: Path) -> Path:
-        self.write_bytes(self.read_bytes().replace(b'"counter": 0', b'"counter": 1'))
-        return rename(self, target)
+    def renewed_first(name: Any, *options: Any) -> int:
+        if str(name).endswith(".turn"):
+            path.write_bytes(path.read_bytes().replace(b'"counter": 0', b'"counter": 1'))
+        return opened(name, *options)
 
-    monkeypatch.setattr(Path, "rename", renewed_first)
+    monkeypatch.setattr(os, "open", renewed_first)
     with pytest.raises(UsageError):
         Lease.take(tmp_path, "second")
     assert list(tmp_path.iterdir()) == [path]
-    assert path.stat().st_ino == inode and read(tmp_path)["counter"] == 1
+    assert read(tmp_path)["token"] == "dead" and read(tmp_path)["counter"] == 1
+
+
+def test_a_newcomer_that_died_in_the_midst_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "TAKE_OVER_AFTER_S", 0.1)
+    monkeypatch.setattr(lease_module, "LOOK_EVERY_S", 0.02)
+    dead_lease(tmp_path)
+    (tmp_path / "lease.json.turn").touch()
+    lease = Lease.take(tmp_path, "second")
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.json"]
+    lease.release()
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
@@ -244,14 +284,15 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     folder.mkdir()
     lease = Lease.take(folder, "first")
     shutil.rmtree(folder)
-    assert not lease.renew()
+    with pytest.raises(FileNotFoundError):
+        lease.renew()
     lease.release()
     lease.release()
 
 
-@pytest.mark.parametrize("told", ["by the lock", "by standing still"])
+@pytest.mark.parametrize("told", ["at once", "by standing still"])
 def test_of_many_newcomers_one_takes_over(tmp_path: Path, launch: Launch, told: str) -> None:
-    changes, after_s, rounds = ({}, 20, 10) if told == "by the lock" else ({"boot": "another kernel"}, 1, 2)
+    changes, after_s, rounds = ({}, 20, 10) if told == "at once" else ({"space": "another kernel"}, 1, 2)
     dead = dead_lease(tmp_path, **changes).replace(tmp_path / "dead")
     (tmp_path / "out").mkdir()
     finished = launch(

@@ -18,11 +18,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from dualeval.backends.horovod import serve_rendezvous
 from dualeval.network import LOOPBACK
 from tests.conftest import ROOT, Launch
+from tests.control_ranks import fail_in_the_middle, on_many_ranks, stop_all
+from tests.faults import LOADED_S
 
 WORKER = ROOT / "tests" / "many_ranks_worker.py"
 SIZE = 32
 # NumPy's library of linear algebra starts its threads when it is imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+CONTROLLED = [(128, 2), pytest.param(1000, 4, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 
 Launched = Sequence[Mapping[str, str]]
 
@@ -73,6 +77,35 @@ def check(launch: Launch, folder: Path, launched: Launched, wanted: str) -> dict
     assert len(result["timing"]["ranks"]) == SIZE
     world: dict[str, object] = result["world"]
     return world
+
+
+@pytest.mark.parametrize(
+    ("size", "processes"),
+    [(128, 2), pytest.param(1000, 4, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+)
+def test_a_failure_reaches_all(size: int, processes: int) -> None:
+    """Promised within 2 s of a rank's failure; the ranks of a process are in each other's way here."""
+    moments = on_many_ranks(size, processes, fail_in_the_middle)
+    assert all(isinstance(of_rank, dict) for of_rank in moments), moments
+    failed = moments[size // 2]["failed"]
+    heard = [of_rank["heard"] - failed for of_rank in moments if "failed" not in of_rank]
+    print(f"{size} ranks: heard after {max(heard):.2f} s; {moments[0]}")
+    assert max(heard) < 2.0 + LOADED_S
+    # Rank 0 evaluates beside it.
+    assert moments[0]["cores of beats"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("size", "processes"),
+    [(128, 2), pytest.param(1000, 4, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+)
+def test_a_stop_is_concluded_by_all(size: int, processes: int) -> None:
+    moments = on_many_ranks(size, processes, stop_all)
+    assert all(isinstance(of_rank, dict) for of_rank in moments), moments
+    signalled = moments[size // 2]["signalled"]
+    ended = max(of_rank["ended"] for of_rank in moments) - signalled
+    print(f"{size} ranks: ended after {ended:.2f} s")
+    assert ended < 5.0 + LOADED_S
 
 
 @pytest.mark.long

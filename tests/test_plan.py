@@ -17,6 +17,7 @@ SIZES = [
     (10_000, 64),
     (10_000, 1),
     (40_000, 1),
+    (2 * MAX_CHUNKS + 5, 1),
 ]
 
 
@@ -27,6 +28,9 @@ def test_chunks_cover_every_sample_once(samples: int, batch_size: int) -> None:
     assert covered == list(range(samples))
     batches = [batch for chunk in range(plan.num_chunks) for batch in plan.chunk_batches(chunk)]
     assert batches == list(range(plan.num_batches))
+    sizes = [len(plan.chunk_samples(chunk)) for chunk in range(plan.num_chunks)]
+    assert plan.chunk_sizes().tolist() == sizes
+    assert plan.samples_in(range(0, plan.num_chunks, 3)) == sum(sizes[::3])
     assert [len(plan.batch_samples(batch)) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
 
 
@@ -39,7 +43,7 @@ def test_every_chunk_has_one_rank(size: int) -> None:
 
 def test_chunks_are_bounded_and_even() -> None:
     assert EvalPlan(num_samples=MAX_CHUNKS * 8, batch_size=8).num_chunks == MAX_CHUNKS
-    plan = EvalPlan(num_samples=1_281_167, batch_size=32)
+    plan = EvalPlan(num_samples=1_281_167, batch_size=4)
     assert plan.num_batches > plan.num_chunks == MAX_CHUNKS
     lengths = {len(plan.chunk_batches(chunk)) for chunk in range(plan.num_chunks)}
     assert lengths == {2, 3}

@@ -8,14 +8,13 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import pairwise
 from time import sleep
 from typing import NoReturn
 
 import click
 
-from dualeval import __version__
+from dualeval import __version__, process_start
 from dualeval.cli.conformance import conformance
 from dualeval.cli.doctor import doctor
 from dualeval.cli.run import run
@@ -50,9 +49,9 @@ dualeval.add_command(submit)
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and end the process with its exit code (``dualeval.errors`` lists them)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    process_start.allow_interrupts()
     try:
         code = dualeval.main(words, prog_name="dualeval", standalone_mode=False, obj=words) or EXIT_DONE
-        sys.stdout.flush()
     except click.exceptions.Exit as end:
         code = end.exit_code
     except click.ClickException as error:
@@ -64,8 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except DualevalError as error:
         _say(str(error), words, of_node=isinstance(error, LibraryError))
         code = error.exit_code
-    except BrokenPipeError:
-        code = EXIT_DONE  # whoever read standard output has gone; the result is on disk
+    problem = process_start.unwritten()
+    # Whoever read it may have seen enough, as head.
+    if code == EXIT_DONE and problem is not None and not isinstance(problem, BrokenPipeError):
+        _say(f"standard output cannot be written: {problem.strerror}", words)
+        code = EXIT_FAILED
     _end_process(code)
 
 
@@ -75,9 +77,9 @@ def _end_process(code: int) -> NoReturn:
     Everything of this program's is closed by now, and what others registered for the end is run. It is also
     safer: a library's threads may wait for ranks that are gone, or abort while their objects are freed.
     """
+    process_start.end_with(code)
     atexit._run_exitfuncs()
-    with suppress(BrokenPipeError):
-        sys.stdout.flush()
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 

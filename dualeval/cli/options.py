@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from dualeval.errors import EXIT_DONE
+from dualeval.errors import EXIT_DONE, DualevalError
+from dualeval.process_start import end_with, unwritten
 
 if TYPE_CHECKING:
     from dualeval.engine.session import Session
@@ -24,14 +26,30 @@ AS_JSON = click.option(
 )
 
 
-def show(result: Result, *, as_json: bool) -> None:
-    """Show a result on standard output, as a table or as the text of result.json."""
+def show(result: Result, *, as_json: bool, kept: Path | None) -> None:
+    """Show a result on standard output, as a table or as the text of result.json.
+
+    Args:
+        result: what is shown.
+        as_json: as the text of result.json.
+        kept: the file that holds it; None where there is none.
+
+    Raises:
+        DualevalError: standard output cannot be written, and the result is kept nowhere.
+    """
     from dualeval.report.table import print_result
 
     if as_json:
         click.echo(result.to_json(), nl=False)
     else:
         print_result(result)
+    problem = unwritten()
+    if problem is None:
+        return
+    said = f"standard output cannot be written ({problem.strerror})"
+    if kept is None:
+        raise DualevalError(f"{said}, and the result is kept nowhere else: give --out DIR.")
+    click.echo(f"dualeval: note: {said}; the result is in {kept}", err=True)
 
 
 def evaluate_and_show(
@@ -46,13 +64,17 @@ def evaluate_and_show(
         shows: show the result where this is rank 0.
     """
     from dualeval.engine.ending import end_process
+    from dualeval.result import RESULT
 
     try:
         with session:
             try:
                 result = evaluate(session)
+                # It is on the disk: a signal that comes when the session takes none any more is too late.
+                end_with(EXIT_DONE)
             except BaseException as error:
                 code = session.conclude(error)
+                end_with(code)
                 if session.control.stopping is not None:
                     # A launcher may leave a second between SIGTERM and SIGKILL.
                     end_process(code)
@@ -62,5 +84,5 @@ def evaluate_and_show(
             raise
         return session.exit_code
     if shows and session.world.is_main:
-        show(result, as_json=as_json)
+        show(result, as_json=as_json, kept=None if result.folder is None else Path(result.folder) / RESULT)
     return EXIT_DONE

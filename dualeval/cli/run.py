@@ -16,7 +16,7 @@ import click
 from dualeval.choices import DATA_FINGERPRINTS, ON_ERROR, PRECISIONS, SCHEDULES, check_choice
 from dualeval.cli import options
 from dualeval.engine.session import Session, check_timeout
-from dualeval.engine.signals import DEFAULT_SIGNALS, numbers_of
+from dualeval.engine.signals import numbers_of
 from dualeval.errors import (
     LaunchError,
     UsageError,
@@ -25,6 +25,7 @@ from dualeval.job import TASKS, Job
 from dualeval.launch import PROBES, examine
 from dualeval.launch.cores import own_cores, share_of_cores
 from dualeval.launch.starts import may_start_ranks
+from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -51,12 +52,14 @@ class _Manner:
     as_json: bool
     schedule: str
     heartbeat_timeout: float
+    forward_timeout: float
     stop_signals: tuple[str, ...]
     started: float
 
     def __post_init__(self) -> None:
         check_choice("--schedule", self.schedule, SCHEDULES)
         check_timeout("--heartbeat-timeout", self.heartbeat_timeout)
+        check_timeout("--forward-timeout", self.forward_timeout)
         numbers_of(self.stop_signals)
 
 
@@ -148,6 +151,12 @@ def _numbers(
     help="Seconds without progress after which a rank is given up.  [default: 60]",
 )
 @click.option(
+    "--forward-timeout",
+    type=float,
+    default=1800.0,
+    help="The same for a rank that computes with a batch in hand.  [default: 1800]",
+)
+@click.option(
     "--stop-signals",
     default=",".join(DEFAULT_SIGNALS),
     help=f"Signals that save and end the run.  [default: {','.join(DEFAULT_SIGNALS)}]",
@@ -187,7 +196,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
             name: flags.pop(name)
             for name in (
                 *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json"),
-                *("schedule", "heartbeat_timeout", "replay", "mix_machines"),
+                *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines"),
             )
         },
     )
@@ -214,6 +223,7 @@ def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict
     from dualeval.devices import device_here
     from dualeval.engine import numerics
     from dualeval.engine.evaluation_mode import set_evaluation_mode
+    from dualeval.engine.folder.layout import check_path
     from dualeval.engine.trial import check_names
 
     # What every rank would find here.
@@ -221,8 +231,8 @@ def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict
     choose_backend(manner.backend, last)
     device = device_here(job.device, nproc or 1, last, allow_shared_gpu=manner.allow_shared_gpu)
     numerics.check_precision(job.precision, device)
-    if manner.out is not None and manner.out.exists() and not manner.out.is_dir():
-        raise UsageError(f"--out {manner.out} is a file. Give the name of a folder.")
+    if manner.out is not None:
+        check_path(manner.out)
     if job.download:
         _fetch(job)
     task = _make_task(job)
@@ -274,11 +284,11 @@ def _start_ranks(nproc: int, world: World, job: Job, manner: _Manner, arguments:
     command = [sys.executable, str(main_file), *_without_start(arguments), "--launcher", last.launcher]
     stop_signals = numbers_of(manner.stop_signals)
     if last.launcher == "torchrun":
-        return run_local(command, nproc, os.environ, stop_signals=stop_signals)
+        return run_local(command, nproc, os.environ, stop_signals=stop_signals, takes_signals=True)
     from dualeval.backends.horovod import serve_rendezvous
 
     with serve_rendezvous(nproc) as variables_of:
-        return run_local(command, nproc, os.environ, variables_of, stop_signals)
+        return run_local(command, nproc, os.environ, variables_of, stop_signals, takes_signals=True)
 
 
 def _without_start(arguments: Sequence[str]) -> list[str]:
@@ -303,6 +313,7 @@ def _evaluate(job: Job, manner: _Manner, launcher: str | None) -> int:
         allow_shared_gpu=manner.allow_shared_gpu,
         mix_machines=manner.mix_machines,
         heartbeat_timeout=manner.heartbeat_timeout,
+        forward_timeout=manner.forward_timeout,
         stop_signals=manner.stop_signals,
     )
     return options.evaluate_and_show(

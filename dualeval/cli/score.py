@@ -97,7 +97,7 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
             ) from error
     if not flags["as_json"]:
         click.echo(f"recomputed from the rows of {run}; no forward")
-    options.show(result, as_json=flags["as_json"])
+    options.show(result, as_json=flags["as_json"], kept=None if out is None else out / RESULT)
     context.exit(EXIT_DONE)
 
 

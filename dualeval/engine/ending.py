@@ -8,7 +8,9 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from functools import cache
+from pathlib import Path
+from typing import NoReturn, TextIO
 
 from dualeval.errors import DualevalError, PeerError
 
@@ -19,11 +21,32 @@ def say(line: str) -> None:
     """Write a line on standard error, if that goes without waiting."""
 
     def write() -> None:
+        stream = sys.stderr
+        if stream is None:  # it was closed when this process started
+            return
         with suppress(OSError, ValueError):  # nobody reads it any more
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
+            stream.write(f"{line}\n")
+            stream.flush()
 
     _try(write)
+
+
+def error_stream() -> TextIO:
+    """Give a stream on a file, for what writes to its descriptor, as ``faulthandler``.
+
+    That is standard error. Where that is no file, as in a notebook, it is the one with which the process
+    started; where that was closed, /dev/null.
+    """
+    for stream in (sys.stderr, sys.__stderr__):
+        with suppress(AttributeError, OSError, ValueError):  # None; no file, as io.StringIO; closed
+            os.fstat(stream.fileno())  # type: ignore[union-attr]
+            return stream  # type: ignore[return-value]
+    return _nowhere()
+
+
+@cache
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w")
 
 
 def end_process(code: int) -> NoReturn:
@@ -39,7 +62,8 @@ def end_process(code: int) -> NoReturn:
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
-            stream.flush()
+            if stream is not None:
+                stream.flush()
 
 
 def _try(action: Callable[[], None]) -> None:

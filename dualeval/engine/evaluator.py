@@ -113,7 +113,7 @@ class Evaluator:
                 if earlier is not None:
                     return earlier
                 execution.start_loop()
-                execution.said += evaluate_all(evaluation, execution.loop, execution.found, settings)
+                execution.said += evaluate_all(evaluation, execution.loop, execution.previous, settings)
                 return execution.finish()
             except BaseException as error:
                 execution.fail(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +20,10 @@ from dualeval.engine.columns import kept_columns
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.folder.journal import Earlier, JournalWriter
-from dualeval.engine.folder.opening import Found, folder_of_launch
+from dualeval.engine.folder.journal import FinishedChunks, JournalWriter
+from dualeval.engine.folder.opening import PreviousRun, folder_of_launch
 from dualeval.engine.folder.predictions import load_library
+from dualeval.engine.folder.process import launch_of
 from dualeval.engine.identity import contents_fingerprint, job_identity
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Evaluation, Loop, ahead_of
@@ -48,7 +48,7 @@ class Execution:
 
     Attributes:
         evaluation: all that is the same for each batch; complete after ``begin``.
-        found: what earlier runs have left; from ``begin`` on.
+        previous: what earlier runs have left; from ``begin`` on.
         loop: hands out the batches; from ``start_loop`` on.
         said: sentences about numeric settings, for the result.
 
@@ -56,7 +56,7 @@ class Execution:
         UsageError: the data set is empty, or metrics or columns are not as they must be.
     """
 
-    found: Found
+    previous: PreviousRun
     loop: Loop
 
     def __init__(self, task: Task, model: nn.Module, context: RunContext, *, threads: int) -> None:
@@ -106,7 +106,8 @@ class Execution:
                 self._context.watch.keep(self._folder)
             return
         chunks = tuple(range(self._plan.num_chunks))
-        self.found = Found(earlier=Earlier(files=(), remaining=chunks, left_out=()))
+        nothing = FinishedChunks(files=(), remaining=chunks, left_out=())
+        self.previous = PreviousRun(chunks=nothing)
 
     def _agree(self) -> dict[str, Any]:
         """Compare jobs and machines over all ranks; returns what the result says about both."""
@@ -140,6 +141,7 @@ class Execution:
                 "job": job,
                 "machine": machine,
                 "host": socket.gethostname(),
+                "launch": launch_of(self._world),
                 "reading": asdict(reading),
             }
         )
@@ -157,6 +159,7 @@ class Execution:
             "machine": machines[0],
             "machines": machines,
             "hosts": hosts,
+            "launches": sorted({rank["launch"] for rank in everyone} - {None}),
             "files": sorted(self._task.json_files),
             "task_class": f"{type(self._task).__module__}.{type(self._task).__qualname__}",
             "metrics": job["metrics"],
@@ -187,40 +190,30 @@ class Execution:
         self._context.note_all(notes)
 
     def _open_folder(self) -> None:
-        """Rank 0 makes the output folder, or goes on in it; the others learn what it has found there."""
+        """Rank 0 makes the output folder, or goes on in it; the others learn what was there."""
         message: dict[str, Any] | None = None
         if self._world.is_main:
-            folder, found = RunFolder.open(
+            folder, previous = RunFolder.open(
                 self._path().absolute(),
                 secrets.token_hex(4),
                 self._plan,
                 self._facts,
-                self._world,
                 fresh=self._options.fresh,
                 lease=self._options.lease,
                 mix_machines=self._options.mix_machines,
                 step=lambda: self._progress.step("setup"),
             )
             self._folder = folder
-            # From here on: while rank 0 is at work, its lease shows it.
-            self._control.attend(folder.renew_lease)
-            message = {
-                "path": str(folder.path),
-                "token": folder.token,
-                # None for all of them, which need no list.
-                "remaining": None if not found.earlier.files else found.earlier.remaining,
-                "finished": None if found.finished is None else json.loads(found.finished.to_json()),
-            }
+            folder.keep_lease(lambda reason: self._control.give_up(reason, rank=self._control.name.rank))
+            message = folder.to_message(previous, self._plan)
         self._control.meet()
         message = self._backend.broadcast_json(message, src=0)
         assert message is not None
         if not self._world.is_main:
-            # A path that was given is this rank's to resolve: without a shared folder it names another disk.
-            out = self._options.path
-            path = Path(message["path"]) if out is None else out.absolute()
-            folder = RunFolder(path, message["token"], rank=self._world.rank)
-            found = Found.told(message["remaining"], message["finished"], self._plan)
-        self._folder, self.found = folder, found
+            folder, previous = RunFolder.from_message(
+                message, self._plan, rank=self._world.rank, path=self._options.path
+            )
+        self._folder, self.previous = folder, previous
         self._control.meet()
         apart = self._backend.gather_json(folder.shared)
         if self._world.is_main:
@@ -230,7 +223,7 @@ class Execution:
         if self._options.path is not None:
             return self._options.path
         fingerprint = self._facts["fingerprint"]
-        earlier = folder_of_launch(Path("runs"), fingerprint, self._world)
+        earlier = folder_of_launch(Path("runs"), fingerprint, self._facts["launches"])
         if earlier is not None:
             return earlier
         now = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
@@ -238,12 +231,12 @@ class Execution:
         return next(path for name in new if not (path := Path("runs") / name).exists())
 
     def _note_previous_run(self, folder: RunFolder, apart: list[int]) -> None:
-        note, found = self._context.note, self.found
-        for sentence in found.notes:
+        note, previous = self._context.note, self.previous
+        for sentence in previous.notes:
             note(sentence)
-        if found.finished is not None:
+        if previous.finished is not None:
             return
-        done = self._plan.num_chunks - len(found.earlier.remaining)
+        done = self._plan.num_chunks - len(previous.chunks.remaining)
         if done:
             note(f"goes on in {folder.path}: {done} of {self._plan.num_chunks} chunks are finished already")
         if apart:
@@ -260,9 +253,9 @@ class Execution:
         if not self._world.is_main:
             return None
         self._progress.step("setup")
-        fingerprint, finished = self._facts["fingerprint"], self.found.finished
+        fingerprint, finished = self._facts["fingerprint"], self.previous.finished
         if finished is None:
-            return replay.batch_of_journal(self.found.earlier.files, self._plan, fingerprint)
+            return replay.batch_of_journal(self.previous.chunks.files, self._plan, fingerprint)
         return replay.batch_of_predictions(
             self._folder.path / PREDICTIONS, self._plan, fingerprint, finished.machines
         )
@@ -293,7 +286,7 @@ class Execution:
             self._proof = None if stored is None else self._compare(stored, evaluate)
             self._control.meet()
             self._proof = str(self._backend.broadcast_json(self._proof, src=0))
-        if self.found.finished is None:
+        if self.previous.finished is None:
             return None
         assert self._folder is not None
         self._context.note_all(
@@ -301,10 +294,12 @@ class Execution:
         )
         self._control.meet()
         self._close(done=True)
-        return replace(self.found.finished, earlier=True, replay=self._proof)
+        return replace(self.previous.finished, earlier=True, replay=self._proof)
 
     def _has_earlier(self) -> bool:
-        return self.found.finished is not None or len(self.found.earlier.remaining) < self._plan.num_chunks
+        return (
+            self.previous.finished is not None or len(self.previous.chunks.remaining) < self._plan.num_chunks
+        )
 
     def _compare(
         self,
@@ -322,7 +317,7 @@ class Execution:
         )
         compared, note = proof.rows()
         proof.texts(self._task)
-        finished = self.found.finished
+        finished = self.previous.finished
         digests = {} if finished is None else finished.metric_digests
         proof.metrics(self.evaluation.metrics, self.evaluation.row_metrics, self._plan, digests)
         if note is not None:
@@ -366,7 +361,7 @@ class Execution:
             "metrics": self.loop.postprocess_s + recorder.metrics_s,
             "journal": recorder.journal_s,
         }
-        outcome = Outcome(self.evaluation, self._facts, self.found, self._folder, self._writer, recorder)
+        outcome = Outcome(self.evaluation, self._facts, self.previous, self._folder, self._writer, recorder)
         result = outcome.result(times, self.said, replay=self._proof, setup_s=self._setup_s)
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
         self._control.meet()
@@ -389,7 +384,6 @@ class Execution:
         if self._context.watch is not None:
             self._context.watch.release(done=done)
         if self._folder is not None:
-            self._control.attend(None)
             self._folder.close()
 
 

@@ -10,19 +10,22 @@ import numpy.typing as npt
 
 from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.folder.opening import Found
+from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
+from dualeval.engine.progress import Stage
 from dualeval.engine.transfer import Pending
 
 
-def evaluate_all(evaluation: Evaluation, loop: Loop, found: Found, settings: NumericSettings) -> list[str]:
+def evaluate_all(
+    evaluation: Evaluation, loop: Loop, previous: PreviousRun, settings: NumericSettings
+) -> list[str]:
     """Compute every batch that the loop hands out: no collective, no wait but for the oldest under way.
 
     Args:
         evaluation: what is evaluated.
         loop: hands out the batches and takes their columns.
-        found: what earlier runs have finished.
+        previous: what earlier runs have finished.
         settings: those in force.
 
     Returns:
@@ -34,16 +37,18 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, found: Found, settings: Num
     def settle() -> float:
         start = perf_counter()
         work, pending = under_way.popleft()
-        evaluation.context.control.progress.step("forward", work.chunk)
+        # This thread sleeps while a GPU computes; on a CPU the threads are seen to compute.
+        stage: Stage = "forward" if evaluation.device.type == "cpu" else "device"
+        evaluation.context.control.progress.step(stage, work.chunk)
         columns = None if pending is None else pending()
         waited = perf_counter() - start
         loop.take(work, columns)
         return waited
 
-    share = loop.share_of(found.earlier.remaining)
+    share = loop.share_of(previous.chunks.remaining)
     threads = usable_threads(evaluation.task, evaluation.model, evaluation.device, evaluation.threads, share)
-    with loop.running(found), _compute(evaluation, threads, settings) as compute:
-        for work, data in loop.work(found.earlier.remaining):
+    with loop.running(previous), _compute(evaluation, threads, settings) as compute:
+        for work, data in loop.work(previous.chunks.remaining):
             start = perf_counter()
             under_way.append((work, None if data is None else compute.start(data)))
             compute_s += perf_counter() - start

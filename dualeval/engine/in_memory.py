@@ -53,6 +53,8 @@ class MemoryWriter:
     def __init__(self, *, keeps: bool) -> None:
         self.folder = None
         self._keeps = keeps
+        # Index and error of each sample that could not be read.
+        self.failures: list[tuple[int, str]] = []
         # Of each part: how to read it, and the columns themselves.
         self.written: list[tuple[dict[str, Any], list[npt.NDArray[Any]]]] = []
 
@@ -62,9 +64,10 @@ class MemoryWriter:
         rows: Sequence[int],
         delta: Tensor,
         columns: Mapping[str, Tensor],
-        failed: int = 0,
+        failures: Sequence[tuple[int, str]] = (),
     ) -> None:
         """Keep the rows of finished chunks; arguments as for ``JournalWriter``."""
+        self.failures += failures
         if self._keeps:
             arrays = {name: np.ascontiguousarray(column.numpy()) for name, column in columns.items()}
             described = [[name, array.dtype.str, array.shape[1:]] for name, array in arrays.items()]

@@ -64,18 +64,19 @@ class Ledger:
         Raises:
             ExactlyOnceError: names the chunks, and the samples in them.
         """
-        folded, evaluated, failed = self.values[: 3 * self._plan.num_chunks].view(3, -1).tolist()
-        wrong = []
-        for chunk in range(self._plan.num_chunks):
+        folded, evaluated, failed = self.values[: 3 * self._plan.num_chunks].view(3, -1)
+        sizes = torch.from_numpy(self._plan.chunk_sizes())
+        wrong = ((folded != 1) | (evaluated + failed != sizes)).nonzero().flatten().tolist()
+        said = []
+        for chunk in wrong[:_NAMED_AT_MOST]:
             samples = self._plan.chunk_samples(chunk)
-            if folded[chunk] != 1 or evaluated[chunk] + failed[chunk] != len(samples):
-                wrong.append(
-                    f"chunk {chunk} (samples {samples.start} to {samples.stop - 1}): folded {folded[chunk]} "
-                    f"times, {evaluated[chunk]} evaluated and {failed[chunk]} failed of {len(samples)}"
-                )
+            said.append(
+                f"chunk {chunk} (samples {samples.start} to {samples.stop - 1}): folded {folded[chunk]} "
+                f"times, {evaluated[chunk]} evaluated and {failed[chunk]} failed of {len(samples)}"
+            )
         if wrong:
             more = f"; and {len(wrong) - _NAMED_AT_MOST} more" if len(wrong) > _NAMED_AT_MOST else ""
             raise ExactlyOnceError(
                 f"{len(wrong)} of {self._plan.num_chunks} chunks were not counted exactly once: "
-                f"{'; '.join(wrong[:_NAMED_AT_MOST])}{more}"
+                f"{'; '.join(said)}{more}"
             )

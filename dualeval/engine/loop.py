@@ -18,7 +18,8 @@ from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample, Feed, Reader
-from dualeval.engine.folder.opening import Found
+from dualeval.engine.folder.lease import gone
+from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
 from dualeval.errors import DualevalError, Stopped, UsageError
@@ -114,6 +115,8 @@ def unwritable(recorder: Recorder, error: OSError) -> Exception:
     """What is said where the output folder cannot be written any more."""
     if recorder.folder is None:
         return error
+    if not recorder.folder.parent.is_dir():
+        return DualevalError(gone(recorder.folder.parent))
     return DualevalError(
         f"the output folder {recorder.folder.parent} cannot be written any more on "
         f"{socket.gethostname()}: {error.strerror or error}. {recorder.chunks_saved} chunks of this rank "
@@ -150,18 +153,17 @@ class Loop:
         self.postprocess_s = 0.0
 
     @contextmanager
-    def running(self, found: Found) -> Iterator[None]:
+    def running(self, previous: PreviousRun) -> Iterator[None]:
         """Evaluate inside of it what remains; whatever ends it, what was finished is saved.
 
         Args:
-            found: what earlier runs have finished.
+            previous: what earlier runs have finished.
 
         Raises:
             DualevalError: the output folder cannot be written, or there was no memory for a batch.
             Stopped: a signal has ended the run.
         """
-        chunks = [chunk for file in found.earlier.files for chunk in file.chunks]
-        before = sum(len(self._plan.chunk_samples(chunk)) for chunk in chunks)
+        before = self._plan.num_samples - self._plan.samples_in(previous.chunks.remaining)
         show = self._context.show if self._world.is_main else None
         self._control.begin_run(
             None if show is None else lambda done: show(before + done, self._plan.num_samples)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, check_count
+from dualeval.engine.folder.layout import check_path
 from dualeval.errors import UsageError
 
 
@@ -37,7 +38,8 @@ class RunOptions:
         on_error: what a sample that cannot be read does: "stop" ends the run, "skip" leaves it out.
         schedule: how chunks go to ranks: "static", chunk c to rank c mod size, or "dynamic", to the rank that
             has time for it.
-        fresh: remove an earlier run's files from ``out`` first.
+        fresh: remove an earlier run's files from ``out`` first; not again where torchrun starts the ranks of
+            the same launch again.
         replay: before going on from what is finished in ``out``, or giving back a finished result, evaluate
             one finished batch anew and compare it with its rows.
         mix_machines: let ranks of different device types or versions compute one result, and go on from what
@@ -76,6 +78,8 @@ class RunOptions:
                 f"out {self.out!r}: expected a path, None (nothing is written) or dualeval.NEW_FOLDER "
                 f"({NEW_FOLDER.value})"
             )
+        if self.path is not None:
+            check_path(self.path)
         if self.fresh and self.out is None:
             raise UsageError(
                 "fresh=True removes an earlier run's files from out, and out is None: give a folder"

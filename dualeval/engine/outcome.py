@@ -13,9 +13,10 @@ from typing import Any
 
 from dualeval.engine.columns import columns_of
 from dualeval.engine.description import describe
+from dualeval.engine.folder.collecting import errors_of, gather_failures
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile, JournalWriter
-from dualeval.engine.folder.opening import Found
+from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.folder.predictions import Rows, read_columns
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Evaluation, unwritable
@@ -36,7 +37,7 @@ class Outcome:
     Args:
         evaluation: what was evaluated.
         facts: about job and machines, as the ranks have agreed on them.
-        found: what was in the folder at the start.
+        previous: what was in the folder at the start.
         folder: the output folder; None where nothing is written.
         writer: what has taken this rank's rows.
         recorder: what has taken its batches.
@@ -46,14 +47,14 @@ class Outcome:
         self,
         evaluation: Evaluation,
         facts: Mapping[str, Any],
-        found: Found,
+        previous: PreviousRun,
         folder: RunFolder | None,
         writer: JournalWriter | MemoryWriter,
         recorder: Recorder,
     ) -> None:
         self._of = evaluation
         self._facts = facts
-        self._found = found
+        self._previous = previous
         self._folder = folder
         self._writer = writer
         self._recorder = recorder
@@ -78,7 +79,7 @@ class Outcome:
         reports = self._backend.all_gather_json(
             {
                 "times": times,
-                "failed": [[sample.index, sample.error] for sample in self._recorder.failed],
+                "first_failed": self._recorder.first_failed,
                 "files": len(self._writer.written),
                 "chunks": self._recorder.chunks_saved,
                 "settings": list(said),
@@ -87,15 +88,16 @@ class Outcome:
         )
         self._ledger.verify_exactly_once()
         evaluated, failed = self._ledger.totals()
-        failures = sorted(tuple(entry) for report in reports for entry in report["failed"])
         if evaluated == 0:
-            index, error = failures[0]
+            index, error = min(report["first_failed"] for report in reports if report["first_failed"])
             raise UsageError(
                 f"none of the {failed} samples could be read; the first, {self._of.dataset.id(index)}: "
                 f"{error}"
             )
+        indices = gather_failures(self._backend, self._recorder.failed) if failed else []
         with self._writable():
             rows = self._collected(reports)
+            failures = self._with_errors(indices, rows)
         measured = [plain(metric.name, metric.compute(slots)) for metric, slots in self._ledger.parts()]
         measured += self._measured_by_rows(rows)
         check_keys(measured)
@@ -115,18 +117,18 @@ class Outcome:
     def _reduce(self, times: dict[str, float]) -> None:
         if self._is_main:
             # Once, and so on one rank alone.
-            self._found.earlier.add_to(self._ledger.values)
+            self._previous.chunks.add_to(self._ledger.values)
         start = perf_counter()
         self._control.meet()
         times["meet"] = perf_counter() - start
-        self._progress.step("reduce")
+        self._progress.step("write")
         start = perf_counter()
         self._ledger.values = self._backend.all_reduce(self._ledger.values, op="sum")
         times["reduce"] = perf_counter() - start
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[Rows]:
         """On rank 0 the rows of all chunks, checked; on the others none. A collective."""
-        step = partial(self._progress.step, "reduce")
+        step = partial(self._progress.step, "write")
         if isinstance(self._writer, MemoryWriter):
             rounds = max(report["files"] for report in reports)
             return self._writer.collect(self._backend, rounds, step)
@@ -137,8 +139,16 @@ class Outcome:
             return []
         fingerprint = self._facts["fingerprint"]
         return self._folder.merged_files(
-            self._found, reports, fingerprint, partial(self._progress.step, "write")
+            self._previous, reports, fingerprint, partial(self._progress.step, "write")
         )
+
+    def _with_errors(self, failed: Sequence[int], rows: Sequence[Rows]) -> list[tuple[int, str]]:
+        """Index and error of each failed sample, in order; the errors on rank 0 alone. A collective."""
+        if not failed or not isinstance(self._writer, MemoryWriter):
+            return errors_of([file for file in rows if isinstance(file, JournalFile)], failed)
+        everyone = self._backend.gather_json(self._writer.failures)
+        errors = {index: error for own in everyone or [] for index, error in own}
+        return [(index, errors.get(index, "")) for index in failed]
 
     def _measured_by_rows(self, rows: Sequence[Rows]) -> list[Measured]:
         """What rank 0 makes of all samples' rows, sent to every rank."""
@@ -168,15 +178,15 @@ class Outcome:
         setup_s: float,
     ) -> Result:
         """The result; the same on every rank, but for seconds before the loop and earlier runs' machines."""
-        of, facts, found, context = self._of, self._facts, self._found, self._of.context
+        of, facts, previous, context = self._of, self._facts, self._previous, self._of.context
         plan, world, machine = of.plan, context.backend.world, facts["machine"]
         # The slowest rank's: the run is not through before.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
         odd = {kind: list(ids) for kind, ids in of.task.findings(plan.num_samples).items() if ids}
-        remaining = found.earlier.remaining
+        remaining = previous.chunks.remaining
         machines = chunks_by_machine(
             [
-                *((file.machine, len(file.chunks)) for file in found.earlier.files),
+                *((file.machine, len(file.chunks)) for file in previous.chunks.files),
                 *zip(facts["machines"], (report["chunks"] for report in reports), strict=True),
             ]
         )
@@ -220,10 +230,10 @@ class Outcome:
                 "evaluate_s": evaluate_s,
                 "ranks": [report["times"] for report in reports],
             },
-            samples_per_s=sum(len(plan.chunk_samples(chunk)) for chunk in remaining) / evaluate_s,
+            samples_per_s=plan.samples_in(remaining) / evaluate_s,
             work={name: count for part in measured for name, count in part.work.items()},
             warnings=[
-                *found.notes,
+                *previous.notes,
                 *dict.fromkeys(sentence for report in reports for sentence in report["settings"]),
                 *_warnings(measured, len(failures), odd, len(machines)),
             ],
@@ -234,11 +244,11 @@ class Outcome:
         """Write the result and what lies beside it; rank 0 calls it."""
         files = [file for file in rows if isinstance(file, JournalFile)]
         return folder.write(
-            _compared_with_replaced(result, self._found),
+            _compared_with_replaced(result, self._previous),
             self._of.plan,
             self._of.task,
             self._of.kept,
-            self._found,
+            self._previous,
             files,
             self._metric_digests,
             step=partial(self._progress.step, "write"),
@@ -252,11 +262,11 @@ class Outcome:
         return metric_digests(self._of.metrics, self._of.row_metrics, stored.columns)
 
 
-def _compared_with_replaced(result: Result, found: Found) -> Result:
+def _compared_with_replaced(result: Result, previous: PreviousRun) -> Result:
     """Warn where all was evaluated again, on a machine of the same bits, and came to other metrics."""
-    if found.replaced is None or not result.homogeneous:
+    if previous.replaced is None or not result.homogeneous:
         return result
-    digest, bits = found.replaced
+    digest, bits = previous.replaced
     if result.device.get("bits") != bits or result.metrics_digest == digest:
         return result
     warning = (

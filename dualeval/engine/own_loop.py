@@ -205,7 +205,7 @@ class OwnLoop:
 
     def _loop(self, execution: Execution) -> Generator[Any, None, None]:
         execution.start_loop()
-        loop, remaining = execution.loop, execution.found.earlier.remaining
+        loop, remaining = execution.loop, execution.previous.chunks.remaining
         rank, size = self._context.backend.world.rank, self._context.backend.world.size
         dynamic = self._context.options.schedule == "dynamic"
         self._share = sum(
@@ -213,7 +213,7 @@ class OwnLoop:
             for chunk in (remaining if dynamic else remaining[rank::size])
         )
         compute_s = 0.0
-        with loop.running(execution.found):
+        with loop.running(execution.previous):
             for work, data in loop.work(remaining):
                 columns: Columns | None = None
                 if self._first is not None and self._first[0] == work.batch and data is not None:

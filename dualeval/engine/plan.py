@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 # Bounds the ledger's chunk section, so that the one reduction does not grow with the data set.
-MAX_CHUNKS = 16_384
+MAX_CHUNKS = 131_072
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,15 @@ class EvalPlan:
         """Indices of the samples of a chunk."""
         batches = self.chunk_batches(chunk)
         return range(self.batch_samples(batches[0]).start, self.batch_samples(batches[-1]).stop)
+
+    def chunk_sizes(self) -> npt.NDArray[np.int64]:
+        """Number of samples of each chunk, shape (chunks,)."""
+        batches = np.arange(self.num_chunks + 1, dtype=np.int64) * self.num_batches // self.num_chunks
+        return np.diff(np.minimum(batches * self.batch_size, self.num_samples))
+
+    def samples_in(self, chunks: Sequence[int]) -> int:
+        """Number of samples of some chunks together."""
+        return int(self.chunk_sizes()[np.asarray(chunks, np.int64)].sum())
 
     def static_chunks(self, rank: int, size: int) -> range:
         """Chunks of a rank in the static schedule: chunk c belongs to rank c mod size."""

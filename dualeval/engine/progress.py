@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-# In the order in which a run goes through them; a batch goes through load to journal.
+# In the order in which a run goes through them; a batch goes through load to journal. "device" is the wait
+# for what a GPU computes, "collective" any collective of the backend, "idle" between two runs.
 Stage = Literal[
-    "setup", "load", "transfer", "forward", "metrics", "journal", "meet", "reduce", "write", "end", "idle"
+    "setup",
+    "load",
+    "transfer",
+    "forward",
+    "device",
+    "metrics",
+    "journal",
+    "meet",
+    "collective",
+    "write",
+    "end",
+    "idle",
 ]
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """One moment of a rank.
 
     Attributes:
@@ -38,13 +52,23 @@ class Progress:
     """Where a rank is. Its main thread steps, until another one saves what it had; any thread may look.
 
     Attributes:
-        place: the last step.
+        position: the last step.
     """
 
     def __init__(self) -> None:
-        self.place = Place()
+        self.position = Position()
 
     def step(self, stage: Stage, chunk: int | None = None) -> None:
         """Note that the main thread has come to a stage. Costs about a microsecond."""
-        # One assignment: another thread sees the old place or the new one, never a mixture.
-        self.place = Place(self.place.count + 1, stage, chunk)
+        # One assignment: another thread sees the old position or the new one, never a mixture.
+        self.position = Position(self.position.count + 1, stage, chunk)
+
+    @contextmanager
+    def inside(self, stage: Stage) -> Iterator[None]:
+        """Note that the main thread is at a stage within the block, and then again where it was before."""
+        before = self.position
+        self.step(stage, before.chunk)
+        try:
+            yield
+        finally:
+            self.step(before.stage, before.chunk)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.folder.journal import JournalWriter
+from dualeval.engine.folder.journal import MOST_OF_AN_ERROR, JournalWriter
 from dualeval.engine.folder.predictions import EVALUATED
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.ledger import Ledger
@@ -42,7 +42,7 @@ class _Part:
 
     Attributes:
         chunks: their numbers.
-        failed: number of their samples that could not be read.
+        failures: index and error of their samples that could not be read.
         rows: number of their rows.
         delta: their ledger; without the metrics of what is still to be folded.
     """
@@ -52,20 +52,24 @@ class _Part:
         self._names = tuple(names)
         self.delta = Ledger(plan, metrics)
         self.chunks: list[int] = []
-        self.failed = 0
+        self.failures: list[tuple[int, str]] = []
         self.rows = 0
         self._unfolded: list[_Finished] = []
         self._unfolded_rows = 0
         self._folded: list[dict[str, Tensor]] = []
 
     def take(
-        self, chunk: int, batches: Sequence[_Finished], failed: int, empty: Mapping[str, Tensor] | None
+        self,
+        chunk: int,
+        batches: Sequence[_Finished],
+        failures: Sequence[tuple[int, str]],
+        empty: Mapping[str, Tensor] | None,
     ) -> None:
         """Take a finished chunk; ``empty`` has the columns' dtypes and row shapes, once they are known."""
         rows = len(self._plan.chunk_samples(chunk))
         self.chunks.append(chunk)
-        self.delta.fold(chunk, rows - failed, failed)
-        self.failed += failed
+        self.delta.fold(chunk, rows - len(failures), len(failures))
+        self.failures += failures
         self.rows += rows
         self._unfolded.extend(batches)
         self._unfolded_rows += rows
@@ -83,12 +87,13 @@ class _Part:
         }
         if evaluated.any():
             whole = bool(evaluated.all())
-            before = self.delta.values.clone()
+            before = [slots.clone() for _, slots in self.delta.parts()]
             try:
                 self.delta.update(columns if whole else {name: c[evaluated] for name, c in columns.items()})
             except BaseException:
                 # Some metrics have taken these rows, others have not; and they stay to be folded.
-                self.delta.values.copy_(before)
+                for (_, slots), kept in zip(self.delta.parts(), before, strict=True):
+                    slots.copy_(kept)
                 raise
         rows = {name: columns[name] for name in self._names if name in columns}
         self._folded.append({EVALUATED: evaluated.to(torch.uint8), **rows})
@@ -114,7 +119,7 @@ class _Part:
     def clear(self) -> None:
         """Forget what has been written."""
         self.delta.values.zero_()
-        self.chunks, self._folded, self.failed, self.rows = [], [], 0, 0
+        self.chunks, self._folded, self.failures, self.rows = [], [], [], 0
 
 
 def _column(finished: _Finished, name: str, like: Tensor) -> Tensor:
@@ -163,7 +168,8 @@ class Recorder:
 
     Attributes:
         ledger: everything written so far.
-        failed: the failed samples so far.
+        failed: indices of the failed samples so far; their errors are with their chunks' rows.
+        first_failed: index and error of the first of them.
         chunks_saved: number of chunks written so far.
         metrics_s: seconds spent on the ledger.
         journal_s: seconds spent on journal files.
@@ -186,13 +192,14 @@ class Recorder:
         self._progress = progress or Progress()
         self._lock = threading.Lock()
         self.ledger = Ledger(plan, metrics)
-        self.failed: list[FailedSample] = []
+        self.failed: list[int] = []
+        self.first_failed: tuple[int, str] | None = None
         self.chunks_saved = 0
         self.metrics_s = 0.0
         self.journal_s = 0.0
         self._empty: dict[str, Tensor] | None = None  # the columns' dtypes and row shapes, once seen
         self._chunk: list[_Finished] = []
-        self._chunk_failed = 0
+        self._chunk_failures: list[tuple[int, str]] = []
         self._whole = _Part(plan, self._metrics, self._names)
         # In files of their own: a resumed run leaves these out and tries their samples again.
         self._with_failures: _Part | None = None
@@ -223,8 +230,11 @@ class Recorder:
         for sample in failed:
             evaluated[sample.index - samples.start] = False
         with self._lock:
-            self.failed.extend(failed)
-            self._chunk_failed += len(failed)
+            failures = [(sample.index, sample.error[:MOST_OF_AN_ERROR]) for sample in failed]
+            self.failed.extend(index for index, _ in failures)
+            self._chunk_failures += failures
+            if failures:
+                self.first_failed = min(failures[0], self.first_failed or failures[0])
             if columns is not None:
                 if self._empty is None:
                     # What nobody counts or keeps would only wait here for the fold.
@@ -254,12 +264,12 @@ class Recorder:
     def _finish_chunk(self, chunk: int) -> None:
         start = perf_counter()
         part = self._whole
-        if self._chunk_failed:
+        if self._chunk_failures:
             if self._with_failures is None:
                 self._with_failures = _Part(self._plan, self._metrics, self._names)
             part = self._with_failures
-        part.take(chunk, self._chunk, self._chunk_failed, self._empty)
-        self._chunk, self._chunk_failed = [], 0
+        part.take(chunk, self._chunk, self._chunk_failures, self._empty)
+        self._chunk, self._chunk_failures = [], []
         self.metrics_s += perf_counter() - start
         if part.rows >= FLUSH_ROWS or monotonic() - self._flushed_at >= FLUSH_EVERY_S:
             self._flush()
@@ -293,10 +303,10 @@ class Recorder:
             part.fold(self._empty)
             folded = perf_counter()
             self.metrics_s += folded - start
-            self._progress.step("journal", self._progress.place.chunk)
+            self._progress.step("journal", self._progress.position.chunk)
             rows = [len(self._plan.chunk_samples(chunk)) for chunk in part.chunks]
             self._writer.write(
-                part.chunks, rows, part.delta.values, part.columns(self._empty), failed=part.failed
+                part.chunks, rows, part.delta.values, part.columns(self._empty), failures=part.failures
             )
             self.ledger.values += part.delta.values
             self.chunks_saved += len(part.chunks)

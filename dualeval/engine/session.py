@@ -10,38 +10,37 @@ import difflib
 import inspect
 import os
 import sys
-import threading
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
-from time import monotonic, sleep
+from time import sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from dualeval.engine.ending import say, spoken
+from dualeval.engine.ending import say
 from dualeval.engine.options import RunOptions
-from dualeval.engine.signals import DEFAULT_SIGNALS, Signals
+from dualeval.engine.signals import Signals
 from dualeval.errors import (
     EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_STOPPED,
-    EXIT_USAGE,
     DualevalError,
     LibraryError,
-    PeerError,
     Stopped,
     UsageError,
-    exit_code_of,
 )
 from dualeval.launch.cores import Cores, own_cores, share_of_cores
+from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.waiting import STARTED, waiting
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from dualeval.backends.base import Backend
+    from dualeval.engine.conclusion import Conclusion
     from dualeval.engine.control.plane import ControlPlane
+    from dualeval.engine.own_loop import OwnLoop
     from dualeval.engine.watch import Watch
+    from dualeval.metrics import Metric, RowMetric
     from dualeval.result import Result
     from dualeval.tasks import Task
     from dualeval.world import World
@@ -49,11 +48,6 @@ if TYPE_CHECKING:
 _LEAST_TIMEOUT_S = 1.0
 _LONGEST_TIMEOUT_S = 1e6
 ON_STALL = ("raise", "exit")
-# Until rank 0 waits no longer for what the others have saved, and these no longer for rank 0 to write that
-# down. Every rank has ended before 5 s.
-_ALL_SAVED_WITHIN_S = 4.0
-_STOPPED_WITHIN_S = 4.6
-_FLUSH_WITHIN_S = 1.0
 # srun loses words that it has not handed on when it ends the step.
 _LAST_WORDS_S = 0.5
 
@@ -78,6 +72,7 @@ class Session:
         allow_shared_gpu: let several ranks of a node share a GPU.
         mix_machines: let devices or versions differ between ranks.
         heartbeat_timeout: seconds without progress after which a rank is given up.
+        forward_timeout: seconds after which a rank is given up that computes, with a batch in hand.
         stop_signals: names of the signals that stop a run and save what is finished; an owner's alone.
         on_stall: what follows where the main thread does not end by itself: "exit" ends the process, "raise"
             raises where Python runs. None is "exit" for an owner and "raise" for a guest.
@@ -104,12 +99,14 @@ class Session:
         allow_shared_gpu: bool = False,
         mix_machines: bool = False,
         heartbeat_timeout: float = 60.0,
+        forward_timeout: float = 1800.0,
         stop_signals: Sequence[str] = DEFAULT_SIGNALS,
         on_stall: str | None = None,
         stop: Callable[[], bool | str] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
         check_timeout("heartbeat_timeout", heartbeat_timeout)
+        check_timeout("forward_timeout", forward_timeout)
         if on_stall is not None and on_stall not in ON_STALL:
             raise UsageError(f"on_stall={on_stall!r}: expected {' or '.join(map(repr, ON_STALL))}, or None")
         self.exit_code = EXIT_DONE
@@ -121,19 +118,20 @@ class Session:
         self._allow_shared_gpu = allow_shared_gpu
         self._mix_machines = mix_machines
         self._heartbeat_timeout = heartbeat_timeout
+        self._forward_timeout = forward_timeout
         self._stop_signals = tuple(stop_signals)
         self._on_stall = on_stall
         self._stop = stop
         self._note = note
         self._backend: Backend | None = None
         self._control: ControlPlane | None = None
-        self._watch: Watch | None = None
+        self._conclusion: Conclusion | None = None
         self._signals: Signals | None = None
-        self._concluding = threading.Lock()
         self.is_concluded = False
         self._is_closed = False
         # The error that the run was concluded by, whose end has been said.
         self._said: BaseException | None = None
+        self._loop: OwnLoop | None = None
         self._previous_hook: Any = None
 
     @property
@@ -151,6 +149,12 @@ class Session:
         _ = self.backend
         assert self._control is not None
         return self._control
+
+    @property
+    def _watch(self) -> Watch:
+        _ = self.control
+        assert self._conclusion is not None
+        return self._conclusion.watch
 
     @property
     def world(self) -> World:
@@ -198,17 +202,19 @@ class Session:
     def _join(self, caller: str | None, world: World) -> None:
         from dualeval.backends import choose_backend, connect
         from dualeval.devices import check_name, take_device
+        from dualeval.engine.conclusion import Conclusion
         from dualeval.engine.control.plane import open_control_plane
-        from dualeval.engine.watch import Watch
 
         name = self._backend_name or caller
         choose_backend(name, world)
         check_name(self._wanted_device)
         self._backend = connect(name, world)
-        self._control = open_control_plane(self._backend, self._heartbeat_timeout)
+        self._control = open_control_plane(
+            self._backend, self._heartbeat_timeout, forward_timeout_s=self._forward_timeout
+        )
         ends_process = self._on_stall == "exit" or (self.is_owner and self._on_stall is None)
-        self._watch = Watch(
-            self._control, self._conclude_from_watch, ends_process=ends_process, stop=self._stop
+        self._conclusion = Conclusion(
+            self._control, is_owner=self.is_owner, ends_process=ends_process, stop=self._stop
         )
         if self._signals is not None:
             self._signals.tell(self._control.stop)
@@ -242,7 +248,7 @@ class Session:
 
     def _fail_to_open(self, error: BaseException, world: World | None) -> None:
         """Say what is wrong: perhaps it is this rank's alone, with no way yet to tell the others."""
-        if self._watch is not None:
+        if self._conclusion is not None:
             self.conclude(error)
         elif self.is_owner and isinstance(error, DualevalError):
             self.exit_code = error.exit_code
@@ -287,13 +293,11 @@ class Session:
             Stopped: a signal, or ``stop``, has ended the run; what was finished is saved.
         """
         from dualeval.engine.evaluator import Evaluator
-        from dualeval.engine.watch import Interrupted
 
         self._require_going_on()
         run_options = _run_options(options)
-        assert self._watch is not None
         self._watch.begin()
-        try:
+        with self._concluding():
             result = Evaluator(
                 task,
                 self.backend,
@@ -306,17 +310,118 @@ class Session:
                 started=started,
                 guest=not self.is_owner,
             ).run()
+        if last:
+            self._watch.end()
+        else:
+            self._idle()
+        return result
+
+    @contextmanager
+    def _concluding(self) -> Iterator[None]:
+        """Conclude the run where the block raises."""
+        from dualeval.engine.watch import Interrupted
+
+        try:
+            yield
+        except GeneratorExit:
+            raise  # the caller has left its loop; whether that is an error shows later
         except BaseException as error:
             self._watch.end(was_raised=isinstance(error, Interrupted))
             concluded = self._concluded(error)
             if concluded is error:
                 raise
             raise concluded from error
+
+    def _idle(self) -> None:
+        """The caller may do anything now, for as long as it likes."""
         self._watch.end()
-        if not last:
-            self._watch.goes_on()
-            self.control.progress.step("idle")
+        self._watch.goes_on()
+        self.control.progress.step("idle")
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        metrics: Sequence[Metric | RowMetric] | None = None,
+        model: nn.Module | None = None,
+        job: Mapping[str, Any] | None = None,
+        show: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> Iterator[Any]:
+        """Evaluate in a loop of the caller's own: gives this rank's batches, on the CPU.
+
+        Each sample is in one batch of one rank. Give the columns of each batch to ``add``, and ask for the
+        ``result`` when the loop is through.
+
+        Args:
+            dataset: a tensor, a list, or a map-style data set.
+            collate: makes a batch of a list of samples; torch's ``default_collate`` without it.
+            metrics: what is measured; without them the mean of every column, under its name.
+            model: joins the job's identity, so that a loop with other weights does not go on in ``out``.
+            job: as for ``evaluate``, and ``show``.
+            options: of ``RunOptions``, as ``out`` and ``batch_size``.
+
+        Raises:
+            UsageError: a batch was not added, or samples, columns, options and folder do not fit together.
+            PeerError: another rank failed first.
+            Stopped: a signal, or ``stop``, has ended the run; what was added is saved.
+        """
+        from dualeval.engine.context import RunContext
+        from dualeval.engine.own_loop import OwnLoop
+
+        self._require_going_on()
+        if self._loop is not None:
+            raise UsageError("a loop of this session has no result yet: ask for session.result() first")
+        context = RunContext(
+            backend=self.backend,
+            control=self.control,
+            options=_run_options(options),
+            watch=self._watch,
+            note=self.note,
+            job=dict(job or {}),
+            show=show,
+            guest=not self.is_owner,
+        )
+        self._loop = OwnLoop(dataset, context, collate=collate, metrics=metrics, model=model)
+        self._watch.begin()
+        return self._handed_out(self._loop.batches())
+
+    def _handed_out(self, batches: Iterator[Any]) -> Iterator[Any]:
+        with self._concluding():
+            yield from batches
+
+    def add(self, batch: Any, **columns: Any) -> None:
+        """Give the columns of the batch in hand.
+
+        Args:
+            batch: what the loop has given last, or a part of it.
+            columns: by name, one row a sample: tensors on any device, arrays or lists. They are copied.
+
+        Raises:
+            UsageError: it is not that batch, it was added before, or a column is not as it must be.
+        """
+        self._own_loop().add(batch, **columns)
+
+    def result(self) -> Result:
+        """The result of the loop, when it is through; a collective.
+
+        Raises:
+            UsageError: this rank has left its loop before the end.
+            ExactlyOnceError: a sample was counted never, or more than once.
+            PeerError: another rank failed first.
+        """
+        loop = self._own_loop()
+        with self._concluding():
+            result = loop.result()
+        self._loop = None
+        self._idle()
         return result
+
+    def _own_loop(self) -> OwnLoop:
+        if self._loop is None:
+            raise UsageError("there is no loop: write 'for batch in session.batches(dataset):' before")
+        return self._loop
 
     def note(self, sentence: str) -> None:
         """Pass a sentence for people on; called on rank 0."""
@@ -344,10 +449,7 @@ class Session:
             said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
             error = DualevalError(f"the task's code raised {said} in the midst of the run")
         self.conclude(error)
-        self._said = error
         return error
-
-    # -- the one way to end ------------------------------------------------------------------------
 
     def conclude(self, error: BaseException) -> int:
         """End the run early, from the main thread, in whose hands the error is; returns the exit code.
@@ -355,147 +457,12 @@ class Session:
         What is finished is saved, all ranks learn of the end, rank 0 writes it into status.json, and it is
         said once. A second call gives the same code.
         """
-        if self.is_concluded:
-            return self.exit_code
-        assert self._watch is not None
-        self._watch.main_concludes(exit_code_of(error))
-        if not self._concluding.acquire(blocking=False):
-            # The watch was first, and ends the process.
-            threading.Event().wait()
-        stops = self.control.failure is None and (
-            isinstance(error, Stopped) or self.control.stopping is not None
-        )
-        code = None
-        if stops:
-            # Whatever went wrong while ranks were ending: they were told to.
-            self.control.stop(str(error))
-            code = self._conclude_stop()
-        failure = self.control.failure
-        if code is None or (failure is not None and failure.where is not None):
-            code = self._conclude_failure(error if failure is None or not stops else failure)
-        self.is_concluded = True
-        self.exit_code = code
-        self._watch.main_concludes(code)
-        self._let_go(code)
-        return code
-
-    def _conclude_from_watch(self) -> int:
-        """The same from the watch's thread, where the main thread is in something that does not return."""
-        if not self._concluding.acquire(blocking=False):
-            threading.Event().wait(_ALL_SAVED_WITHIN_S)
-            return self.exit_code or EXIT_FAILED
-        control = self.control
-        code = self._conclude_stop() if control.failure is None else None
-        failure = control.failure
-        # A failure that a rank has told of is why a launcher ends the others by a signal.
-        if failure is not None and (code is None or failure.where is not None):
-            self._save()
-            say(spoken(failure, control.name.rank))
-            # Where rank 0 is what failed, any other has to write it.
-            if control.name.rank == 0 or failure.rank == 0:
-                self._write_down(failure)
-            code = failure.exit_code
-        assert code is not None
-        self.exit_code = code
-        self._let_go(code)
-        return code
-
-    def _let_go(self, code: int) -> None:
-        """Close what shows that this run is at work, and let the others end."""
-        assert self._watch is not None
-        if self._watch.folder is not None:
-            self._watch.folder.close()
-        if self.control.name.rank == 0 and self.control.stopping is not None:
-            self.control.tell_end(code)
-
-    def _conclude_stop(self) -> int | None:
-        """Have all ranks save what they have, and rank 0 write it down; returns the exit code.
-
-        None where it turns out that a rank has failed.
-        """
-        assert self._watch is not None
-        control, folder = self.control, self._watch.folder
-        start = self._watch.since or monotonic()
-        problem = self._save()
-        if problem is None:
-            recorder = self._watch.recorder
-            control.saved(0 if recorder is None else recorder.chunks_saved)
-        else:
-            control.fail_to_save(problem)
-        within_s = _ALL_SAVED_WITHIN_S if control.name.rank == 0 else _STOPPED_WITHIN_S
-        control.all_saved.wait(max(0.0, within_s - (monotonic() - start)))
-        if control.name.rank != 0:
-            is_done = folder is not None and folder.shared and folder.is_done
-            otherwise = EXIT_DONE if is_done else EXIT_STOPPED
-            return otherwise if control.end_code is None else control.end_code
-        if control.failure is not None and control.failure.where is not None:
-            return None
-        stop = Stopped(control.stopping or "")
-        if folder is not None and folder.is_done:
-            self._say(f"dualeval: {stop} came when the result was written: {folder.path}")
-            return EXIT_DONE
-        missing = ", ".join(control.missing[:8])
-        if missing:
-            message = f"stopped by {stop}, but nothing was heard of {missing}: killed, or hanging"
-            self._write_down(DualevalError(message))
-            self._say(f"dualeval: error: {message}")
-            return EXIT_FAILED
-        self._write_down(stop)
-        where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
-        self._say(f"dualeval: stopped by {stop}. {where} the same command again to go on.")
-        return EXIT_STOPPED
-
-    def _conclude_failure(self, error: BaseException) -> int:
-        """Tell every rank of a failure, say it, and leave together with one exit code."""
-        assert self._watch is not None
-        control = self.control
-        self._save()
-        first = error if isinstance(error, PeerError) else control.fail(error)
-        self._watch.main_concludes(first.exit_code)
-        rank = control.name.rank
-        # Where rank 0 is what failed, any other has to write it.
-        if rank == 0 or (isinstance(error, PeerError) and first.rank == 0):
-            self._write_down(error)
-        if not isinstance(error, DualevalError) and self.is_owner:
-            traceback.print_exception(error)
-        # What rank 0 met as well is no matter of one rank.
-        everybodys = first.rank == 0 or str(first) == str(error)
-        line = f"dualeval: error: {first}" if everybodys else spoken(first, 0)
-        if first.exit_code == EXIT_USAGE:
-            control.leave_after_message(lambda: self._say(line))
-        elif first.rank == 0 and first.where is None and rank != 0:
-            self._say(spoken(first, rank))
-            # It may be gone at any moment, and says nothing any more.
-            control.leave()
-        elif rank != 0:
-            self._say(spoken(first, rank))
-            control.leave_after_message(lambda: None)
-        else:
-            control.leave_after_message(lambda: self._say(spoken(first, 0)))
-        return first.exit_code
-
-    def _say(self, line: str) -> None:
-        """Say how the run ended; a guest raises it instead."""
-        if self.is_owner:
-            say(line)
-
-    def _write_down(self, error: BaseException) -> None:
-        """Write the end into status.json."""
-        assert self._watch is not None
-        folder = self._watch.folder
-        if folder is not None and folder.shared:
-            folder.note_end(error, self.control.saved_by_all if isinstance(error, Stopped) else None)
-
-    def _save(self) -> str | None:
-        """Save what is finished; returns what stands in the way."""
-        assert self._watch is not None
-        recorder = self._watch.recorder
-        try:
-            if recorder is None or recorder.flush(_FLUSH_WITHIN_S):
-                return None
-        except OSError as error:
-            return f"{type(error).__name__}: {error}"
-        return "writing hangs"
+        if not self.is_concluded:
+            assert self._conclusion is not None
+            self.exit_code = self._conclusion.by_main(error)
+            self.is_concluded = True
+            self._said = error
+        return self.exit_code
 
     # -- closing -----------------------------------------------------------------------------------
 
@@ -505,12 +472,20 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        left_in_order = error is None or (isinstance(error, SystemExit) and not error.code)
-        if not self.is_concluded and not left_in_order:
-            assert error is not None
-            self.conclude(error)
-            self._said = error
-        self._close(failed=self.is_concluded)
+        left = None if isinstance(error, SystemExit) and not error.code else error
+        if left is None and self._loop is not None:
+            left = UsageError("the session was left before session.result() was asked for")
+        try:
+            if left is not None and not self.is_concluded:
+                if self._loop is not None:
+                    self._loop.close(left)
+                with self._concluding():
+                    raise left
+        except BaseException as concluded:
+            if concluded is not error:
+                raise
+        finally:
+            self._close(failed=self.is_concluded)
 
     def _close(self, *, failed: bool) -> None:
         """Leave the ranks; a second call does nothing."""
@@ -522,8 +497,8 @@ class Session:
             self._control.leave()
         if self._backend is not None:
             self._backend.close(failed=failed)
-        if self._watch is not None:
-            self._watch.stop()
+        if self._conclusion is not None:
+            self._conclusion.watch.stop()
         if self._signals is not None:
             self._signals.close()
         if self._previous_hook is not None and not failed:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -18,12 +17,14 @@ from io import TextIOWrapper
 from pathlib import Path
 from time import monotonic, sleep
 
-from dualeval.engine.control.beats import WAITING, Clock, Standstill
+from dualeval.engine.control.beats import Clock, Finding, Judge, Standstill
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import end_process, say, spoken
+from dualeval.engine.ending import end_process, error_stream, say, spoken
 from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
 from dualeval.errors import message_of
+from dualeval.result import STATUS
 
 # Seconds from a signal, or from the news of a failure, until the main thread is waited for no longer.
 GRACE_S = 3.0
@@ -39,7 +40,6 @@ _RAISED_WITHIN_S = 1.0
 # After the time-out: this thread comes first, if it can; and mpirun leaves a rank one second after the others
 # have ended.
 _NO_PYTHON_S = 1.0
-_OWN_REDUCE_GRACE_S = 3.0
 
 
 class Interrupted(BaseException):
@@ -82,6 +82,7 @@ class Watch:
         self._stop = stop
         self._main = threading.get_ident()
         self._stacks: TextIOWrapper | None = None
+        self._guardian: Guardian | None = None
         self._arming = threading.Lock()
         self._interrupting = threading.Lock()
         self._in_evaluation = False
@@ -90,7 +91,8 @@ class Watch:
         self._code: int | None = None
         self._is_done = False
         self._is_over = threading.Event()
-        self._has_dumped = False
+        self._finding = Finding("going")
+        self._has_named = False
         self._thread = threading.Thread(target=self._run, name="dualeval-watch", daemon=True)
         self._thread.start()
 
@@ -123,6 +125,8 @@ class Watch:
     def keep(self, folder: RunFolder) -> None:
         """Say where an end is written down, and stacks are."""
         self.folder = folder
+        if self._ends_process and not self._control.has_peers:
+            self._guardian = Guardian(folder.path / STATUS, folder.token, folder.stacks)
         if self._control.timeout_s is not None:
             # Else they go to standard error: a full disk is met soon enough.
             with suppress(OSError), self._arming:
@@ -137,6 +141,9 @@ class Watch:
         """
         self._is_done = done
         self.recorder = self.folder = None
+        guardian, self._guardian = self._guardian, None
+        if guardian is not None:
+            guardian.leave()
         with self._arming:
             stacks, self._stacks = self._stacks, None
             if stacks is None:
@@ -183,7 +190,8 @@ class Watch:
 
     def _watch(self) -> None:
         clock = Clock(most_s=2 * _LOOK_EVERY_S + 1.0)
-        own = Standstill(clock.now())
+        limits = self._control.limits
+        judge = None if limits is None else Judge(limits, clock.now())
         answered = Standstill(clock.now())
         while not self._heard():
             if self._is_over.is_set():
@@ -193,10 +201,9 @@ class Watch:
             # Before the look at what is new: what comes after that sets it again.
             self._control.news.clear()
             now = clock.now()
-            if self._control.timeout_s is not None and not self._heard():
-                still = own.seconds(self._control.steps(), now)
-                silent = answered.seconds(self._control.answers, now)
-                self._judge(still, silent, self._control.timeout_s)
+            if limits is not None and judge is not None and not self._heard():
+                self._finding = judge.look(self._control.own_sign(), now)
+                self._judge(self._finding, answered.seconds(self._control.answers, now), limits.timeout_s)
             self._poll()
         self._end()
 
@@ -220,26 +227,24 @@ class Watch:
             or self._main_concludes.is_set()
         )
 
-    def _judge(self, still: float, silent: float, timeout_s: float) -> None:
+    def _judge(self, finding: Finding, silent: float, timeout_s: float) -> None:
         """Give this rank up where it stands still itself, or rank 0 where nothing is heard of it."""
-        place = self._control.progress.place
         name = self._control.name
         if self._control.has_peers and silent > timeout_s:
             first = self._control.first
             self._control.give_up(f"{first}: no answer for {silent:.0f} s", rank=first.rank)
-        elif still > timeout_s and place.stage not in WAITING:
-            with self._arming:
-                if not self._has_dumped:
-                    self._has_dumped = True
-                    self._dump()
-            # In a collective others may be the cause; rank 0 has the time to tell of them first.
-            if place.stage != "reduce" or still > timeout_s + _OWN_REDUCE_GRACE_S:
-                self._control.give_up(f"{name}: no progress for {still:.0f} s, {place}", rank=name.rank)
+        elif finding.kind == "stuck" or (finding.kind == "collective" and not self._control.has_peers):
+            self._dump()
+            self._control.give_up(f"{name}: {finding.text}", rank=name.rank)
+        elif finding.kind == "computing" and not self._control.has_peers and not self._has_named:
+            # Else rank 0 says it, which sees all ranks; in a collective it judges, too.
+            self._has_named = True
+            say(f"dualeval: note: {name}: {finding.text}")
 
     def _dump(self) -> None:
         # A stream without a descriptor (a notebook's) takes none.
-        with suppress(OSError, ValueError, RuntimeError, AttributeError):
-            faulthandler.dump_traceback(self._stacks or sys.stderr)
+        with suppress(OSError, ValueError, RuntimeError, AttributeError), self._arming:
+            faulthandler.dump_traceback(self._stacks or error_stream())
 
     def _arm(self) -> None:
         """Have stacks written and the process ended where this thread does not come back in time.
@@ -253,13 +258,15 @@ class Watch:
                     self._dump_later(timeout_s + _NO_PYTHON_S)
 
     def _dump_later(self, seconds: float) -> None:
-        file = self._stacks or sys.stderr
+        file = self._stacks or error_stream()
         with suppress(OSError, ValueError, RuntimeError, AttributeError):
             faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
     def _end(self) -> None:
         """Give the main thread its time, and have the run concluded where that has not."""
         start = self.since = monotonic()
+        if self._finding.kind == "collective":
+            self._dump()
         if not self._ends_process:
             self._interrupt_main()
             return

@@ -121,7 +121,7 @@ def test_torchrun_starts_ranks_on_two_hosts_again(
     """One agent's rank is killed; the other agent, which counts no restart of its own, joins again."""
     agent = "torchrun --nnodes 2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
     typed = f"{agent} --rdzv-endpoint h0:29511 --rdzv-id 11 -m dualeval run".split()
-    commands = [cluster.on(host, [*typed, *SMALL_JOB, "--out", "out"]) for host in ("h0", "h1")]
+    commands = [cluster.on(host, [*typed, *SMALL_JOB, "--out", "out", "--fresh"]) for host in ("h0", "h1")]
 
     def find() -> list[psutil.Process]:
         return [*cluster.processes("h0"), *cluster.processes("h1")]

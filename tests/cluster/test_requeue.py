@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dualeval.engine.folder.journal import SUFFIX
+from dualeval.engine.folder.layout import SUFFIX
 from tests.cluster import test_launchers
 from tests.cluster.hosts import Cluster
 from tests.cluster.test_launchers import Batch

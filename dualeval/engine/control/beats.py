@@ -1,8 +1,7 @@
-"""Who has come to a standstill: what ranks tell of themselves, watched on the observer's own clock.
+"""Beats: what ranks report of themselves, and who of them has come to a standstill.
 
-Progress counts, and life: a rank tells, twice a second, how many steps its main thread has made and how
-often it has told so. Times of two hosts are never compared: what counts is how long the observer has seen no
-change.
+A rank reports, twice a second, how many steps its main thread has made, whether it computes, and how often it
+has reported. Times of two hosts are never compared: what counts is how long the observer has seen no change.
 """
 
 from __future__ import annotations
@@ -14,16 +13,25 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from dualeval.engine.progress import Progress, Stage, described
+from dualeval.engine.progress import Progress, described
 from dualeval.network import host_identity
 
-# In these a rank may be for as long as the others need, or has no batch to count: its life alone is watched,
-# or the time that its main thread computes.
-WAITING: tuple[Stage, ...] = ("meet", "idle")
-UNCOUNTED: tuple[Stage, ...] = ("setup", "write", "end")
-# A rank that is alone in not reducing holds up all others: they must not be named before it.
-_REDUCE_GRACE_S = 2.0
+# A rank may be there for as long as the others, or its caller, need.
+WAITING = ("meet", "idle")
+COLLECTIVE = "collective"
+# There are no batches to count: what a rank computes there is progress, for however long.
+UNCOUNTED = ("setup", "write", "end")
+# The main thread waits without computing, for what the device computes.
+_DEVICE = "device"
+# Ranks that wait in a collective must not be named before one that has not come to it.
+_COLLECTIVE_GRACE_S = 2.0
+# What a window of time must have in it to count as work: waiting loops take hundredths of a core, and reading
+# from a slow disk may take no more, but moves bytes.
+_WINDOW_S = 0.25
+_LEAST_CORES = 0.1
+_LEAST_BYTES_A_S = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +42,7 @@ class Name:
         rank: its number.
         host: its host's name.
         pid: its process.
-        space: what processes share whose numbers of processes mean the same.
+        space: what processes share whose process ids mean the same.
     """
 
     rank: int
@@ -45,7 +53,11 @@ class Name:
     @classmethod
     def own(cls, rank: int) -> Name:
         """The name of this process."""
-        space = f"{host_identity()}.{Path('/proc/self/ns/pid').stat().st_ino}"
+        try:
+            inode = str(Path("/proc/self/ns/pid").stat().st_ino)
+        except OSError:
+            inode = f"no /proc on rank {rank}"  # shared with nobody: nobody can look whether it lives
+        space = f"{host_identity()}.{inode}"
         return cls(rank=rank, host=socket.gethostname(), pid=os.getpid(), space=space)
 
     def __str__(self) -> str:
@@ -56,71 +68,131 @@ class Name:
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
-            return True
+            # Without a /proc nobody can say.
+            return Path("/proc/self").exists()
         return state in "ZX"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sign:
-    """What a rank tells of itself.
+class Sign(NamedTuple):
+    """What a rank reports of itself. Rank 0 reads those of all ranks with every beat.
 
     Attributes:
         steps: grows as its main thread goes on.
-        beat: how often it has told a sign.
+        work: grows as it computes.
+        beat: how often it has reported.
         stage: what it is at.
         chunk: the chunk in hand.
         saved: number of chunks that it has saved, once it has nothing more to do; None before.
+        run: number of the run whose samples are counted; 0 where none is.
+        done: this rank's samples of it so far.
     """
 
     steps: int
+    work: int
     beat: int
     stage: str
     chunk: int | None = None
     saved: int | None = None
+    run: int = 0
+    done: int = 0
 
     @classmethod
     def read(cls, text: str) -> Sign:
         """Read what ``str`` gives."""
-        steps, beat, stage, chunk, saved = text.split()
+        steps, work, beat, stage, chunk, saved, run, done = text.split()
         return cls(
-            steps=int(steps),
-            beat=int(beat),
-            stage=stage,
-            chunk=None if chunk == "-" else int(chunk),
-            saved=None if saved == "-" else int(saved),
+            int(steps),
+            int(work),
+            int(beat),
+            stage,
+            None if chunk == "-" else int(chunk),
+            None if saved == "-" else int(saved),
+            int(run),
+            int(done),
         )
 
     def __str__(self) -> str:
         chunk, saved = ("-" if number is None else number for number in (self.chunk, self.saved))
-        return f"{self.steps} {self.beat} {self.stage} {chunk} {saved}"
+        return f"{self.steps} {self.work} {self.beat} {self.stage} {chunk} {saved} {self.run} {self.done}"
 
     @property
-    def place(self) -> str:
+    def position(self) -> str:
         """Where the rank is, for people."""
         return described(self.stage, self.chunk)
 
 
+class Work:
+    """Counts windows of time in which this process really worked; made on its main thread.
+
+    It worked where its threads of Python, but for the engine's own helpers, took a tenth of a core, or where
+    the main thread read or wrote. A library's own threads do not count: Horovod's and MPI's look for messages
+    without a pause.
+    """
+
+    def __init__(self) -> None:
+        self._main = threading.get_native_id()
+        self._lock = threading.Lock()
+        self._count = 0
+        self._since = time.monotonic()
+        self._cpu_s = self._seconds_by_thread()
+        self._bytes = self._bytes_moved()
+
+    def count(self) -> int:
+        """Look, from any thread; grows where the process has worked since."""
+        with self._lock:
+            now = time.monotonic()
+            seconds = now - self._since
+            if seconds >= _WINDOW_S:
+                before, self._cpu_s = self._cpu_s, self._seconds_by_thread()
+                taken = sum(used - before.get(thread, 0.0) for thread, used in self._cpu_s.items())
+                moved, self._bytes = -self._bytes, self._bytes_moved()
+                moved += self._bytes
+                self._since = now
+                if taken >= _LEAST_CORES * seconds or moved >= _LEAST_BYTES_A_S * seconds:
+                    self._count += 1
+            return self._count
+
+    def _seconds_by_thread(self) -> dict[int, float]:
+        found = {}
+        for thread in threading.enumerate():
+            number = thread.native_id
+            if number is not None and not _is_helper(thread.name):
+                try:
+                    # Linux: a thread's clock by its number; an error where it has ended.
+                    found[number] = time.clock_gettime(~number << 3 | 6)
+                except OSError:
+                    continue
+        return found
+
+    def _bytes_moved(self) -> int:
+        try:
+            lines = Path(f"/proc/self/task/{self._main}/io").read_text().splitlines()
+        except OSError:
+            return 0
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
+def _is_helper(name: str) -> bool:
+    return name.startswith("dualeval-") and not name.startswith("dualeval-compute")
+
+
 class Pulse:
-    """This rank's own signs."""
+    """This rank's own signs; made on its main thread."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._beats = 0
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._work = Work()
 
-    def steps(self) -> int:
-        """Steps of the main thread; where it has no batches to count, what it computes counts."""
-        place = self._progress.place
-        if place.stage not in UNCOUNTED:
-            return place.count
-        # In hundredths of a second: what reads weights from a slow disk takes some, what hangs takes none.
-        return place.count + int(100 * time.clock_gettime(self._clock))
+    def look(self, saved: int | None = None, run: int = 0, done: int = 0) -> Sign:
+        """The sign of this moment, as it would be reported."""
+        at = self._progress.position
+        return Sign(at.count, self._work.count(), self._beats, at.stage, at.chunk, saved, run, done)
 
-    def sign(self, saved: int | None = None) -> Sign:
-        """The next sign."""
+    def beat(self, saved: int | None = None, run: int = 0, done: int = 0) -> Sign:
+        """The next sign to report."""
         self._beats += 1
-        place = self._progress.place
-        return Sign(steps=self.steps(), beat=self._beats, stage=place.stage, chunk=place.chunk, saved=saved)
+        return self.look(saved, run, done)
 
 
 class Clock:
@@ -159,39 +231,132 @@ class Standstill:
         return now - self._since
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a rank may make no progress.
+
+    Attributes:
+        timeout_s: without computing.
+        forward_timeout_s: with a batch in hand, where it computes.
+    """
+
+    timeout_s: float
+    forward_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How a rank's main thread goes on.
+
+    Attributes:
+        kind: "going" on; "computing" for longer than the timeout, so that it is named; "collective": in one
+            for longer than that, where another rank may be the cause; "stuck": to be given up.
+        seconds: for how long.
+        text: why, for people; empty where it is going on.
+    """
+
+    kind: Literal["going", "computing", "collective", "stuck"]
+    seconds: float = 0.0
+    text: str = ""
+
+
+_GOING = Finding("going")
+
+
+class Judge:
+    """Judges how one rank's main thread goes on: for rank 0, and for that rank's own watch."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._limits = limits
+        self._steps = Standstill(now)
+        self._signs_of_work = Standstill(now)
+
+    def look(self, sign: Sign, now: float) -> Finding:
+        """Take the rank's latest sign."""
+        still = self._steps.seconds(sign.steps, now)
+        idle = self._signs_of_work.seconds((sign.steps, sign.work), now)
+        timeout_s = self._limits.timeout_s
+        if still <= timeout_s or sign.stage in WAITING or sign.saved is not None:
+            return _GOING
+        if sign.stage == COLLECTIVE:
+            # What its waiting loop computes is no progress.
+            is_long = still > timeout_s + _COLLECTIVE_GRACE_S
+            return Finding("collective", still, _no_progress(still, sign)) if is_long else _GOING
+        if idle > timeout_s and sign.stage != _DEVICE:
+            return Finding("stuck", idle, _no_progress(idle, sign))
+        if sign.stage in UNCOUNTED:
+            return _GOING
+        longest_s = max(timeout_s, self._limits.forward_timeout_s)
+        text = f"computing for {still:.0f} s, {sign.position}"
+        if still > longest_s:
+            return Finding("stuck", still, f"{text}, longer than --forward-timeout {longest_s:g}")
+        text += f"; it is given up after {longest_s:,.0f} s (--forward-timeout)"
+        return Finding("computing", still, text)
+
+
+def _no_progress(seconds: float, sign: Sign) -> str:
+    return f"no progress for {seconds:.0f} s, {sign.position}"
+
+
 class Monitor:
     """Watches the signs of ranks.
 
     Args:
         names: of the ranks to watch.
-        timeout_s: how long a rank may stand still.
+        limits: how long they may make no progress.
         now: the time.
+        sees_all: whether these are all ranks; who waits in a collective is judged only by who sees them all.
+        note: called with a sentence for people, once for each rank that computes for long.
     """
 
-    def __init__(self, names: Mapping[int, Name], timeout_s: float, now: float) -> None:
+    def __init__(
+        self,
+        names: Mapping[int, Name],
+        limits: Limits,
+        now: float,
+        *,
+        sees_all: bool,
+        note: Callable[[str], None],
+    ) -> None:
         self._names = names
-        self._timeout_s = timeout_s
-        self._steps = {rank: Standstill(now) for rank in names}
+        self._limits = limits
+        self._sees_all = sees_all
+        self._note = note
+        self._judges = {rank: Judge(limits, now) for rank in names}
         self._beats = {rank: Standstill(now) for rank in names}
+        self._named: set[int] = set()
 
     def look(self, signs: Mapping[int, Sign], now: float) -> tuple[int, str] | None:
         """Take the latest signs; returns the rank that has come to a standstill, and how that is said."""
-        found = []
+        stuck, collective, computing = [], [], []
+        others_are_waited_for = False
         for rank, sign in signs.items():
-            still = self._steps[rank].seconds(sign.steps, now)
+            finding = self._judges[rank].look(sign, now)
             silent = self._beats[rank].seconds(sign.beat, now)
-            if silent > self._timeout_s:
-                said = f"no progress for {silent:.0f} s, {sign.place}, and no sign of life"
-                found.append((0, -silent, rank, said))
-            elif still > self._limit(sign):
-                order = 2 if sign.stage == "reduce" else 1
-                found.append((order, -still, rank, f"no progress for {still:.0f} s, {sign.place}"))
-        if not found:
+            if silent > self._limits.timeout_s:
+                text = f"{_no_progress(silent, sign)}, and no sign of life"
+                stuck.append((0, -silent, rank, text))
+            elif finding.kind == "stuck":
+                stuck.append((1, -finding.seconds, rank, finding.text))
+            elif finding.kind == "collective":
+                collective.append((2, -finding.seconds, rank, finding.text))
+            else:
+                if finding.kind == "computing":
+                    computing.append((rank, finding.text))
+                if sign.stage not in ("meet", COLLECTIVE) and sign.saved is None:
+                    others_are_waited_for = True
+        self._name_computing(computing)
+        if self._sees_all and not others_are_waited_for:
+            stuck += collective
+        if not stuck:
             return None
-        _, _, rank, said = min(found)
-        return rank, f"{self._names[rank]}: {said}"
+        _, _, rank, text = min(stuck)
+        return rank, f"{self._names[rank]}: {text}"
 
-    def _limit(self, sign: Sign) -> float:
-        if sign.stage in WAITING or sign.saved is not None:
-            return float("inf")
-        return self._timeout_s + (_REDUCE_GRACE_S if sign.stage == "reduce" else 0.0)
+    def _name_computing(self, computing: list[tuple[int, str]]) -> None:
+        new = [(rank, text) for rank, text in computing if rank not in self._named]
+        if new and self._sees_all:
+            self._named.update(rank for rank, _ in new)
+            rank, text = new[0]
+            more = f" (and {len(new) - 1} more ranks)" if len(new) > 1 else ""
+            self._note(f"{self._names[rank]}{more}: {text}")

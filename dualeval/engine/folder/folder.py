@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dualeval.engine.folder.journal import (
-    JournalFile,
-    file_bytes,
-    file_name,
-    read_again,
-    read_journal_file,
-    store_file,
-)
-from dualeval.engine.folder.lease import RENEW_EVERY_S, Lease
-from dualeval.engine.folder.opening import (
-    JOURNAL,
+from dualeval.engine.folder.collecting import collect_files
+from dualeval.engine.folder.journal import JournalFile, read_again, read_journal_file
+from dualeval.engine.folder.layout import (
     STACKS,
-    Found,
     check_file_names,
+    check_path,
+    file_name,
     files_of_a_run,
-    finished_result,
-    launch_of,
-    look,
+    journal_of,
+    own_journal,
+    prefix_of,
+    probe_of,
+    stack_of,
     writable,
 )
+from dualeval.engine.folder.lease import KeptLease, Lease
+from dualeval.engine.folder.opening import (
+    PreviousRun,
+    begins_anew,
+    finished_result,
+    named_launch,
+    own_process,
+    read_previous,
+    remove_if_empty,
+    remove_leftovers,
+    remove_own_journals,
+)
 from dualeval.engine.folder.predictions import write_json_file, write_predictions
+from dualeval.engine.folder.process import Process
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, exit_code_of, message_of
 from dualeval.result import (
@@ -53,9 +57,9 @@ from dualeval.result import (
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
     from dualeval.tasks import Task
-    from dualeval.world import World
 
-_LEASE_WITHIN_S = 2.0
+# A file system that hangs holds up nobody's end for longer.
+_CLOSE_WITHIN_S = 3.0
 # What job.json says of a run.
 _IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
 
@@ -79,16 +83,17 @@ class RunFolder:
         self.path = path
         self.token = token
         self._rank = rank
-        self._launch_id: str | None = None
-        self._lease: Lease | None = None
-        self._renewed = monotonic()
-        self._renewing = threading.Lock()
-        self.shared = self._probe.exists()
-        # Ranks of another node share that node's disk with each other: each has a folder of its own there.
-        self.journal = path / (JOURNAL if self.shared else f"{JOURNAL}-{rank}-{token}")
+        self._launch: str | None = None
+        self._lease: KeptLease | None = None
+        self._closing = threading.Event()
+        self.shared = probe_of(journal_of(path), token).exists()
+        self.journal = journal_of(path) if self.shared else own_journal(path, rank, token)
         if not self.shared:
+            check_path(path)
             with writable(path):
                 self.journal.mkdir(parents=True, exist_ok=True)
+                probe = _write_probe(self.journal, token)
+                remove_own_journals(path, token, probe.stat().st_mtime)
 
     @classmethod
     def open(
@@ -97,13 +102,12 @@ class RunFolder:
         token: str,
         plan: EvalPlan,
         facts: Mapping[str, Any],
-        world: World,
         *,
         fresh: bool,
         lease: bool = True,
         mix_machines: bool = False,
         step: Callable[[], None] = lambda: None,
-    ) -> tuple[RunFolder, Found]:
+    ) -> tuple[RunFolder, PreviousRun]:
         """Make the folder, or go on in it; rank 0 calls it.
 
         Args:
@@ -111,9 +115,10 @@ class RunFolder:
             token: as for the class.
             plan: the job's.
             facts: the job's ``fingerprint``, what it is made of (``job``), ``machine``, which is rank 0's,
-                and ``files``, the names of those that it writes besides the ones of every job.
-            world: this process's place.
-            fresh: remove an earlier run's files first.
+                ``files``, the names of those that it writes besides the ones of every job, and ``launches``,
+                the agents of torchrun that start its ranks again.
+            fresh: remove an earlier run's files first; not where this launch has begun the job already, and
+                its launcher has started its ranks again.
             lease: keep other runs out of the folder for as long as this one lasts.
             mix_machines: go on from what another kind of machine has computed.
             step: called now and then, while waiting or reading.
@@ -124,48 +129,83 @@ class RunFolder:
             Stopped: the run was stopped, and its launcher has started its ranks again.
         """
         check_file_names(facts["files"])
+        check_path(path, facts["files"])
         with writable(path):
-            (path / JOURNAL).mkdir(parents=True, exist_ok=True)
+            journal_of(path).mkdir(parents=True, exist_ok=True)
             held = Lease.take(path, token, waiting=step) if lease else None
-        renewed = monotonic()
-
-        def step_and_renew() -> None:
-            nonlocal renewed
-            step()
-            if held is not None and monotonic() - renewed > RENEW_EVERY_S:
-                renewed = monotonic()
-                held.renew()
-
+            try:
+                _write_probe(journal_of(path), token)
+            except BaseException:
+                if held is not None:
+                    held.release()
+                raise
+            folder = cls(path, token, rank=0)
+        folder._launch = named_launch(facts["launches"])
+        folder._lease = None if held is None else KeptLease(held)
         try:
-            if fresh:
-                with writable(path):
-                    for file in files_of_a_run(path):
-                        file.unlink()
-            found = look(path, plan, facts, world, mix_machines, step_and_renew)
-            with writable(path):
-                if found.finished is None:
-                    named = {name: facts[name] for name in _IN_JOB}
-                    write_text(path / JOB, json.dumps(named, indent=2, ensure_ascii=False) + "\n")
-                    Status(state="running", launch_id=launch_of(world), run=token).write(path)
-                else:
-                    _tidy_up(
-                        path,
-                        [*found.stale, *(file.path for file in found.earlier.files)],
-                        Status(state="done", exit_code=0, launch_id=launch_of(world), run=token),
-                    )
-                _probe(path, token).touch()
-                folder = cls(path, token, rank=0)
+            return folder, folder._begin(plan, facts, fresh, mix_machines, step)
         except BaseException:
-            if held is not None:
-                held.release()
+            folder.close()
             raise
-        folder._lease = held
-        folder._launch_id = launch_of(world)
-        return folder, found
+
+    def _begin(
+        self,
+        plan: EvalPlan,
+        facts: Mapping[str, Any],
+        fresh: bool,
+        mix_machines: bool,
+        step: Callable[[], None],
+    ) -> PreviousRun:
+        """Read what is there, remove what is not wanted, and say that this run is at work."""
+        if begins_anew(self.path, facts["fingerprint"], facts["launches"], fresh=fresh):
+            with writable(self.path):
+                for file in files_of_a_run(self.path):
+                    if file != self._probe:
+                        file.unlink(missing_ok=True)
+        if self._lease is not None:
+            with writable(self.path):
+                remove_leftovers(self.path, self.token)
+        previous = read_previous(self.path, plan, facts, mix_machines, step)
+        previous = replace(previous, stale=tuple(file for file in previous.stale if file != self._probe))
+        with writable(self.path):
+            if previous.finished is None:
+                named = {name: facts[name] for name in _IN_JOB}
+                write_text(self.path / JOB, json.dumps(named, indent=2, ensure_ascii=False) + "\n")
+                self._status("running").write(self.path)
+            else:
+                self._finish(previous)
+        return previous
+
+    def to_message(self, previous: PreviousRun, plan: EvalPlan) -> dict[str, Any]:
+        """What the other ranks need to know of the folder, in plain values."""
+        return {
+            "path": str(self.path),
+            "token": self.token,
+            "launch": self._launch,
+            **previous.to_message(plan),
+        }
+
+    @classmethod
+    def from_message(
+        cls, message: Mapping[str, Any], plan: EvalPlan, *, rank: int, path: Path | None
+    ) -> tuple[RunFolder, PreviousRun]:
+        """Another rank's view of the folder that rank 0 has opened.
+
+        Args:
+            message: rank 0's ``to_message``.
+            plan: the job's.
+            rank: this rank's number.
+            path: where this rank was told to write; None for rank 0's path.
+        """
+        # A path that was given is this rank's to resolve: without a shared folder it names another disk.
+        where = Path(message["path"]) if path is None else path.absolute()
+        folder = cls(where, message["token"], rank=rank)
+        folder._launch = message["launch"]
+        return folder, PreviousRun.from_message(message, plan)
 
     @property
     def _probe(self) -> Path:
-        return _probe(self.path, self.token)
+        return probe_of(self.journal, self.token)
 
     @property
     def is_done(self) -> bool:
@@ -176,41 +216,38 @@ class RunFolder:
     @property
     def stacks(self) -> Path:
         """Where this rank writes its stacks, should it hang."""
-        return self.path / STACKS / f"rank-{self._rank:05d}.txt"
+        return stack_of(self.path, self._rank)
 
     def prefix(self, rank: int) -> str:
         """The start of the names of a rank's journal files."""
-        return f"{self.token}-{rank:05d}"
+        return prefix_of(self.token, rank)
 
-    def renew_lease(self) -> str | None:
-        """Show other runs that this one goes on; returns what is wrong, where another one has taken over."""
-        with self._renewing:
-            if self._lease is None or monotonic() - self._renewed < RENEW_EVERY_S:
-                return None
-            self._renewed = monotonic()
-            try:
-                if self._lease.renew():
-                    return None
-            except OSError as error:
-                return f"{self.path} cannot be written any more: {error.strerror or error}"
-        return (
-            f"another run has taken over {self.path}: this one stood still for too long. What it has "
-            "finished is saved, and the other goes on from there."
-        )
+    def _status(self, state: str, **said: Any) -> Status:
+        return Status(state=state, launch_id=self._launch, run=self.token, process=own_process(), **said)
+
+    def keep_lease(self, lost: Callable[[str], None]) -> None:
+        """Hear of a lease that is lost, from now until ``close``; a thread of the folder's own keeps it.
+
+        Args:
+            lost: called once, from that thread, where another run has taken over or the folder is gone; with
+                a sentence that says so.
+        """
+        if self._lease is not None:
+            self._lease.call_when_lost(lost)
+
+    # -- the end -----------------------------------------------------------------------------------
 
     def note_end(self, error: BaseException, chunks_saved: int | None = None) -> None:
         """Write into status.json that the run failed or was stopped, and why."""
-        status = Status(
-            state="stopped" if isinstance(error, Stopped) else "failed",
+        status = self._status(
+            "stopped" if isinstance(error, Stopped) else "failed",
             exit_code=exit_code_of(error),
             reason=f"stopped by {error}" if isinstance(error, Stopped) else message_of(error),
             signal=str(error) if isinstance(error, Stopped) else None,
             chunks_saved=chunks_saved,
-            launch_id=self._launch_id,
-            run=self.token,
         )
-        # The first word stays, and another run's: a rank that was stopped and wakes, as one does that mpirun
-        # ends, knows neither what the others have said of it nor who has gone on here since.
+        # What was written first stays, and another run's status: a rank that was stopped and wakes, as one
+        # does that mpirun ends, knows neither what the others have said of it nor who has gone on here since.
         before = read_status(self.path)
         if before is None or (before.state, before.run) == ("running", self.token):
             # Where the disk is what failed, this fails too; the first error is the one to report.
@@ -224,30 +261,23 @@ class RunFolder:
         reports: Sequence[dict[str, Any]],
         step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Bring the journal files of ranks that do not share the folder to rank 0, a file a round.
+        """Bring the journal files of ranks that do not share the folder to rank 0.
 
         A collective where any rank does not share; nothing otherwise.
 
         Args:
             backend: carries the files.
             written: this rank's files.
-            reports: each rank's ``files`` (a count) and ``shared``, the same on every rank.
+            reports: each rank's ``shared``, the same on every rank.
             step: called with every round, and every file that is stored.
         """
         apart = [rank for rank, report in enumerate(reports) if not report["shared"]]
-        for number in range(max((reports[rank]["files"] for rank in apart), default=0)):
-            mine = not self.shared and number < len(written)
-            content = file_bytes(written[number]) if mine else torch.empty(0, dtype=torch.uint8)
-            pieces = backend.gather(content, dst=0)
-            for rank, piece in enumerate(pieces or []):
-                if len(piece):
-                    store_file(self.journal / file_name(self.prefix(rank), number), piece)
-                    step()
-            step()
+        if apart:
+            collect_files(self.journal, backend, [] if self.shared else written, apart, self.prefix, step)
 
     def merged_files(
         self,
-        found: Found,
+        previous: PreviousRun,
         reports: Sequence[dict[str, Any]],
         fingerprint: str,
         step: Callable[[], None] = lambda: None,
@@ -255,7 +285,7 @@ class RunFolder:
         """Check all journal files that the result is made of, those of earlier runs once more.
 
         Args:
-            found: what was there at the start.
+            previous: what was there at the start.
             reports: each rank's ``files``, a count.
             fingerprint: the job's.
             step: called with every file.
@@ -269,7 +299,7 @@ class RunFolder:
         """
         files = []
         try:
-            for file in found.earlier.files:
+            for file in previous.chunks.files:
                 files.append(read_again(file))
                 step()
             for path in self._own_files(reports):
@@ -292,7 +322,7 @@ class RunFolder:
         plan: EvalPlan,
         task: Task,
         kept: Sequence[str],
-        found: Found,
+        previous: PreviousRun,
         files: Sequence[JournalFile],
         digests: Callable[[Path, str], dict[str, str]],
         step: Callable[[], None] = lambda: None,
@@ -304,14 +334,19 @@ class RunFolder:
             plan: the run's.
             task: says which texts and which other files are wanted.
             kept: the columns of the journal that are written.
-            found: what was there at the start.
+            previous: what was there at the start.
             files: as ``merged_files`` gave them.
             digests: makes ``metric_digests`` of predictions.parquet, for this fingerprint.
             step: called now and then.
 
         Returns:
             the result with the checksums of the files beside it.
+
+        Raises:
+            DualevalError: another run has taken over, and what is in the folder is its own.
+            OSError: a file cannot be written.
         """
+        self._check_lease()
         try:
             if files:
                 write_predictions(self.path / PREDICTIONS, files, plan, task, kept, step)
@@ -323,6 +358,8 @@ class RunFolder:
                     files={name: checksum_of(self.path / name, step) for name in names},
                     metric_digests=digests(self.path / PREDICTIONS, result.fingerprint),
                 )
+                # That took minutes, perhaps, and this process may have been stopped meanwhile.
+                self._check_lease()
                 write_text(self.path / RESULT, result.to_json())
                 # Their names, too, must be on the disk before the journal goes.
                 sync_folder(self.path)
@@ -330,9 +367,19 @@ class RunFolder:
             # As in merged_files, a moment later.
             if finished_result(self.path, result.fingerprint) is None:
                 raise
-        done = Status(state="done", exit_code=0, launch_id=self._launch_id, run=self.token)
-        _tidy_up(self.path, [*(file.path for file in files), *found.stale], done)
+        self._finish(previous, [file.path for file in files])
         return result
+
+    def _check_lease(self) -> None:
+        reason = None if self._lease is None else self._lease.look()
+        if reason is not None:
+            raise DualevalError(reason)
+
+    def _finish(self, previous: PreviousRun, files: Sequence[Path] = ()) -> None:
+        """Say that the result is there, and remove what has served to make it."""
+        self._status("done", exit_code=0).write(self.path)
+        for file in (*files, *previous.stale, *(file.path for file in previous.chunks.files)):
+            file.unlink(missing_ok=True)
 
     def _own_files(self, reports: Sequence[dict[str, Any]]) -> list[Path]:
         # By name: a list of the folder may be seconds old where it is on NFS.
@@ -342,40 +389,37 @@ class RunFolder:
             for number in range(report["files"])
         ]
 
-    def close(self) -> None:
-        """Remove what shows that this run is at work; a second call does nothing."""
-        # Not for ever: a file system that hangs may hold up who renews it.
-        alone = self._renewing.acquire(timeout=_LEASE_WITHIN_S)
-        lease, self._lease = self._lease, None
-        if alone:
-            self._renewing.release()
+    def close(self, limit_s: float = _CLOSE_WITHIN_S) -> None:
+        """Remove what shows that this run is at work; a second call does nothing.
+
+        Args:
+            limit_s: most seconds to wait for a disk that may hang.
+        """
+        if not self._closing.is_set():
+            self._closing.set()
+            cleaning = threading.Thread(target=self._clean_up, name="dualeval-close", daemon=True)
+            cleaning.start()
+            cleaning.join(limit_s)
+
+    def _clean_up(self) -> None:
         # Where the disk is what failed, this fails too; and what is left over hurts nobody.
         with suppress(OSError):
-            if not self.shared:
+            if self.shared:
+                self._probe.unlink(missing_ok=True)
+            else:
                 # Rank 0 cannot see it, so it serves nobody.
                 shutil.rmtree(self.journal)
-            self._probe.unlink(missing_ok=True)
-            _remove_if_empty(self.path / JOURNAL)
-            _remove_if_empty(self.path / STACKS)
-            if lease is not None:
-                lease.release()
+            status = read_status(self.path)
+            # Another run, which has taken over, may be about to write into them.
+            if status is None or status.run in (None, self.token):
+                remove_if_empty(journal_of(self.path))
+                remove_if_empty(self.path / STACKS)
+        with suppress(OSError):
+            if self._lease is not None:
+                self._lease.close()
 
 
-def _tidy_up(path: Path, served: Sequence[Path], done: Status) -> None:
-    """Say that the result is there, and remove what has served to make it."""
-    done.write(path)
-    for file in served:
-        file.unlink(missing_ok=True)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError as error:
-        # Somebody else's file, or what NFS keeps for one that is still open; the run itself is complete.
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            raise
-
-
-def _probe(path: Path, token: str) -> Path:
-    return path / JOURNAL / f"{token}.run"
+def _write_probe(journal: Path, token: str) -> Path:
+    probe = probe_of(journal, token)
+    probe.write_text(json.dumps(asdict(Process.own())), "utf-8")
+    return probe

@@ -6,7 +6,8 @@ there under its name is whole. Layout, integers little-endian:
 
     8 bytes   magic "DUALEVL3"
     8 bytes   length of the header
-    header    UTF-8 JSON: fingerprint, machine, chunks, rows (a count per chunk), failed, entries, columns
+    header    UTF-8 JSON: fingerprint, machine, chunks, rows (a count per chunk), failed, failures (index and
+              error of each failed sample), entries, columns
     entries   int64 ledger slots, then int64 values: the non-zero entries of the delta
     columns   each in C order, one after the other
     32 bytes  sha256 of everything before
@@ -18,6 +19,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,23 +29,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualeval.engine.folder.layout import SUFFIX, file_name
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 from dualeval.result import partial_of, sync_folder
 
 _MAGIC = b"DUALEVL3"
 _CHECKSUM_BYTES = 32
-SUFFIX = ".journal"
-
-
-class FaultPoints:
-    """Where tests end the process in the midst of writing a file.
-
-    Attributes:
-        reached: called with "write", "fsync" or "rename", before it is done (within the writing: half done).
-    """
-
-    reached: Callable[[str], None] = staticmethod(lambda point: None)
+# Letters of a failed sample's text; an error may hold a whole file.
+MOST_OF_AN_ERROR = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +74,7 @@ class JournalFile:
         chunks: numbers of its chunks, in the order of its rows.
         rows: number of rows of each chunk.
         failed: number of samples in them that could not be read.
+        failures: index and error of each of them.
         slots: ledger slots of its delta, int64 of shape (entries,).
         values: what it adds to them, likewise.
         columns: its columns by name.
@@ -92,6 +87,7 @@ class JournalFile:
     chunks: tuple[int, ...]
     rows: tuple[int, ...]
     failed: int
+    failures: tuple[tuple[int, str], ...]
     slots: npt.NDArray[np.int64]
     values: npt.NDArray[np.int64]
     columns: dict[str, Column]
@@ -105,11 +101,6 @@ class JournalFile:
             self.path, where.dtype, count=count, offset=where.offset + start * where.row_bytes
         )
         return values.reshape(stop - start, *where.row_shape)
-
-
-def file_name(prefix: str, number: int) -> str:
-    """The name of a rank's file of that number."""
-    return f"{prefix}-{number:06d}{SUFFIX}"
 
 
 class JournalWriter:
@@ -135,7 +126,7 @@ class JournalWriter:
         rows: Sequence[int],
         delta: Tensor,
         columns: Mapping[str, Tensor],
-        failed: int = 0,
+        failures: Sequence[tuple[int, str]] = (),
     ) -> None:
         """Write one file and wait until it is on the disk.
 
@@ -144,7 +135,7 @@ class JournalWriter:
             rows: number of rows of each of them.
             delta: ledger of these chunks alone, 1-d int64.
             columns: their rows, in the order of ``chunks``, on the CPU, first dimension ``sum(rows)``.
-            failed: number of samples in them that could not be read.
+            failures: index and error of each sample in them that could not be read.
 
         Raises:
             OSError: it could not be written; nothing of it is left, or a whole file that counts once.
@@ -158,7 +149,8 @@ class JournalWriter:
                 "machine": self._machine,
                 "chunks": list(chunks),
                 "rows": list(rows),
-                "failed": failed,
+                "failed": len(failures),
+                "failures": list(failures),
                 "entries": len(slots),
                 "columns": [
                     {"name": name, "dtype": array.dtype.str, "shape": list(array.shape[1:])}
@@ -180,12 +172,12 @@ class JournalWriter:
                     *(array.reshape(-1).view(np.uint8).data for array in arrays),
                 ],
             )
-            FaultPoints.reached("rename")
             partial.rename(path)
             sync_folder(self.folder)
         except OSError:
             # On a full disk its space is needed, if only for status.json.
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise
         self.written.append(path)
 
@@ -193,15 +185,11 @@ class JournalWriter:
     def _write_whole(path: Path, parts: Sequence[bytes | memoryview]) -> None:
         digest = hashlib.sha256()
         with path.open("wb") as file:
-            for number, part in enumerate(parts):
+            for part in parts:
                 digest.update(part)
-                if number == len(parts) - 1:
-                    file.flush()
-                    FaultPoints.reached("write")
                 file.write(part)
             file.write(digest.digest())
             file.flush()
-            FaultPoints.reached("fsync")
             os.fsync(file.fileno())
 
 
@@ -252,6 +240,8 @@ def read_journal_file(path: Path) -> JournalFile:
         chunks=tuple(described["chunks"]),
         rows=tuple(described["rows"]),
         failed=described["failed"],
+        # An older version has only counted them.
+        failures=tuple((index, error) for index, error in described.get("failures", ())),
         slots=delta[:entries],
         values=delta[entries:],
         columns=columns,
@@ -259,8 +249,8 @@ def read_journal_file(path: Path) -> JournalFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Earlier:
-    """What earlier runs of the same job have left in a journal.
+class FinishedChunks:
+    """The chunks that earlier runs of the same job have finished.
 
     Attributes:
         files: the files that count, in name order; no chunk is in two of them.
@@ -282,7 +272,7 @@ class Earlier:
 
 def read_journal(
     folder: Path, plan: EvalPlan, fingerprint: str, each: Callable[[], None] = lambda: None
-) -> Earlier:
+) -> FinishedChunks:
     """Read a folder of journal files, those of every run that wrote into it.
 
     They are taken in name order. A file that names a chunk already taken is left out whole, so that no chunk
@@ -298,10 +288,11 @@ def read_journal(
     left_out = []
     foreign = set()
     taken = np.zeros(plan.num_chunks, np.bool_)
+    sizes = plan.chunk_sizes()
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             file = read_journal_file(path)
-            reason = _reason_to_leave_out(file, plan, fingerprint, taken)
+            reason = _reason_to_leave_out(file, sizes, fingerprint, taken)
             if file.fingerprint != fingerprint:
                 foreign.add(path)
         except (DualevalError, OSError) as error:
@@ -312,7 +303,7 @@ def read_journal(
         elif reason:
             left_out.append(reason)
         each()
-    return Earlier(
+    return FinishedChunks(
         files=tuple(files),
         remaining=tuple(np.flatnonzero(~taken).tolist()),
         left_out=tuple(left_out),
@@ -321,17 +312,20 @@ def read_journal(
 
 
 def _reason_to_leave_out(
-    file: JournalFile, plan: EvalPlan, fingerprint: str, taken: npt.NDArray[np.bool_]
+    file: JournalFile, sizes: npt.NDArray[np.int64], fingerprint: str, taken: npt.NDArray[np.bool_]
 ) -> str | None:
     """Why a whole file does not count: a sentence, empty where nobody has to hear of it; None if it does."""
     if file.fingerprint != fingerprint:
         return f"{file.path} belongs to another job, with fingerprint {file.fingerprint[:8]}"
     if file.failed:
         return ""
-    again = [chunk for chunk in file.chunks if taken[chunk]]
-    if again:
+    chunks = np.array(file.chunks, np.int64)
+    # Not in the fingerprint: no number depends on it.
+    if chunks.max() >= len(sizes) or not np.array_equal(sizes[chunks], file.rows):
+        return f"{file.path} was written by a version of dualeval that divides the data set into other chunks"
+    again = chunks[taken[chunks]]
+    if len(again):
         return f"{file.path} holds chunk {again[0]}, which another file holds already"
-    assert file.rows == tuple(len(plan.chunk_samples(chunk)) for chunk in file.chunks)
     return None
 
 
@@ -346,18 +340,3 @@ def read_again(file: JournalFile) -> JournalFile:
     if again.checksum != file.checksum:
         raise DualevalError(f"{file.path} is another file than at the start of the run")
     return again
-
-
-def file_bytes(path: Path) -> Tensor:
-    """A whole file as a 1-d uint8 tensor."""
-    return torch.from_numpy(np.fromfile(path, dtype=np.uint8))
-
-
-def store_file(path: Path, content: Tensor) -> None:
-    """Write the bytes of a file that came from another rank; whole under its name, or not there."""
-    partial = partial_of(path)
-    with partial.open("wb") as file:
-        file.write(content.numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)

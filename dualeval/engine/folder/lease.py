@@ -1,36 +1,42 @@
 """The lease of an output folder, which keeps two runs from working in one folder at once.
 
-It saves waste and nothing more: no result depends on it, and in rare races of newcomers on a disk without
-locks two runs hold it until the next ``renew``.
+It saves waste and nothing more: no result depends on it, and in rare races two runs hold it until the next
+``renew``.
 
 The holder keeps counting in lease.json. A newcomer watches by its own clock whether the count moves, so that
-the clocks of two hosts need not agree. On one kernel a lock tells at once that the holder has died.
+the clocks of two hosts need not agree. A holder on the newcomer's own kernel is asked for directly.
+No lock of the system is used: closing any descriptor of the file drops POSIX locks, and not every disk has
+them.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
+from dualeval.engine.folder.layout import LEASE
+from dualeval.engine.folder.process import Process
 from dualeval.errors import UsageError
+from dualeval.result import read_status
 
 # How often the holder calls ``renew``.
 RENEW_EVERY_S = 2.0
 # A lease that stands still for so long is a dead run's, or that of a run that hangs.
 TAKE_OVER_AFTER_S = 20.0
 LOOK_EVERY_S = 0.25
-LEASE = "lease.json"
-# Bytes. Every rewriting covers the one before it.
-_LENGTH = 512
+# Looks for the folder, ``RENEW_EVERY_S`` apart: a network disk may be away for a moment.
+_GONE_AFTER = 3
+# Bytes: two host names of 64 letters, each written as \uXXXX. Every rewriting covers the one before it.
+_LENGTH = 1024
+_TURN = "turn"
 # NFS says ESTALE of a file that another host has removed.
 _GONE = (errno.ENOENT, errno.ESTALE)
 
@@ -38,15 +44,18 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 class Lease:
     """A run's hold on its output folder; ``take`` makes it.
 
-    The holder's process must not open lease.json again: closing it, whatever the descriptor, drops the lock
-    until the next ``renew``.
+    Attributes:
+        path: of lease.json.
+        token: names this run apart from any other.
     """
 
-    def __init__(self, path: Path, descriptor: int, claim: _Claim) -> None:
-        self._path = path
-        self._descriptor: int | None = descriptor
-        self._claim = claim
-        # Released while another thread renews, the descriptor's number could be another file's by then.
+    def __init__(self, path: Path, token: str) -> None:
+        self.path = path
+        self.token = token
+        self._process = Process.own()
+        self._counter = 0
+        self._released = False
+        # The thread that renews must not make the file anew when it has just been given back.
         self._busy = threading.Lock()
 
     @classmethod
@@ -62,165 +71,212 @@ class Lease:
             UsageError: another run is at work in the folder.
             OSError: the folder cannot be written.
         """
-        path = folder / LEASE
+        lease = cls(folder / LEASE, token)
         while True:
             try:
-                return cls._create(path, token)
+                lease._create()
+                return lease
             except FileExistsError:
-                _clear_the_way(path, token, waiting)
-
-    @classmethod
-    def _create(cls, path: Path, token: str) -> Lease:
-        claim = _Claim(host=socket.gethostname(), pid=os.getpid(), boot="", token=token, counter=0)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        lease = cls(path, descriptor, claim)
-        try:
-            lease._write(descriptor)
-        except BaseException:
-            lease.release()
-            raise
-        return lease
+                if _take_over(lease, waiting):
+                    return lease
 
     def renew(self) -> bool:
-        """Show that this run lives; returns whether the lease is still its own."""
+        """Show that this run lives; returns whether it still has the lease, and no other run.
+
+        Raises:
+            FileNotFoundError: somebody has removed lease.json, or its folder.
+            OSError: it could not be renewed this time.
+        """
         with self._busy:
-            if self._descriptor is None:
+            if self._released:
                 return False
-            try:
-                if not _is_at(self._path, self._descriptor):
-                    return False
-                self._claim = replace(self._claim, counter=self._claim.counter + 1)
-                self._write(self._descriptor)
-            except OSError as error:
-                if error.errno not in _GONE:
-                    raise
-                return False
-        return True
+            self._counter += 1
+            with self.path.open("r+b", buffering=0) as file:
+                holder = _token_of(file.read(_LENGTH))
+                is_own = holder in (self.token, None)
+                if is_own:
+                    # Through the same descriptor: a lease that takes this one's place now is another file.
+                    os.pwrite(file.fileno(), self._content(), 0)
+        return is_own
+
+    def restore(self) -> None:
+        """Write a lease.json anew that somebody has removed."""
+        with self._busy, suppress(FileExistsError):
+            if not self._released:
+                self._create()
 
     def release(self) -> None:
         """Give the lease back; another run's, which has taken it over, stays. A second call does nothing."""
         with self._busy:
-            if self._descriptor is None:
+            if self._released:
                 return
-            descriptor, self._descriptor = self._descriptor, None
+            self._released = True
             try:
-                # Removed under the lock: nobody on this kernel can have taken it over in between.
-                if _is_at(self._path, descriptor):
-                    self._path.unlink()
+                if _token_of(self.path.read_bytes()) == self.token:
+                    self.path.unlink()
             except OSError as error:
                 if error.errno not in _GONE:
                     raise
-            finally:
-                os.close(descriptor)
 
-    def _write(self, descriptor: int) -> None:
-        """Write the claim in place, under the lock: a newcomer may find the lock free as soon as it reads."""
-        # Not flock: loader processes, forked later, would inherit that one and keep it after this process.
-        boot = _kernel_and_processes() if _lock(descriptor) else ""
-        self._claim = replace(self._claim, boot=boot)
-        os.pwrite(descriptor, self._claim.to_bytes(), 0)
-        os.fsync(descriptor)
+    def _create(self) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            os.pwrite(descriptor, self._content(), 0)
+        except BaseException:
+            self.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _content(self) -> bytes:
+        claim = {**asdict(self._process), "token": self.token, "counter": self._counter}
+        return json.dumps(claim).encode().ljust(_LENGTH - 1) + b"\n"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Claim:
-    """What lease.json says.
+class KeptLease:
+    """A lease that a thread of its own renews until ``close``; it waits for nothing but the disk.
 
-    Attributes:
-        host, pid: the holder, for people.
-        boot: the holder's kernel and process namespace; empty where it could not lock the file.
-        token: the run's.
-        counter: how often it was renewed.
+    Args:
+        lease: as ``Lease.take`` gives it.
     """
 
-    host: str
-    pid: int
-    boot: str
-    token: str
-    counter: int
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._folder = lease.path.parent
+        self._looks_without_folder = 0
+        self._telling = threading.Lock()
+        self._lost: Callable[[str], None] | None = None
+        self._reason: str | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="dualeval-lease", daemon=True)
+        self._thread.start()
 
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode().ljust(_LENGTH - 1) + b"\n"
+    def call_when_lost(self, lost: Callable[[str], None]) -> None:
+        """Have that called once, with a sentence, from the lease's thread; now where it is lost already."""
+        with self._telling:
+            self._lost = lost
+            reason = self._reason
+        if reason is not None:
+            lost(reason)
 
-    @classmethod
-    def parse(cls, content: bytes) -> _Claim | None:
-        """Read a claim; None where its holder died before writing it, or something has damaged it."""
+    def close(self) -> None:
+        """Give the lease back. Waits for the disk, which may hang."""
+        self._closing.set()
+        self._thread.join()
+        self._lease.release()
+
+    def _keep(self) -> None:
+        while not self._closing.wait(RENEW_EVERY_S):
+            reason = self.look()
+            if reason is not None:
+                with self._telling:
+                    self._reason, lost = reason, self._lost
+                if lost is not None:
+                    lost(reason)
+                return
+
+    def look(self) -> str | None:
+        """Renew the lease; returns what has happened where the run cannot go on in the folder."""
         try:
-            return cls(**json.loads(content))
-        except (ValueError, TypeError):
+            if self._lease.renew():
+                self._looks_without_folder = 0
+                return None
+        except FileNotFoundError:
+            if not self._folder.is_dir():
+                self._looks_without_folder += 1
+                return gone(self._folder) if self._looks_without_folder >= _GONE_AFTER else None
+            status = read_status(self._folder)
+            if status is None or status.run in (None, self._lease.token):
+                with suppress(OSError):
+                    self._lease.restore()
+                return None
+        except OSError:
+            # The next renewal is in two seconds; and whoever cannot write rows will say so.
             return None
+        return (
+            f"another run has taken over {self._folder}: this one stood still for too long. What it has "
+            "finished is saved, and the other goes on from there."
+        )
 
-    def is_told_by_the_lock(self) -> bool:
-        """Whether a free lock means that the holder is dead. A process is never refused its own lock."""
-        return self.boot == _kernel_and_processes() and self.pid != os.getpid()
+
+def gone(path: Path) -> str:
+    """What is said where the output folder is no longer there."""
+    return (
+        f"the output folder {path} is gone: somebody has removed or renamed it. Bring it back and type the "
+        "same command again, to go on; without it all samples are evaluated anew."
+    )
 
 
-def _clear_the_way(path: Path, token: str, waiting: Callable[[], None]) -> None:
-    """Watch another run's lease until it is gone, or dead and removed.
+def _take_over(lease: Lease, waiting: Callable[[], None]) -> bool:
+    """Watch another run's lease until it is gone, which is False, or dead and replaced by this one.
 
     Raises:
         UsageError: its holder is alive.
     """
+    path = lease.path
     watched: bytes | None = None
     since = 0.0
     while True:
         try:
             # Opened anew for each look: NFS shows what other hosts have written to who opens a file.
-            with path.open("r+b", buffering=0) as file:
-                content = file.read(_LENGTH)
-                claim = _Claim.parse(content)
-                if watched is None:
-                    watched, since = content, monotonic()
-                elif content != watched:
-                    raise UsageError(_in_use(path.parent, claim))
-                stands_still = monotonic() - since >= TAKE_OVER_AFTER_S
-                if stands_still or (claim is not None and claim.is_told_by_the_lock()):
-                    # A run that hangs has its lock still. Otherwise the lock keeps other newcomers back.
-                    free = _lock(file.fileno())
-                    if (free or stands_still) and _remove(path, file.fileno(), content, token):
-                        return
+            content = path.read_bytes()
         except OSError as error:
             if error.errno not in _GONE:
                 raise
-            return
+            return False
+        holder = Process.read(_parsed(content))
+        if watched is None:
+            watched, since = content, monotonic()
+        elif content != watched:
+            raise UsageError(_in_use(path.parent, holder))
+        still_s = monotonic() - since
+        is_dead = still_s >= TAKE_OVER_AFTER_S or (holder is not None and holder.has_ended)
+        if is_dead and _replace(lease, content, force=still_s >= 2 * TAKE_OVER_AFTER_S):
+            return True
         waiting()
         sleep(LOOK_EVERY_S)
 
 
-def _remove(path: Path, descriptor: int, content: bytes, token: str) -> bool:
-    """Remove a dead run's lease; False where it has been renewed, or is another newcomer's already."""
-    if not _is_at(path, descriptor):
-        return False
-    # Of several newcomers one gets to rename it.
-    aside = path.with_name(f"{path.name}.{token}")
-    path.rename(aside)
-    dead = _is_at(aside, descriptor) and aside.read_bytes()[:_LENGTH] == content
-    if not dead:
-        with suppress(FileExistsError):
-            path.hardlink_to(aside)
-    aside.unlink()
-    return dead
+def _replace(lease: Lease, dead: bytes, *, force: bool) -> bool:
+    """Put a lease in a dead one's place; False where another newcomer is at it, or that one was renewed.
 
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    return os.path.samestat(path.stat(), os.fstat(descriptor))
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock a file for this process, without waiting; False where another has it or the disk has no locks."""
+    Args:
+        lease: the newcomer's.
+        dead: the dead one's content.
+        force: whether a newcomer that was at it must have died meanwhile.
+    """
+    path = lease.path
+    own, turn = (path.with_name(f"{path.name}.{name}") for name in (lease.token, _TURN))
+    if force:
+        turn.unlink(missing_ok=True)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        # Newcomers come here one at a time; the next one finds another content.
+        os.close(os.open(turn, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    except FileExistsError:
         return False
-    return True
+    try:
+        if path.read_bytes() != dead:
+            return False
+        own.write_bytes(lease._content())
+        own.replace(path)
+        return True
+    finally:
+        turn.unlink(missing_ok=True)
 
 
-def _kernel_and_processes() -> str:
-    """What two processes share if and only if they see the same processes of the same kernel."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    return f"{boot}.{Path('/proc/self/ns/pid').stat().st_ino}"
+def _parsed(content: bytes) -> Any:
+    """What a lease says; None where its holder died before writing it, or something has damaged it."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
 
 
-def _in_use(folder: Path, claim: _Claim | None) -> str:
-    holder = "an unknown host" if claim is None else f"{claim.host} (pid {claim.pid})"
-    return f"{folder} is in use by another run on {holder}. Wait for it to end, or give another --out."
+def _token_of(content: bytes) -> str | None:
+    claim = _parsed(content)
+    return claim.get("token") if isinstance(claim, dict) else None
+
+
+def _in_use(folder: Path, holder: Process | None) -> str:
+    named = "an unknown host" if holder is None else f"{holder.host} (pid {holder.pid})"
+    return f"{folder} is in use by another run on {named}. Wait for it to end, or give another --out."

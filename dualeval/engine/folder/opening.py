@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import base64
+import errno
 import json
-import os
-import re
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from dualeval.engine.agreement import differences, listing, structure_hint
-from dualeval.engine.folder.journal import SUFFIX, Earlier, read_journal
-from dualeval.engine.folder.lease import LEASE
+from dualeval.engine.folder.journal import FinishedChunks, read_journal
+from dualeval.engine.folder.layout import (
+    LEASE,
+    files_of_a_run,
+    is_whole,
+    journal_files,
+    journal_of,
+    own_journals,
+    partial_files,
+    probe_of,
+    token_of,
+)
+from dualeval.engine.folder.lease import TAKE_OVER_AFTER_S
+from dualeval.engine.folder.process import Process
 from dualeval.engine.machines import check_kinds_of_parts
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
@@ -24,76 +37,132 @@ from dualeval.result import (
     RESULT,
     STATUS,
     Result,
+    Status,
     checksum_of,
     read_result,
     read_status,
     result_from,
 )
 
-if TYPE_CHECKING:
-    from dualeval.world import World
-
-# Of the fields of /proc/PID/stat behind the process's name.
-_START_TIME = 19
-JOURNAL = "journal"
-STACKS = "stacks"
-# What a task may call a file of its own.
-_TASK_FILE = re.compile(r"[A-Za-z0-9_-]+\.json")
-# What this program calls the files in its journal; any other file there is somebody else's.
-_OWN_NAME = re.compile(
-    rf"[0-9a-f]{{8}}-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(\.partial)?|[0-9a-f]{{8}}\.run"
-)
+# The journal of a rank without a shared folder, whose process cannot be asked for from here.
+_OWN_JOURNAL_KEPT_S = 3600.0
+# Between the agents of a launch, in status.json.
+_AND = " | "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What rank 0 found in the folder.
+class PreviousRun:
+    """What earlier runs of this job have left in the folder.
 
     Attributes:
-        earlier: what earlier runs of this job have finished.
+        chunks: those that they have finished, and those that remain.
         finished: the result, where an earlier run came to its end.
         replaced: its metrics_digest and bits, where a file beside it is damaged, and all is evaluated again.
         stale: files that killed runs have left, to be removed at the end.
         notes: sentences for people.
     """
 
-    earlier: Earlier
+    chunks: FinishedChunks
     finished: Result | None = None
     replaced: tuple[str, str | None] | None = None
     stale: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def to_message(self, plan: EvalPlan) -> dict[str, Any]:
+        """What the other ranks need of it, in plain values; some kB, however many chunks there are."""
+        remaining = np.zeros(plan.num_chunks, np.bool_)
+        remaining[list(self.chunks.remaining)] = True
+        return {
+            "remaining": base64.b64encode(zlib.compress(np.packbits(remaining).tobytes())).decode("ascii"),
+            "finished": None if self.finished is None else json.loads(self.finished.to_json()),
+        }
+
     @classmethod
-    def told(cls, remaining: Sequence[int] | None, finished: Any, plan: EvalPlan) -> Found:
-        """What the other ranks need of it; None for all chunks."""
-        chunks = range(plan.num_chunks) if remaining is None else remaining
+    def from_message(cls, message: Mapping[str, Any], plan: EvalPlan) -> PreviousRun:
+        """What ``to_message`` made plain, less the files, which are rank 0's."""
+        bits = np.frombuffer(zlib.decompress(base64.b64decode(message["remaining"])), np.uint8)
+        remaining = np.flatnonzero(np.unpackbits(bits, count=plan.num_chunks)).tolist()
+        finished = message["finished"]
         return cls(
-            earlier=Earlier(files=(), remaining=tuple(chunks), left_out=()),
+            chunks=FinishedChunks(files=(), remaining=tuple(remaining), left_out=()),
             finished=None if finished is None else result_from(finished),
         )
 
 
-def look(
+def begins_anew(path: Path, fingerprint: str, launches: Sequence[str], *, fresh: bool) -> bool:
+    """Whether an earlier run's files are to be removed: ``fresh`` counts for a launch's first start alone.
+
+    Args:
+        path: the folder.
+        fingerprint: the job's.
+        launches: the agents that have started the ranks, and start them again (``launch_of``).
+        fresh: whether the caller wants it.
+
+    Raises:
+        Stopped: the run was stopped, and its launcher has started its ranks again.
+    """
+    status = read_status(path)
+    if status is None or not _is_restarted(status, launches):
+        return fresh
+    if status.state == "stopped":
+        # Whoever stopped it wants an end, and the launcher has taken the end for a failure.
+        raise Stopped(status.signal or "a signal")
+    # A script may evaluate several jobs in one folder, one after the other.
+    return fresh and _fingerprint_there(path) != fingerprint
+
+
+def _is_restarted(status: Status, launches: Sequence[str]) -> bool:
+    """Whether this launch has written a status before its ranks were started again."""
+    earlier = (status.launch_id or "").split(_AND)
+    # Rank 0 may be another agent's by now. And one process may evaluate several times.
+    return not set(launches).isdisjoint(earlier) and status.process != own_process()
+
+
+def named_launch(launches: Sequence[str]) -> str | None:
+    """How status.json names the agents of a launch; None where nobody starts ranks again."""
+    return _AND.join(launches) or None
+
+
+def own_process() -> str:
+    """How status.json names this process."""
+    own = Process.own()
+    return f"{own.host} {own.pid} {own.start}".rstrip()
+
+
+def folder_of_launch(runs: Path, fingerprint: str, launches: Sequence[str]) -> Path | None:
+    """Find the folder that ranks of the same launch and job made before they were started again."""
+    for path in sorted(runs.glob(f"*-{fingerprint[:8]}"), reverse=True):
+        status = read_status(path)
+        if status is not None and _is_restarted(status, launches) and status.state != "done":
+            return path
+    return None
+
+
+def _fingerprint_there(path: Path) -> str | None:
+    try:
+        return str(json.loads((path / JOB).read_text("utf-8"))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def read_previous(
     path: Path,
     plan: EvalPlan,
     facts: Mapping[str, Any],
-    world: World,
     mix_machines: bool,
     step: Callable[[], None],
-) -> Found:
+) -> PreviousRun:
     """Find out what a folder holds, and whether this job may go on there; rank 0 calls it.
 
     Args:
         path: the folder.
         plan: the job's.
         facts: as for ``RunFolder.open``.
-        world: this process's place.
         mix_machines: go on from what another kind of machine has computed.
         step: called now and then.
 
     Raises:
         UsageError: it holds another job, or work of another kind of machine.
-        Stopped: the run was stopped, and its launcher has started its ranks again.
     """
     notes = []
     try:
@@ -115,21 +184,87 @@ def look(
             replaced = (finished.metrics_digest, finished.device.get("bits"))
         finished = None
         notes.append(f"{error}; all samples are evaluated again")
-    launch = launch_of(world)
-    if launch is not None and status is not None and (status.state, status.launch_id) == ("stopped", launch):
-        # Whoever stopped it wants an end, and the launcher has taken the end for a failure.
-        raise Stopped(status.signal or "a signal")
-    journal = path / JOURNAL
-    earlier = read_journal(journal, plan, facts["fingerprint"], step)
-    stale = tuple(
-        file
-        for file in journal.iterdir()
-        if _OWN_NAME.fullmatch(file.name) and file.is_file() and file not in earlier.foreign
-    )
-    notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in earlier.left_out]
-    parts = [file.machine for file in earlier.files] if finished is None else finished.machines
+    journal = journal_of(path)
+    chunks = read_journal(journal, plan, facts["fingerprint"], step)
+    stale = tuple(file for file in journal_files(journal) if file not in chunks.foreign)
+    notes += [f"{reason}; it is left out, and its chunks are evaluated again" for reason in chunks.left_out]
+    parts = [file.machine for file in chunks.files] if finished is None else finished.machines
     check_kinds_of_parts(path, parts, facts["machine"], mix=mix_machines)
-    return Found(earlier=earlier, finished=finished, replaced=replaced, stale=stale, notes=tuple(notes))
+    return PreviousRun(chunks=chunks, finished=finished, replaced=replaced, stale=stale, notes=tuple(notes))
+
+
+def remove_leftovers(path: Path, token: str) -> None:
+    """Remove what killed runs have left half done; for who holds the folder's lease.
+
+    Nothing goes that belongs to a process which is known to run. Partial files go where nobody has written
+    into them for a while: ranks on other hosts may outlive rank 0, whose process the probe names.
+
+    Args:
+        path: the folder.
+        token: this run's.
+    """
+    journal = journal_of(path)
+    # The disk's clock, which may be another host's.
+    now = (path / LEASE).stat().st_mtime
+    for file in partial_files(path):
+        if now - _changed(file) > TAKE_OVER_AFTER_S:
+            file.unlink(missing_ok=True)
+    for file in journal_files(journal):
+        if is_whole(file) or token_of(file) == token:
+            continue
+        probe = probe_of(journal, token_of(file))
+        process, is_idle = _process_of(probe), now - _changed(file) > TAKE_OVER_AFTER_S
+        is_known = process is not None and process.is_here
+        has_ended = process is not None and process.has_ended
+        if (is_idle and not is_known) or (has_ended and (is_idle or file == probe)):
+            file.unlink(missing_ok=True)
+    remove_own_journals(path, token, now)
+
+
+def remove_own_journals(path: Path, token: str, now: float) -> None:
+    """Remove the journals that killed ranks without a shared folder have left on this disk.
+
+    Args:
+        path: the folder.
+        token: this run's.
+        now: seconds, by the disk's clock.
+    """
+    for folder in own_journals(path):
+        if token_of(folder) == token:
+            continue
+        files = journal_files(folder)
+        idle_s = now - max(_changed(entry) for entry in (folder, *files))
+        process = _process_of(probe_of(folder, token_of(folder)))
+        is_known = process is not None and process.is_here
+        if (process is not None and process.has_ended) or (not is_known and idle_s > _OWN_JOURNAL_KEPT_S):
+            for file in files:
+                file.unlink(missing_ok=True)
+            remove_if_empty(folder)
+
+
+def _process_of(probe: Path) -> Process | None:
+    """The process that a probe names; None where there is none, or an older version's."""
+    try:
+        return Process.read(json.loads(probe.read_bytes()))
+    except (OSError, ValueError):
+        return None
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder in which nothing is left."""
+    try:
+        folder.rmdir()
+    except OSError as error:
+        # Somebody else's file, or what NFS keeps for one that is still open; the run itself is complete.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
 
 
 def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
@@ -199,82 +334,3 @@ def finished_result(path: Path, fingerprint: str) -> Result | None:
     except FileNotFoundError:
         return None
     return result if result.fingerprint == fingerprint else None
-
-
-def check_file_names(names: Sequence[str]) -> None:
-    """Check the names of a task's own files.
-
-    Raises:
-        UsageError: one is no plain name, or is taken.
-    """
-    for name in names:
-        if not _TASK_FILE.fullmatch(name) or name in (RESULT, STATUS, JOB, LEASE):
-            raise UsageError(
-                f"a task's json_files has {name!r}: expected a name such as predictions.json, without a "
-                f"folder, and none of {', '.join((RESULT, STATUS, JOB, LEASE))}"
-            )
-
-
-def launch_of(world: World) -> str | None:
-    """What rank 0 has in common with the one before it that the same agent of torchrun has started.
-
-    The number of restarts is no help: an agent does not count those that another node has caused.
-
-    Returns:
-        the launch's name, and which process the agent is; None where nobody starts ranks again.
-    """
-    if world.launch_id is None:
-        return None
-    agent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-    # A process id may be another one's later; along with the time of its start it is not.
-    return f"{world.launch_id} {socket.gethostname()} {os.getppid()} {agent[_START_TIME]}"
-
-
-def folder_of_launch(runs: Path, fingerprint: str, world: World) -> Path | None:
-    """Find the folder that ranks of the same launch and job made before they were started again."""
-    launch = launch_of(world)
-    if launch is None:
-        return None
-    for path in sorted(runs.glob(f"*-{fingerprint[:8]}"), reverse=True):
-        status = read_status(path)
-        if status is not None and status.launch_id == launch and status.state != "done":
-            return path
-    return None
-
-
-@contextmanager
-def writable(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write in a folder into a message."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(
-            f"the output folder {path} cannot be written on {socket.gethostname()} "
-            f"({error.strerror or error}). Give a folder of your own with --out."
-        ) from error
-
-
-def files_of_a_run(path: Path) -> list[Path]:
-    """The files that a run leaves in its folder, the telling ones first; nothing of anybody else's."""
-    names = (RESULT, STATUS, PREDICTIONS, *_files_of_its_task(path), JOB)
-    named = [path / name for name in names]
-    partial = [file for name in names for file in path.glob(f"{name}.*.partial")]
-    partial += path.glob(f"{LEASE}.*")
-    journal = sorted(
-        file
-        for folder in (path / JOURNAL, *path.glob(f"{JOURNAL}-[0-9]*"))
-        for file in folder.glob("*")
-        if _OWN_NAME.fullmatch(file.name)
-    )
-    stacks = sorted((path / STACKS).glob("rank-[0-9]*.txt"))
-    return [file for file in [*named, *partial, *journal, *stacks] if file.is_file()]
-
-
-def _files_of_its_task(path: Path) -> list[str]:
-    """Names of the files that a folder's job writes for its task, as its job.json has them."""
-    try:
-        names = json.loads((path / JOB).read_text("utf-8"))["files"]
-        # A file of that name may be anybody's: what it names is removed only inside its own folder.
-        return [name for name in names if _TASK_FILE.fullmatch(name)]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []

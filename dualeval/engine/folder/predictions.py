@@ -280,14 +280,14 @@ def _places(files: Sequence[Rows], plan: EvalPlan) -> npt.NDArray[np.int64]:
     """For each chunk the number of its file and of its first row there, shape (chunks, 2)."""
     where = np.full((plan.num_chunks, 2), -1, np.int64)
     for number, file in enumerate(files):
-        row = 0
-        for chunk, rows in zip(file.chunks, file.rows, strict=True):
-            if where[chunk, 0] >= 0:
-                raise DualevalError(
-                    f"chunk {chunk} is in {files[where[chunk, 0]].path} and again in {file.path}"
-                )
-            where[chunk] = number, row
-            row += rows
+        chunks = np.array(file.chunks, np.int64)
+        again = chunks[where[chunks, 0] >= 0]
+        if len(again):
+            raise DualevalError(
+                f"chunk {again[0]} is in {files[where[again[0], 0]].path} and again in {file.path}"
+            )
+        where[chunks, 0] = number
+        where[chunks, 1] = np.cumsum(file.rows) - file.rows
     absent = np.flatnonzero(where[:, 0] < 0)
     if len(absent):
         raise DualevalError(f"no journal file holds the rows of chunks {absent[:10].tolist()}")

@@ -1,0 +1,204 @@
+"""Conclusion: the one way in which a run ends early, whoever notices that it has to.
+
+The main thread concludes it with the error that it has met, or the watch, where the main thread does not come
+back. What is finished is saved, all ranks learn of the end, rank 0 writes it into status.json, it is said
+once, and all end with one exit code.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from time import monotonic
+
+from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.ending import say, spoken
+from dualeval.engine.watch import Watch
+from dualeval.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    DualevalError,
+    PeerError,
+    Stopped,
+    exit_code_of,
+)
+
+# Until rank 0 waits no longer for what the others have saved, and these no longer for rank 0 to write that
+# down. Every rank has ended before 5 s.
+_ALL_SAVED_WITHIN_S = 4.0
+_STOPPED_WITHIN_S = 4.6
+_FLUSH_WITHIN_S = 1.0
+_LEAVE_AFTER_FAILURE_S = 2.0
+
+
+class Conclusion:
+    """How the runs of one session end early.
+
+    Args:
+        control: where the ranks learn of it.
+        is_owner: say how it ended; a guest raises it instead.
+        ends_process: as for ``Watch``, and ``stop``.
+
+    Attributes:
+        watch: sees to it that it comes to a conclusion; what is to be saved is in its hands.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        *,
+        is_owner: bool,
+        ends_process: bool,
+        stop: Callable[[], bool | str] | None = None,
+    ) -> None:
+        self._control = control
+        self._is_owner = is_owner
+        self._concluding = threading.Lock()
+        self._code = EXIT_FAILED
+        self.watch = Watch(control, self.by_watch, ends_process=ends_process, stop=stop)
+
+    def by_main(self, error: BaseException) -> int:
+        """Conclude from the main thread, in whose hands the error is; returns the exit code."""
+        self.watch.main_concludes(exit_code_of(error))
+        if not self._concluding.acquire(blocking=False):
+            # The watch was first, and ends the process.
+            threading.Event().wait()
+        stops = self._control.failure is None and (
+            isinstance(error, Stopped) or self._control.stopping is not None
+        )
+        code = None
+        if stops:
+            # Whatever went wrong while ranks were ending: they were told to.
+            self._control.stop(str(error))
+            code = self._conclude_stop()
+        failure = self._control.failure
+        if code is None or (failure is not None and failure.where is not None):
+            code = self._conclude_failure(error if failure is None or not stops else failure)
+        self.watch.main_concludes(code)
+        self._let_go(code)
+        return code
+
+    def by_watch(self) -> int:
+        """Conclude from the watch's thread: the main thread is in something that does not return."""
+        if not self._concluding.acquire(blocking=False):
+            threading.Event().wait(_ALL_SAVED_WITHIN_S)
+            return self._code
+        control = self._control
+        code = self._conclude_stop() if control.failure is None else None
+        failure = control.failure
+        # A failure that a rank has told of is why a launcher ends the others by a signal.
+        if failure is not None and (code is None or failure.where is not None):
+            self._save()
+            say(spoken(failure, control.name.rank))
+            # Where rank 0 is what failed, any other has to write it.
+            if control.name.rank == 0 or failure.rank == 0:
+                self._write_down(failure)
+            code = failure.exit_code
+        assert code is not None
+        self._code = code
+        self._let_go(code)
+        return code
+
+    def _let_go(self, code: int) -> None:
+        """Close what shows that this run is at work, and let the others end."""
+        if self.watch.folder is not None:
+            self.watch.folder.close()
+        # Nothing more is in hand, and the end is written down.
+        self.watch.release(done=False)
+        if self._control.name.rank == 0 and self._control.stopping is not None:
+            self._control.tell_end(code)
+
+    def _conclude_stop(self) -> int | None:
+        """Have all ranks save what they have, and rank 0 write it down; returns the exit code.
+
+        None where it turns out that a rank has failed.
+        """
+        control, folder = self._control, self.watch.folder
+        start = self.watch.since or monotonic()
+        problem = self._save()
+        if problem is None:
+            recorder = self.watch.recorder
+            control.saved(0 if recorder is None else recorder.chunks_saved)
+        else:
+            control.fail_to_save(problem)
+        within_s = _ALL_SAVED_WITHIN_S if control.name.rank == 0 else _STOPPED_WITHIN_S
+        control.all_saved.wait(max(0.0, within_s - (monotonic() - start)))
+        if control.name.rank != 0:
+            is_done = folder is not None and folder.shared and folder.is_done
+            otherwise = EXIT_DONE if is_done else EXIT_STOPPED
+            return otherwise if control.end_code is None else control.end_code
+        if control.failure is not None and control.failure.where is not None:
+            return None
+        stop = Stopped(control.stopping or "")
+        if folder is not None and folder.is_done:
+            self._say(f"dualeval: {stop} came when the result was written: {folder.path}")
+            return EXIT_DONE
+        missing = ", ".join(control.missing[:8])
+        if missing:
+            message = f"stopped by {stop}, but nothing was heard of {missing}: killed, or hanging"
+            self._write_down(DualevalError(message))
+            self._say(f"dualeval: error: {message}")
+            return EXIT_FAILED
+        self._write_down(stop)
+        where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
+        self._say(f"dualeval: stopped by {stop}. {where} the same command again to go on.")
+        return EXIT_STOPPED
+
+    def _conclude_failure(self, error: BaseException) -> int:
+        """Tell every rank of a failure, say it, and leave together with one exit code."""
+        control = self._control
+        self._save()
+        first = error if isinstance(error, PeerError) else control.fail(error)
+        self.watch.main_concludes(first.exit_code)
+        rank = control.name.rank
+        # Where rank 0 is what failed, any other has to write it.
+        if rank == 0 or (isinstance(error, PeerError) and first.rank == 0):
+            self._write_down(error)
+        if not isinstance(error, DualevalError) and self._is_owner:
+            traceback.print_exception(error)
+        # What rank 0 met as well is no matter of one rank.
+        everybodys = first.rank == 0 or str(first) == str(error)
+        line = f"dualeval: error: {first}" if everybodys else spoken(first, 0)
+        if first.exit_code == EXIT_USAGE:
+            self._leave(line)
+        elif first.rank == 0 and first.where is None and rank != 0:
+            self._say(spoken(first, rank))
+            # It may be gone at any moment, and says nothing any more.
+            control.leave()
+        elif rank != 0:
+            self._say(spoken(first, rank))
+            self._leave(None)
+        else:
+            self._leave(spoken(first, 0))
+        return first.exit_code
+
+    def _leave(self, line: str | None) -> None:
+        """Leave after a failure, once one rank has said why."""
+        if self._control.may_speak() and line is not None:
+            self._say(line)
+        self._control.has_spoken()
+        self._control.leave(limit_s=_LEAVE_AFTER_FAILURE_S)
+
+    def _say(self, line: str) -> None:
+        """Say how the run ended; a guest raises it instead."""
+        if self._is_owner:
+            say(line)
+
+    def _write_down(self, error: BaseException) -> None:
+        """Write the end into status.json."""
+        folder = self.watch.folder
+        if folder is not None and folder.shared:
+            folder.note_end(error, self._control.saved_by_all if isinstance(error, Stopped) else None)
+
+    def _save(self) -> str | None:
+        """Save what is finished; returns what stands in the way."""
+        recorder = self.watch.recorder
+        try:
+            if recorder is None or recorder.flush(_FLUSH_WITHIN_S):
+                return None
+        except OSError as error:
+            return f"{type(error).__name__}: {error}"
+        return "writing hangs"

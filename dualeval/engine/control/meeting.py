@@ -1,0 +1,162 @@
+"""Meetings: where ranks wait for each other, share out chunks, choose who speaks, and leave in order.
+
+All of it on one client of the store, the main thread's: a call may hang for as long as rank 0's host is
+stopped or cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from time import monotonic, sleep
+
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+
+from dualeval.engine.control.beats import Name
+from dualeval.errors import EXIT_FAILED, PeerError
+from dualeval.store import names_of_absent, pause_for
+
+_SPEAK_WITHIN_S = 3.0
+_SHORTEST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.05
+# Rank 0 says who has not come; the others speak only where it does not.
+_AFTER_RANK_0_S = 10.0
+_GO = "go"
+_FAILED = "failed"
+
+
+class Meetings:
+    """The main thread's end of the store.
+
+    Args:
+        store: a client of this rank's own.
+        token: start of every key, so that a stray client of another run, or of this one before a restart,
+            changes nothing here.
+        size: number of ranks.
+        name: this rank.
+        first: rank 0.
+        sign: this rank's first sign; after the first meeting rank 0 finds names and signs of all.
+    """
+
+    def __init__(self, store: TCPStore, token: str, size: int, name: Name, first: Name, sign: str) -> None:
+        self.store = store
+        self._token = token
+        self._size = size
+        self._name = name
+        self._first = first
+        self._held = 0
+        with rank_0_reachable(first):
+            store.set(self.key(f"sign/{name.rank}"), sign)
+            store.set(self.key(f"name/{name.rank}"), json.dumps(asdict(name)))
+
+    def key(self, name: str) -> str:
+        """The store's name for a key of this run."""
+        return f"{self._token}/{name}"
+
+    def keys(self, name: str) -> list[str]:
+        """That of each rank."""
+        return [self.key(f"{name}/{rank}") for rank in range(self._size)]
+
+    def names_of_absent(self) -> Callable[[], str]:
+        """On rank 0: what says which ranks have not come, for another thread."""
+        return names_of_absent(self.store, lambda: self.keys("name"))
+
+    def meet(self, check: Callable[[], None], limit_s: float = float("inf")) -> bool:
+        """Wait, asleep, until every rank has come here; returns whether they have: else one has failed.
+
+        Args:
+            check: called between two looks; raises where there is nothing to wait for any more.
+            limit_s: how long to wait for the last one.
+
+        Raises:
+            PeerError: they have not come by then, or rank 0 can no longer be reached.
+        """
+        number = self._held
+        self._held += 1
+        with rank_0_reachable(self._first):
+            if self.store.add(self.key(f"arrived/{number}"), 1) == self._size:
+                self.store.set(self.key(f"go/{number}"), _GO)
+            found = self._await(
+                f"go/{number}", limit_s + (_AFTER_RANK_0_S if self._name.rank else 0.0), check
+            )
+            if found is not None:
+                return found == _GO
+            missing = self.names_of_absent()() or "rank 0 has not answered those that came"
+        raise PeerError(
+            f"{missing} to the control plane within {limit_s:.0f} s of a collective that all had come to",
+            rank=self._name.rank,
+            exit_code=EXIT_FAILED,
+            where=str(self._name),
+        )
+
+    def _await(
+        self, name: str, limit_s: float = float("inf"), check: Callable[[], None] = lambda: None
+    ) -> str | None:
+        """Wait until a key is set; None after ``limit_s`` seconds without it."""
+        start = monotonic()
+        # Looking now and then, not a blocking wait: that one cannot be interrupted, and torch logs its end.
+        pause, longest = _SHORTEST_PAUSE_S, pause_for(self._size, 1, _LONGEST_PAUSE_S)
+        while not self.store.check([self.key(name)]):
+            if monotonic() - start > limit_s:
+                return None
+            try:
+                check()
+            except Exception:
+                # All may have come, a moment before a signal.
+                if not self.store.check([self.key(name)]):
+                    raise
+                break
+            sleep(pause)
+            pause = min(1.5 * pause, longest)
+        return bytes(self.store.get(self.key(name))).decode()
+
+    def end_wait(self, store: TCPStore) -> None:
+        """End the others' wait for a rank that will not come, from any thread with a client of its own."""
+        # They can wait at most at the next meeting that this one would have come to.
+        store.set(self.key(f"go/{self._held}"), _FAILED)
+
+    def claim(self, run: int) -> int:
+        """Take the next number of a run, from 0; no other rank gets it."""
+        with rank_0_reachable(self._first):
+            return int(self.store.add(self.key(f"claims/{run}"), 1)) - 1
+
+    def may_speak(self) -> bool:
+        """Whether this rank is to say why all end: rank 0, or another where that has not spoken for 3 s.
+
+        A launcher ends all ranks when the first one fails; it must not end rank 0 before it has spoken. But
+        rank 0 may be in the midst of a long batch.
+        """
+        with suppress(PeerError), rank_0_reachable(self._first):
+            if self._name.rank != 0:
+                self._await("spoken", _SPEAK_WITHIN_S)
+            return self.store.add(self.key("speakers"), 1) == 1
+        return True  # rank 0 is gone, and nobody else is known to be there
+
+    def has_spoken(self) -> None:
+        """Let the others leave."""
+        with suppress(PeerError), rank_0_reachable(self._first):
+            self.store.set(self.key("spoken"), _GO)
+
+    def leave(self, limit_s: float) -> None:
+        """Leave; rank 0, who serves the others, goes last."""
+        # Where rank 0 has gone already there is no order to keep.
+        with suppress(PeerError), rank_0_reachable(self._first):
+            if self.store.add(self.key("left"), 1) == self._size:
+                self.store.set(self.key("all-left"), _GO)
+            if self._name.rank == 0:
+                self._await("all-left", limit_s)
+
+
+@contextmanager
+def rank_0_reachable(first: Name) -> Iterator[None]:
+    """Turn the store's errors into the news that rank 0 is gone."""
+    try:
+        yield
+    except (DistNetworkError, DistStoreError) as error:
+        raise PeerError(
+            f"{first} can no longer be reached: it ended, or its host or network did",
+            rank=0,
+            exit_code=EXIT_FAILED,
+        ) from error

@@ -1,0 +1,93 @@
+"""The verdict: why all ranks of a run end early. There is one, and the store decides whose it is.
+
+One key holds it, set by ``compare_set``, so that of two ranks which fail at the same time one wins, and both
+read the same. A stop (a signal asks all to end) may later give way: to a failure, where a rank breaks before
+all have saved, or to the end, when rank 0 knows with what exit code. Failure and end are final.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from dualeval.errors import EXIT_FAILED, EXIT_STOPPED, PeerError, exit_code_of, message_of
+
+# The key's first value, which rank 0 sets before any other rank knows the key: every rank reads it with every
+# beat, and the store's ``multi_get`` would wait for an absent key.
+NO_VERDICT = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why all ranks end.
+
+    Attributes:
+        kind: "failure", "stop" or "end".
+        rank: whose failure it is, or who has heard the signal, or 0.
+        exit_code: what every rank ends with.
+        message: the failure's text, or the signal's name.
+        reporter: the rank that failed, with host and process; None where another rank has noticed it, whose
+            message begins with that.
+        nonce: tells this verdict from all others, so that who proposed it knows that it has won.
+    """
+
+    kind: Literal["failure", "stop", "end"]
+    rank: int
+    exit_code: int
+    message: str = ""
+    reporter: str | None = None
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @classmethod
+    def failure(cls, rank: int, message: str) -> Verdict:
+        """A failure that was noticed from outside."""
+        return cls(kind="failure", rank=rank, exit_code=EXIT_FAILED, message=message)
+
+    @classmethod
+    def own_failure(cls, rank: int, error: BaseException, reporter: str) -> Verdict:
+        """A failure that its own rank reports."""
+        return cls(
+            kind="failure",
+            rank=rank,
+            exit_code=exit_code_of(error),
+            message=message_of(error),
+            reporter=reporter,
+        )
+
+    @classmethod
+    def stop(cls, rank: int, signal: str) -> Verdict:
+        """A signal that asks all ranks to end."""
+        return cls(kind="stop", rank=rank, exit_code=EXIT_STOPPED, message=signal)
+
+    @classmethod
+    def read(cls, text: bytes | str) -> Verdict | None:
+        """Read what ``str`` gives; None where there is no verdict yet."""
+        return None if text in (NO_VERDICT, NO_VERDICT.encode()) else cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+    def to_error(self) -> PeerError:
+        """The failure, as an error to raise."""
+        return PeerError(self.message, rank=self.rank, exit_code=self.exit_code, where=self.reporter)
+
+    def replaces(self, other: Verdict) -> bool:
+        """Whether this one may take the other's place."""
+        return other.kind == "stop" and self.kind != "stop"
+
+
+def propose(store: TCPStore, key: str, verdict: Verdict) -> Verdict:
+    """Propose a verdict to all ranks; returns the one that holds, which is this one or was there before."""
+    expected = NO_VERDICT
+    # Twice at most: what a stop has given way to is final.
+    while True:
+        found = bytes(store.compare_set(key, expected, str(verdict))).decode()
+        holds = Verdict.read(found)
+        assert holds is not None, "the key is set before any rank knows it"
+        if holds == verdict or not verdict.replaces(holds):
+            return holds
+        expected = found

@@ -1,0 +1,84 @@
+"""What ranks send after the loop: which samples failed, and journal files that rank 0 does not see."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualeval.engine.folder.journal import JournalFile
+from dualeval.engine.folder.layout import file_name
+from dualeval.result import partial_of
+
+if TYPE_CHECKING:
+    from dualeval.backends.base import Backend
+
+# Bytes that rank 0 takes at a time of files that it does not see, from all ranks together.
+_PIECES_BYTES = 16 << 20
+_LEAST_PIECE_BYTES = 64 << 10
+
+
+def gather_failures(backend: Backend, own: Sequence[int]) -> list[int]:
+    """The indices of all ranks' failed samples, in order, on every rank: eight bytes each, without a text.
+
+    Args:
+        backend: carries them; a collective.
+        own: this rank's.
+    """
+    return torch.cat(backend.all_gather(torch.tensor(own, dtype=torch.int64))).sort().values.tolist()
+
+
+def errors_of(files: Sequence[JournalFile], failed: Sequence[int]) -> list[tuple[int, str]]:
+    """Index and error of each failed sample; the error is empty where no file has it, as on ranks without."""
+    errors = dict(failure for file in files for failure in file.failures)
+    return [(index, errors.get(index, "")) for index in failed]
+
+
+def collect_files(
+    journal: Path,
+    backend: Backend,
+    written: Sequence[Path],
+    apart: Sequence[int],
+    prefixes: Callable[[int], str],
+    step: Callable[[], None] = lambda: None,
+) -> None:
+    """Bring the journal files of ranks that do not see rank 0's journal there, piece by piece; a collective.
+
+    Args:
+        journal: the folder into which rank 0 writes them.
+        backend: carries the pieces.
+        written: this rank's files; none where it sees the journal.
+        apart: the ranks that do not, at least one.
+        prefixes: the start of the names of a rank's files.
+        step: called with every round, and every file that is stored.
+    """
+    sizes = backend.all_gather_json([path.stat().st_size for path in written])
+    piece = max(_LEAST_PIECE_BYTES, _PIECES_BYTES // len(apart))
+    for number in range(max(len(sizes[rank]) for rank in apart)):
+        for start in range(0, max(sizes[rank][number] for rank in apart if number < len(sizes[rank])), piece):
+            own = torch.empty(0, dtype=torch.uint8)
+            if number < len(written) and start < sizes[backend.world.rank][number]:
+                own = torch.from_numpy(np.fromfile(written[number], np.uint8, count=piece, offset=start))
+            for rank, content in enumerate(backend.gather(own, dst=0) or []):
+                if len(content):
+                    path = journal / file_name(prefixes(rank), number)
+                    _append(path, content, start, sizes[rank][number])
+                    step()
+            step()
+
+
+def _append(path: Path, content: Tensor, start: int, size: int) -> None:
+    """Write a piece of a file that comes from another rank; whole under its name, or not there."""
+    partial = partial_of(path)
+    with partial.open("ab" if start else "wb") as file:
+        file.write(content.numpy().data)
+        if start + len(content) == size:
+            file.flush()
+            os.fsync(file.fileno())
+    if start + len(content) == size:
+        partial.rename(path)

@@ -1,0 +1,167 @@
+"""The names of all files in an output folder: which are a run's, and which may be its task's."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dualeval.errors import UsageError
+from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS
+
+LEASE = "lease.json"
+JOURNAL = "journal"
+STACKS = "stacks"
+SUFFIX = ".journal"
+# A run's token, as ``secrets.token_hex(4)`` makes it; and what makes the name of a partial file unique.
+_TOKEN = "[0-9a-f]{8}"
+# What a task may call a file of its own.
+_TASK_FILE = re.compile(r"[A-Za-z0-9_-]+\.json")
+# What this program calls the files in its journal; any other file there is somebody else's.
+_JOURNAL_FILE = re.compile(
+    rf"(?P<token>{_TOKEN})(-[0-9]{{5}}-[0-9]{{6}}{re.escape(SUFFIX)}(?P<partial>\.partial)?|(?P<probe>\.run))"
+)
+# A rank that does not see rank 0's folder has a journal of its own.
+_OWN_JOURNAL = re.compile(rf"{JOURNAL}-[0-9]+-(?P<token>{_TOKEN})")
+
+
+def journal_of(path: Path) -> Path:
+    """The journal of all ranks that see the folder."""
+    return path / JOURNAL
+
+
+def own_journal(path: Path, rank: int, token: str) -> Path:
+    """The journal of a rank that sees another folder under the same name than rank 0 does."""
+    # Ranks of another node share that node's disk with each other: each has a journal of its own there.
+    return path / f"{JOURNAL}-{rank}-{token}"
+
+
+def probe_of(journal: Path, token: str) -> Path:
+    """The file that shows other ranks that they see this journal, and other runs which process writes it."""
+    return journal / f"{token}.run"
+
+
+def stack_of(path: Path, rank: int) -> Path:
+    """Where a rank writes its stacks, should it hang."""
+    return path / STACKS / f"rank-{rank:05d}.txt"
+
+
+def prefix_of(token: str, rank: int) -> str:
+    """The start of the names of a rank's journal files."""
+    return f"{token}-{rank:05d}"
+
+
+def file_name(prefix: str, number: int) -> str:
+    """The name of a rank's file of that number."""
+    return f"{prefix}-{number:06d}{SUFFIX}"
+
+
+def check_path(path: Path, files: Sequence[str] = ()) -> None:
+    """Check that a folder can hold a run.
+
+    Args:
+        path: the folder; it need not exist.
+        files: names of the files that the task writes there.
+
+    Raises:
+        UsageError: its name is no text, or it holds a folder where a file belongs, or the other way round.
+    """
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"the output folder's name, {str(path)!a}, is not UTF-8: it could not be written into "
+            f"{RESULT}. Give another --out."
+        ) from None
+    wrong = [path / name for name in (*_names(files), LEASE) if (path / name).is_dir()]
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]} is a folder, and a run writes a file of that name. Remove it, or give another --out."
+        )
+    wrong = [folder for folder in (path, journal_of(path), path / STACKS) if folder.is_file()]
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]} is a file, and a run needs a folder of that name. Remove it, or give another --out."
+        )
+
+
+def check_file_names(names: Sequence[str]) -> None:
+    """Check the names of a task's own files.
+
+    Raises:
+        UsageError: one is no plain name, or is taken.
+    """
+    for name in names:
+        if not _TASK_FILE.fullmatch(name) or name in (RESULT, STATUS, JOB, LEASE):
+            raise UsageError(
+                f"a task's json_files has {name!r}: expected a name such as predictions.json, without a "
+                f"folder, and none of {', '.join((RESULT, STATUS, JOB, LEASE))}"
+            )
+
+
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write in a folder into a message."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"the output folder {path} cannot be written on {socket.gethostname()} "
+            f"({error.strerror or error}). Give a folder of your own with --out."
+        ) from error
+
+
+def files_of_a_run(path: Path) -> list[Path]:
+    """The files that a run leaves in its folder, the telling ones first; nothing of anybody else's."""
+    names = _names(_files_of_its_task(path))
+    journals = [journal_of(path), *own_journals(path)]
+    stacks = sorted((path / STACKS).glob("rank-[0-9]*.txt"))
+    found = [*(path / name for name in names), *partial_files(path)]
+    found += [file for journal in journals for file in journal_files(journal)]
+    return [file for file in [*found, *stacks] if file.is_file()]
+
+
+def partial_files(path: Path) -> list[Path]:
+    """The files that runs have begun to write, outside of the journal; the lease's among them."""
+    names = "|".join(map(re.escape, _names(_files_of_its_task(path))))
+    name = re.compile(rf"({names})\.{_TOKEN}\.partial|{re.escape(LEASE)}\.({_TOKEN}|turn)")
+    return sorted(file for file in path.glob("*") if name.fullmatch(file.name) and file.is_file())
+
+
+def own_journals(path: Path) -> list[Path]:
+    """The journals of ranks that did not see rank 0's, on this disk."""
+    return sorted(folder for folder in path.glob(f"{JOURNAL}-*") if _OWN_JOURNAL.fullmatch(folder.name))
+
+
+def journal_files(journal: Path) -> list[Path]:
+    """The files of a journal that are this program's, whole and partial ones and probes."""
+    return sorted(file for file in journal.glob("*") if _JOURNAL_FILE.fullmatch(file.name) and file.is_file())
+
+
+def token_of(path: Path) -> str:
+    """Whose a file of ``journal_files`` or a folder of ``own_journals`` is."""
+    matched = _JOURNAL_FILE.fullmatch(path.name) or _OWN_JOURNAL.fullmatch(path.name)
+    assert matched is not None, path
+    return matched["token"]
+
+
+def is_whole(file: Path) -> bool:
+    """Whether a file of ``journal_files`` holds chunks: it is no probe, and not partial."""
+    return file.name.endswith(SUFFIX)
+
+
+def _names(files: Sequence[str]) -> tuple[str, ...]:
+    return (RESULT, STATUS, PREDICTIONS, *files, JOB)
+
+
+def _files_of_its_task(path: Path) -> list[str]:
+    """Names of the files that a folder's job writes for its task, as its job.json has them."""
+    try:
+        names = json.loads((path / JOB).read_text("utf-8"))["files"]
+        # A file of that name may be anybody's: what it names is removed only inside its own folder.
+        return [name for name in names if _TASK_FILE.fullmatch(name)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

@@ -1,0 +1,227 @@
+"""The first moments of the command line: signals, and standard streams that are closed, full or gone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from dualeval.process_start import may_print
+from tests.conftest import Finished, Launch
+from tests.faulty_models import FAULT
+
+# Whoever started the tests may ignore some signals, and what they start would inherit that.
+HEARD = ["env", "--default-signal"]
+DUALEVAL = [*HEARD, sys.executable, "-m", "dualeval"]
+RUN = [*DUALEVAL, "run", "--limit", "64", "--no-progress"]
+# Has Python say on standard error what it has just imported.
+IMPORTS = {"PYTHONPROFILEIMPORTTIME": "1"}
+IMPORTED = re.compile(r"import time: .*\| *(\S+)\n")
+TERM, INT, USR2 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2
+
+
+def signalled(
+    launch: Launch, command: list[str], number: signal.Signals, module: str, times: int, cwd: Path
+) -> tuple[int, str]:
+    """Signal a command once it has imported a module so often; returns its exit code and what it said."""
+    with launch.started(command, variables=IMPORTS, cwd=cwd) as process:
+        assert process.stderr is not None
+        seen = itertools.count(1)
+        for line in process.stderr:
+            found = IMPORTED.fullmatch(line)
+            if found and found[1] == module and next(seen) == times:
+                break
+        else:
+            raise AssertionError(f"it ended without importing {module} {times} times")
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    return process.returncode, IMPORTED.sub("", said)
+
+
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("click", TERM),
+        ("dualeval.cli.run", INT),
+        ("numpy._core._multiarray_umath", INT),
+        ("torch._C", USR2),
+        ("torch", INT),
+        *(
+            pytest.param(module, number, marks=pytest.mark.long)
+            for module in (
+                *("dualeval.cli", "ctypes", "numpy", "torch.functional", "asyncio", "dualeval.devices"),
+                *("dualeval.engine.control.plane", "dualeval.engine.evaluator", "dualeval.models.weights"),
+            )
+            for number in (TERM, INT, USR2)
+        ),
+    ],
+)
+def test_a_signal_before_anything_has_begun(
+    launch: Launch, tmp_path: Path, module: str, number: signal.Signals
+) -> None:
+    code, said = signalled(launch, [*RUN, "--out", "out"], number, module, 1, tmp_path)
+    assert code == 75, said
+    assert said.splitlines()[0].startswith(f"dualeval: stopped by {number.name}."), said
+    assert "Traceback" not in said
+
+
+def test_a_signal_before_python_runs_our_code(launch: Launch, tmp_path: Path) -> None:
+    code, said = signalled(launch, RUN, TERM, "encodings", 1, tmp_path)
+    assert (code, said) in [(-TERM, ""), (75, "dualeval: stopped by SIGTERM.\n")]
+
+
+@pytest.mark.parametrize(
+    ("module", "times", "number"),
+    [
+        # The parent alone is there; the ranks are, but our code does not run in them; it does.
+        ("torch._C", 1, INT),
+        ("site", 2, INT),
+        pytest.param("site", 2, TERM, marks=pytest.mark.long),
+        pytest.param("site", 3, USR2, marks=pytest.mark.long),
+        ("numpy", 3, TERM),
+        pytest.param("dualeval.cli", 2, INT, marks=pytest.mark.long),
+    ],
+)
+def test_a_signal_to_the_parent_of_ranks(
+    launch: Launch, tmp_path: Path, module: str, times: int, number: signal.Signals
+) -> None:
+    code, said = signalled(launch, [*RUN, "--nproc", "2", "--out", "out"], number, module, times, tmp_path)
+    assert code == 75, said
+    assert f"dualeval: stopped by {number.name}." in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("words", [["--stop-signals", "SIGUSR1"], ["--stop-signals=SIGUSR1,SIGHUP"]])
+def test_the_first_signals_are_those_that_were_named(
+    launch: Launch, tmp_path: Path, words: list[str]
+) -> None:
+    assert signalled(launch, [*RUN, *words], signal.SIGUSR1, "click", 1, tmp_path)[0] == 75
+    assert signalled(launch, [*RUN, *words], TERM, "click", 1, tmp_path)[0] == -TERM
+
+
+@pytest.mark.parametrize(
+    ("number", "module", "code", "said"),
+    [
+        (INT, "click", 130, "dualeval: interrupted.\n"),
+        (INT, "torch", 1, "dualeval: error: interrupted\n"),
+        (TERM, "click", -TERM, ""),
+    ],
+)
+def test_other_commands_end_as_ever(
+    launch: Launch, tmp_path: Path, number: signal.Signals, module: str, code: int, said: str
+) -> None:
+    found, heard = signalled(launch, [*DUALEVAL, "doctor"], number, module, 1, tmp_path)
+    # click goes to a new line first.
+    assert (found, heard.lstrip("\n")) == (code, said)
+
+
+def test_one_rank_says_it_for_all() -> None:
+    assert may_print({}) and may_print({"RANK": "0"})
+    assert not may_print({"RANK": "0", "SLURM_PROCID": "3"})
+
+
+# -- standard streams ----------------------------------------------------------------------------------
+
+
+def in_shell(launch: Launch, command: list[str], redirected: str, cwd: Path) -> Finished:
+    shell = ["bash", "-o", "pipefail", "-c", f"{shlex.join(command)} {redirected}"]
+    return launch(shell, variables={"PYTHONUNBUFFERED": ""}, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    ("redirected", "words", "why"),
+    [
+        (">&-", [], "Bad file descriptor"),
+        (">/dev/full", ["--nproc", "2"], "No space left on device"),
+        (">/dev/full", ["--json", "--progress"], "No space left on device"),
+        ("2>/dev/full", ["--progress", "--json"], None),
+        ("0<&- 1>&- 2>&-", [], None),
+        ("| sleep 0", ["--json"], "Broken pipe"),
+    ],
+)
+def test_a_finished_run_has_succeeded(
+    launch: Launch, tmp_path: Path, redirected: str, words: list[str], why: str | None
+) -> None:
+    """Whatever has become of its standard streams: the result is in the folder."""
+    done = in_shell(launch, [*RUN, *words, "--out", "out"], redirected, tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out/result.json").read_text())
+    assert result["samples"]["evaluated"] == 64
+    # Nothing of what was printed has gone into a file that took the number of a closed stream.
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("job.json", "predictions.parquet", "result.json", "status.json")
+    ]
+    note = f"dualeval: note: standard output cannot be written ({why}); the result is in "
+    assert done.stderr == ("" if why is None else f"{note}{tmp_path / 'out/result.json'}\n")
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "said"),
+    [
+        (">/dev/full", 1, "dualeval: error: standard output cannot be written: No space left on device\n"),
+        (">&-", 1, "dualeval: error: standard output cannot be written: Bad file descriptor\n"),
+        ("| head -0", 0, ""),
+        ("2>/dev/full", 0, ""),
+    ],
+)
+def test_what_is_only_printed_has_to_be_printed(
+    launch: Launch, tmp_path: Path, redirected: str, code: int, said: str
+) -> None:
+    done = in_shell(launch, [*DUALEVAL, "--help"], redirected, tmp_path)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_a_standstill_with_standard_error_closed(launch: Launch, tmp_path: Path) -> None:
+    """A rank that stands still is noticed all the same."""
+    model = ["--model", "tests.faulty_models:fashion_cnn", "--weights", "random:0", "--num-classes", "10"]
+    words = [*RUN, *model, "--batch-size", "8", "--heartbeat-timeout", "2"]
+    with launch.started(
+        ["bash", "-c", f"exec {shlex.join(words)} --out out 2>&-"],
+        variables={FAULT: "stall 0 3"},
+        cwd=tmp_path,
+    ) as process:
+        assert process.wait(60) == 1
+    status = json.loads((tmp_path / "out/status.json").read_text())
+    assert (status["state"], "no progress for" in status["reason"]) == ("failed", True)
+
+
+AS_BEFORE = """
+import io, sys
+from dualeval.process_start import open_standard_streams, unwritten
+names = ("name", "mode", "encoding", "errors", "line_buffering", "write_through")
+raw = lambda stream: isinstance(stream.buffer, io.RawIOBase)
+look = lambda: [
+    [raw(stream), *(getattr(stream, name) for name in names)] for stream in (sys.stdout, sys.stderr)
+]
+before, stream = look(), sys.stdout
+open_standard_streams()
+assert sys.stdout is not stream
+assert look() == before, (before, look())
+print("\u00e9")
+assert unwritten() is None
+"""
+CHILD = """
+import subprocess, sys
+from dualeval.process_start import prepare
+prepare([])
+subprocess.run([sys.executable, "-c", "import os; os.fstat(0), os.fstat(1)"], check=True)
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]])
+def test_streams_are_as_python_makes_them(launch: Launch, flags: list[str]) -> None:
+    command = [sys.executable, *flags, "-c", AS_BEFORE]
+    variables = {"PYTHONIOENCODING": "ascii:backslashreplace", "PYTHONUNBUFFERED": ""}
+    done = launch(command, variables=variables)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_was_closed_is_open_in_children_too(launch: Launch, tmp_path: Path) -> None:
+    done = in_shell(launch, [sys.executable, "-c", CHILD], "<&- >&-", tmp_path)
+    assert done.returncode == 0, done.stderr
