@@ -280,7 +280,7 @@ def nothing_written(backend: Backend, control: ControlPlane, folder: Path) -> di
     task = MedianTask(997, broken=[3, 500, 996])
     files: list[str] = []
     sys.addaudithook(lambda event, args: files.append(str(args)) if _writes(event, args) else None)
-    options = {"batch_size": 16, "on_error": "skip"}
+    options: dict[str, Any] = {"batch_size": 16, "on_error": "skip"}
     result = Evaluator(task, backend, control, RunOptions(**options)).run()
     written = list(files)
     kept = Evaluator(task, backend, control, RunOptions(out=folder / "out", **options)).run()

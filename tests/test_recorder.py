@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,25 +37,6 @@ def whole() -> Tensor:
     return torch.arange(4.0)
 
 
-class Keeping(MemoryWriter):
-    """Keeps the ledgers, too."""
-
-    def __init__(self) -> None:
-        super().__init__(keeps=True)
-        self.deltas: list[Tensor] = []
-
-    def write(
-        self,
-        chunks: Sequence[int],
-        rows: Sequence[int],
-        delta: Tensor,
-        columns: Mapping[str, Tensor],
-        failed: int = 0,
-    ) -> None:
-        self.deltas.append(delta.clone())
-        super().write(chunks, rows, delta, columns, failed)
-
-
 @pytest.mark.parametrize("make", [sliced, of_a_column, expanded, shared, whole])
 def test_columns_keep_no_memory_of_others(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], Tensor]
@@ -68,7 +49,9 @@ def test_columns_keep_no_memory_of_others(
         return finished(**values)
 
     monkeypatch.setattr(recorder, "_Finished", noted)
-    taking = Recorder(EvalPlan(num_samples=12, batch_size=4), [ExactMean("m", "m")], ["kept"], Keeping())
+    taking = Recorder(
+        EvalPlan(num_samples=12, batch_size=4), [ExactMean("m", "m")], ["kept"], MemoryWriter(keeps=True)
+    )
     for batch in range(3):
         # Column "other" is read by nobody.
         taking.add(batch, batch, {"m": make(), "kept": make().int(), "other": torch.zeros(4, 5000)}, [])
