@@ -228,7 +228,8 @@ def as_it_was(task: Task) -> Iterator[Guest]:
     The models are those that the task has among its attributes, those that its ``build_model`` names, and
     the one that it returns. Put back are, of every module, its mode, its hooks and its parts; of parameters
     and buffers their device, dtype, ``requires_grad`` and ``grad``, and the values of buffers; the states of
-    Python's, numpy's and torch's random generators; grad mode, autocast, and torch's other settings.
+    Python's, numpy's and torch's random generators; and grad mode. ``numerics.settings`` puts back torch's
+    other settings.
 
     Yields:
         What remembers further models.
@@ -240,7 +241,6 @@ def as_it_was(task: Task) -> Iterator[Guest]:
     for model in _models_of(task):
         guest.remember(model)
     generators = _Generators()
-    autocast = _autocast_state()
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             yield guest
@@ -248,7 +248,6 @@ def as_it_was(task: Task) -> Iterator[Guest]:
     finally:
         guest.put_back()
         generators.put_back()
-        _set_autocast(autocast)
 
 
 def _models_of(task: Task) -> list[nn.Module]:
@@ -281,14 +280,3 @@ class _Generators:
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
-
-
-def _autocast_state() -> dict[str, tuple[bool, torch.dtype]]:
-    kinds = ("cpu", "cuda")
-    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-
-
-def _set_autocast(state: Mapping[str, tuple[bool, torch.dtype]]) -> None:
-    for kind, (enabled, dtype) in state.items():
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
