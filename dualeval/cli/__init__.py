@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from time import sleep
@@ -27,6 +29,7 @@ from dualeval.launch import detect
 from dualeval.world import World
 
 _HEAD_START_S = 1.0
+_EXIT_FUNCTIONS_WITHIN_S = 10.0
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -78,6 +81,11 @@ def _end_process(code: int) -> NoReturn:
     safer: a library's threads may wait for ranks that are gone, or abort while their objects are freed.
     """
     process_start.end_with(code)
+    # What others registered may hang, and the work is done: the process ends with its own code all the same.
+    late = threading.Timer(_EXIT_FUNCTIONS_WITHIN_S, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    faulthandler.dump_traceback_later(_EXIT_FUNCTIONS_WITHIN_S + _HEAD_START_S, exit=True)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
