@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +36,7 @@ _DICTS = (
     *("_forward_hooks_always_called", "_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
+_LOOKED_AT = 256
 _SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 
 
@@ -251,17 +254,26 @@ def as_it_was(task: Task) -> Iterator[Guest]:
 
 
 def _models_of(task: Task) -> list[nn.Module]:
-    """The models that a task holds before it is asked for one."""
-    found: list[nn.Module] = []
-    named = inspect.getclosurevars(inspect.unwrap(type(task).build_model))
-    parts: list[Any] = [task, *vars(task).values(), *named.nonlocals.values(), *named.globals.values()]
-    for part in parts:
-        if isinstance(part, Mapping):
-            inside: Iterable[Any] = part.values()
-        else:
-            inside = part if isinstance(part, list | tuple) else [part]
-        found += [value for value in inside if isinstance(value, nn.Module)]
-    return found
+    """The models that a task may return: among its attributes, and among what its ``build_model`` names."""
+    method = inspect.unwrap(task.build_model)
+    parts = [*_inside(task), *(value for kind in type(task).__mro__ for value in vars(kind).values())]
+    if inspect.isfunction(method) or inspect.ismethod(method):
+        named = inspect.getclosurevars(method)
+        parts += [*named.nonlocals.values(), *named.globals.values()]
+    # A trainer, for instance, has the model among its own attributes.
+    parts += [value for part in parts if not isinstance(part, nn.Module) for value in _inside(part)]
+    return [part for part in (task, *parts) if isinstance(part, nn.Module)]
+
+
+def _inside(value: Any) -> list[Any]:
+    # The first ones: a data set in memory may be a list, too.
+    if isinstance(value, Mapping):
+        return list(islice(value.values(), _LOOKED_AT))
+    if isinstance(value, list | tuple):
+        return list(value[:_LOOKED_AT])
+    if isinstance(value, type | ModuleType) or inspect.isroutine(value):
+        return []
+    return list(getattr(value, "__dict__", {}).values())
 
 
 class _Generators:
