@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +26,7 @@ from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.errors import DualevalError
 from dualeval.launch import detect
+from dualeval.metrics import Measured, RowMetric
 from tests.tiny import TinyDataset, TinyTask
 
 TEN = ["loss", *(f"top{k}" for k in range(1, 7)), "precision_recall", "confusion", "ece"]
@@ -246,6 +250,58 @@ def contents(backend: Backend, control: ControlPlane, folder: Path) -> dict[str,
     }
 
 
+class Median:
+    """The median loss, and which sample comes first: needs all rows, in order."""
+
+    name = "median"
+    columns = ("loss", "top")
+
+    def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
+        losses = columns["loss"]
+        return Measured(
+            values={
+                "median": float(np.median(losses)),
+                "rows": len(losses),
+                "in_order": hashlib.sha256(losses.tobytes() + columns["top"].tobytes()).hexdigest(),
+            }
+        )
+
+
+class MedianTask(TinyTask):
+    """A TinyTask with a metric of all rows."""
+
+    def row_metrics(self) -> list[RowMetric]:
+        return [Median()]
+
+
+def nothing_written(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """With failed samples and a metric of all rows: an evaluation that writes nothing, and one that does."""
+    recorder.FLUSH_ROWS = 64
+    task = MedianTask(997, broken=[3, 500, 996])
+    files: list[str] = []
+    sys.addaudithook(lambda event, args: files.append(str(args)) if _writes(event, args) else None)
+    options: dict[str, Any] = {"batch_size": 16, "on_error": "skip"}
+    result = Evaluator(task, backend, control, RunOptions(**options)).run()
+    written = list(files)
+    kept = Evaluator(task, backend, control, RunOptions(out=folder / "out", **options)).run()
+    return {
+        "digests": [result.metrics_digest, kept.metrics_digest],
+        "fingerprints": [result.fingerprint, kept.fingerprint],
+        "metrics": result.metrics,
+        "failed": result.failed == kept.failed and len(result.failed),
+        "folder": result.folder,
+        "written": written,
+        "written_with_out": len(files) > len(written),
+    }
+
+
+def _writes(event: str, args: tuple[Any, ...]) -> bool:
+    if event == "open":
+        path, _, flags = args
+        return isinstance(path, str) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    return event in ("os.mkdir", "os.rename", "os.link", "os.symlink")
+
+
 def told(run: Callable[[], Any], control: ControlPlane) -> dict[str, Any]:
     """What this rank raised, and which failure it would report."""
     try:
@@ -276,6 +332,7 @@ SCENARIOS = {
         two_machines,
         rank_in_the_model,
         contents,
+        nothing_written,
     )
 }
 

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.conftest import ROOT, Launch
-from tests.engine_worker import ContentsTask
+from tests.engine_worker import ContentsTask, MedianTask
 from tests.launchers import needs, start
 from tests.test_evaluator import evaluate
 
@@ -157,3 +157,15 @@ def test_what_differs_by_rank_in_a_model_is_explained(launch: Launch, tmp_path: 
         assert report["code"] == 2
         assert "structure.model.drawn" in report["message"]
         assert "a rank, a time or a random number does not belong there" in report["message"]
+
+
+@pytest.mark.parametrize("size", [1, 3, pytest.param(2, marks=pytest.mark.long)])
+def test_nothing_is_written_without_out(launch: Launch, tmp_path: Path, size: int) -> None:
+    expected = evaluate(MedianTask(997, broken=[3, 500, 996]), None, batch_size=16, on_error="skip")
+    for report in run_ranks(launch, "nothing_written", size, tmp_path):
+        assert report["written"] == []
+        assert report["written_with_out"]
+        assert report["digests"] == 2 * [expected.metrics_digest]
+        assert len(set(report["fingerprints"])) == 1
+        assert report["metrics"]["rows"] == 994
+        assert (report["failed"], report["folder"]) == (3, None)

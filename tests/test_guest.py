@@ -144,15 +144,50 @@ def test_everything_is_as_it_was(raises: bool) -> None:
     assert hooks == [dict(vars(module)["_forward_hooks"]) for module in model.modules()]
 
 
-def test_a_model_that_build_model_finds_elsewhere_is_put_back() -> None:
+class Trainer:
+    """Has a model, as a trainer has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.models = {"student": model}
+        self.model = model
+
+
+class OfAClass(TinyTask):
+    """Has a model among its class's attributes."""
+
     model = make_model()
 
-    class Elsewhere(TinyTask):
+    def build_model(self, device: torch.device) -> nn.Module:
+        return self.model.eval()
+
+
+class OfATrainer(TinyTask):
+    """Has what has a model."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.trainer = Trainer(make_model())
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        return self.trainer.model.eval()
+
+
+def test_a_model_that_build_model_finds_elsewhere_is_put_back() -> None:
+    model, trainer = make_model(), Trainer(make_model())
+
+    class OfAClosure(TinyTask):
         def build_model(self, device: torch.device) -> nn.Module:
             return model.eval()
 
-    evaluate(Elsewhere(20))
-    assert all(module.training for module in model.modules())
+    class OfATrainersClosure(TinyTask):
+        def build_model(self, device: torch.device) -> nn.Module:
+            return trainer.models["student"].eval()
+
+    of_a_trainer = OfATrainer(20)
+    for task in (OfAClosure(20), OfATrainersClosure(20), OfAClass(20), of_a_trainer):
+        evaluate(task)
+    for found in (model, trainer.model, OfAClass.model, of_a_trainer.trainer.model):
+        assert all(module.training for module in found.modules())
 
 
 def test_wrappers_of_training_are_taken_off() -> None:

@@ -307,3 +307,18 @@ def test_gradients_are_the_callers_matter() -> None:
             loop.add(batch, value=outputs[:, 0])
         loop.result()
     assert model.weight.grad is not None
+
+
+@pytest.mark.parametrize("launcher", ["none", pytest.param("torchrun", marks=pytest.mark.long)])
+def test_the_loop_of_the_docs_runs_as_it_stands(launch: Launch, tmp_path: Path, launcher: str) -> None:
+    script = tmp_path / "script.py"
+    text = (ROOT / "docs/own-loop.md").read_text().partition("```python\n")[2].partition("```")[0]
+    script.write_text(text)
+    ways = {"none": [sys.executable], "torchrun": [*start("torchrun", 2), sys.executable]}
+    done = launch([*ways[launcher], script], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    printed = {tuple(line.split()[-3:]) for line in done.stdout.splitlines()}
+    assert len(printed) == 1
+    alone = printed if launcher == "none" else {tuple(launch([sys.executable, script]).stdout.split())}
+    assert printed == alone
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +36,7 @@ _DICTS = (
     *("_forward_hooks_always_called", "_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
+_LOOKED_AT = 256
 _SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 
 
@@ -228,7 +231,8 @@ def as_it_was(task: Task) -> Iterator[Guest]:
     The models are those that the task has among its attributes, those that its ``build_model`` names, and
     the one that it returns. Put back are, of every module, its mode, its hooks and its parts; of parameters
     and buffers their device, dtype, ``requires_grad`` and ``grad``, and the values of buffers; the states of
-    Python's, numpy's and torch's random generators; grad mode, autocast, and torch's other settings.
+    Python's, numpy's and torch's random generators; and grad mode. ``numerics.settings`` puts back torch's
+    other settings.
 
     Yields:
         What remembers further models.
@@ -240,7 +244,6 @@ def as_it_was(task: Task) -> Iterator[Guest]:
     for model in _models_of(task):
         guest.remember(model)
     generators = _Generators()
-    autocast = _autocast_state()
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             yield guest
@@ -248,21 +251,29 @@ def as_it_was(task: Task) -> Iterator[Guest]:
     finally:
         guest.put_back()
         generators.put_back()
-        _set_autocast(autocast)
 
 
 def _models_of(task: Task) -> list[nn.Module]:
-    """The models that a task holds before it is asked for one."""
-    found: list[nn.Module] = []
-    named = inspect.getclosurevars(inspect.unwrap(type(task).build_model))
-    parts: list[Any] = [task, *vars(task).values(), *named.nonlocals.values(), *named.globals.values()]
-    for part in parts:
-        if isinstance(part, Mapping):
-            inside: Iterable[Any] = part.values()
-        else:
-            inside = part if isinstance(part, list | tuple) else [part]
-        found += [value for value in inside if isinstance(value, nn.Module)]
-    return found
+    """The models that a task may return: among its attributes, and among what its ``build_model`` names."""
+    method = inspect.unwrap(task.build_model)
+    parts = [*_inside(task), *(value for kind in type(task).__mro__ for value in vars(kind).values())]
+    if inspect.isfunction(method) or inspect.ismethod(method):
+        named = inspect.getclosurevars(method)
+        parts += [*named.nonlocals.values(), *named.globals.values()]
+    # A trainer, for instance, has the model among its own attributes.
+    parts += [value for part in parts if not isinstance(part, nn.Module) for value in _inside(part)]
+    return [part for part in (task, *parts) if isinstance(part, nn.Module)]
+
+
+def _inside(value: Any) -> list[Any]:
+    # The first ones: a data set in memory may be a list, too.
+    if isinstance(value, Mapping):
+        return list(islice(value.values(), _LOOKED_AT))
+    if isinstance(value, list | tuple):
+        return list(value[:_LOOKED_AT])
+    if isinstance(value, type | ModuleType) or inspect.isroutine(value):
+        return []
+    return list(getattr(value, "__dict__", {}).values())
 
 
 class _Generators:
@@ -281,14 +292,3 @@ class _Generators:
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state_all(self._cuda)
-
-
-def _autocast_state() -> dict[str, tuple[bool, torch.dtype]]:
-    kinds = ("cpu", "cuda")
-    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-
-
-def _set_autocast(state: Mapping[str, tuple[bool, torch.dtype]]) -> None:
-    for kind, (enabled, dtype) in state.items():
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)

@@ -196,6 +196,8 @@ class OwnLoop:
                     yield from self._loop(execution)
                     execution.said += settings.check_after_loop()
                 self._is_through = True
+                # What the caller does until it asks for the result is no part of the run.
+                context.control.progress.step("idle")
             except GeneratorExit:
                 # Left by the caller, who knows why: close(error) says it.
                 raise
