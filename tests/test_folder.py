@@ -149,9 +149,9 @@ def test_a_result_is_not_written_over_another_runs(opened: RunFolder) -> None:
 def test_a_run_that_was_stopped_while_it_wrote_looks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dualeval.engine.folder import folder
+    from dualeval.engine.folder import folder, predictions
 
-    write = folder.write_predictions
+    write = predictions.write_predictions
 
     def taken_over_meanwhile(path: Path, *arguments: Any) -> None:
         write(path, *arguments)
