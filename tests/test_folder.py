@@ -146,6 +146,23 @@ def test_a_result_is_not_written_over_another_runs(opened: RunFolder) -> None:
         opened.write(None, PLAN, TinyTask(8), (), previous, [], lambda path, name: {})  # type: ignore[arg-type]
 
 
+def test_a_run_that_was_stopped_while_it_wrote_looks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dualeval.engine.folder import folder, predictions
+
+    write = predictions.write_predictions
+
+    def taken_over_meanwhile(path: Path, *arguments: Any) -> None:
+        write(path, *arguments)
+        (tmp_path / "lease.json").write_text(json.dumps({"token": "89abcdef"}))
+
+    monkeypatch.setattr(folder, "write_predictions", taken_over_meanwhile)
+    with pytest.raises(DualevalError, match="another run has taken over"):
+        evaluate(TinyTask(8), tmp_path, batch_size=8)
+    assert not (tmp_path / "result.json").exists()
+
+
 def none_yet() -> PreviousRun:
     from dualeval.engine.folder.journal import FinishedChunks
 

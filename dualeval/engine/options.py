@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, check_count
-from dualeval.engine.folder.layout import check_path
 from dualeval.errors import UsageError
 
 
@@ -79,6 +78,9 @@ class RunOptions:
                 f"({NEW_FOLDER.value})"
             )
         if self.path is not None:
+            # It imports torch, and the names of this module are wanted without.
+            from dualeval.engine.folder.layout import check_path
+
             check_path(self.path)
         if self.fresh and self.out is None:
             raise UsageError(
