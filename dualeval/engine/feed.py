@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,11 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.tasks import Dataset, Task
 
 _PR_SET_PDEATHSIG = 1
+# What torch says when a loader's worker has ended.
+_LOST_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
+    r"(?:is )?(killed by signal: [^.]+|exited unexpectedly[^.]*)"
+)
 
 _Tree = TypeVar("_Tree")
 
@@ -257,8 +263,18 @@ class Feed:
         self._step = step
         self.wait_s = 0.0
         self.transfer_s = 0.0
+        self._handing_out: Generator[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
+        self._handing_out = self._hand_out()
+        return self._handing_out
+
+    def close(self) -> None:
+        """End the reading processes, even where the traceback of an error holds this feed."""
+        if self._handing_out is not None:
+            self._handing_out.close()
+
+    def _hand_out(self) -> Generator[Batch]:
         accelerator = accelerator_of(self._device)
         uploads = Uploads(accelerator)
         for data, failed in self._timed(self._load()):
@@ -292,20 +308,65 @@ class Feed:
         )
 
     def _timed(self, loaded: Iterable[_Tree]) -> Iterator[_Tree]:
+        before = set(multiprocessing.active_children())
         iterator = iter(loaded)
-        while True:
-            start = perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                self.wait_s += perf_counter() - start
-            if isinstance(item, DualevalError):
-                # The error keeps this frame, and the iterator would keep the reading processes.
-                del iterator
-                raise item
-            yield item
+        readers = [process for process in multiprocessing.active_children() if process not in before]
+        try:
+            while True:
+                start = perf_counter()
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+                finally:
+                    self.wait_s += perf_counter() - start
+                if isinstance(item, DualevalError):
+                    raise item
+                yield item
+        except Exception as error:
+            lost = lost_worker(error)
+            if lost is None:
+                raise
+            # The traceback would be torch's.
+            raise lost from None
+        finally:
+            # They end with the loader's iterator, if nothing else holds that.
+            del iterator
+            _end(readers)
+
+
+def _end(readers: Sequence[BaseProcess]) -> None:
+    """End reading processes that are still there: an error's traceback holds their loader, or one was killed.
+
+    As Python ends they would be sent SIGTERM and waited for; and a run has that blocked in them.
+    """
+    left = [process for process in readers if process.is_alive()]
+    if not left:
+        return
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    # torch's handler would raise that they were killed.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if in_main_thread else None
+    for process in left:
+        process.kill()
+        process.join()
+    if in_main_thread:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+
+
+def lost_worker(error: BaseException) -> DualevalError | None:
+    """Give the message for the end of a reading process, where that is what an error is about.
+
+    torch raises it out of its handler of SIGCHLD: wherever the main thread happens to be.
+    """
+    found = _LOST_WORKER.match(str(error)) if isinstance(error, RuntimeError) else None
+    if found is None:
+        return None
+    return DualevalError(
+        f"a reading process (pid {found[1]}) ended early ({found[2]}); its batch is lost. "
+        "One that is killed mostly means that the host has run out of memory ('dmesg' says so): try fewer "
+        "--workers or a smaller --batch-size. One that crashes has read what its decoder cannot bear: "
+        "--workers 0 shows where. What is finished is saved, and the same command goes on."
+    )
 
 
 def _end_with_parent(worker: int) -> None:

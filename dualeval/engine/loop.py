@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.context import RunContext
-from dualeval.engine.feed import FailedSample, Feed, Reader
+from dualeval.engine.feed import FailedSample, Feed, Reader, lost_worker
 from dualeval.engine.folder.lease import gone
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.plan import EvalPlan
@@ -149,6 +149,7 @@ class Loop:
         self._world = evaluation.context.backend.world
         self._recorder = recorder
         self._tried = False
+        self._feed: Feed | None = None
         self.times: dict[str, float] = {}
         self.postprocess_s = 0.0
 
@@ -177,6 +178,10 @@ class Loop:
                 self._recorder.flush()
             if is_out_of_memory(error):
                 raise self._out_of_memory(error) from error
+            lost = lost_worker(error)
+            if lost is not None:
+                # The traceback would be torch's.
+                raise lost from None
             raise
         else:
             try:
@@ -184,6 +189,8 @@ class Loop:
             except OSError as error:
                 raise unwritable(self._recorder, error) from error
         finally:
+            if self._feed is not None:
+                self._feed.close()
             self._control.end_run()
             self.times["evaluate"] = perf_counter() - start
         if self._control.stopping is not None:
@@ -203,7 +210,7 @@ class Loop:
         """
         handed: deque[Work] = deque()  # to the feed, until it comes out
         options = self._context.options
-        feed = Feed(
+        feed = self._feed = Feed(
             _reader_of(self._evaluation),
             self._batches(remaining, handed),
             workers=min(self._evaluation.workers, self.share_of(remaining)),
