@@ -1,4 +1,4 @@
-"""Where each rank computes: every rank tells what GPUs it sees, and all choose alike."""
+"""Where each rank computes: every rank tells what GPUs and cores it sees, and all choose alike."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ import torch
 from dualeval import backends
 from dualeval.backends.base import Backend
 from dualeval.errors import BackendError, DualevalError, UsageError
+from dualeval.launch.cores import Cores, own_cores, share_of_cores
 from dualeval.launch.gpus import Gpu, Sight, choose_gpus
 from dualeval.network import host_identity
+from dualeval.waiting import STARTED, waiting
 from dualeval.world import World
 
 _CPU = torch.device("cpu")
@@ -102,6 +104,27 @@ def take_device(
         torch.cuda.set_device(device)
     ids = [taken.id for taken in chosen if taken is not None]
     backend.use_device(device, shared=len(set(ids)) < len(ids))
+
+
+def take_cores(backend: Backend, *, sets_threads: bool) -> int:
+    """Divide the cores of each node among its ranks; returns this rank's number of them.
+
+    A collective.
+
+    Args:
+        backend: carries what each rank may use.
+        sets_threads: have torch use as many threads, unless the user has set OMP_NUM_THREADS.
+    """
+    own = own_cores()
+    alone = backend.world.size == 1
+    with waiting(backend.world, "the cores of all ranks", STARTED):
+        everyone = [own] if alone else [Cores(**cores) for cores in backend.all_gather_json(asdict(own))]
+    share = share_of_cores(own, everyone)
+    # torch has counted the cores that a process may use, but no other ranks and no quota.
+    chosen = "OMP_NUM_THREADS" in os.environ or (alone and torch.get_num_threads() <= share)
+    if sets_threads and not chosen:
+        torch.set_num_threads(share)
+    return share
 
 
 def device_here(

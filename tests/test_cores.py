@@ -63,10 +63,10 @@ THREADS = """
 import json, os, sys, torch
 from pathlib import Path
 from dualeval import connect, detect
-from dualeval.cli.run import _take_share_of_cores
+from dualeval.devices import take_cores
 torch.set_num_threads(7)
 with connect(None, detect(os.environ), "cpu") as backend:
-    found = [_take_share_of_cores(backend), torch.get_num_threads()]
+    found = [take_cores(backend, sets_threads=True), torch.get_num_threads()]
     Path(sys.argv[1], str(backend.world.rank)).write_text(json.dumps(found))
 """
 

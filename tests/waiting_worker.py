@@ -7,7 +7,6 @@ name is in the folder; it fails where none comes. Waits speak soon.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from dualeval import waiting
-from dualeval.devices import connect
+from dualeval.devices import connect, take_cores
 from dualeval.engine.control import plane as control
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.launch import detect
@@ -45,8 +44,7 @@ def main() -> None:
         vars(control)["join_store"] = come_and_join
         with open_control_plane(backend):
             come("cores")
-            # By its module's name: dualeval.cli.run itself is the command.
-            importlib.import_module("dualeval.cli.run")._take_share_of_cores(backend)
+            take_cores(backend, sets_threads=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from time import sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,7 @@ from dualeval.errors import (
     Stopped,
     UsageError,
 )
-from dualeval.launch.cores import Cores, own_cores, share_of_cores
 from dualeval.process_start import DEFAULT_SIGNALS
-from dualeval.waiting import STARTED, waiting
 
 if TYPE_CHECKING:
     import torch
@@ -201,7 +199,7 @@ class Session:
 
     def _join(self, caller: str | None, world: World) -> None:
         from dualeval.backends import choose_backend, connect
-        from dualeval.devices import check_name, take_device
+        from dualeval.devices import check_name, take_cores, take_device
         from dualeval.engine.conclusion import Conclusion
         from dualeval.engine.control.plane import open_control_plane
 
@@ -218,33 +216,13 @@ class Session:
         )
         if self._signals is not None:
             self._signals.tell(self._control.stop)
-        self.cores = self._share_cores()
+        self.cores = take_cores(self._backend, sets_threads=self.is_owner)
         take_device(
             self._backend,
             self._wanted_device,
             allow_shared_gpu=self._allow_shared_gpu,
             mix_machines=self._mix_machines,
         )
-
-    def _share_cores(self) -> int:
-        """Divide the cores of each node among its ranks; returns this rank's number of them.
-
-        A collective. An owner uses as many threads, unless the user has set OMP_NUM_THREADS.
-        """
-        import torch
-
-        own = own_cores()
-        alone = self.world.size == 1
-        with waiting(self.world, "the cores of all ranks", STARTED):
-            everyone = (
-                [own] if alone else [Cores(**cores) for cores in self.backend.all_gather_json(asdict(own))]
-            )
-        share = share_of_cores(own, everyone)
-        # torch has counted the cores that a process may use, but no other ranks and no quota.
-        chosen = "OMP_NUM_THREADS" in os.environ or (alone and torch.get_num_threads() <= share)
-        if self.is_owner and not chosen:
-            torch.set_num_threads(share)
-        return share
 
     def _fail_to_open(self, error: BaseException, world: World | None) -> None:
         """Say what is wrong: perhaps it is this rank's alone, with no way yet to tell the others."""
