@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
@@ -43,7 +43,9 @@ def allow_connections(count: int) -> None:
         LaunchError: the hard limit is too low as well.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + count + _OTHER_FILES  # noqa: PTH208 - numbers, not paths
+    # None are counted where there is no /proc.
+    opened = len(list(Path("/proc/self/fd").glob("*")))
+    needed = opened + count + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return
     if hard != resource.RLIM_INFINITY and needed > hard:

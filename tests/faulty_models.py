@@ -45,6 +45,10 @@ def _raise() -> None:
     raise RuntimeError("the model broke")
 
 
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -69,6 +73,9 @@ KINDS: dict[str, Callable[[], object]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "kill": _kill,
     "raise": _raise,
+    "exit:0": lambda: sys.exit(0),
+    "exit:3": lambda: sys.exit(3),
+    "interrupt": _interrupt,
     "memory": lambda: torch.empty(1 << 55, dtype=torch.uint8),
 }
 POINTS = ("write", "fsync", "rename")
@@ -81,7 +88,9 @@ def began(kind: str) -> str:
 
 def _fault_of(kind: str) -> Callable[[], object]:
     name, _, seconds = kind.partition(":")
-    if seconds:
+    if kind in KINDS:
+        name = kind
+    elif seconds:
         assert name == "slow", kind
         return lambda: time.sleep(float(seconds))
     if name == "slow":

@@ -20,7 +20,18 @@ GROUND = {
     "process_start",
 }
 ALLOWED = {
-    "cli": {"job", "launch", "backends", "devices", "engine", "tasks", "models", "report", "result"},
+    "cli": {
+        "job",
+        "launch",
+        "backends",
+        "devices",
+        "engine",
+        "tasks",
+        "models",
+        "report",
+        "result",
+        "local_ranks",
+    },
     "engine": {"metrics", "result", "tasks", "backends.base"},
     "tasks": {"models", "data", "metrics"},
     "models": {"data"},
@@ -29,6 +40,7 @@ ALLOWED = {
     "report": {"result"},
     "result": {"metrics"},
     "devices": {"launch", "backends"},
+    "local_ranks": {"launch", "backends", "devices"},
     "job": set(),
     "backends": set(),
     "launch": set(),
@@ -44,7 +56,7 @@ ALLOWED = {
     "assets": set(),
 }
 # What joins the rooms: the session opens all that a run needs, whatever the backend and the launcher.
-SESSION = {"backends", "devices", "launch"}
+SESSION = {"backends", "devices", "launch", "local_ranks"}
 # Of tasks, the engine knows the protocol alone.
 ENGINE_TASK_NAMES = {"Task", "Dataset"}
 

@@ -246,3 +246,28 @@ def test_a_run_under_nohup_is_not_stopped_by_what_is_ignored(launch: Launch, tmp
         process.send_signal(signal.SIGTERM)
         assert end(process)[0] == 75
     assert read(out / "status.json")["signal"] == "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said_of_it"),
+    [
+        ("exit:0 1 20", "sys.exit(0)"),
+        pytest.param("exit:3 1 20", "sys.exit(3)", marks=pytest.mark.long),
+        pytest.param("interrupt 1 20", "KeyboardInterrupt", marks=pytest.mark.long),
+        pytest.param("exit:0 1 0", "sys.exit(0)", marks=pytest.mark.long),
+        pytest.param("interrupt 1 0", "KeyboardInterrupt", marks=pytest.mark.long),
+        pytest.param("exit:0 0 20", "sys.exit(0)", marks=pytest.mark.long),
+    ],
+)
+def test_a_model_that_ends_its_rank(launch: Launch, tmp_path: Path, fault: str, said_of_it: str) -> None:
+    """On one rank of two, in the loop or while it is built: that is a failure, and no stop."""
+    out = tmp_path / "out"
+    done = launch([*RUN, "--nproc", "2", *JOB, "--out", out], variables={FAULT: fault})
+    assert done.returncode == 1, done.stderr
+    assert f"the task's code raised {said_of_it}" in done.stderr
+    assert f"rank {fault.split()[1]} on " in done.stderr
+    assert "stopped by" not in done.stderr
+    if fault.endswith("20"):
+        status = read(out / "status.json")
+        assert (status["state"], status["exit_code"]) == ("failed", 1)
+        assert said_of_it in status["reason"]

@@ -60,7 +60,6 @@ def test_a_host_name_of_64_letters(launch: Launch, tmp_path: Path, words: list[s
 
 
 @pytest.mark.needs("cluster")
-@pytest.mark.xfail(strict=True, reason="the lease of the output folder reads /proc")
 @pytest.mark.parametrize("words", [[], pytest.param(["--nproc", "2"], marks=pytest.mark.long)])
 def test_without_proc(launch: Launch, tmp_path: Path, words: list[str]) -> None:
     mounted = 'mount -t tmpfs tmpfs /proc && exec "$@"'

@@ -17,14 +17,10 @@ from dualeval.choices import DATA_FINGERPRINTS, ON_ERROR, PRECISIONS, SCHEDULES,
 from dualeval.cli import options
 from dualeval.engine.session import Session, check_timeout
 from dualeval.engine.signals import numbers_of
-from dualeval.errors import (
-    LaunchError,
-    UsageError,
-)
+from dualeval.errors import UsageError
 from dualeval.job import TASKS, Job
 from dualeval.launch import PROBES, examine
 from dualeval.launch.cores import own_cores, share_of_cores
-from dualeval.launch.starts import may_start_ranks
 from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.world import World
 
@@ -225,9 +221,10 @@ def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict
     from dualeval.engine.evaluation_mode import set_evaluation_mode
     from dualeval.engine.folder.layout import check_path
     from dualeval.engine.trial import check_names
+    from dualeval.local_ranks import last_rank
 
     # What every rank would find here.
-    last = world if nproc is None else _last_rank(nproc, world, manner)
+    last = world if nproc is None else last_rank(nproc, world, manner.backend)
     choose_backend(manner.backend, last)
     device = device_here(job.device, nproc or 1, last, allow_shared_gpu=manner.allow_shared_gpu)
     numerics.check_precision(job.precision, device)
@@ -254,41 +251,23 @@ def _as_used(job: Job, device: str, workers: int) -> dict[str, Any]:
     return {**job.to_json(), "device": job.device or device, "workers": workers}
 
 
-def _last_rank(nproc: int, world: World, manner: _Manner) -> World:
-    """The last of the ranks that --nproc starts: whatever stops any of them stops this one."""
-    if not may_start_ranks(world):
-        raise LaunchError(
-            f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
-            "Leave out --nproc there, or start 'dualeval run --nproc N' by itself."
-        )
-    if nproc < 1:
-        raise UsageError(f"--nproc {nproc}: expected a number of processes, of at least 1")
-    launcher = "horovodrun" if manner.backend == "horovod" else "torchrun"
-    return World(
-        rank=nproc - 1, size=nproc, local_rank=nproc - 1, local_size=nproc, node_rank=0, launcher=launcher
-    )
-
-
 def _start_ranks(nproc: int, world: World, job: Job, manner: _Manner, arguments: Sequence[str]) -> int:
     """Start this same command, less --nproc, as ``nproc`` ranks of torchrun's or horovodrun's kind."""
-    from dualeval.backends import choose_backend
-    from dualeval.devices import device_here
-    from dualeval.launch.local import run_local
+    from dualeval.local_ranks import last_rank, start_ranks
 
-    last = _last_rank(nproc, world, manner)
-    # What the last rank would find: said here once, before any rank is started.
-    choose_backend(manner.backend, last)
-    device_here(job.device, nproc, last, allow_shared_gpu=manner.allow_shared_gpu)
+    last = last_rank(nproc, world, manner.backend)
     main_file = Path(__file__).resolve().parent.parent / "__main__.py"
     # Said, not left to be found: variables of another launcher may be left over in the shell.
     command = [sys.executable, str(main_file), *_without_start(arguments), "--launcher", last.launcher]
-    stop_signals = numbers_of(manner.stop_signals)
-    if last.launcher == "torchrun":
-        return run_local(command, nproc, os.environ, stop_signals=stop_signals, takes_signals=True)
-    from dualeval.backends.horovod import serve_rendezvous
-
-    with serve_rendezvous(nproc) as variables_of:
-        return run_local(command, nproc, os.environ, variables_of, stop_signals, takes_signals=True)
+    return start_ranks(
+        command,
+        last,
+        backend=manner.backend,
+        device=job.device,
+        allow_shared_gpu=manner.allow_shared_gpu,
+        stop_signals=numbers_of(manner.stop_signals),
+        takes_signals=True,
+    )
 
 
 def _without_start(arguments: Sequence[str]) -> list[str]:

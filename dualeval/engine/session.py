@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.ending import say
 from dualeval.engine.options import RunOptions
-from dualeval.engine.signals import Signals
+from dualeval.engine.signals import Signals, numbers_of
 from dualeval.errors import (
     EXIT_DONE,
     DualevalError,
@@ -500,19 +500,35 @@ class Session:
         sys.exit(self.exit_code)
 
 
-def evaluate(task: Task, **options: Any) -> Result:
+def evaluate(task: Task, *, nproc: int | None = None, **options: Any) -> Result:
     """Evaluate a task once, in a session of its own; every rank calls this and gets the same metrics.
 
     Args:
         task: what is evaluated.
+        nproc: from a plain script: run it again as so many ranks on this machine, and exit with their exit
+            code. What the script does before this call is done here and in each rank, what comes after it in
+            the ranks only. Under a launcher it has to be the number of its ranks, and does nothing.
         options: of ``Session``, as ``backend`` and ``device``, and of ``RunOptions``, as ``out`` and
             ``batch_size``. Without ``out`` nothing is written.
 
     Raises:
-        UsageError: an option, or task, data and weights are not as they have to be.
+        SystemExit: the ranks that ``nproc`` has started have ended.
+        UsageError: an option, or task, data and weights are not as they have to be; or there is no script
+            that could be run again.
         PeerError: another rank failed first.
         Stopped: a signal has ended the run; what was finished is saved.
     """
+    if nproc is not None:
+        from dualeval.local_ranks import start_this_script
+
+        device = options.get("device")
+        start_this_script(
+            nproc,
+            backend=options.get("backend"),
+            device=None if device is None else str(device),
+            allow_shared_gpu=options.get("allow_shared_gpu", False),
+            stop_signals=numbers_of(options.get("stop_signals", DEFAULT_SIGNALS)),
+        )
     names = set(inspect.signature(Session).parameters)
     of_session = {name: value for name, value in options.items() if name in names}
     # What ranks may differ in concerns their devices and the folder alike.
