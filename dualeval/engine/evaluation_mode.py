@@ -37,6 +37,17 @@ def set_evaluation_mode(model: nn.Module) -> list[str]:
     return notes
 
 
+def training_note(model: nn.Module) -> list[str]:
+    """What is said of a model that is used as it is, where a module of it is in training mode."""
+    found = _in_training(model)
+    if not found:
+        return []
+    return [
+        f"the model is in training mode ({_listed(found)}), and so dropout and batch norms work as in "
+        "training: call model.eval() before the loop"
+    ]
+
+
 def _in_training(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if module.training]
 

@@ -62,8 +62,8 @@ class Evaluator:
     ) -> None:
         if not isinstance(task, Task):
             raise UsageError(
-                f"{type(task).__name__} is no task: derive it from dualeval.Task, which has what a task need "
-                "not say."
+                f"{type(task).__name__} is no task: expected an object whose class is derived from "
+                "dualeval.Task. For a loop of your own over a data set use session.batches(dataset)."
             )
         numerics.check_precision(options.precision, backend.device)
         self._task = task

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from dualeval.engine import numerics
 from dualeval.engine.context import RunContext
+from dualeval.engine.evaluation_mode import training_note
 from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.feed import FailedSample
+from dualeval.engine.guest import Guest
 from dualeval.engine.loop import Evaluation, read_alone
 from dualeval.engine.own_task import LoopTask
 from dualeval.errors import UsageError
@@ -62,9 +66,11 @@ class OwnLoop:
         model: nn.Module | None = None,
     ) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            inside = isinstance(dataset, DataLoader)
+            hint = ". Give the loader's data set: batches(loader.dataset, batch_size=...)" if inside else ""
             raise UsageError(
                 f"a {type(dataset).__name__} has no length or no samples by index: expected a tensor, a list "
-                "or a map-style data set, with __len__ and __getitem__"
+                f"or a map-style data set, with __len__ and __getitem__{hint}"
             )
         if numerics.PRECISIONS[context.options.precision] is not None:
             raise UsageError(
@@ -142,7 +148,7 @@ class OwnLoop:
             if not self._is_through:
                 self._batches.close()
                 raise UsageError(
-                    f"the loop was left before its end: {max(1, self._share - self._done)} of the "
+                    f"the loop was left before its end: {(self._share or self._plan.num_samples) - self._done} of the "
                     f"{self._share or self._plan.num_samples} samples of this rank are missing. Let the loop "
                     "come to its end (no break) before you ask for the result."
                 )
@@ -176,7 +182,12 @@ class OwnLoop:
         context = self._context
         threads = torch.get_num_threads()
         precision, device = context.options.precision, context.backend.device
-        with numerics.settings(precision, device, leave=_CALLERS) as settings:
+        with (
+            numerics.settings(precision, device, leave=_CALLERS) as settings,
+            self._rank_0s_buffers(),
+        ):
+            self._compare_samples()
+            context.note_all(training_note(self._task.model))
             yield from self._learn_columns(threads)
             execution = Execution(self._task, self._task.model, context, threads=threads)
             execution.evaluation = replace(execution.evaluation, device=_HOST)
@@ -234,6 +245,46 @@ class OwnLoop:
                 loop.take(work, columns)
                 self._done += len(work.samples)
         loop.times["compute"] = compute_s
+
+    @contextmanager
+    def _rank_0s_buffers(self) -> Iterator[None]:
+        """Have a guest's model compute alike on all ranks, and without a collective, until the loop ends."""
+        given = self._task.given_model
+        if given is None or not self._context.guest:
+            yield
+            return
+        before = [(buffer, buffer.detach().clone()) for buffer in self._task.model.buffers()]
+        wrapper = given if isinstance(given, nn.parallel.DistributedDataParallel) else None
+        broadcasts = wrapper is not None and wrapper.broadcast_buffers
+        try:
+            if wrapper is not None:
+                # Ranks have different numbers of batches: one would wait for a forward that never comes.
+                wrapper.broadcast_buffers = False
+            context = self._context
+            context.note_all(Guest().share_buffers(self._task.model, context.backend, context.control))
+            yield
+        finally:
+            if wrapper is not None:
+                wrapper.broadcast_buffers = broadcasts
+            with torch.no_grad():
+                for buffer, values in before:
+                    buffer.copy_(values)
+
+    def _compare_samples(self) -> None:
+        """Compare a few samples over the ranks: who has shared the data out before would share it again."""
+        world = self._context.backend.world
+        if world.size == 1:
+            return
+        self._context.control.meet()
+        everyone = self._context.backend.all_gather_json(self._task.dataset().probe())
+        for rank, probe in enumerate(everyone):
+            for own, other in zip(everyone[0], probe, strict=False):
+                if own is not None and other is not None and own != other:
+                    raise UsageError(
+                        f"rank {rank} has other samples in its data set than rank 0. Give every rank the "
+                        "whole data set, without a sampler, a shard or a Subset of its own: the session "
+                        "shares it out"
+                    )
 
     def _learn_columns(self, threads: int) -> Generator[Any, None, None]:
         """Have this rank's first batch computed, and agree with the other ranks on the columns."""

@@ -29,7 +29,8 @@ class LoopTask(Task):
         dataset: as for ``OwnLoop``; likewise ``collate``, ``metrics`` and ``model``.
 
     Attributes:
-        model: as given; one without modules where there is none.
+        given_model: as given; it may be wrapped for training on several processes.
+        model: what is inside of it; one without modules where there is none.
         kinds: by column, dtype and number of dimensions; known when the first batch is.
     """
 
@@ -49,7 +50,7 @@ class LoopTask(Task):
         self._given = metrics
         self._metrics: list[Metric] = []
         self._row_metrics: list[RowMetric] = []
-        self._has_model = model is not None
+        self.given_model = model
         self.model = nn.Module() if model is None else unwrapped(model)
         self.kinds: dict[str, tuple[torch.dtype, int]] = {}
 
@@ -57,6 +58,12 @@ class LoopTask(Task):
         """Make the metrics of the columns that are known now."""
         given = self._given
         if given is not None:
+            for metric in given:
+                if not hasattr(metric, "columns"):
+                    raise UsageError(
+                        f"metrics has {metric!r}, which is no metric: give objects (docs/metrics.md, 'A metric "
+                        "of your own'), or leave metrics out for the mean of every column"
+                    )
             self._metrics = [metric for metric in given if _has_ledger(metric)]
             self._row_metrics = [metric for metric in given if _reads_rows(metric)]
             return
@@ -102,11 +109,11 @@ class LoopTask(Task):
     def unknown(self) -> list[str]:
         """What a reader should know of what a later run in the same folder is compared with."""
         unknown = ["the loop's own source"]
-        unknown += [] if self._has_model else ["the weights (give batches(..., model=model))"]
-        unknown += [] if self._samples.is_hashed else [f"the contents of the {self._samples.kind}"]
+        unknown += [] if self.given_model is not None else ["the weights (give batches(..., model=model))"]
+        unknown += [] if self._samples.is_hashed else [f"the contents of the data set ({self._samples.kind})"]
         return [
-            f"no part of the job's identity: {', '.join(unknown)}. A later run in the same folder computes "
-            "one finished batch anew, and compares"
+            f"a later run in this folder cannot see whether {' or '.join(unknown)} changed since: it computes "
+            "one finished batch again, and compares"
         ]
 
 
@@ -135,6 +142,17 @@ class Samples:
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         many = getattr(self._data, "__getitems__", None)
         return [self._data[index] for index in indices] if many is None else list(many(list(indices)))
+
+    def probe(self) -> list[str | None]:
+        """Hashes of a few samples; None of one that cannot be read or hashed, or is another at each reading."""
+        return [self._hash(index) for index in sorted({0, len(self) // 2, len(self) - 1})]
+
+    def _hash(self, index: int) -> str | None:
+        try:
+            first, again = (Values().digest(self.__getitems__([index])).hex() for _ in range(2))
+        except Exception:  # noqa: BLE001 - what is wrong with a sample is said when it is evaluated
+            return None
+        return first if first == again else None
 
     def fingerprint(self, count: int) -> str:
         contents = ""

@@ -406,7 +406,10 @@ class Session:
 
     def _own_loop(self) -> OwnLoop:
         if self._loop is None:
-            raise UsageError("there is no loop: write 'for batch in session.batches(dataset):' before")
+            raise UsageError(
+                "there is no loop without a result: write 'for batch in session.batches(dataset):' before, and "
+                "keep what session.result() has returned"
+            )
         return self._loop
 
     def note(self, sentence: str) -> None:
@@ -541,6 +544,10 @@ def _run_options(options: Mapping[str, Any]) -> RunOptions:
     known = [field.name for field in fields(RunOptions)]
     unknown = [name for name in options if name not in known]
     if unknown:
+        if unknown[0] in inspect.signature(Session).parameters:
+            raise UsageError(
+                f"{unknown[0]!r} is an option of the session: write dualeval.Session({unknown[0]}=...)."
+            )
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f" Did you mean {near[0]}?" if near else f" There are {', '.join(known)}."
         raise UsageError(f"{unknown[0]!r} is no option of an evaluation.{hint}")

@@ -28,6 +28,8 @@ UNCOUNTED = ("setup", "write", "end")
 _DEVICE = "device"
 # Ranks that wait in a collective must not be named before one that has not come to it.
 _COLLECTIVE_GRACE_S = 2.0
+# One that has passed a meeting may be seen there for a moment longer.
+_LEFT_BEHIND_S = 3.0
 # In place of the sign of a rank that has left.
 LEFT = "left"
 # What a window of time must have in it to count as work: waiting loops take hundredths of a core, and reading
@@ -391,11 +393,26 @@ class Observer:
         self._near = [rank for rank, name in names.items() if name.space == own.space]
         self._done: dict[int, int] = {}
         self._run = 0
+        self._left: set[int] = set()
+        self._alone = Standstill(0.0)
 
     def read(self, texts: Sequence[bytes]) -> dict[int, Sign]:
         """The signs of the ranks that have not left, by rank."""
-        pairs = zip(self.names, texts, strict=True)
-        return {rank: Sign.read(text.decode()) for rank, text in pairs if text != LEFT.encode()}
+        pairs = [(rank, text.decode()) for rank, text in zip(self.names, texts, strict=True)]
+        self._left = {rank for rank, text in pairs if text == LEFT}
+        return {rank: Sign.read(text) for rank, text in pairs if text != LEFT}
+
+    def left_behind(self, signs: Mapping[int, Sign]) -> tuple[int, str] | None:
+        """A rank that has left though another waits for all, and how that is said."""
+        waiting = [rank for rank, sign in signs.items() if sign.stage == "meet"]
+        seconds = self._alone.seconds(bool(waiting and self._left), self._clock.now())
+        if not (waiting and self._left) or seconds < _LEFT_BEHIND_S:
+            return None
+        rank = min(self._left)
+        return rank, (
+            f"{self.names[rank]} has left, and {self.names[waiting[0]]} waits for all ranks: every rank has "
+            "to evaluate the same, and to ask for the result"
+        )
 
     def stuck(self, signs: Mapping[int, Sign]) -> tuple[int, str] | None:
         """The rank that has come to a standstill, and how that is said."""

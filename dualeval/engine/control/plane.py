@@ -442,7 +442,7 @@ class ControlPlane:
                 self.all_saved.set()
         if self.failure is not None or self._stop is not None:
             return
-        found = observer.stuck(signs)
+        found = observer.left_behind(signs) or observer.stuck(signs)
         if gone:
             text = f"{observer.names[gone[0]]} has ended without a word: it was killed, or crashed"
             self.give_up(text, rank=gone[0])
