@@ -147,9 +147,10 @@ class OwnLoop:
                 raise UsageError(f"there is no result without a loop: {_USAGE}")
             if not self._is_through:
                 self._batches.close()
+                share = self._share or self._plan.num_samples
                 raise UsageError(
-                    f"the loop was left before its end: {(self._share or self._plan.num_samples) - self._done} of the "
-                    f"{self._share or self._plan.num_samples} samples of this rank are missing. Let the loop "
+                    f"the loop was left before its end: {share - self._done} of the {share} samples of this "
+                    "rank are missing. Let the loop "
                     "come to its end (no break) before you ask for the result."
                 )
             assert self._execution is not None

@@ -61,8 +61,8 @@ class LoopTask(Task):
             for metric in given:
                 if not hasattr(metric, "columns"):
                     raise UsageError(
-                        f"metrics has {metric!r}, which is no metric: give objects (docs/metrics.md, 'A metric "
-                        "of your own'), or leave metrics out for the mean of every column"
+                        f"metrics has {metric!r}, which is no metric: give objects (docs/metrics.md, 'A "
+                        "metric of your own'), or leave metrics out for the mean of every column"
                     )
             self._metrics = [metric for metric in given if _has_ledger(metric)]
             self._row_metrics = [metric for metric in given if _reads_rows(metric)]
@@ -112,8 +112,8 @@ class LoopTask(Task):
         unknown += [] if self.given_model is not None else ["the weights (give batches(..., model=model))"]
         unknown += [] if self._samples.is_hashed else [f"the contents of the data set ({self._samples.kind})"]
         return [
-            f"a later run in this folder cannot see whether {' or '.join(unknown)} changed since: it computes "
-            "one finished batch again, and compares"
+            f"a later run in this folder cannot see whether {' or '.join(unknown)} changed since: it "
+            "computes one finished batch again, and compares"
         ]
 
 
@@ -144,7 +144,7 @@ class Samples:
         return [self._data[index] for index in indices] if many is None else list(many(list(indices)))
 
     def probe(self) -> list[str | None]:
-        """Hashes of a few samples; None of one that cannot be read or hashed, or is another at each reading."""
+        """Hashes of a few samples; None of one that cannot be hashed, or is another at each reading."""
         return [self._hash(index) for index in sorted({0, len(self) // 2, len(self) - 1})]
 
     def _hash(self, index: int) -> str | None:

@@ -407,8 +407,8 @@ class Session:
     def _own_loop(self) -> OwnLoop:
         if self._loop is None:
             raise UsageError(
-                "there is no loop without a result: write 'for batch in session.batches(dataset):' before, and "
-                "keep what session.result() has returned"
+                "there is no loop without a result: write 'for batch in session.batches(dataset):' before, "
+                "and keep what session.result() has returned"
             )
         return self._loop
 
