@@ -141,6 +141,8 @@ class TorchBackend(Backend):
                     dist.distributed_c10d._abort_process_group()
                 else:
                     dist.destroy_process_group(self._host_group)
+                # Its threads end with it; collected later, in a forked process, it would wait for them there.
+                self._host_group = None
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:

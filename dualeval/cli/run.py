@@ -332,6 +332,7 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
             show=shown,
             started=invocation.started,
             last=True,
+            puts_back=False,
         )
     finally:
         if shown is not None:

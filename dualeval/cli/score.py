@@ -124,6 +124,7 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
             fresh=flags["fresh"],
             job={**job, "metric": list(flags["metric"])},
             last=True,
+            puts_back=False,
         ),
         as_json=flags["as_json"],
     )

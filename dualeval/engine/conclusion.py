@@ -110,6 +110,8 @@ class Conclusion:
         self.watch.release(done=False)
         if self._control.name.rank == 0 and self._control.stopping is not None:
             self._control.tell_end(code)
+        elif self._control.stopping is not None:
+            self._control.leave(_LEAVE_AFTER_FAILURE_S)
 
     def _conclude_stop(self) -> int | None:
         """Have all ranks save what they have, and rank 0 write it down; returns the exit code.

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NoReturn, TextIO
+from types import TracebackType
+from typing import Any, NoReturn, TextIO
 
 from dualeval.errors import DualevalError, PeerError
 
@@ -79,3 +80,34 @@ def spoken(error: DualevalError, rank: int) -> str:
         return f"dualeval: error: {error}"
     text = f"{error.where}: {error}" if error.where else str(error)
     return f"dualeval: error: {text}" if rank == 0 else f"dualeval: rank {rank} ends: {text}"
+
+
+def install_hook() -> None:
+    """Have errors that were concluded end a script with their exit code, and nothing more said of them."""
+    global _previous_hook
+    if sys.excepthook is not _end_quietly:
+        _previous_hook, sys.excepthook = sys.excepthook, _end_quietly
+
+
+def remove_hook() -> None:
+    """Put back what ``install_hook`` found, where nobody else has put in something since."""
+    if sys.excepthook is _end_quietly:
+        sys.excepthook = _previous_hook
+
+
+def conclude_quietly(error: BaseException, code: int) -> None:
+    """Mark an error as one of which all was said, and which ends a script with this code."""
+    with suppress(AttributeError):  # a class with slots; then its traceback follows
+        error._dualeval_exit_code = code  # type: ignore[attr-defined]
+
+
+_previous_hook = sys.excepthook
+
+
+def _end_quietly(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
+    code = getattr(error, "_dualeval_exit_code", None)
+    if code is None:
+        _previous_hook(kind, error, traceback)
+    elif not (hasattr(sys, "ps1") or sys.flags.interactive):
+        # Python takes what a hook raises.
+        sys.exit(code)

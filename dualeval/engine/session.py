@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -17,13 +17,14 @@ from time import sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from dualeval.engine.ending import say
+from dualeval.engine.ending import conclude_quietly, install_hook, remove_hook, say
 from dualeval.engine.options import RunOptions
 from dualeval.engine.signals import Signals, numbers_of
 from dualeval.errors import (
     EXIT_DONE,
     DualevalError,
     LibraryError,
+    PeerError,
     Stopped,
     UsageError,
 )
@@ -48,6 +49,9 @@ _LONGEST_TIMEOUT_S = 1e6
 ON_STALL = ("raise", "exit")
 # srun loses words that it has not handed on when it ends the step.
 _LAST_WORDS_S = 0.5
+
+# By session, the thread that has opened it.
+_opened: dict[int, int] = {}
 
 
 class Session:
@@ -105,6 +109,8 @@ class Session:
     ) -> None:
         check_timeout("heartbeat_timeout", heartbeat_timeout)
         check_timeout("forward_timeout", forward_timeout)
+        if stop is not None and not callable(stop):
+            raise UsageError(f"stop={stop!r}: expected a function that says whether to stop")
         if on_stall is not None and on_stall not in ON_STALL:
             raise UsageError(f"on_stall={on_stall!r}: expected {' or '.join(map(repr, ON_STALL))}, or None")
         self.exit_code = EXIT_DONE
@@ -128,10 +134,8 @@ class Session:
         self.is_concluded = False
         self._is_closed = False
         self._is_joining = False
-        # The error that the run was concluded by, whose end has been said.
-        self._said: BaseException | None = None
         self._loop: OwnLoop | None = None
-        self._previous_hook: Any = None
+        self._threads: int | None = None
 
     @property
     def backend(self) -> Backend:
@@ -175,12 +179,20 @@ class Session:
         """
         from dualeval.backends import group_of_caller
 
+        if self._is_closed or self._backend is not None:
+            raise UsageError("this session was opened before: make another one, dualeval.Session(...)")
+        if _opened and threading.get_ident() not in _opened.values():
+            raise UsageError(
+                "another session is open in another thread of this process: settings, signals and ranks are "
+                "the process's. Evaluate in one thread at a time"
+            )
+        _opened[id(self)] = threading.get_ident()
         caller = group_of_caller()
         self.is_owner = caller is None
         if self.is_owner:
             # Before any library has a thread: what is blocked then is blocked in all of them.
             self._signals = Signals(self._stop_signals)
-            self._previous_hook, sys.excepthook = sys.excepthook, self._end_quietly
+            install_hook()
         world = None
         try:
             world = self._find_world(caller)
@@ -199,6 +211,8 @@ class Session:
         return detection.place
 
     def _join(self, caller: str | None, world: World) -> None:
+        import torch
+
         from dualeval.backends import choose_backend, connect
         from dualeval.devices import check_name, take_cores, take_device
         from dualeval.engine.conclusion import Conclusion
@@ -218,7 +232,9 @@ class Session:
         )
         if self._signals is not None:
             self._signals.tell(self._control.stop)
+        before = torch.get_num_threads()
         self.cores = take_cores(self._backend, sets_threads=self.is_owner)
+        self._threads = before if self.is_owner else None
         take_device(
             self._backend,
             self._wanted_device,
@@ -245,7 +261,7 @@ class Session:
                 say(f"dualeval: error: {error}{where}")
             if not alone:
                 sleep(_LAST_WORDS_S)
-            self._said = error
+            conclude_quietly(error, error.exit_code)
             self.is_concluded = True
         self._close(failed=True)
 
@@ -259,6 +275,7 @@ class Session:
         show: Callable[[int, int], None] | None = None,
         started: float | None = None,
         last: bool = False,
+        puts_back: bool = True,
         **options: Any,
     ) -> Result:
         """Evaluate a task; every rank calls this and gets the same metrics.
@@ -269,6 +286,8 @@ class Session:
             show: progress display, called on rank 0 from a thread of its own with the samples done over all
                 ranks, and the samples in all.
             started: ``perf_counter()`` at the start of the run, where that was before this call.
+            puts_back: leave the model, random numbers and torch's settings as they were. Without it they may
+                change: the process ends.
             last: nothing follows it: a signal that comes when the result is written comes too late.
             options: of ``RunOptions``, as ``out``, ``batch_size`` and ``precision``.
 
@@ -281,6 +300,8 @@ class Session:
         from dualeval.engine.evaluator import Evaluator
 
         self._require_going_on()
+        if self._loop is not None:
+            raise UsageError("a loop of this session has no result yet: ask for session.result() first")
         run_options = _run_options(options)
         self._watch.begin()
         with self._concluding():
@@ -294,7 +315,7 @@ class Session:
                 job=job,
                 show=show,
                 started=started,
-                guest=not self.is_owner,
+                guest=puts_back,
             ).run()
         if last:
             self._watch.end()
@@ -303,17 +324,21 @@ class Session:
         return result
 
     @contextmanager
-    def _concluding(self) -> Iterator[None]:
-        """Conclude the run where the block raises."""
+    def _concluding(self, *, of_task: bool = True) -> Iterator[None]:
+        """Conclude the run where the block raises.
+
+        Args:
+            of_task: the code that raises is the task's, which has no reason to end the process.
+        """
         from dualeval.engine.watch import Interrupted
 
         try:
             yield
-        except GeneratorExit:
-            raise  # the caller has left its loop; whether that is an error shows later
         except BaseException as error:
+            if isinstance(error, GeneratorExit) and self._loop is not None and of_task:
+                raise  # the caller has left its loop; whether that is an error shows later
             self._watch.end(was_raised=isinstance(error, Interrupted))
-            concluded = self._concluded(error)
+            concluded = self._concluded(error, of_task=of_task)
             if concluded is error:
                 raise
             raise concluded from error
@@ -367,7 +392,7 @@ class Session:
             note=self.note,
             job=dict(job or {}),
             show=show,
-            guest=not self.is_owner,
+            guest=True,
         )
         self._loop = OwnLoop(dataset, context, collate=collate, metrics=metrics, model=model)
         self._watch.begin()
@@ -426,14 +451,14 @@ class Session:
             )
         _ = self.control
 
-    def _concluded(self, error: BaseException) -> BaseException:
+    def _concluded(self, error: BaseException, *, of_task: bool) -> BaseException:
         """Conclude the run after an error; returns what is to be raised."""
         from dualeval.engine.watch import Interrupted
 
         if isinstance(error, Interrupted):
             failure = self.control.failure
             error = failure if failure is not None else Stopped(self.control.stopping or "stop()")
-        elif self.is_owner and isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
+        elif of_task and self.is_owner and isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
             # Signals are the session's: what is raised here is the task's own.
             said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
             error = DualevalError(f"the task's code raised {said} in the midst of the run")
@@ -450,7 +475,8 @@ class Session:
             assert self._conclusion is not None
             self.exit_code = self._conclusion.by_main(error)
             self.is_concluded = True
-            self._said = error
+            if self.is_owner:
+                conclude_quietly(error, self.exit_code)
         return self.exit_code
 
     # -- closing -----------------------------------------------------------------------------------
@@ -468,7 +494,7 @@ class Session:
             if left is not None and not self.is_concluded:
                 if self._loop is not None:
                     self._loop.close(left)
-                with self._concluding():
+                with self._concluding(of_task=False):
                     raise left
         except BaseException as concluded:
             if concluded is not error:
@@ -481,26 +507,39 @@ class Session:
         if self._is_closed:
             return
         self._is_closed = True
+        _opened.pop(id(self), None)
+        failure: DualevalError | None = None
         if self._control is not None and not failed:
             self._control.progress.step("end")
-            self._control.leave()
+            failure = self._leave(self._control)
+            failed = failure is not None
         if self._backend is not None:
             self._backend.close(failed=failed)
         if self._conclusion is not None:
             self._conclusion.watch.stop()
         if self._signals is not None:
             self._signals.close()
-        if self._previous_hook is not None and not failed:
-            sys.excepthook = self._previous_hook
+        if self._threads is not None:
+            import torch
 
-    def _end_quietly(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> Any:
-        """``sys.excepthook`` of a script that a session owns: what was said already is not said again."""
-        if error is not self._said:
-            self._previous_hook(kind, error, traceback)
-            return
-        sys.exit(self.exit_code)
+            torch.set_num_threads(self._threads)
+        if self.is_owner and not self.is_concluded:
+            remove_hook()
+        if failure is not None:
+            raise failure
+
+    def _leave(self, control: ControlPlane) -> DualevalError | None:
+        """Leave in order; returns what is wrong where other ranks do not."""
+        try:
+            all_left = control.leave(together=True)
+        except PeerError as failure:
+            return failure
+        if all_left:
+            return None
+        return DualevalError(
+            f"rank {self.world.rank} has left the session, and other ranks have not: every rank has to "
+            "evaluate the same, and to ask for the result"
+        )
 
 
 def evaluate(task: Task, *, nproc: int | None = None, **options: Any) -> Result:

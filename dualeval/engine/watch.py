@@ -23,7 +23,7 @@ from dualeval.engine.ending import end_process, error_stream, say, spoken
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
-from dualeval.errors import message_of
+from dualeval.errors import EXIT_DONE, message_of
 from dualeval.result import STATUS
 
 # Seconds from a signal, or from the news of a failure, until the main thread is waited for no longer.
@@ -37,6 +37,7 @@ _SHORTEST_PAUSE_S = 0.001
 # Rank 0 waits two seconds for ranks that leave after a failure.
 _GUEST_GRACE_S = 1.0
 _RAISED_WITHIN_S = 1.0
+_LEAVE_S = 1.0
 # After the time-out: this thread comes first, if it can; and mpirun leaves a rank one second after the others
 # have ended.
 _NO_PYTHON_S = 1.0
@@ -79,7 +80,6 @@ class Watch:
         self._control = control
         self._conclude = conclude
         self._ends_process = ends_process
-        self._stop = stop
         self._main = threading.get_ident()
         self._stacks: TextIOWrapper | None = None
         self._guardian: Guardian | None = None
@@ -93,14 +93,19 @@ class Watch:
         self._is_over = threading.Event()
         self._finding = Finding("going")
         self._has_named = False
+        self._is_idle = False
+        self._is_armed = False
         self._thread = threading.Thread(target=self._run, name="dualeval-watch", daemon=True)
         self._thread.start()
+        if stop is not None:
+            # In a thread of its own: the caller's function may take its time, or hang.
+            threading.Thread(target=self._poll, args=(stop,), name="dualeval-stop", daemon=True).start()
 
     # -- called by the main thread -----------------------------------------------------------------
 
     def begin(self) -> None:
         """Say that an evaluation begins."""
-        self._is_done = False
+        self._is_done = self._is_idle = False
         with self._interrupting:
             self._in_evaluation = True
 
@@ -149,7 +154,7 @@ class Watch:
             if stacks is None:
                 return
             # It may be armed for the file that is to be closed; the next look arms it anew.
-            faulthandler.cancel_dump_traceback_later()
+            self._disarm()
             with suppress(OSError):
                 stacks.close()
                 path = Path(stacks.name)
@@ -157,8 +162,14 @@ class Watch:
                     path.unlink()
 
     def goes_on(self) -> None:
-        """Say that the caller may do more after a run that has come to its end: a signal ends that, too."""
+        """Say that the caller may do more after a run that has come to its end: a signal ends that, too.
+
+        It may take its time, also in C code that keeps Python's lock.
+        """
         self._is_done = False
+        self._is_idle = True
+        with self._arming:
+            self._disarm()
 
     def main_concludes(self, code: int) -> None:
         """Say that the main thread concludes the run; after some seconds it is ended with that exit code."""
@@ -170,8 +181,10 @@ class Watch:
         """Stop watching: all ranks have left, and nothing is in hand."""
         self._is_over.set()
         with self._arming:
-            faulthandler.cancel_dump_traceback_later()
+            self._disarm()
         self._control.news.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_LEAVE_S)
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -204,21 +217,19 @@ class Watch:
             if limits is not None and judge is not None and not self._heard():
                 self._finding = judge.look(self._control.own_sign(), now)
                 self._judge(self._finding, answered.seconds(self._control.answers, now), limits.timeout_s)
-            self._poll()
         self._end()
 
-    def _poll(self) -> None:
+    def _poll(self, stop: Callable[[], bool | str]) -> None:
         """Ask the caller whether the run is to stop."""
-        if self._stop is None or self._control.stopping is not None:
-            return
-        try:
-            wanted = self._stop()
-        except Exception as error:  # noqa: BLE001 - the caller's own, and the run's end
-            name = self._control.name
-            self._control.give_up(f"{name}: stop() raised {message_of(error)}", rank=name.rank)
-            return
-        if wanted:
-            self._control.stop(wanted if isinstance(wanted, str) else "stop()")
+        while not self._is_over.wait(_LOOK_EVERY_S) and self._control.stopping is None:
+            try:
+                wanted = stop()
+                if wanted:
+                    self._control.stop(wanted if isinstance(wanted, str) else "stop()")
+            except BaseException as error:  # noqa: BLE001 - the caller's own, and the run's end
+                name = self._control.name
+                self._control.give_up(f"{name}: stop() raised {message_of(error)}", rank=name.rank)
+                return
 
     def _heard(self) -> bool:
         return (
@@ -254,13 +265,20 @@ class Watch:
         timeout_s = self._control.timeout_s
         if timeout_s is not None and self._ends_process:
             with self._arming:
-                if not self._is_over.is_set():
+                if not self._is_over.is_set() and not self._is_idle:
                     self._dump_later(timeout_s + _NO_PYTHON_S)
 
     def _dump_later(self, seconds: float) -> None:
         file = self._stacks or error_stream()
         with suppress(OSError, ValueError, RuntimeError, AttributeError):
             faulthandler.dump_traceback_later(seconds, exit=True, file=file)
+            self._is_armed = True
+
+    def _disarm(self) -> None:
+        # There is one timer in a process, which may be the caller's.
+        if self._is_armed:
+            self._is_armed = False
+            faulthandler.cancel_dump_traceback_later()
 
     def _end(self) -> None:
         """Give the main thread its time, and have the run concluded where that has not."""
@@ -283,6 +301,12 @@ class Watch:
                 return
             assert self._code is not None
             end_process(self._code)
+        if self._is_done:
+            # The signal came when the result was written; the main thread is on its way out.
+            if self._control.name.rank == 0:
+                self._control.tell_end(EXIT_DONE)
+            self._is_over.wait(_OUT_WITHIN_S - (monotonic() - start))
+            end_process(EXIT_DONE)
         end_process(self._conclude())
 
     def _interrupt_main(self) -> None:

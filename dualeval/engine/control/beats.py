@@ -20,7 +20,8 @@ from dualeval.engine.progress import Progress, described
 from dualeval.network import host_identity
 
 # A rank may be there for as long as the others, or its caller, need.
-WAITING = ("meet", "idle")
+IDLE = "idle"
+WAITING = ("meet", IDLE)
 COLLECTIVE = "collective"
 # There are no batches to count: what a rank computes there is progress, for however long.
 UNCOUNTED = ("setup", "write", "end")
@@ -30,6 +31,7 @@ _DEVICE = "device"
 _COLLECTIVE_GRACE_S = 2.0
 # One that has passed a meeting may be seen there for a moment longer.
 _LEFT_BEHIND_S = 3.0
+_LATE_S = 10.0
 # In place of the sign of a rank that has left.
 LEFT = "left"
 # What a window of time must have in it to count as work: waiting loops take hundredths of a core, and reading
@@ -338,7 +340,9 @@ class Monitor:
         for rank, sign in signs.items():
             finding = self._judges[rank].look(sign, now)
             silent = self._beats[rank].seconds(sign.beat, now)
-            if silent > self._limits.timeout_s:
+            # Its caller may be in C code that keeps Python's lock, for as long as it likes.
+            silent_s = self._limits.forward_timeout_s if sign.stage == IDLE else self._limits.timeout_s
+            if silent > silent_s:
                 text = f"{_no_progress(silent, sign)}, and no sign of life"
                 stuck.append((0, -silent, rank, text))
             elif finding.kind == "stuck":
@@ -395,6 +399,8 @@ class Observer:
         self._run = 0
         self._left: set[int] = set()
         self._alone = Standstill(0.0)
+        self._late = Standstill(0.0)
+        self._has_named_late = False
 
     def read(self, texts: Sequence[bytes]) -> dict[int, Sign]:
         """The signs of the ranks that have not left, by rank."""
@@ -413,6 +419,18 @@ class Observer:
             f"{self.names[rank]} has left, and {self.names[waiting[0]]} waits for all ranks: every rank has "
             "to evaluate the same, and to ask for the result"
         )
+
+    def name_late(self, signs: Mapping[int, Sign]) -> None:
+        """Say, once, which rank has not come where others wait for all."""
+        waiting = [rank for rank, sign in signs.items() if sign.stage == "meet"]
+        idle = [rank for rank, sign in signs.items() if sign.stage == IDLE]
+        seconds = self._late.seconds(bool(waiting and idle), self._clock.now())
+        if waiting and idle and seconds >= _LATE_S and self.sees_all and not self._has_named_late:
+            self._has_named_late = True
+            _note(
+                f"{self.names[waiting[0]]} has waited {seconds:.0f} s for {self.names[idle[0]]}, which has "
+                "not called evaluate, or asked for the result, yet"
+            )
 
     def stuck(self, signs: Mapping[int, Sign]) -> tuple[int, str] | None:
         """The rank that has come to a standstill, and how that is said."""

@@ -24,6 +24,7 @@ _SHORTEST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 # Rank 0 says who has not come; the others speak only where it does not.
 _AFTER_RANK_0_S = 10.0
+_LOOK_FOR_VERDICT_S = 0.5
 VERDICT = "verdict"
 _GO = "go"
 _FAILED = "failed"
@@ -144,14 +145,33 @@ class Meetings:
         with suppress(PeerError), rank_0_reachable(self._first):
             self.store.set(self.key("spoken"), _GO)
 
-    def leave(self, limit_s: float) -> None:
-        """Leave; rank 0, who serves the others, goes last."""
+    def leave(self, limit_s: float, *, together: bool) -> bool:
+        """Leave; rank 0, who serves the others, goes last. Returns whether all have left, as far as is known.
+
+        Args:
+            limit_s: how long rank 0 waits for the others.
+            together: have the others wait for all, too, until a rank fails.
+
+        Raises:
+            PeerError: one has failed, of those that leave together.
+        """
+        verdict: Verdict | None = None
+        all_left = False
         # Where rank 0 has gone already there is no order to keep.
         with suppress(PeerError), rank_0_reachable(self._first):
             if self.store.add(self.key("left"), 1) == self._size:
                 self.store.set(self.key("all-left"), _GO)
             if self._name.rank == 0:
-                self._await("all-left", limit_s)
+                # Not before the others have seen it: torch prints pages of frames where the store has gone.
+                return self._await("all-gone", limit_s) is not None
+            while together and not all_left and verdict is None:
+                all_left = self._await("all-left", _LOOK_FOR_VERDICT_S) is not None
+                verdict = Verdict.read(self.store.get(self.key(VERDICT)))
+            if self.store.add(self.key("gone"), 1) == self._size - 1:
+                self.store.set(self.key("all-gone"), _GO)
+        if verdict is not None and verdict.kind == "failure":
+            raise verdict.to_error()
+        return all_left
 
 
 @contextmanager

@@ -112,6 +112,8 @@ class ControlPlane:
         self._names: dict[int, Name] = {name.rank: name}
         self._end_told = threading.Event()
         self._left = False
+        # Whoever asks a store that has gone gets pages of frames from torch.
+        self._is_unreachable = False
         self._wake = threading.Event()
         # Beats that were sent, and who waits for the next one.
         self._sent = threading.Condition()
@@ -240,7 +242,7 @@ class ControlPlane:
         """
         own = Verdict.own_failure(self.name.rank, error, str(self.name))
         holds = own
-        if self._meetings is not None:
+        if self._meetings is not None and not self._is_unreachable:
             with suppress(PeerError), rank_0_reachable(self.first):
                 holds = self._meetings.propose(self._meetings.store, own)
         return (holds if holds.kind == "failure" else own).to_error()
@@ -375,8 +377,11 @@ class ControlPlane:
         """Report this rank's signs, look for a verdict, and on rank 0 at the signs of all."""
         closing = self._closing
         observer: Observer | None = None
+        slept_s = 0.0
         while True:
-            self._wake.wait(self._beat_every_s(stopping=self._stop is not None))
+            pause_s, start = self._beat_every_s(stopping=self._stop is not None), monotonic()
+            self._wake.wait(pause_s)
+            slept_s = max(slept_s, monotonic() - start - pause_s)
             self._wake.clear()
             ending = closing.is_set()
             try:
@@ -385,7 +390,8 @@ class ControlPlane:
                         observer = self._observer(client, meetings)
                     self._exchange(client, meetings, observer)
             except PeerError as unreachable:
-                self._hear_failure(unreachable)
+                self._is_unreachable = True
+                self._hear_failure(self._woken(slept_s) or unreachable)
                 self.all_saved.set()
                 return
             except Exception as error:
@@ -400,6 +406,13 @@ class ControlPlane:
             is_needed = self.name.rank == 0 and self._stop is not None and not self._end_told.is_set()
             if ending or (heard and not is_needed):
                 return
+
+    def _woken(self, slept_s: float) -> PeerError | None:
+        """What is to be said where rank 0 has gone while this process was stopped itself."""
+        if self.timeout_s is None or slept_s <= self.timeout_s:
+            return None
+        message = f"was stopped for {slept_s:.0f} s, and the other ranks have ended without it"
+        return Verdict.failure(self.name.rank, f"{self.name} {message}").to_error()
 
     def _exchange(self, client: TCPStore, meetings: Meetings, observer: Observer) -> None:
         """One round with the store."""
@@ -442,6 +455,7 @@ class ControlPlane:
                 self.all_saved.set()
         if self.failure is not None or self._stop is not None:
             return
+        observer.name_late(signs)
         found = observer.left_behind(signs) or observer.stuck(signs)
         if gone:
             text = f"{observer.names[gone[0]]} has ended without a word: it was killed, or crashed"
@@ -456,21 +470,33 @@ class ControlPlane:
 
         Exactly one rank gets True, where rank 0 can be reached.
         """
-        return self._meetings is None or self._meetings.may_speak()
+        return self._meetings is None or self._is_unreachable or self._meetings.may_speak()
 
     def has_spoken(self) -> None:
         """Let the others leave."""
-        if self._meetings is not None:
+        if self._meetings is not None and not self._is_unreachable:
             self._meetings.has_spoken()
 
-    def leave(self, limit_s: float = 10.0) -> None:
-        """Leave in order: rank 0, who serves the others, goes last. Later calls do nothing."""
+    def leave(self, limit_s: float = 10.0, *, together: bool = False) -> bool:
+        """Leave in order: rank 0, who serves the others, goes last. Later calls do nothing.
+
+        Args:
+            limit_s: how long rank 0 waits for the others.
+            together: have the others wait for all, too, until a rank fails.
+
+        Returns:
+            whether all ranks have left, as far as this one knows.
+        """
         self._left = True
         self.end_run()
         self._stop_beats()
-        if self._meetings is not None:
-            self._meetings.leave(limit_s)
-            self._meetings = self._server = None
+        meetings, self._meetings = self._meetings, None
+        all_left = meetings is None
+        if meetings is not None and not self._is_unreachable:
+            all_left = meetings.leave(limit_s, together=together)
+        # Its threads end with it; collected later, in a forked process, it would wait for them there.
+        self._server = None
+        return all_left
 
 
 def open_control_plane(
