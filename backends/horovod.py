@@ -115,7 +115,7 @@ class HorovodBackend(Backend):
     @contextmanager
     def _spoken_of(self, variables: Mapping[str, str]) -> Iterator[None]:
         """Have a wait for the other ranks say which of them Horovod waits for, as far as it tells."""
-        place = self.world.words
+        place = self.world.rendezvous
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in variables:
             host, port = (variables[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
             place = host, int(port)

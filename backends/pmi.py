@@ -24,15 +24,15 @@ _numbers = itertools.count()
 _LEAVE_S = 5.0
 
 
-def told_over_pmi(world: World, words: Any) -> Any:
+def payload_over_pmi(world: World, payload: Any) -> Any:
     """Tell every rank what rank 0 knows. A collective.
 
     Args:
         world: this process's place, with ``pmi_fd``.
-        words: on rank 0 plain values, as JSON has them; ignored elsewhere.
+        payload: on rank 0 plain values, as JSON has them; ignored elsewhere.
 
     Returns:
-        the words.
+        the payload.
 
     Raises:
         LaunchError: the launcher's file descriptor is not open here.
@@ -43,14 +43,14 @@ def told_over_pmi(world: World, words: Any) -> Any:
     number = next(_numbers)
     client.ask("init pmi_version=1 pmi_subversion=1")
     if number == 0:
-        # A server may take a process for lost that ends without, and its last words with it.
+        # A server may take a process for lost that ends without, and its last message with it.
         atexit.register(client.leave)
     store = client.ask("get_my_kvsname")["kvsname"]
     longest = int(client.ask("get_maxes")["vallen_max"]) - 1
     name = f"dualeval-{number}"
     if world.is_main:
         # In hexadecimal digits: a space or an equals sign may end a value.
-        text = json.dumps(words).encode().hex()
+        text = json.dumps(payload).encode().hex()
         parts = [text[start : start + longest] for start in range(0, len(text), longest)]
         keys = ["parts", *range(len(parts))]
         for key, value in zip(keys, [len(parts), *parts], strict=True):

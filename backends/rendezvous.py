@@ -22,7 +22,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from dualeval.backends.mpi import MpiBackend
-from dualeval.backends.pmi import told_over_pmi
+from dualeval.backends.pmi import payload_over_pmi
 from dualeval.errors import BackendError, LaunchError
 from dualeval.network import (
     LATE_S,
@@ -49,65 +49,65 @@ _PAUSE_PER_RANK_S = 1e-4
 
 
 @contextmanager
-def told_by_rank_0(world: World, words: Any) -> Iterator[Any]:
+def payload_of_rank_0(world: World, payload: Any) -> Iterator[Any]:
     """Tell every rank what rank 0 knows: over MPI or PMI, at horovodrun's rendezvous, or an agreed address.
 
     Rank 0 goes on telling until its block is left, which has to wait for the others.
 
     Args:
-        world: this process's place; its launcher gives a way into MPI, or ``pmi_fd``, or ``words``, or
+        world: this process's place; its launcher gives a way into MPI, or ``pmi_fd``, or ``rendezvous``, or
             ``master`` and ``run_id``.
-        words: on rank 0 plain values, as JSON has them; nothing elsewhere.
+        payload: on rank 0 plain values, as JSON has them; nothing elsewhere.
 
     Yields:
-        the words.
+        the payload.
 
     Raises:
         BackendError: rank 0's host cannot be reached.
         LaunchError: MPI is missing or broken.
     """
     if world.size == 1:
-        yield words
+        yield payload
     elif world.pmi_fd is not None:
         with waiting(world, "all ranks to come to the launcher's PMI", STARTED):
-            told = told_over_pmi(world, words)
-        yield told
-    elif world.words is not None:
-        yield _leave_words(world.words, words) if world.is_main else _await_words(world)
+            received = payload_over_pmi(world, payload)
+        yield received
+    elif world.rendezvous is not None:
+        yield _put_payload(world.rendezvous, payload) if world.is_main else _await_payload(world)
     elif world.run_id is None or world.master is None:
         with MpiBackend(world) as mpi:
             with waiting(world, "rank 0's address, over MPI", STARTED):
-                told = mpi.broadcast_json(words)
-            yield told
+                received = mpi.broadcast_json(payload)
+            yield received
             with waiting(world, "the ranks of MPI that have yet to reach rank 0", f"{STARTED} {CONNECTED}"):
                 mpi.barrier()
     elif world.is_main:
-        with meeting(world.master[1], world.run_id, words):
-            yield words
+        with meeting(world.master[1], world.run_id, payload):
+            yield payload
     else:
         host, port = world.master
         yield come_to_meeting((host, *world.master_addresses), port, world.run_id, world)
 
 
-def _leave_words(place: tuple[str, int], words: Any) -> Any:
-    """Put words where horovodrun keeps those of Horovod itself: a store of values, over HTTP."""
-    status, _ = _ask(place, "PUT", json.dumps(words).encode())
+def _put_payload(place: tuple[str, int], payload: Any) -> Any:
+    """Put a payload where horovodrun keeps those of Horovod itself: a store of values, over HTTP."""
+    status, _ = _ask(place, "PUT", json.dumps(payload).encode())
     if status != HTTPStatus.OK:
         raise BackendError(f"horovodrun's rendezvous at {at(*place)} answers {status}, expected 200")
-    return words
+    return payload
 
 
-def _await_words(world: World) -> Any:
-    """Wait for words that ``_leave_words`` puts there."""
-    assert world.words is not None
+def _await_payload(world: World) -> Any:
+    """Wait for the payload that ``_put_payload`` puts there."""
+    assert world.rendezvous is not None
     start = monotonic()
-    with waiting(world, f"rank 0's word at horovodrun's rendezvous, {at(*world.words)}", STARTED):
+    with waiting(world, f"rank 0's message at horovodrun's rendezvous, {at(*world.rendezvous)}", STARTED):
         while monotonic() - start < PATIENCE.total_seconds():
-            status, content = _ask(world.words, "GET")
+            status, content = _ask(world.rendezvous, "GET")
             if status == HTTPStatus.OK:
                 return json.loads(content)
             sleep(_PAUSE_S)
-    raise BackendError(f"rank 0 has left no word at horovodrun's rendezvous, {at(*world.words)}")
+    raise BackendError(f"rank 0 has left no message at horovodrun's rendezvous, {at(*world.rendezvous)}")
 
 
 def missing_at_horovods(place: tuple[str, int], size: int) -> str:
@@ -124,7 +124,7 @@ def missing_at_horovods(place: tuple[str, int], size: int) -> str:
 
 
 def _ask(
-    place: tuple[str, int], method: str, body: bytes | None = None, path: str = "/dualeval/words"
+    place: tuple[str, int], method: str, body: bytes | None = None, path: str = "/dualeval/payload"
 ) -> tuple[int, bytes]:
     # Not urllib: that would go through the proxy that a user's variables name.
     connection = HTTPConnection(*place, timeout=_ANSWER_S)
@@ -148,7 +148,7 @@ def shared_store(world: World, purpose: str) -> Iterator[tuple[Store, str, int |
     Rank 0 serves it until its block is left, which has to wait for the others.
 
     Args:
-        world: as for ``told_by_rank_0``, or torchrun's, or one that has a ``master`` alone.
+        world: as for ``payload_of_rank_0``, or torchrun's, or one that has a ``master`` alone.
         purpose: what it is for, in messages.
 
     Yields:
@@ -164,7 +164,7 @@ def shared_store(world: World, purpose: str) -> Iterator[tuple[Store, str, int |
         yield own, *_master(world)
         return
     server, offer = serve_store(world) if world.is_main else (None, None)
-    with told_by_rank_0(world, offer) as offer:
+    with payload_of_rank_0(world, offer) as offer:
         if server is not None:
             client = server
         else:
@@ -349,8 +349,8 @@ def placed_on_hosts(world: World, store: Store) -> World:
         return world
     store.set(f"dualeval/host/{world.rank}", json.dumps(own_place(world)))
     if world.is_main:
-        told = store.multi_get([f"dualeval/host/{rank}" for rank in range(world.size)])
-        hosts, local_ranks = zip(*map(json.loads, told), strict=True)
+        received = store.multi_get([f"dualeval/host/{rank}" for rank in range(world.size)])
+        hosts, local_ranks = zip(*map(json.loads, received), strict=True)
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         store.set("dualeval/hosts", json.dumps([[numbers[host] for host in hosts], local_ranks]))
     return place_by_hosts(world, *json.loads(store.get("dualeval/hosts")))

@@ -105,19 +105,19 @@ def reach(addresses: Sequence[str], port: int) -> tuple[str | None, list[str]]:
 
 
 @contextmanager
-def meeting(port: int, run_id: str, words: Any) -> Iterator[None]:
+def meeting(port: int, run_id: str, payload: Any) -> Iterator[None]:
     """Tell all who come to this host what they have to know; ``come_to_meeting`` is the other end.
 
     Args:
         port: the agreed port. Where another program has it, the next one is taken, and so on.
         run_id: name of the run, so that one who comes to another's meeting can tell.
-        words: plain values, as JSON has them.
+        payload: plain values, as JSON has them.
 
     Raises:
         BackendError: no port is free, or another process holds this run's meeting already.
     """
     server = _first_free(port, run_id)
-    text = json.dumps({"run": run_id, "words": words}).encode()
+    text = json.dumps({"run": run_id, "payload": payload}).encode()
 
     over = threading.Event()
 
@@ -148,7 +148,7 @@ def meeting(port: int, run_id: str, words: Any) -> Iterator[None]:
 
 
 def come_to_meeting(hosts: Sequence[str], port: int, run_id: str, world: World) -> Any:
-    """Wait until rank 0 holds its meeting, and return its words.
+    """Wait until rank 0 holds its meeting, and return its payload.
 
     Args:
         hosts: names or addresses of rank 0's host: the one that the launcher says first, then others where
@@ -170,7 +170,7 @@ def come_to_meeting(hosts: Sequence[str], port: int, run_id: str, world: World) 
         known=search.outcome,
         each_node=True,
     ):
-        return search.words()
+        return search.payload()
 
 
 @dataclass
@@ -178,13 +178,13 @@ class _Answer:
     """What came of asking one host.
 
     Attributes:
-        words: those of the meeting, in a tuple; None where there is none.
+        payload: that of the meeting, in a tuple; None where there is none.
         reached: whether the host answered.
         unknown: whether its name leads nowhere.
-        problem: why there are no words.
+        problem: why there is no payload.
     """
 
-    words: tuple[Any] | None = None
+    payload: tuple[Any] | None = None
     reached: bool = False
     unknown: bool = False
     problem: str = "not asked yet"
@@ -200,18 +200,18 @@ class _Search:
         self._host, *self._others = dict.fromkeys(hosts)
         self._answers = {self._host: _Answer()}
 
-    def words(self) -> Any:
-        """Ask until the words are there; raises as ``come_to_meeting``."""
+    def payload(self) -> Any:
+        """Ask until the payload is there; raises as ``come_to_meeting``."""
         start = last_reached = monotonic()
         pause = _PAUSE_S
         while True:
             first = self._ask(self._host, _REACH_S)
             others = []
             if not first.reached or monotonic() - start > _OTHERS_AFTER_S:
-                others = [self._ask(host, _OTHERS_REACH_S) for host in self._others if first.words is None]
+                others = [self._ask(host, _OTHERS_REACH_S) for host in self._others if first.payload is None]
             for answer in (first, *others):
-                if answer.words is not None:
-                    return answer.words[0]
+                if answer.payload is not None:
+                    return answer.payload[0]
             now = monotonic()
             limit = _UNREACHABLE_S
             if first.unknown and last_reached == start:
@@ -242,11 +242,11 @@ class _Search:
 
 
 def _ask_ports(host: str, port: int, run_id: str, reach_s: float) -> _Answer:
-    """Ask a host for the words of a run's meeting, at each port where that may be held."""
+    """Ask a host for the payload of a run's meeting, at each port where that may be held."""
     answer = _Answer(problem="it answers, but no meeting of this run is held there yet")
     for number in range(port, port + _PORTS_TRIED):
         try:
-            words = _ask(host, number, run_id, reach_s)
+            payload = _ask(host, number, run_id, reach_s)
         except ConnectionRefusedError:
             # The host is there; whoever had this port may have left since the meeting took a later one.
             answer.reached = True
@@ -261,8 +261,8 @@ def _ask_ports(host: str, port: int, run_id: str, reach_s: float) -> _Answer:
             answer.problem = str(error)
             break
         answer.reached = True
-        if words is not None:
-            return _Answer(words=words, reached=True)
+        if payload is not None:
+            return _Answer(payload=payload, reached=True)
     return answer
 
 
@@ -297,7 +297,7 @@ def _first_free(port: int, run_id: str) -> socket.socket:
 
 
 def _ask(host: str, port: int, run_id: str, reach_s: float = _REACH_S) -> tuple[Any] | None:
-    """The words of a run's meeting; None where something else listens on this port."""
+    """The payload of a run's meeting; None where something else listens on this port."""
     with socket.create_connection((host, port), timeout=reach_s) as connection:
         # One limit for all of it: another program may well send without end.
         end = monotonic() + _ANSWER_S
@@ -312,7 +312,7 @@ def _ask(host: str, port: int, run_id: str, reach_s: float = _REACH_S) -> tuple[
     with suppress(ValueError):
         answer = json.loads(text)
         if isinstance(answer, dict) and answer.get("run") == run_id:
-            return (answer["words"],)
+            return (answer["payload"],)
     return None
 
 

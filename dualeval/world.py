@@ -20,7 +20,7 @@ class World:
         master: host name or address and port where the ranks first meet; None where nobody has to.
         master_addresses: other addresses at which ``master`` may be, where that name leads nowhere.
         run_id: what tells this run from all others that might be met there; None where ``master`` is.
-        words: host and port where the launcher keeps what ranks tell each other; None where it does not.
+        rendezvous: host and port where the launcher keeps what ranks send each other; None where it does not.
         node_sizes: number of ranks on each node, by its number; None where the launcher does not tell.
         mpi: whether the launcher gives its processes a way into MPI (mpirun; srun with --mpi=pmix or pmi2).
         promised_gpus: the variable by which a launcher says that this process was given GPUs, with its value;
@@ -42,7 +42,7 @@ class World:
     master: tuple[str, int] | None = None
     master_addresses: tuple[str, ...] = ()
     run_id: str | None = None
-    words: tuple[str, int] | None = None
+    rendezvous: tuple[str, int] | None = None
     node_sizes: tuple[int, ...] | None = None
     mpi: bool = False
     promised_gpus: str = ""

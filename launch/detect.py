@@ -281,7 +281,7 @@ def _probe_horovodrun(environ: Mapping[str, str]) -> World | None:
             environ,
             f"Start a fixed number of them with '{HOROVODRUN.start}'",
         )
-    return replace(world, words=read_address(HOROVODRUN, environ, *HOROVODRUN.others))
+    return replace(world, rendezvous=read_address(HOROVODRUN, environ, *HOROVODRUN.others))
 
 
 def _probe_open_mpi(environ: Mapping[str, str]) -> World | None:

@@ -132,7 +132,7 @@ ENVIRONMENTS = [
         HOROVOD_GLOO_IFACE=lo HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1 HOROVOD_GLOO_RENDEZVOUS_PORT=13938
         HOROVOD_HOSTNAME=localhost HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2 HOROVOD_RANK=1
         HOROVOD_SIZE=2""",
-        world("horovodrun", 1, 2, 1, 2, words=("127.0.0.1", 13938)),
+        world("horovodrun", 1, 2, 1, 2, rendezvous=("127.0.0.1", 13938)),
     ),
     Environment(
         "horovodrun --gloo over two hosts",
@@ -142,7 +142,7 @@ ENVIRONMENTS = [
         HOROVOD_GLOO_IFACE=eth0 HOROVOD_GLOO_RENDEZVOUS_ADDR=10.77.0.10
         HOROVOD_GLOO_RENDEZVOUS_PORT=2966 HOROVOD_HOSTNAME=h1 HOROVOD_LOCAL_RANK=0 HOROVOD_LOCAL_SIZE=1
         HOROVOD_RANK=2 HOROVOD_SIZE=3""",
-        world("horovodrun", 2, 3, 0, 1, words=("10.77.0.10", 2966)),
+        world("horovodrun", 2, 3, 0, 1, rendezvous=("10.77.0.10", 2966)),
     ),
     Environment(
         "torchrun",

@@ -132,7 +132,7 @@ def test_recorded(launcher: str) -> None:
         node_rank=None,
         launcher=launcher,
         mpi=launcher != "horovodrun",
-        words=("10.0.0.1", 29500) if launcher == "horovodrun" else None,
+        rendezvous=("10.0.0.1", 29500) if launcher == "horovodrun" else None,
     )
     assert detect(environ) == expected
     assert detect(environ, launcher) == expected

@@ -99,7 +99,7 @@ def test_who_comes_first_waits(port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [None, b"", b"SSH-2.0-OpenSSH\r\n", b'{"run": "c.2.0", "words": 1}', b"[1]"]
+    "answer", [None, b"", b"SSH-2.0-OpenSSH\r\n", b'{"run": "c.2.0", "payload": 1}', b"[1]"]
 )
 def test_the_next_port_where_another_program_has_it(
     port: int, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
@@ -204,7 +204,7 @@ class Asked:
 
     def __call__(self, host: str, port: int, run_id: str, reach_s: float) -> network._Answer:
         self.hosts.append(host)
-        return network._Answer(words=None if host == "h0" else (WORDS,), reached=True)
+        return network._Answer(payload=None if host == "h0" else (WORDS,), reached=True)
 
 
 def test_interfaces() -> None:

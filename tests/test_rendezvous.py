@@ -95,17 +95,17 @@ def test_horovodruns_rendezvous_is_named_where_it_cannot_be_reached() -> None:
     with socket.create_server((LOOPBACK, 0)) as closed:
         place = (LOOPBACK, closed.getsockname()[1])
     world = World(
-        rank=0, size=2, local_rank=0, local_size=2, node_rank=None, launcher="horovodrun", words=place
+        rank=0, size=2, local_rank=0, local_size=2, node_rank=None, launcher="horovodrun", rendezvous=place
     )
     with (
         pytest.raises(BackendError, match=f"rendezvous at {place[0]}:{place[1]} cannot be reached"),
-        rendezvous.told_by_rank_0(world, {}),
+        rendezvous.payload_of_rank_0(world, {}),
     ):
         pass
 
 
 def test_a_rank_alone_tells_itself() -> None:
-    with rendezvous.told_by_rank_0(World.alone(), {"a": 1}) as words:
+    with rendezvous.payload_of_rank_0(World.alone(), {"a": 1}) as words:
         assert words == {"a": 1}
 
 

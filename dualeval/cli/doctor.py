@@ -278,7 +278,7 @@ def _try_together(findings: _Findings, facts: dict[str, Any], world: World, aske
             findings.stage = "waiting for what the other ranks find"
             _collect(own, findings, "alone", third)
             own.set("doctor/verdict", _STOP if _must_stop(findings) else _GO)
-        findings.stage = "waiting for rank 0's word"
+        findings.stage = "waiting for rank 0's message"
         if own.get("doctor/verdict").decode() == _GO:
             findings.stage = f"trying the backend {facts['backend']}"
             try:

@@ -35,7 +35,7 @@ _LONGEST_TIMEOUT_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Manner:
+class _Invocation:
     """How this invocation runs and shows a job: nothing that its result depends on."""
 
     out: Path | None
@@ -185,7 +185,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
     started = perf_counter()
     launcher, nproc, dry_run = flags.pop("launcher"), flags.pop("nproc"), flags.pop("dry_run")
     config = flags.pop("config")
-    manner = _Manner(
+    invocation = _Invocation(
         started=started,
         stop_signals=tuple(flags.pop("stop_signals").split(",")),
         **{
@@ -201,17 +201,17 @@ def run(context: click.Context, /, **flags: Any) -> None:
     world = detection.place
     if dry_run:
         if world.is_main:
-            click.echo(json.dumps(_dry_run(job, manner, world, nproc), indent=2, ensure_ascii=False))
+            click.echo(json.dumps(_dry_run(job, invocation, world, nproc), indent=2, ensure_ascii=False))
         return
     if world.is_main:
         for note in detection.notes:
             click.echo(f"dualeval: note: {note}", err=True)
     if nproc is not None:
-        context.exit(_start_ranks(nproc, world, job, manner, context.obj))
-    context.exit(_evaluate(job, manner, launcher))
+        context.exit(_start_ranks(nproc, world, job, invocation, context.obj))
+    context.exit(_evaluate(job, invocation, launcher))
 
 
-def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict[str, Any]:
+def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None) -> dict[str, Any]:
     """Check a job as far as one process can, and return its options as they would be used."""
     import torch
 
@@ -224,12 +224,12 @@ def _dry_run(job: Job, manner: _Manner, world: World, nproc: int | None) -> dict
     from dualeval.local_ranks import last_rank
 
     # What every rank would find here.
-    last = world if nproc is None else last_rank(nproc, world, manner.backend)
-    choose_backend(manner.backend, last)
-    device = device_here(job.device, nproc or 1, last, allow_shared_gpu=manner.allow_shared_gpu)
+    last = world if nproc is None else last_rank(nproc, world, invocation.backend)
+    choose_backend(invocation.backend, last)
+    device = device_here(job.device, nproc or 1, last, allow_shared_gpu=invocation.allow_shared_gpu)
     numerics.check_precision(job.precision, device)
-    if manner.out is not None:
-        check_path(manner.out)
+    if invocation.out is not None:
+        check_path(invocation.out)
     if job.download:
         _fetch(job)
     task = _make_task(job)
@@ -251,21 +251,23 @@ def _as_used(job: Job, device: str, workers: int) -> dict[str, Any]:
     return {**job.to_json(), "device": job.device or device, "workers": workers}
 
 
-def _start_ranks(nproc: int, world: World, job: Job, manner: _Manner, arguments: Sequence[str]) -> int:
+def _start_ranks(
+    nproc: int, world: World, job: Job, invocation: _Invocation, arguments: Sequence[str]
+) -> int:
     """Start this same command, less --nproc, as ``nproc`` ranks of torchrun's or horovodrun's kind."""
     from dualeval.local_ranks import last_rank, start_ranks
 
-    last = last_rank(nproc, world, manner.backend)
+    last = last_rank(nproc, world, invocation.backend)
     main_file = Path(__file__).resolve().parent.parent / "__main__.py"
     # Said, not left to be found: variables of another launcher may be left over in the shell.
     command = [sys.executable, str(main_file), *_without_start(arguments), "--launcher", last.launcher]
     return start_ranks(
         command,
         last,
-        backend=manner.backend,
+        backend=invocation.backend,
         device=job.device,
-        allow_shared_gpu=manner.allow_shared_gpu,
-        stop_signals=numbers_of(manner.stop_signals),
+        allow_shared_gpu=invocation.allow_shared_gpu,
+        stop_signals=numbers_of(invocation.stop_signals),
         takes_signals=True,
     )
 
@@ -283,24 +285,24 @@ def _without_start(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _evaluate(job: Job, manner: _Manner, launcher: str | None) -> int:
+def _evaluate(job: Job, invocation: _Invocation, launcher: str | None) -> int:
     """Evaluate as one rank; returns the exit code, the same on every rank."""
     session = Session(
-        backend=manner.backend,
+        backend=invocation.backend,
         device=job.device,
         launcher=launcher,
-        allow_shared_gpu=manner.allow_shared_gpu,
-        mix_machines=manner.mix_machines,
-        heartbeat_timeout=manner.heartbeat_timeout,
-        forward_timeout=manner.forward_timeout,
-        stop_signals=manner.stop_signals,
+        allow_shared_gpu=invocation.allow_shared_gpu,
+        mix_machines=invocation.mix_machines,
+        heartbeat_timeout=invocation.heartbeat_timeout,
+        forward_timeout=invocation.forward_timeout,
+        stop_signals=invocation.stop_signals,
     )
     return options.evaluate_and_show(
-        session, lambda session: _run_engine(job, manner, session), as_json=manner.as_json
+        session, lambda session: _run_engine(job, invocation, session), as_json=invocation.as_json
     )
 
 
-def _run_engine(job: Job, manner: _Manner, session: Session) -> Result:
+def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
     from dualeval.engine.options import NEW_FOLDER
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
@@ -309,26 +311,26 @@ def _run_engine(job: Job, manner: _Manner, session: Session) -> Result:
         _download(job, session)
     task = _make_task(job)
     workers = _workers(job, task, session.cores)
-    stream = sys.stderr if manner.as_json else sys.stdout
-    shows = manner.progress and session.world.is_main
+    stream = sys.stderr if invocation.as_json else sys.stdout
+    shows = invocation.progress and session.world.is_main
     shown = Progress(stream, as_bar=on_screen(stream)) if shows else None
     try:
         return session.evaluate(
             task,
-            out=NEW_FOLDER if manner.out is None else manner.out,
+            out=NEW_FOLDER if invocation.out is None else invocation.out,
             batch_size=job.batch_size,
             limit=job.limit,
             precision=job.precision,
             workers=workers,
             fewer_workers=job.workers is None,
             on_error=job.on_error,
-            schedule=manner.schedule,
-            fresh=manner.fresh,
-            replay=manner.replay,
-            mix_machines=manner.mix_machines,
+            schedule=invocation.schedule,
+            fresh=invocation.fresh,
+            replay=invocation.replay,
+            mix_machines=invocation.mix_machines,
             job=_as_used(job, session.backend.device.type, workers),
             show=shown,
-            started=manner.started,
+            started=invocation.started,
             last=True,
         )
     finally:

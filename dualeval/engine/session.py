@@ -127,6 +127,7 @@ class Session:
         self._signals: Signals | None = None
         self.is_concluded = False
         self._is_closed = False
+        self._is_joining = False
         # The error that the run was concluded by, whose end has been said.
         self._said: BaseException | None = None
         self._loop: OwnLoop | None = None
@@ -206,6 +207,7 @@ class Session:
         name = self._backend_name or caller
         choose_backend(name, world)
         check_name(self._wanted_device)
+        self._is_joining = True
         self._backend = connect(name, world)
         self._control = open_control_plane(
             self._backend, self._heartbeat_timeout, forward_timeout_s=self._forward_timeout
@@ -225,15 +227,21 @@ class Session:
         )
 
     def _fail_to_open(self, error: BaseException, world: World | None) -> None:
-        """Say what is wrong: perhaps it is this rank's alone, with no way yet to tell the others."""
+        """Say what is wrong, where there is no way yet to tell the other ranks."""
         if self._conclusion is not None:
             self.conclude(error)
         elif self.is_owner and isinstance(error, DualevalError):
             self.exit_code = error.exit_code
             alone = world is None or world.size == 1
-            # What a library lacks, every rank of a node says alike: the first one does.
-            if world is None or not isinstance(error, LibraryError) or world.local_rank == 0:
-                where = "" if alone or world is None else f" (on rank {world.rank})"
+            where = "" if alone or world is None else f" (on rank {world.rank})"
+            # Before the ranks are joined all are told the same by what they were given; what a library lacks
+            # is alike on a node; and anything else may be this rank's alone.
+            if isinstance(error, LibraryError):
+                speaks = world is None or world.local_rank == 0
+            else:
+                speaks = self._is_joining or world is None or world.is_main
+                where = where if self._is_joining else ""
+            if speaks:
                 say(f"dualeval: error: {error}{where}")
             if not alone:
                 sleep(_LAST_WORDS_S)
