@@ -19,7 +19,7 @@ from dualeval.launch.local import run_local
 from dualeval.launch.starts import may_start_ranks
 from dualeval.world import World
 
-# In the environment of a script's ranks.
+# In the environment of a script's ranks: by which launcher's variables they find their places.
 _STARTED = "DUALEVAL_STARTED_RANKS"
 
 
@@ -92,7 +92,7 @@ def start_this_script(
     device: str | None = None,
     allow_shared_gpu: bool = False,
     stop_signals: Collection[signal.Signals] = (),
-) -> None:
+) -> str | None:
     """Run the script of this process again as ``nproc`` ranks, wait for them, and exit with their exit code.
 
     In the ranks, and in those of any other launcher that are as many, it does nothing. So what the script
@@ -105,27 +105,27 @@ def start_this_script(
         device: the one that is wanted, as for ``devices.take_device``; likewise ``allow_shared_gpu``.
         stop_signals: on which the ranks save what they have and end.
 
+    Returns:
+        the launcher whose variables say which rank this is, where a script has started it; else None.
+
     Raises:
         SystemExit: the ranks have ended; with their exit code.
         UsageError: there is no script that can be run again, or as ``start_ranks``.
-        LaunchError: this process is a rank already, of another number.
+        LaunchError: this process is a rank already, of another number; or its variables are gone.
     """
-    world = detect(os.environ)
+    # Said, not left to be found: variables of another launcher may be left over in the shell. Where its own
+    # are gone, that is an error here, and no start of ranks without end.
+    launcher = os.environ.get(_STARTED)
+    world = detect(os.environ, launcher)
     group = group_of_caller()
     if group is not None:
         world = world_of_caller(group, world)
-    if group is not None or not may_start_ranks(world):
+    if launcher is not None or group is not None or not may_start_ranks(world):
         if world.size == nproc:
-            return
+            return launcher
         raise LaunchError(
             f"nproc={nproc}: this process is rank {world.rank} of {world.size} already (started by "
             f"{world.launcher}). Leave nproc out, or start the script by itself: 'python SCRIPT'."
-        )
-    if _STARTED in os.environ:
-        # It would start ranks without end.
-        raise LaunchError(
-            f"nproc={nproc}: this process was started as one of the ranks of a script, and the variables "
-            "that say which one (RANK, WORLD_SIZE, ...) are gone. Leave them in the environment."
         )
     command = _own_command(nproc)
     last = last_rank(nproc, world, backend)
@@ -140,7 +140,7 @@ def start_this_script(
             allow_shared_gpu=allow_shared_gpu,
             stop_signals=stop_signals,
             takes_signals=False,
-            variables={_STARTED: str(nproc)},
+            variables={_STARTED: last.launcher},
         )
     except UsageError:
         raise

@@ -564,13 +564,15 @@ def evaluate(task: Task, *, nproc: int | None = None, **options: Any) -> Result:
         from dualeval.local_ranks import start_this_script
 
         device = options.get("device")
-        start_this_script(
+        launcher = start_this_script(
             nproc,
             backend=options.get("backend"),
             device=None if device is None else str(device),
             allow_shared_gpu=options.get("allow_shared_gpu", False),
             stop_signals=numbers_of(options.get("stop_signals", DEFAULT_SIGNALS)),
         )
+        if launcher is not None:
+            options["launcher"] = launcher
     names = set(inspect.signature(Session).parameters)
     of_session = {name: value for name, value in options.items() if name in names}
     # What ranks may differ in concerns their devices and the folder alike.
