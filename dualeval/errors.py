@@ -36,8 +36,23 @@ def exit_code_of(error: BaseException) -> int:
 def message_of(error: BaseException) -> str:
     """What an error is called in a message to people: its text, with its type where it is not one of ours."""
     if isinstance(error, DualevalError):
-        return str(error)
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+        return text_of(error)
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else named(error)
+
+
+def named(error: BaseException) -> str:
+    """An error's type and text."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def text_of(error: BaseException) -> str:
+    """An error's text, which can be written as UTF-8 whatever a user's error makes of ``str()``."""
+    try:
+        text = str(error)
+    except Exception as problem:  # noqa: BLE001 - whatever it is, the error itself is to be reported
+        return f"its __str__ raised {type(problem).__name__}"
+    # The name of a file that is no UTF-8 holds halves of surrogate pairs.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class UsageError(DualevalError):

@@ -197,7 +197,8 @@ def write_text(path: Path, text: str) -> None:
     # A name of its own: several processes may write the file, and then the last one's is there.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        # A user's text may hold what UTF-8 has no bytes for. As \\udcff JSON gives it back as it was.
+        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -242,7 +243,7 @@ class Status:
             # No space, no inodes, a folder that takes no files: its block is there already. Not whole for a
             # moment, but "running" would be wrong for ever.
             try:
-                with (folder / STATUS).open("r+", encoding="utf-8") as file:
+                with (folder / STATUS).open("r+", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(text)
                     file.truncate()
             except OSError:

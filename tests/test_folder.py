@@ -359,3 +359,9 @@ def test_where_no_file_can_be_made_the_status_is_written_over(tmp_path: Path, la
     done = launch(["unshare", "--mount", "bash", "-c", READ_ONLY, "bash", tmp_path, sys.executable])
     assert done.returncode == 0, done.stderr
     assert read_status(tmp_path) == Status(state="failed", exit_code=1)
+
+
+def test_a_text_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
+    """As the text of an error that names a file of such a name."""
+    Status(state="failed", reason="bad \udcff name").write(tmp_path)
+    assert read_status(tmp_path) == Status(state="failed", reason="bad \udcff name")

@@ -24,7 +24,15 @@ from dualeval.cli.score import score
 from dualeval.cli.setup_horovod import setup_horovod
 from dualeval.cli.submit import submit
 from dualeval.cli.verify import verify
-from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, LibraryError, UsageError
+from dualeval.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_USAGE,
+    DualevalError,
+    LibraryError,
+    UsageError,
+    text_of,
+)
 from dualeval.launch import detect
 from dualeval.world import World
 
@@ -64,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _say("interrupted", words)
         code = EXIT_FAILED
     except DualevalError as error:
-        _say(str(error), words, of_node=isinstance(error, LibraryError))
+        _say(text_of(error), words, of_node=isinstance(error, LibraryError))
         code = error.exit_code
     problem = process_start.unwritten()
     # Whoever read it may have seen enough, as head.

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dualeval.errors import text_of
+
 # Batches that an accelerator may have under way before the host waits for the oldest: bounds memory.
 _AHEAD = 2
 
@@ -152,4 +154,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     # What a library or the CPU's allocator raises has no type of its own.
-    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(text_of(error)) is not None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
@@ -24,6 +25,8 @@ from dualeval.errors import (
     PeerError,
     Stopped,
     exit_code_of,
+    named,
+    text_of,
 )
 
 # Until rank 0 waits no longer for what the others have saved, and these no longer for rank 0 to write that
@@ -72,7 +75,7 @@ class Conclusion:
         code = None
         if stops:
             # Whatever went wrong while ranks were ending: they were told to.
-            self._control.stop(str(error))
+            self._control.stop(text_of(error))
             code = self._conclude_stop()
         failure = self._control.failure
         if code is None or (failure is not None and failure.where is not None):
@@ -91,7 +94,7 @@ class Conclusion:
         failure = control.failure
         # A failure that a rank has told of is why a launcher ends the others by a signal.
         if failure is not None and (code is None or failure.where is not None):
-            self._save()
+            self._save(failure)
             say(spoken(failure, control.name.rank))
             # Where rank 0 is what failed, any other has to write it.
             if control.name.rank == 0 or failure.rank == 0:
@@ -104,10 +107,13 @@ class Conclusion:
 
     def _let_go(self, code: int) -> None:
         """Close what shows that this run is at work, and let the others end."""
-        if self.watch.folder is not None:
-            self.watch.folder.close()
-        # Nothing more is in hand, and the end is written down.
-        self.watch.release(done=False)
+        folder = self.watch.folder
+        with _surviving("remove what the watch has written"):
+            # Nothing more is in hand, and the end is written down. The watch's file of stacks goes first.
+            self.watch.release(done=False)
+        with _surviving("release the folder"):
+            if folder is not None:
+                folder.close()
         if self._control.name.rank == 0 and self._control.stopping is not None:
             self._control.tell_end(code)
         elif self._control.stopping is not None:
@@ -152,7 +158,7 @@ class Conclusion:
     def _conclude_failure(self, error: BaseException) -> int:
         """Tell every rank of a failure, say it, and leave together with one exit code."""
         control = self._control
-        self._save()
+        self._save(error)
         first = error if isinstance(error, PeerError) else control.fail(error)
         self.watch.main_concludes(first.exit_code)
         rank = control.name.rank
@@ -160,10 +166,11 @@ class Conclusion:
         if rank == 0 or (isinstance(error, PeerError) and first.rank == 0):
             self._write_down(error)
         if not isinstance(error, DualevalError) and self._is_owner:
-            traceback.print_exception(error)
+            with _surviving("print the traceback"):
+                traceback.print_exception(error)
         # What rank 0 met as well is no matter of one rank.
-        everybodys = first.rank == 0 or str(first) == str(error)
-        line = f"dualeval: error: {first}" if everybodys else spoken(first, 0)
+        everybodys = first.rank == 0 or text_of(first) == text_of(error)
+        line = f"dualeval: error: {text_of(first)}" if everybodys else spoken(first, 0)
         if first.exit_code == EXIT_USAGE:
             self._leave(line)
         elif first.rank == 0 and first.where is None and rank != 0:
@@ -193,14 +200,30 @@ class Conclusion:
         """Write the end into status.json."""
         folder = self.watch.folder
         if folder is not None and folder.shared:
-            folder.note_end(error, self._control.saved_by_all if isinstance(error, Stopped) else None)
+            with _surviving("write down the end"):
+                folder.note_end(error, self._control.saved_by_all if isinstance(error, Stopped) else None)
 
-    def _save(self) -> str | None:
-        """Save what is finished; returns what stands in the way."""
+    def _save(self, first: BaseException | None = None) -> str | None:
+        """Save what is finished, after that error; returns what stands in the way."""
         recorder = self.watch.recorder
         try:
             if recorder is None or recorder.flush(_FLUSH_WITHIN_S):
                 return None
         except OSError as error:
-            return f"{type(error).__name__}: {error}"
+            return named(error)
+        except Exception as error:  # noqa: BLE001 - a metric of the user's folds what is to be saved
+            problem = named(error)
+            # What the metric has broken the run with is said already.
+            if first is not None and problem not in (named(first), text_of(first)):
+                say(f"dualeval: note: cannot save what is finished: {problem}")
+            return problem
         return "writing hangs"
+
+
+@contextmanager
+def _surviving(step: str) -> Iterator[None]:
+    """Do a step of the end; what it raises is said, and the next steps are done all the same."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the first error is the one to report
+        say(f"dualeval: note: cannot {step}: {named(error)}")

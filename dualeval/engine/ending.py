@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
-from dualeval.errors import DualevalError, PeerError
+from dualeval.errors import DualevalError, PeerError, text_of
 
 _WITHIN_S = 0.5
 
@@ -77,8 +77,8 @@ def _try(action: Callable[[], None]) -> None:
 def spoken(error: DualevalError, rank: int) -> str:
     """What a rank says of the first failure: which rank, where, and why; once."""
     if not isinstance(error, PeerError):
-        return f"dualeval: error: {error}"
-    text = f"{error.where}: {error}" if error.where else str(error)
+        return f"dualeval: error: {text_of(error)}"
+    text = f"{error.where}: {text_of(error)}" if error.where else text_of(error)
     return f"dualeval: error: {text}" if rank == 0 else f"dualeval: rank {rank} ends: {text}"
 
 

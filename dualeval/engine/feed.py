@@ -25,7 +25,7 @@ from dualeval.engine.progress import Stage
 from dualeval.engine.storages import own_storages
 from dualeval.engine.transfer import Uploads
 from dualeval.engine.worker_state import pack, unpack
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import DualevalError, UsageError, named, text_of
 from dualeval.tasks import Dataset, Task
 
 _PR_SET_PDEATHSIG = 1
@@ -123,7 +123,7 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             try:
                 samples[index] = self._read_one(index)
             except Exception as error:  # noqa: BLE001 - reported with the sample's id; the run decides
-                failed.append(FailedSample(index=index, error=_said(error)))
+                failed.append(FailedSample(index=index, error=named(error)))
         if self._ready_batches:
             return self._read_ready_batch_again(indices, first, failed), ()
         if not samples or (failed and not self._fill):
@@ -154,7 +154,7 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             )
             raise UsageError(
                 f"the batch of samples {self._dataset.id(indices[0])} to {self._dataset.id(indices[-1])} "
-                f"(indices {indices[0]} to {indices[-1]}) cannot be read: {_said(first)}.{alone} "
+                f"(indices {indices[0]} to {indices[-1]}) cannot be read: {named(first)}.{alone} "
                 f"{type(self._dataset).__name__} returns ready batches, so no single sample can be left out "
                 "(--on-error skip): mend or remove the bad one, or let __getitems__ return a list of samples "
                 "and the task's collate make the batch."
@@ -193,10 +193,6 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
                 "data set a method placeholder(index) that returns a sample of the same shape, or mend or "
                 "remove the sample, and run with --on-error stop."
             ) from error
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 class _Returning(torch.utils.data.Dataset[Any]):
@@ -358,7 +354,7 @@ def lost_worker(error: BaseException) -> DualevalError | None:
 
     torch raises it out of its handler of SIGCHLD: wherever the main thread happens to be.
     """
-    found = _LOST_WORKER.match(str(error)) if isinstance(error, RuntimeError) else None
+    found = _LOST_WORKER.match(text_of(error)) if isinstance(error, RuntimeError) else None
     if found is None:
         return None
     return DualevalError(

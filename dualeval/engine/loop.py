@@ -22,7 +22,7 @@ from dualeval.engine.folder.lease import gone
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
-from dualeval.errors import DualevalError, Stopped, UsageError
+from dualeval.errors import DualevalError, Stopped, UsageError, text_of
 from dualeval.metrics import Metric, RowMetric
 from dualeval.tasks import Dataset, Task
 
@@ -311,7 +311,7 @@ class Loop:
         smaller = max(1, options.batch_size // 2)
         precision = "" if options.precision.startswith("amp") else ", or --precision amp-bf16 on a GPU"
         # Python's own has no text.
-        said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        said = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         saved = (
             f" {self._recorder.chunks_saved} finished chunks of this rank stay for the same command where "
             "there is more memory; another batch size is another job, and begins anew (--fresh)."

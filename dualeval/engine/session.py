@@ -27,6 +27,7 @@ from dualeval.errors import (
     PeerError,
     Stopped,
     UsageError,
+    text_of,
 )
 from dualeval.process_start import DEFAULT_SIGNALS
 
@@ -258,7 +259,7 @@ class Session:
                 speaks = self._is_joining or world is None or world.is_main
                 where = where if self._is_joining else ""
             if speaks:
-                say(f"dualeval: error: {error}{where}")
+                say(f"dualeval: error: {text_of(error)}{where}")
             if not alone:
                 sleep(_LAST_WORDS_S)
             conclude_quietly(error, error.exit_code)

@@ -18,7 +18,7 @@ from torch import Tensor
 from dualeval.engine.columns import columns_of
 from dualeval.engine.folder.predictions import EVALUATED, json_entries, parquet_bytes
 from dualeval.engine.measured import check_keys, plain
-from dualeval.errors import DualevalError, UsageError
+from dualeval.errors import DualevalError, UsageError, named
 from dualeval.metrics import Measured, Metric, RowMetric
 
 if TYPE_CHECKING:
@@ -173,9 +173,7 @@ def _try_metric(metric: Metric, columns: Mapping[str, Tensor]) -> tuple[Measured
     except DualevalError:
         raise
     except Exception as error:  # raised on with the metric's name; what it is, its own frames show
-        raise RuntimeError(
-            f"metric {metric.name!r} fails on the first batch: {type(error).__name__}: {error}"
-        ) from error
+        raise RuntimeError(f"metric {metric.name!r} fails on the first batch: {named(error)}") from error
     if slots.shape != (metric.size,):
         raise UsageError(
             f"metric {metric.name!r} has changed the shape of its ledger from ({metric.size},) to "
@@ -191,7 +189,7 @@ def _try_compute(name: str, compute: Callable[[], Measured]) -> tuple[Measured |
         raise
     except Exception as error:  # noqa: BLE001 - some need all classes, or many samples; the note says what it was
         return None, [
-            f"metric {name!r} fails on the first batch alone ({type(error).__name__}: {error}); it is "
+            f"metric {name!r} fails on the first batch alone ({named(error)}); it is "
             "computed on all samples at the end"
         ]
     found = plain(name, measured)

@@ -41,7 +41,7 @@ from dualeval.engine.folder.opening import (
 from dualeval.engine.folder.predictions import write_json_file, write_predictions
 from dualeval.engine.folder.process import Process
 from dualeval.engine.plan import EvalPlan
-from dualeval.errors import DualevalError, Stopped, exit_code_of, message_of
+from dualeval.errors import DualevalError, Stopped, exit_code_of, message_of, text_of
 from dualeval.result import (
     JOB,
     PREDICTIONS,
@@ -242,8 +242,8 @@ class RunFolder:
         status = self._status(
             "stopped" if isinstance(error, Stopped) else "failed",
             exit_code=exit_code_of(error),
-            reason=f"stopped by {error}" if isinstance(error, Stopped) else message_of(error),
-            signal=str(error) if isinstance(error, Stopped) else None,
+            reason=f"stopped by {text_of(error)}" if isinstance(error, Stopped) else message_of(error),
+            signal=text_of(error) if isinstance(error, Stopped) else None,
             chunks_saved=chunks_saved,
         )
         # What was written first stays, and another run's status: a rank that was stopped and wakes, as one
