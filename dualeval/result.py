@@ -219,7 +219,8 @@ class Status:
         exit_code: what the ranks end with; None while running.
         reason: the first error's message, where there was one.
         signal: the name of the signal that stopped the run.
-        chunks_saved: number of chunks that a stopped run has finished and saved since it was started.
+        chunks_saved: number of chunks that a stopped run has finished and saved since it was started;
+            None where it was killed before all ranks had reported.
         launch_id: of the launchers that may start a stopped run's ranks again.
         process: which process has written this: host, number, and when it began.
         run: names this run apart from any other in the same folder.

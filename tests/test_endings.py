@@ -140,6 +140,27 @@ def test_a_signal_in_the_middle_of_a_long_forward(launch: Launch, tmp_path: Path
     assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
 
 
+def test_a_stop_is_written_down_before_all_have_saved(launch: Launch, tmp_path: Path, wanted: str) -> None:
+    """A launcher may kill a second after its SIGTERM, as mpirun does."""
+    out = tmp_path / "out"
+    with at_work(launch, [*RUN, "--nproc", "2"], out, "slow 0 0;long 1 10") as process:
+        await_line("fault: long", process)
+        ranks = ranks_of(process)
+        ranks[0].send_signal(signal.SIGTERM)
+        await_that(lambda: read(out / "status.json")["state"] != "running", process)
+        status = read(out / "status.json")
+        assert (status["state"], status["signal"], status["chunks_saved"]) == ("stopped", "SIGTERM", None)
+        # Where a rank is killed before it has saved, that is what the run has come to.
+        ranks[1].kill()
+        code, said = end(process)
+    says = f"(pid {ranks[1].pid}) has ended without a word: it was killed, or crashed"
+    assert (code, said.count(says)) == (1, 1), said
+    assert "nothing was heard of" not in said
+    status = read(out / "status.json")
+    assert status["state"] == "failed" and status["reason"].endswith(says)
+    assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
+
+
 def test_a_second_sigint_stops_at_once(launch: Launch, tmp_path: Path, wanted: str) -> None:
     out = tmp_path / "out"
     with at_work(launch, RUN, out, "slow all 0;long all 10") as process:

@@ -149,6 +149,18 @@ def accelerator_of(device: torch.device) -> Accelerator:
     return ACCELERATORS.get(device.type, Accelerator)(device)
 
 
+def random_states() -> list[Tensor] | None:
+    """The states of all GPUs' random generators; None where this process uses none."""
+    uses_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.get_rng_state_all() if uses_cuda else None
+
+
+def set_random_states(states: list[Tensor] | None) -> None:
+    """Put back what ``random_states`` gave."""
+    if states is not None:
+        torch.cuda.set_rng_state_all(states)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, or the host, has no memory left."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):

@@ -146,7 +146,8 @@ class Conclusion:
             return EXIT_DONE
         missing = ", ".join(control.missing[:8])
         if missing:
-            message = f"stopped by {stop}, but nothing was heard of {missing}: killed, or hanging"
+            silent = f"stopped by {stop}, but nothing was heard of {missing}: killed, or hanging"
+            message = control.ended or silent
             self._write_down(DualevalError(message))
             self._say(f"dualeval: error: {message}")
             return EXIT_FAILED

@@ -23,7 +23,7 @@ from dualeval.engine.ending import end_process, error_stream, say, spoken
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
-from dualeval.errors import EXIT_DONE, message_of
+from dualeval.errors import EXIT_DONE, DualevalError, Stopped, message_of
 from dualeval.result import STATUS
 
 # Seconds from a signal, or from the news of a failure, until the main thread is waited for no longer.
@@ -32,6 +32,7 @@ GRACE_S = 3.0
 _OUT_WITHIN_S = 8.0
 # Until a rank ends even where nothing of its Python runs.
 _AT_LAST_S = 9.5
+_NOTED_WITHIN_S = 1.0
 _LOOK_EVERY_S = 0.25
 _SHORTEST_PAUSE_S = 0.001
 # Rank 0 waits two seconds for ranks that leave after a failure.
@@ -295,6 +296,7 @@ class Watch:
             # A launcher may leave a second between SIGTERM and SIGKILL.
             with suppress(OSError):
                 self.recorder.flush(GRACE_S / 3)
+        self._note_stop()
         self._main_concludes.wait(GRACE_S)
         if self._main_concludes.is_set():
             if self._is_over.wait(_OUT_WITHIN_S - (monotonic() - start)):
@@ -308,6 +310,25 @@ class Watch:
             self._is_over.wait(_OUT_WITHIN_S - (monotonic() - start))
             end_process(EXIT_DONE)
         end_process(self._conclude())
+
+    def _note_stop(self) -> None:
+        """Have rank 0 write down that the run is ending: mpirun may kill it before all have saved."""
+        folder, stopping, control = self.folder, self._control.stopping, self._control
+        if folder is None or not folder.shared or stopping is None or control.name.rank != 0:
+            return
+        if control.failure is not None:
+            return
+        ended = control.ended
+        # The disk may hang.
+        writing = threading.Thread(
+            target=folder.note_end,
+            args=(Stopped(stopping) if ended is None else DualevalError(ended),),
+            kwargs={"provisional": True},
+            name="dualeval-note",
+            daemon=True,
+        )
+        writing.start()
+        writing.join(_NOTED_WITHIN_S)
 
     def _interrupt_main(self) -> None:
         """Name what a guest's run has come to, and raise that where the main thread runs Python."""

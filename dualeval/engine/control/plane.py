@@ -262,6 +262,13 @@ class ControlPlane:
         ]
 
     @property
+    def ended(self) -> str | None:
+        """On rank 0: what is said of a missing rank whose process, on this host, has ended."""
+        names = [name for rank, name in self._names.items() if rank not in self._saved_by_all]
+        gone = [name for name in names if name.space == self.name.space and name.has_ended()]
+        return _ended(gone[0]) if gone else None
+
+    @property
     def has_peers(self) -> bool:
         """Whether there are other ranks that this one has not left."""
         return self._meetings is not None and not self._left
@@ -458,8 +465,7 @@ class ControlPlane:
         observer.name_late(signs)
         found = observer.left_behind(signs) or observer.stuck(signs)
         if gone:
-            text = f"{observer.names[gone[0]]} has ended without a word: it was killed, or crashed"
-            self.give_up(text, rank=gone[0])
+            self.give_up(_ended(observer.names[gone[0]]), rank=gone[0])
         elif found is not None:
             self.give_up(found[1], rank=found[0])
 
@@ -497,6 +503,10 @@ class ControlPlane:
         # Its threads end with it; collected later, in a forked process, it would wait for them there.
         self._server = None
         return all_left
+
+
+def _ended(name: Name) -> str:
+    return f"{name} has ended without a word: it was killed, or crashed"
 
 
 def open_control_plane(

@@ -86,6 +86,9 @@ class RunFolder:
         self._launch: str | None = None
         self._lease: KeptLease | None = None
         self._closing = threading.Event()
+        # What this process has written of an end that is under way.
+        self._provisional: Status | None = None
+        self._writing_status = threading.Lock()
         self.shared = probe_of(journal_of(path), token).exists()
         self.journal = journal_of(path) if self.shared else own_journal(path, rank, token)
         if not self.shared:
@@ -237,8 +240,16 @@ class RunFolder:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def note_end(self, error: BaseException, chunks_saved: int | None = None) -> None:
-        """Write into status.json that the run failed or was stopped, and why."""
+    def note_end(
+        self, error: BaseException, chunks_saved: int | None = None, *, provisional: bool = False
+    ) -> None:
+        """Write into status.json that the run failed or was stopped, and why.
+
+        Args:
+            error: what has ended it.
+            chunks_saved: by all ranks.
+            provisional: it is only ending, and how it has ended may take the place of this.
+        """
         status = self._status(
             "stopped" if isinstance(error, Stopped) else "failed",
             exit_code=exit_code_of(error),
@@ -248,11 +259,14 @@ class RunFolder:
         )
         # What was written first stays, and another run's status: a rank that was stopped and wakes, as one
         # does that mpirun ends, knows neither what the others have said of it nor who has gone on here since.
-        before = read_status(self.path)
-        if before is None or (before.state, before.run) == ("running", self.token):
-            # Where the disk is what failed, this fails too; the first error is the one to report.
-            with suppress(OSError):
-                status.write(self.path)
+        with self._writing_status:
+            before = read_status(self.path)
+            is_open = before is None or (before.state, before.run) == ("running", self.token)
+            if is_open or before == self._provisional:
+                # Where the disk is what failed, this fails too; the first error is the one to report.
+                with suppress(OSError):
+                    status.write(self.path)
+                    self._provisional = status if provisional else None
 
     def collect(
         self,
@@ -377,7 +391,8 @@ class RunFolder:
 
     def _finish(self, previous: PreviousRun, files: Sequence[Path] = ()) -> None:
         """Say that the result is there, and remove what has served to make it."""
-        self._status("done", exit_code=0).write(self.path)
+        with self._writing_status:
+            self._status("done", exit_code=0).write(self.path)
         for file in (*files, *previous.stale, *(file.path for file in previous.chunks.files)):
             file.unlink(missing_ok=True)
 
