@@ -99,6 +99,15 @@ def main() -> None:
                 found["digests"].append(result.metrics_digest)
             trained.train() if epoch == 0 else None
             assert all(module.training for module in trained.modules())
+            optimizer.zero_grad()
+            # A backward after an evaluation whose forward came before it.
+            kept = trained(data[:16][0]).square().mean()
+            if evaluates and epoch == 0:
+                task = TrainedTask(trained)
+                result = Evaluator(task, backend, control, RunOptions(batch_size=16), guest=True).run()
+                found["digests"].append(result.metrics_digest)
+            kept.backward()
+            optimizer.step()
             for inputs, targets in DataLoader(data, batch_size=16, sampler=RandomSampler(data)):
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(trained(inputs), targets)

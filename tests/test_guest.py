@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
-from dualeval.engine.guest import as_it_was
+from dualeval.engine.guest import Guest, as_it_was
 from dualeval.engine.options import RunOptions
 from dualeval.errors import UsageError
 from dualeval.result import Result
@@ -24,7 +27,7 @@ from dualeval.world import World
 from tests.conftest import ROOT, Launch
 from tests.guest_worker import TrainedTask, make_model
 from tests.launchers import needs, start
-from tests.tiny import FEATURES, TinyTask
+from tests.tiny import CLASSES, FEATURES, TinyTask
 
 WORKER = ROOT / "tests" / "guest_worker.py"
 
@@ -56,7 +59,7 @@ def test_training_is_bit_for_bit_as_without_the_evaluations(
     assert [rank["state"] for rank in found["evaluates"]] == [rank["state"] for rank in found["trains"]]
     first, second = (rank["digests"] for rank in found["evaluates"])
     assert first == second
-    assert len(set(first)) == len(first) == 3
+    assert len(set(first)) == len(first) == 4
 
 
 def test_the_bits_are_those_of_an_owner() -> None:
@@ -188,6 +191,117 @@ def test_a_model_that_build_model_finds_elsewhere_is_put_back() -> None:
         evaluate(task)
     for found in (model, trainer.model, OfAClass.model, of_a_trainer.trainer.model):
         assert all(module.training for module in found.modules())
+
+
+class Deep(TinyTask):
+    """Has a model far inside."""
+
+    def __init__(self, attribute: str, value: Any, model: nn.Module) -> None:
+        super().__init__(20)
+        setattr(self, attribute, value)
+        self._build = lambda: model.eval().double().requires_grad_(False).float()
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        return self._build()
+
+
+@pytest.mark.parametrize("path", ["box", "trainer", "closed"])
+def test_a_model_that_is_deep_inside_of_a_task_is_put_back(path: str) -> None:
+    model = make_model()
+    found = {
+        "box": [[model]],
+        "trainer": SimpleNamespace(config=SimpleNamespace(trainer=Trainer(model))),
+        "closed": ({"models": deque([(model,)])},),
+    }
+    evaluate(Deep(path, found[path], model))
+    assert all(module.training for module in model.modules())
+    assert all(p.requires_grad and p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_what_a_task_computes_when_it_is_asked_is_left_alone() -> None:
+    class Reading(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise OSError("read")
+
+    class Proxy:
+        @property
+        def __dict__(self) -> Any:
+            raise OSError("read")
+
+    task = TinyTask(20)
+    vars(task).update(reading=Reading([1]), far=Proxy(), many=list(range(10**6)))
+    with as_it_was(task):
+        pass
+
+
+class Stateful(nn.Linear):
+    """Has state that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES)
+        self.calls = 0
+        self.mean = torch.zeros(())
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = self.mean * 0.5 + input.mean()
+        self.kept = input
+        self.seen = self.seen + 1
+        return super().forward(input) * self.mean
+
+
+def test_state_that_is_no_buffer_is_put_back() -> None:
+    model = Stateful()
+    before = dict(vars(model))
+    evaluate(TrainedTask(model))
+    assert list(vars(model)) == list(before)
+    assert all(vars(model)[name] is value for name, value in before.items())
+    assert (model.calls, model.seen.item()) == (0, 0)
+
+
+def test_batch_norms_that_stay_in_training_are_put_back() -> None:
+    class Norm(nn.BatchNorm1d):
+        def train(self, mode: bool = True) -> Norm:
+            return super().train(True)
+
+    model = nn.Sequential(Norm(FEATURES), nn.Linear(FEATURES, CLASSES))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kept = model.eval()(torch.rand(4, FEATURES)).sum()
+    mean = {name: value.clone() for name, value in model.state_dict().items()}
+    assert not torch.equal(mean["0.running_mean"], before["0.running_mean"])
+    evaluate(TrainedTask(model))
+    assert all(torch.equal(mean[name], value) for name, value in model.state_dict().items())
+    kept.backward()
+
+
+class Rank0:
+    """A backend of two ranks whose rank 0 has other buffers."""
+
+    world = World(rank=1, size=2, local_rank=1, local_size=2, node_rank=0, launcher="torchrun")
+
+    def all_gather_json(self, own: Any) -> list[Any]:
+        return [[own[0], "other"], own]
+
+    def broadcast(self, payload: Tensor, src: int) -> Tensor:
+        return payload + 1
+
+
+def test_rank_0s_buffers_are_not_written_into_the_models() -> None:
+    norm = nn.BatchNorm1d(2).eval()
+    model = nn.Sequential(norm, nn.BatchNorm1d(2).eval())
+    model[1].running_mean = norm.running_mean  # of two modules, and one tensor
+    originals = list(model.buffers())
+    versions = [buffer._version for buffer in originals]
+    guest = Guest()
+    guest.remember(model)
+    assert guest.share_buffers(model, cast(Any, Rank0()), cast(Any, SimpleNamespace(meet=lambda: None)))
+    assert norm.running_mean is not None
+    assert norm.running_mean.tolist() == [1, 1]
+    assert model[1].running_mean is norm.running_mean
+    guest.put_back()
+    assert all(now is before for now, before in zip(model.buffers(), originals, strict=True))
+    assert [buffer._version for buffer in originals] == versions
 
 
 def test_wrappers_of_training_are_taken_off() -> None:

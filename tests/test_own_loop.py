@@ -136,7 +136,7 @@ def test_what_a_later_run_cannot_know_is_noted(tmp_path: Path) -> None:
         for batch in loop.batches():
             loop.add(batch, value=batch)
         loop.result()
-    for words in ("the loop's own source", "the weights", "the contents of the Mine"):
+    for words in ("the loop's own source", "the weights", "the contents of the data set (Mine)"):
         assert words in notes[0]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,10 @@ _DICTS = (
     *("_forward_hooks_always_called", "_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_LOOKED_AT = 256
+# How far models are looked for: from the task, a level each of attributes, lists and dicts.
+_LEVELS = 6
+_LOOKED_AT = 10_000
+_LOOKED_AT_EACH = 256
 _SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 
 
@@ -47,6 +51,7 @@ class Guest:
     def __init__(self) -> None:
         self._modules: dict[int, _Module] = {}
         self._tensors: dict[int, _Tensor] = {}
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
 
     def remember(self, model: nn.Module) -> None:
         """Note the state of a model, if it is not known yet."""
@@ -55,8 +60,18 @@ class Guest:
                 self._modules[id(module)] = _Module.of(module)
                 for parameter in module._parameters.values():
                     self._note(parameter, keeps_values=False)
-                for buffer in module._buffers.values():
-                    self._note(buffer, keeps_values=True)
+                self._note_buffers(module)
+
+    def remember_buffers(self, model: nn.Module) -> None:
+        """Note a model's buffers and their values alone."""
+        for module in model.modules():
+            self._note_buffers(module)
+
+    def _note_buffers(self, module: nn.Module) -> None:
+        for name, buffer in module._buffers.items():
+            self._note(buffer, keeps_values=True)
+            if buffer is not None:
+                self._buffers.append((module, name, buffer))
 
     def _note(self, tensor: Tensor | None, *, keeps_values: bool) -> None:
         if tensor is not None and id(tensor) not in self._tensors:
@@ -101,8 +116,11 @@ class Guest:
         In training each rank's batch norms see that rank's samples alone. ``DistributedDataParallel`` takes
         rank 0's before its next forward, and a checkpoint has them.
 
+        Nothing is written into the model's own buffers: a backward whose forward came before would refuse
+        them then. Other tensors take their places.
+
         Args:
-            model: as ``take`` gave it.
+            model: one whose buffers are remembered.
             backend: carries them.
             control: where the ranks meet.
 
@@ -113,15 +131,20 @@ class Guest:
             return []
         buffers = dict(model.named_buffers())
         kinds = [[name, str(buffer.dtype), list(buffer.shape)] for name, buffer in buffers.items()]
-        values = Values().digest(list(buffers.values())).hex()
+        digest = Values().digest(list(buffers.values())).hex()
         control.meet()
-        everyone = backend.all_gather_json([sha256_of_json(kinds), values])
+        everyone = backend.all_gather_json([sha256_of_json(kinds), digest])
         # Models of different structure are refused later, with what differs.
         if any(own[0] != everyone[0][0] for own in everyone) or all(own == everyone[0] for own in everyone):
             return []
-        with torch.no_grad():
-            for buffer in buffers.values():
-                buffer.copy_(backend.broadcast(buffer.detach().cpu().contiguous(), src=0))
+        rank_0s = {}
+        for buffer in buffers.values():
+            values = backend.broadcast(buffer.detach().cpu().contiguous(), src=0)
+            rank_0s[id(buffer)] = torch.empty_like(buffer.detach()).copy_(values)
+        for module in model.modules():
+            for name, own in list(module._buffers.items()):
+                if own is not None:
+                    module._buffers[name] = rank_0s[id(own)]
         return [
             "the ranks have different buffers (running statistics of batch norms, for instance): rank 0's "
             "are evaluated, and every rank has its own again afterwards"
@@ -131,6 +154,9 @@ class Guest:
         """Put every model back as it was when it was remembered."""
         for module in self._modules.values():
             module.put_back()
+        for owner, name, buffer in self._buffers:
+            if owner._buffers.get(name) is not buffer:
+                owner._buffers[name] = buffer
         for tensor in self._tensors.values():
             tensor.put_back()
 
@@ -168,22 +194,26 @@ def _names(module: nn.Module) -> set[str]:
 @dataclass(frozen=True)
 class _Module:
     module: nn.Module
-    training: bool
+    attributes: dict[str, Any]
     dicts: Mapping[str, dict[Any, Any]]
 
     @classmethod
     def of(cls, module: nn.Module) -> _Module:
         own = vars(module)
-        return cls(module, module.training, {name: dict(own[name]) for name in _DICTS if name in own})
+        return cls(module, dict(own), {name: dict(own[name]) for name in _DICTS if name in own})
 
     def put_back(self) -> None:
-        # By the attribute: train() may be a method of the model's own.
-        self.module.training = self.training
+        # Not by setattr, nor train(): either may be a method of the model's own.
+        own = vars(self.module)
+        _put_back(own, self.attributes)
         for name, before in self.dicts.items():
-            now = vars(self.module)[name]
-            if list(now) != list(before) or any(now[key] is not before[key] for key in before):
-                now.clear()
-                now.update(before)
+            _put_back(own[name], before)
+
+
+def _put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    if list(now) != list(before) or any(now[key] is not before[key] for key in before):
+        now.clear()
+        now.update(before)
 
 
 @dataclass(frozen=True)
@@ -211,9 +241,10 @@ class _Tensor:
         if (tensor.device, tensor.dtype, tensor.shape) != (data.device, data.dtype, data.shape):
             # Moved or cast in place: its first memory is still there.
             tensor.data = data
-        if self.is_changed and self.values is not None:
-            with torch.no_grad():
-                data.copy_(self.values)
+        if self.values is not None and not tensor.is_inference():
+            # Batch norms write into theirs without raising the version. Nor does this, as data has its own: a
+            # backward whose forward came before goes on.
+            data.copy_(self.values)
         if tensor.is_leaf:
             if tensor.requires_grad != self.requires_grad:
                 tensor.requires_grad_(self.requires_grad)
@@ -229,11 +260,11 @@ def _version_of(tensor: Tensor) -> int:
 def as_it_was(task: Task) -> Iterator[Guest]:
     """Put back at the end what an evaluation of a task may change in the process and in the task's models.
 
-    The models are those that the task has among its attributes, those that its ``build_model`` names, and
-    the one that it returns. Put back are, of every module, its mode, its hooks and its parts; of parameters
-    and buffers their device, dtype, ``requires_grad`` and ``grad``, and the values of buffers; the states of
-    Python's, numpy's and torch's random generators; and grad mode. ``numerics.settings`` puts back torch's
-    other settings.
+    The models are those that are inside of the task, or of what its ``build_model`` names, and the one that
+    it returns. Put back are, of every module, its attributes, and with them its mode (the objects
+    that they were, not what was written into them), its hooks and its parts; of parameters and buffers their
+    device, dtype, ``requires_grad`` and ``grad``, and the values of buffers; the states of Python's, numpy's
+    and torch's random generators; and grad mode. ``numerics.settings`` puts back torch's other settings.
 
     Yields:
         What remembers further models.
@@ -255,26 +286,42 @@ def as_it_was(task: Task) -> Iterator[Guest]:
 
 
 def _models_of(task: Task) -> list[nn.Module]:
-    """The models that a task may return: among its attributes, and among what its ``build_model`` names."""
+    """The models that a task may return: inside of the task, and of what its ``build_model`` names.
+
+    A trainer, for instance, has the model among its own attributes.
+    """
     method = inspect.unwrap(task.build_model)
-    parts = [*_inside(task), *(value for kind in type(task).__mro__ for value in vars(kind).values())]
+    level: list[Any] = [task, *(value for kind in type(task).__mro__ for value in vars(kind).values())]
     if inspect.isfunction(method) or inspect.ismethod(method):
         named = inspect.getclosurevars(method)
-        parts += [*named.nonlocals.values(), *named.globals.values()]
-    # A trainer, for instance, has the model among its own attributes.
-    parts += [value for part in parts if not isinstance(part, nn.Module) for value in _inside(part)]
-    return [part for part in (task, *parts) if isinstance(part, nn.Module)]
+        level += [*named.nonlocals.values(), *named.globals.values()]
+    seen: dict[int, Any] = {}
+    for _ in range(_LEVELS):
+        level = [part for part in {id(part): part for part in level}.values() if id(part) not in seen]
+        level = level[: _LOOKED_AT - len(seen)]
+        seen |= {id(part): part for part in level}
+        level = [value for part in level if part is task or not _is_leaf(part) for value in _inside(part)]
+    return [part for part in seen.values() if isinstance(part, nn.Module)]
+
+
+def _is_leaf(value: Any) -> bool:
+    leaves = (nn.Module, Tensor, np.ndarray, str, bytes, int, float, type, ModuleType)
+    return isinstance(value, leaves) or inspect.isroutine(value)
 
 
 def _inside(value: Any) -> list[Any]:
+    # Not what a class of its own computes when it is asked for its contents: that may read files.
+    try:
+        parts = [*vars(value).values()]
+    except Exception:  # noqa: BLE001 - it has none, or stands for what is not there yet: no model of the task's
+        parts = []
     # The first ones: a data set in memory may be a list, too.
-    if isinstance(value, Mapping):
-        return list(islice(value.values(), _LOOKED_AT))
-    if isinstance(value, list | tuple):
-        return list(value[:_LOOKED_AT])
-    if isinstance(value, type | ModuleType) or inspect.isroutine(value):
-        return []
-    return list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, dict):
+        parts += islice(dict.values(value), _LOOKED_AT_EACH)
+    for kind in (list, tuple, set, deque):
+        if isinstance(value, kind):
+            parts += islice(kind.__iter__(value), _LOOKED_AT_EACH)
+    return parts
 
 
 class _Generators:

@@ -254,7 +254,8 @@ class OwnLoop:
         if given is None or not self._context.guest:
             yield
             return
-        before = [(buffer, buffer.detach().clone()) for buffer in self._task.model.buffers()]
+        guest = Guest()
+        guest.remember_buffers(self._task.model)
         wrapper = given if isinstance(given, nn.parallel.DistributedDataParallel) else None
         broadcasts = wrapper is not None and wrapper.broadcast_buffers
         try:
@@ -262,14 +263,12 @@ class OwnLoop:
                 # Ranks have different numbers of batches: one would wait for a forward that never comes.
                 wrapper.broadcast_buffers = False
             context = self._context
-            context.note_all(Guest().share_buffers(self._task.model, context.backend, context.control))
+            context.note_all(guest.share_buffers(self._task.model, context.backend, context.control))
             yield
         finally:
             if wrapper is not None:
                 wrapper.broadcast_buffers = broadcasts
-            with torch.no_grad():
-                for buffer, values in before:
-                    buffer.copy_(values)
+            guest.put_back()
 
     def _compare_samples(self) -> None:
         """Compare a few samples over the ranks: who has shared the data out before would share it again."""

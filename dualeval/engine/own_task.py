@@ -51,7 +51,7 @@ class LoopTask(Task):
         self._metrics: list[Metric] = []
         self._row_metrics: list[RowMetric] = []
         self.given_model = model
-        self.model = nn.Module() if model is None else unwrapped(model)
+        self.model = nn.Module().eval() if model is None else unwrapped(model)
         self.kinds: dict[str, tuple[torch.dtype, int]] = {}
 
     def make_metrics(self) -> None:
