@@ -127,6 +127,17 @@ def test_a_folder_that_is_gone_is_said_to_be(opened: RunFolder, lost: list[str])
     moved.rename(opened.path)
 
 
+def test_a_folder_that_was_replaced_is_left_alone(opened: RunFolder, lost: list[str]) -> None:
+    opened.path.rename(opened.path.with_name("moved"))
+    opened.path.mkdir()
+    await_that(lambda: lost)
+    assert lost == [lease_module.gone(opened.path)]
+    assert "was emptied or replaced" in lost[0]
+    opened.note_end(DualevalError(lost[0]))
+    opened.close()
+    assert list(opened.path.iterdir()) == []
+
+
 def test_a_folder_that_is_away_for_a_moment_ends_nothing(
     opened: RunFolder, lost: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -424,3 +424,79 @@ def test_a_folder_that_has_gone_is_said_so(tmp_path: Path) -> None:
 
     with pytest.raises(DualevalError, match=r"out is gone: .*type the same command again"):
         evaluate(Gone(SAMPLES), out, batch_size=BATCH)
+
+
+def acting(act: Callable[[], object]) -> TinyTask:
+    """A TinyTask that does something before it reads its thirteenth batch."""
+    task = TinyTask(SAMPLES)
+    dataset: Any = task.dataset()
+    read = dataset.__getitems__
+    pending = [act]
+
+    def reading(indices: Sequence[int]) -> Any:
+        if len(dataset.reads) >= 12 * BATCH and pending:
+            pending.pop()()
+        return read(indices)
+
+    dataset.__getitems__ = reading
+    return task
+
+
+def empty(out: Path) -> None:
+    """As ``rm -rf OUT/*``."""
+    for entry in out.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def take_the_place_of(out: Path) -> None:
+    out.rename(out.with_name("renamed"))
+    out.mkdir()
+
+
+@pytest.mark.parametrize("act", [empty, take_the_place_of])
+def test_nothing_is_written_into_a_folder_that_was_emptied_or_replaced(
+    tmp_path: Path, wanted: str, act: Callable[[Path], None]
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(DualevalError, match=r"was emptied or replaced: .*Type the same command") as caught:
+        go_on(out, acting(lambda: act(out)))
+    assert "saved" not in str(caught.value)
+    assert list(out.iterdir()) == []
+    check(out, go_on(out), wanted, resumed=0)
+
+
+def test_a_journal_that_was_removed_is_said_to_be_gone(tmp_path: Path, wanted: str) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(DualevalError, match=r"journal is gone, or a file of it: .*evaluated anew"):
+        go_on(out, acting(lambda: shutil.rmtree(out / "journal")))
+    status = read_status(out)
+    assert status is not None and status.state == "failed"
+    result = go_on(out)
+    check(out, result, wanted, result.chunks["resumed"])
+    assert 0 < result.chunks["resumed"] < 40
+
+
+@pytest.mark.parametrize("name", ["result.json", "status.json", "predictions.parquet"])
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path, wanted: str, name: str) -> None:
+    out = tmp_path / "out"
+
+    def act() -> None:
+        (out / name).unlink(missing_ok=True)
+        (out / name).mkdir()
+
+    with pytest.raises(DualevalError, match=rf"out/{name} is a folder, .*Remove or rename that folder"):
+        go_on(out, acting(act))
+    (out / name).rmdir()
+    assert go_on(out).metrics_digest == wanted
+
+
+def test_a_folder_with_nothing_but_a_failure_is_taken(tmp_path: Path, wanted: str) -> None:
+    (tmp_path / "out").mkdir()
+    Status(state="failed", exit_code=1).write(tmp_path / "out")
+    check(tmp_path / "out", go_on(tmp_path / "out"), wanted, resumed=0)
+    (tmp_path / "out/job.json").unlink()
+    with pytest.raises(UsageError, match=r"but no job.json"):
+        go_on(tmp_path / "out")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -18,12 +19,14 @@ from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample, Feed, Reader, lost_worker
+from dualeval.engine.folder.layout import journal_of
 from dualeval.engine.folder.lease import gone
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
 from dualeval.errors import DualevalError, Stopped, UsageError, text_of
 from dualeval.metrics import Metric, RowMetric
+from dualeval.result import JOB
 from dualeval.tasks import Dataset, Task
 
 
@@ -115,10 +118,22 @@ def unwritable(recorder: Recorder, error: OSError) -> Exception:
     """What is said where the output folder cannot be written any more."""
     if recorder.folder is None:
         return error
-    if not recorder.folder.parent.is_dir():
-        return DualevalError(gone(recorder.folder.parent))
+    journal, out = recorder.folder, recorder.folder.parent
+    # Of a rank that does not see rank 0's folder, the journal alone is there.
+    if not out.is_dir() or (journal == journal_of(out) and not (out / JOB).exists()):
+        return DualevalError(gone(out))
+    if isinstance(error, FileNotFoundError) and Path(str(error.filename)).is_relative_to(journal):
+        return DualevalError(
+            f"the journal {journal} is gone, or a file of it: {error.filename}. Type the same command again: "
+            "what is missing is evaluated anew."
+        )
+    if isinstance(error, IsADirectoryError):
+        return DualevalError(
+            f"{error.filename2 or error.filename} is a folder, and a run writes a file of that name. Remove "
+            "or rename that folder, and type the same command again."
+        )
     return DualevalError(
-        f"the output folder {recorder.folder.parent} cannot be written any more on "
+        f"the output folder {out} cannot be written any more on "
         f"{socket.gethostname()}: {error.strerror or error}. {recorder.chunks_saved} chunks of this rank "
         "are saved. Make room, or bring the folder back, and type the same command again."
     )

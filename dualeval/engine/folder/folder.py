@@ -19,6 +19,7 @@ from dualeval.engine.folder.layout import (
     check_path,
     file_name,
     files_of_a_run,
+    fingerprint_there,
     journal_of,
     own_journal,
     prefix_of,
@@ -26,7 +27,7 @@ from dualeval.engine.folder.layout import (
     stack_of,
     writable,
 )
-from dualeval.engine.folder.lease import KeptLease, Lease
+from dualeval.engine.folder.lease import KeptLease, Lease, gone
 from dualeval.engine.folder.opening import (
     PreviousRun,
     begins_anew,
@@ -84,6 +85,7 @@ class RunFolder:
         self.token = token
         self._rank = rank
         self._launch: str | None = None
+        self._fingerprint: str | None = None  # None until the folder says whose it is
         self._lease: KeptLease | None = None
         self._closing = threading.Event()
         # What this process has written of an end that is under way.
@@ -144,7 +146,7 @@ class RunFolder:
                 raise
             folder = cls(path, token, rank=0)
         folder._launch = named_launch(facts["launches"])
-        folder._lease = None if held is None else KeptLease(held)
+        folder._lease = None if held is None else KeptLease(held, folder._is_own)
         try:
             return folder, folder._begin(plan, facts, fresh, mix_machines, step)
         except BaseException:
@@ -177,6 +179,7 @@ class RunFolder:
                 self._status("running").write(self.path)
             else:
                 self._finish(previous)
+        self._fingerprint = facts["fingerprint"]
         return previous
 
     def to_message(self, previous: PreviousRun, plan: EvalPlan) -> dict[str, Any]:
@@ -185,6 +188,7 @@ class RunFolder:
             "path": str(self.path),
             "token": self.token,
             "launch": self._launch,
+            "fingerprint": self._fingerprint,
             **previous.to_message(plan),
         }
 
@@ -204,6 +208,7 @@ class RunFolder:
         where = Path(message["path"]) if path is None else path.absolute()
         folder = cls(where, message["token"], rank=rank)
         folder._launch = message["launch"]
+        folder._fingerprint = message["fingerprint"]
         return folder, PreviousRun.from_message(message, plan)
 
     @property
@@ -215,6 +220,14 @@ class RunFolder:
         """Whether a run of this job has come to its end here."""
         status = read_status(self.path)
         return status is not None and status.state == "done"
+
+    def _is_own(self) -> bool:
+        """Whether the folder is this run's: it was not emptied, and is no other one under its name."""
+        if self._fingerprint is None:
+            return self.path.is_dir()
+        status = read_status(self.path)
+        is_in_status = status is not None and status.run == self.token
+        return is_in_status or fingerprint_there(self.path) == self._fingerprint
 
     @property
     def stacks(self) -> Path:
@@ -261,8 +274,9 @@ class RunFolder:
         # does that mpirun ends, knows neither what the others have said of it nor who has gone on here since.
         with self._writing_status:
             before = read_status(self.path)
-            is_open = before is None or (before.state, before.run) == ("running", self.token)
-            if is_open or before == self._provisional:
+            is_first = before is None and self._is_own()
+            is_open = before is not None and (before.state, before.run) == ("running", self.token)
+            if is_first or is_open or (before is not None and before == self._provisional):
                 # Where the disk is what failed, this fails too; the first error is the one to report.
                 with suppress(OSError):
                     status.write(self.path)
@@ -386,6 +400,8 @@ class RunFolder:
 
     def _check_lease(self) -> None:
         reason = None if self._lease is None else self._lease.look()
+        if reason is None and not self._is_own():
+            reason = gone(self.path)
         if reason is not None:
             raise DualevalError(reason)
 

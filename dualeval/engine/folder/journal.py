@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualeval.engine.folder.layout import SUFFIX, file_name
+from dualeval.engine.folder.layout import SUFFIX, file_name, fingerprint_there
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 from dualeval.result import partial_of, sync_folder
@@ -161,8 +161,11 @@ class JournalWriter:
         path = self.folder / file_name(self._prefix, len(self.written))
         partial = partial_of(path)
         try:
-            # A run that came to its end here meanwhile has removed it. The output folder is not made again.
-            self.folder.mkdir(exist_ok=True)
+            # A run of this job that came to its end here meanwhile has removed it. Nothing is made in a
+            # folder that was emptied, or in another one under its name.
+            out = self.folder.parent
+            if not self.folder.is_dir() and fingerprint_there(out) == self._fingerprint:
+                self.folder.mkdir(exist_ok=True)
             self._write_whole(
                 partial,
                 [

@@ -153,6 +153,14 @@ def is_whole(file: Path) -> bool:
     return file.name.endswith(SUFFIX)
 
 
+def fingerprint_there(path: Path) -> str | None:
+    """Which job a folder holds, as its job.json has it; None where there is none, or a damaged one."""
+    try:
+        return str(json.loads((path / JOB).read_text("utf-8"))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _names(files: Sequence[str]) -> tuple[str, ...]:
     return (RESULT, STATUS, PREDICTIONS, *files, JOB)
 

@@ -25,7 +25,7 @@ from typing import Any
 from dualeval.engine.folder.layout import LEASE
 from dualeval.engine.folder.process import Process
 from dualeval.errors import UsageError
-from dualeval.result import read_status
+from dualeval.result import JOB, read_status
 
 # How often the holder calls ``renew``.
 RENEW_EVERY_S = 2.0
@@ -138,10 +138,12 @@ class KeptLease:
 
     Args:
         lease: as ``Lease.take`` gives it.
+        is_there: whether the run that holds it is still found in its folder.
     """
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, is_there: Callable[[], bool]) -> None:
         self._lease = lease
+        self._is_there = is_there
         self._folder = lease.path.parent
         self._looks_without_folder = 0
         self._telling = threading.Lock()
@@ -182,11 +184,11 @@ class KeptLease:
                 self._looks_without_folder = 0
                 return None
         except FileNotFoundError:
-            if not self._folder.is_dir():
-                self._looks_without_folder += 1
-                return gone(self._folder) if self._looks_without_folder >= _GONE_AFTER else None
             status = read_status(self._folder)
             if status is None or status.run in (None, self._lease.token):
+                if not self._is_there():
+                    self._looks_without_folder += 1
+                    return gone(self._folder) if self._looks_without_folder >= _GONE_AFTER else None
                 with suppress(OSError):
                     self._lease.restore()
                 return None
@@ -200,7 +202,13 @@ class KeptLease:
 
 
 def gone(path: Path) -> str:
-    """What is said where the output folder is no longer there."""
+    """What is said where the output folder is no longer there, or no longer this run's."""
+    if path.is_dir():
+        return (
+            f"the output folder {path} was emptied or replaced: this run's {JOB} is not there any more. Type "
+            "the same command again: all samples are evaluated anew. Where the folder was renamed, bring it "
+            "back before, to go on."
+        )
     return (
         f"the output folder {path} is gone: somebody has removed or renamed it. Bring it back and type the "
         "same command again, to go on; without it all samples are evaluated anew."

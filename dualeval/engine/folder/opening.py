@@ -18,6 +18,7 @@ from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.layout import (
     LEASE,
     files_of_a_run,
+    fingerprint_there,
     is_whole,
     journal_files,
     journal_of,
@@ -108,7 +109,7 @@ def begins_anew(path: Path, fingerprint: str, launches: Sequence[str], *, fresh:
         # Whoever stopped it wants an end, and the launcher has taken the end for a failure.
         raise Stopped(status.signal or "a signal")
     # A script may evaluate several jobs in one folder, one after the other.
-    return fresh and _fingerprint_there(path) != fingerprint
+    return fresh and fingerprint_there(path) != fingerprint
 
 
 def _is_restarted(status: Status, launches: Sequence[str]) -> bool:
@@ -136,13 +137,6 @@ def folder_of_launch(runs: Path, fingerprint: str, launches: Sequence[str]) -> P
         if status is not None and _is_restarted(status, launches) and status.state != "done":
             return path
     return None
-
-
-def _fingerprint_there(path: Path) -> str | None:
-    try:
-        return str(json.loads((path / JOB).read_text("utf-8"))["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def read_previous(
@@ -279,7 +273,9 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
         kept = {"job": there["job"]}
     except FileNotFoundError:
         old = [file for file in files_of_a_run(path) if file.name != JOB]
-        if any(file.name in (RESULT, STATUS, PREDICTIONS) for file in old):
+        if any(file.name in (RESULT, STATUS, PREDICTIONS) for file in old) and not _is_only_a_failure(
+            path, old
+        ):
             raise UsageError(
                 f"{path} holds an earlier run ({old[0].name}), but no {JOB} that says of which job. Give "
                 "another --out, or --fresh to remove that run and start over."
@@ -302,6 +298,13 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
             f"{path} holds another job ({shown}). Give another --out, or --fresh to remove that job's files "
             f"and start over.{structure_hint(differing)}"
         )
+
+
+def _is_only_a_failure(path: Path, files: Sequence[Path]) -> bool:
+    """Whether a run has left nothing but the status that it failed, as where its folder was emptied."""
+    status = read_status(path)
+    left = [file for file in files if file.parent != journal_of(path) or is_whole(file)]
+    return left == [path / STATUS] and status is not None and status.state == "failed"
 
 
 def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
