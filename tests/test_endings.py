@@ -161,6 +161,47 @@ def test_a_stop_is_written_down_before_all_have_saved(launch: Launch, tmp_path: 
     assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_was_suspended_goes_on(launch: Launch, tmp_path: Path, wanted: str, ranks: int) -> None:
+    """For longer than the timeout, with all its processes, as by Ctrl-Z; one that is alone by itself, too."""
+    out = tmp_path / "out"
+    command = [*RUN, *([] if ranks == 1 else ["--nproc", "2"]), "--heartbeat-timeout", "3"]
+    with at_work(launch, command, out) as process:
+        launcher = psutil.Process(process.pid)
+        suspended = [launcher, *(launcher.children(recursive=True) if ranks == 2 else [])]
+        for each in suspended:
+            each.suspend()
+        sleep(4.5)
+        for each in suspended:
+            each.resume()
+        code, said = end(process)
+    assert code == 0, said
+    assert "dualeval: error" not in said
+    assert read(out / "result.json")["metrics_digest"] == wanted
+
+
+def test_c_code_that_holds_pythons_lock_is_ended(launch: Launch, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with at_work(launch, [*RUN, "--heartbeat-timeout", "1.5"], out, "slow 0 0;lock 0 20") as process:
+        code, said = end(process)
+    assert code == -signal.SIGKILL, said
+    assert said.count("C code held Python's lock") == 1, said
+    assert "faulty_models.py" in (out / "stacks/rank-00000.txt").read_text()
+    status = read(out / "status.json")
+    assert status["state"] == "failed" and "C code held Python's lock" in status["reason"]
+
+
+def test_a_run_alone_that_was_killed_is_written_down(launch: Launch, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with at_work(launch, RUN, out) as process:
+        process.kill()
+        _, said = end(process)
+    says = f"(pid {process.pid}) has ended without a word: it was killed, or crashed"
+    assert said.count(says) == 1, said
+    status = read(out / "status.json")
+    assert status["state"] == "failed" and says in status["reason"]
+
+
 def test_a_second_sigint_stops_at_once(launch: Launch, tmp_path: Path, wanted: str) -> None:
     out = tmp_path / "out"
     with at_work(launch, RUN, out, "slow all 0;long all 10") as process:

@@ -1,70 +1,185 @@
-"""Guardian: a small process that writes down the end of a run that could not do so itself.
+"""Guardian: a small process beside this one, for what a process cannot do once its Python does not run.
 
-Where several ranks run, the others do. A process alone that is killed, or whose C code holds Python's lock
-until faulthandler ends it, would leave a status.json that says "running".
+It ends a process whose C code holds Python's lock, with its stacks written. ``faulthandler`` has a timer for
+that, but one that counts the seconds in which the process was suspended, and then ends it as it wakes. And it
+writes down the end of a run that is alone, and killed: where several ranks run, the others do.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
-# Its standard input ends with the process that it guards; but reading processes, which were forked from that
-# one, may hold the other end for some seconds more.
+# Time is counted in looks that nothing came in: a suspension, of both, is one look long. Its standard input
+# ends with the process that it guards; but reading processes, which were forked from that one, may hold the
+# other end for some seconds more.
 _CODE = """
-import json, os, select, sys
+import json, os, select, signal, sys, time
 
-status, run, pid, message = sys.argv[1:]
-awaited = [0]
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+pid, most_looks, look_s, stacks_signal, name = json.loads(sys.argv[1])
+awaited, looks, guarded, hung, idle = [0], 0, None, "", False
 try:
-    awaited.append(os.pidfd_open(int(pid)))
+    process = os.pidfd_open(pid)
+    awaited.append(process)
 except (OSError, AttributeError):
-    pass
-select.select(awaited, [], [])
-try:
-    with open(status, encoding="utf-8") as file:
-        found = json.load(file)
-    if (found["state"], found["run"]) == ("running", run):
-        found.update(state="failed", exit_code=1, reason=message)
-        partial = f"{status}.{run}.partial"
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(json.dumps(found, indent=2, ensure_ascii=False) + "\\n")
-        os.replace(partial, status)
+    process = None
+
+def send(number):
+    try:
+        if process is None:
+            os.kill(pid, number)
+        else:
+            signal.pidfd_send_signal(process, number)
+    except OSError:
+        pass
+
+def is_awake():
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "Tt"
+    except OSError:
+        return True
+
+rest = b""
+while True:
+    ready = select.select(awaited, [], [], look_s)[0]
+    # What it has said before its end comes first.
+    if 0 in ready:
+        came = os.read(0, 65536)
+        if not came:
+            break
+        *lines, rest = (rest + came).split(b"\\n")
+        looks = 0
+        for line in filter(None, lines):
+            said = json.loads(line)
+            if said == "ends":
+                most_looks = None
+            elif said in ("idle", "busy"):
+                idle = said == "idle"
+            else:
+                guarded = said
+        continue
+    if ready:
+        break
+    looks += is_awake()
+    if most_looks is not None and not idle and looks > most_looks:
+        hung = (
+            f"{name}: no progress for {looks * look_s:.0f} s, and no sign of life: C code held Python's lock"
+        )
+        send(stacks_signal)
+        time.sleep(look_s)
+        send(signal.SIGKILL)
+        break
+
+if guarded:
+    status, run, stacks = guarded
+    message = f"{name} has ended without a word: it was killed, or crashed"
+    if hung:
+        message = f"{hung}; {stacks} has its stacks"
+    message += ". Type the same command again to go on."
+    try:
+        with open(status, encoding="utf-8") as file:
+            found = json.load(file)
+        is_own = found["run"] == run
+        if is_own and found["state"] != "running":
+            sys.exit()
         sys.stderr.write(f"dualeval: error: {message}\\n")
-except (OSError, ValueError, KeyError):
-    pass
+        if is_own:
+            found.update(state="failed", exit_code=1, reason=message)
+            partial = f"{status}.{run}.partial"
+            with open(partial, "w", encoding="utf-8") as file:
+                file.write(json.dumps(found, indent=2, ensure_ascii=False) + "\\n")
+            os.replace(partial, status)
+    except (OSError, ValueError, KeyError):
+        pass
 """
+_LOOK_S = 0.25
 _GONE_WITHIN_S = 1.0
+# Nobody else's: it only has stacks written.
+_STACKS_SIGNAL = signal.SIGRTMAX
+# A launcher's variables would have it taken for a rank.
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH")
 
 
 class Guardian:
     """Guards this process until ``leave``.
 
     Args:
-        status: the run's status.json.
-        run: what names the run in it.
-        stacks: where stacks are found that faulthandler has written.
+        name: of this process, for people.
+        timeout_s: it is ended where no ``beat`` comes for so long, while it is awake; None never ends it.
+        stream: where its stacks go then, until others are given.
+
+    Raises:
+        OSError: no further process can be started.
     """
 
-    def __init__(self, status: Path, run: str, stacks: Path) -> None:
-        message = (
-            f"the process (pid {os.getpid()}) ended without a word: it was killed, or C code held Python's "
-            f"lock for too long; then {stacks} has its stacks. Type the same command again to go on."
-        )
+    def __init__(self, name: str, timeout_s: float | None, stream: TextIO) -> None:
+        most_looks = None if timeout_s is None else timeout_s / _LOOK_S
+        facts = (os.getpid(), most_looks, _LOOK_S, int(_STACKS_SIGNAL), name)
         # Signals that this process waits for in a thread are blocked there, too: it ends with its input.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CODE, str(status), run, str(os.getpid()), message],
+            [sys.executable, "-I", "-S", "-c", _CODE, json.dumps(facts)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+        self._sending = threading.Lock()
+        # It may be stopped, and read nothing.
+        os.set_blocking(self._pipe.fileno(), False)
+        self.write_stacks_to(stream)
+
+    def write_stacks_to(self, stream: TextIO) -> None:
+        """Say where stacks go. A stream without a descriptor takes none."""
+        with suppress(OSError, ValueError, RuntimeError, AttributeError):
+            faulthandler.register(_STACKS_SIGNAL, stream)
+
+    def beat(self) -> None:
+        """Say that this process's Python runs."""
+        self._send("")
+
+    def guard(self, status: Path, run: str, stacks: Path) -> None:
+        """Have the end of a run written down that this process cannot write down itself.
+
+        Args:
+            status: the run's status.json.
+            run: what names the run in it.
+            stacks: where its stacks are found then.
+        """
+        self._send(json.dumps((str(status), run, str(stacks))))
+
+    def forget(self) -> None:
+        """Say that how the run ended has been written down."""
+        self._send("null")
+
+    def set_idle(self, *, idle: bool) -> None:
+        """Say that this process may keep Python's lock for as long as it likes, or no longer."""
+        self._send('"idle"' if idle else '"busy"')
+
+    def ends(self) -> None:
+        """Say that this process ends by itself, and beats no more."""
+        self._send('"ends"')
 
     def leave(self) -> None:
-        """Guard no longer: how the run ended has been written down."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        # It has nothing to do but to read one file.
+        """Guard no longer; a second call does nothing."""
+        faulthandler.unregister(_STACKS_SIGNAL)
+        with self._sending:
+            self._pipe.close()
+        # It has nothing to do any more.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_GONE_WITHIN_S)
+
+    def _send(self, line: str) -> None:
+        # Full, where it is stopped; closed, where it was killed.
+        with self._sending, suppress(OSError, ValueError):
+            os.write(self._pipe.fileno(), f"{line}\n".encode())

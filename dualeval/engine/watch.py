@@ -84,6 +84,8 @@ class Watch:
         self._main = threading.get_ident()
         self._stacks: TextIOWrapper | None = None
         self._guardian: Guardian | None = None
+        if ends_process and (control.timeout_s is not None or not control.has_peers):
+            self._guardian = self._start_guardian()
         self._arming = threading.Lock()
         self._interrupting = threading.Lock()
         self._in_evaluation = False
@@ -107,6 +109,8 @@ class Watch:
     def begin(self) -> None:
         """Say that an evaluation begins."""
         self._is_done = self._is_idle = False
+        if self._guardian is not None:
+            self._guardian.set_idle(idle=False)
         with self._interrupting:
             self._in_evaluation = True
 
@@ -131,13 +135,15 @@ class Watch:
     def keep(self, folder: RunFolder) -> None:
         """Say where an end is written down, and stacks are."""
         self.folder = folder
-        if self._ends_process and not self._control.has_peers:
-            self._guardian = Guardian(folder.path / STATUS, folder.token, folder.stacks)
+        if self._guardian is not None and not self._control.has_peers:
+            self._guardian.guard(folder.path / STATUS, folder.token, folder.stacks)
         if self._control.timeout_s is not None:
             # Else they go to standard error: a full disk is met soon enough.
             with suppress(OSError), self._arming:
                 folder.stacks.parent.mkdir(exist_ok=True)
                 self._stacks = folder.stacks.open("w")
+                if self._guardian is not None:
+                    self._guardian.write_stacks_to(self._stacks)
 
     def release(self, *, done: bool) -> None:
         """Say that there is nothing to be saved any more.
@@ -147,13 +153,14 @@ class Watch:
         """
         self._is_done = done
         self.recorder = self.folder = None
-        guardian, self._guardian = self._guardian, None
-        if guardian is not None:
-            guardian.leave()
+        if self._guardian is not None:
+            self._guardian.forget()
         with self._arming:
             stacks, self._stacks = self._stacks, None
             if stacks is None:
                 return
+            if self._guardian is not None:
+                self._guardian.write_stacks_to(error_stream())
             # It may be armed for the file that is to be closed; the next look arms it anew.
             self._disarm()
             with suppress(OSError):
@@ -169,6 +176,8 @@ class Watch:
         """
         self._is_done = False
         self._is_idle = True
+        if self._guardian is not None:
+            self._guardian.set_idle(idle=True)
         with self._arming:
             self._disarm()
 
@@ -183,6 +192,8 @@ class Watch:
         self._is_over.set()
         with self._arming:
             self._disarm()
+            if self._guardian is not None:
+                self._guardian.leave()
         self._control.news.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_LEAVE_S)
@@ -258,13 +269,23 @@ class Watch:
         with suppress(OSError, ValueError, RuntimeError, AttributeError), self._arming:
             faulthandler.dump_traceback(self._stacks or error_stream())
 
+    def _start_guardian(self) -> Guardian | None:
+        timeout_s = self._control.timeout_s
+        within_s = None if timeout_s is None else timeout_s + _NO_PYTHON_S
+        try:
+            return Guardian(str(self._control.name), within_s, error_stream())
+        except OSError:
+            return None  # no room for a further process: faulthandler's own timer serves
+
     def _arm(self) -> None:
         """Have stacks written and the process ended where this thread does not come back in time.
 
-        That is where C code holds the interpreter's lock: faulthandler's own thread needs none.
+        That is where C code holds the interpreter's lock.
         """
         timeout_s = self._control.timeout_s
-        if timeout_s is not None and self._ends_process:
+        if self._guardian is not None:
+            self._guardian.beat()
+        elif timeout_s is not None and self._ends_process:
             with self._arming:
                 if not self._is_over.is_set() and not self._is_idle:
                     self._dump_later(timeout_s + _NO_PYTHON_S)
@@ -292,6 +313,8 @@ class Watch:
         with self._arming:
             # Whatever hangs from here on, a full disk or a file server included.
             self._dump_later(_AT_LAST_S)
+            if self._guardian is not None:
+                self._guardian.ends()
         if self._control.failure is None and self.recorder is not None:
             # A launcher may leave a second between SIGTERM and SIGKILL.
             with suppress(OSError):
