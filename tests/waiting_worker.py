@@ -2,8 +2,8 @@
 
 ``waiting_worker.py BACKEND LATE FOLDER``: rank LATE waits before it joins, before the first collective,
 before it comes to the control plane and before the cores are divided, each time until a file of that place's
-name is in the folder; it fails where none comes. Waits speak soon. BACKEND may be ``guest``: torch, in a group
-of the script's own.
+name is in the folder; it fails where none comes. Waits speak soon. BACKEND ``guest`` is
+torch in a group of the script's own.
 """
 
 from __future__ import annotations
