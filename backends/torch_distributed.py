@@ -22,11 +22,13 @@ from dualeval.backends.rendezvous import (
     shared_store,
 )
 from dualeval.errors import BackendError, LaunchError
+from dualeval.waiting import waiting
 from dualeval.world import World, place_by_hosts
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Libraries that send from host memory; what a group has beside them sends from a device's.
 _HOST_LIBRARIES = ("gloo", "mpi", "ucc", "fake")
+_ALL_EVALUATE = "Every rank of the script's group has to call dualeval.evaluate or open a Session."
 
 
 class TorchBackend(Backend):
@@ -96,7 +98,10 @@ class TorchBackend(Backend):
                 f"variables, or leave that to dualeval."
             )
         self._sends_from = devices_of(dist.get_backend_config())
-        with self._translated("making a gloo group of its own"):
+        with (
+            self._translated("making a gloo group of its own"),
+            waiting(self.world, "the other ranks to evaluate, too", _ALL_EVALUATE),
+        ):
             # The caller's may have NCCL alone; and its collectives may be under way in another thread.
             self._host_group = dist.new_group(backend="gloo", timeout=PATIENCE)
         if not self.world.placed:

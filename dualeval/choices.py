@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 
 from dualeval.errors import UsageError
@@ -32,6 +33,22 @@ def check_choice(option: str, value: object, known: Sequence[str]) -> None:
         near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UsageError(f"{option} {value!r}: expected one of {', '.join(known)}.{hint}")
+
+
+def check_kind(option: str, value: object, fits: bool, expected: str) -> None:
+    """Check that an option is of its kind.
+
+    Args:
+        option: as the caller has typed it.
+        value: what was given.
+        fits: whether it is of that kind.
+        expected: what it may be.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not fits:
+        raise UsageError(f"{option} {reprlib.repr(value)}: expected {expected}")
 
 
 def check_count(option: str, value: object, least: int) -> None:

@@ -7,6 +7,7 @@
     ├── BackendError         1   a collective was asked for something that no backend does, or it broke
     ├── ExactlyOnceError     1   after the reduction a sample was counted never, or more than once
     ├── PeerError            *   another rank failed first; carries that rank's message and exit code
+    │   └── PeerUsageError   2   the same where the caller's input was wrong; a UsageError, too
     └── Stopped             75   a signal asked the run to end; what was finished is saved
 
 A message says what was found, what was expected, and what to type. Anything else that reaches the top is
@@ -91,6 +92,10 @@ class PeerError(DualevalError):
         self.rank = rank
         self.exit_code = exit_code
         self.where = where
+
+
+class PeerUsageError(PeerError, UsageError):
+    """Another rank found the caller's input wrong: ``except UsageError`` catches it on every rank."""
 
 
 class Stopped(DualevalError):

@@ -258,6 +258,13 @@ def end(rank: int) -> Verdict:
     return Verdict(kind="end", rank=rank, exit_code=75)
 
 
+def test_another_ranks_usage_error_is_caught_as_ones_own() -> None:
+    error = Verdict.own_failure(1, UsageError("wrong"), "rank 1 on n1 (pid 1)").to_error()
+    assert isinstance(error, UsageError)
+    assert (str(error), error.rank, error.exit_code, error.where) == ("wrong", 1, 2, "rank 1 on n1 (pid 1)")
+    assert not isinstance(failure(1).to_error(), UsageError)
+
+
 Kind = Callable[[int], Verdict]
 
 

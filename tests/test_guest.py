@@ -6,7 +6,7 @@ import json
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -199,7 +199,8 @@ class Deep(TinyTask):
     def __init__(self, attribute: str, value: Any, model: nn.Module) -> None:
         super().__init__(20)
         setattr(self, attribute, value)
-        self._build = lambda: model.eval().double().requires_grad_(False).float()
+        # Through what is not looked at.
+        self._build: Callable[[], nn.Module] = lambda: model.eval().double().requires_grad_(False).float()
 
     def build_model(self, device: torch.device) -> nn.Module:
         return self._build()
@@ -225,7 +226,7 @@ def test_what_a_task_computes_when_it_is_asked_is_left_alone() -> None:
 
     class Proxy:
         @property
-        def __dict__(self) -> Any:
+        def __dict__(self) -> Any:  # type: ignore[override]
             raise OSError("read")
 
     task = TinyTask(20)
@@ -236,6 +237,8 @@ def test_what_a_task_computes_when_it_is_asked_is_left_alone() -> None:
 
 class Stateful(nn.Linear):
     """Has state that is no buffer."""
+
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__(FEATURES, CLASSES)
@@ -289,8 +292,9 @@ class Rank0:
 
 def test_rank_0s_buffers_are_not_written_into_the_models() -> None:
     norm = nn.BatchNorm1d(2).eval()
-    model = nn.Sequential(norm, nn.BatchNorm1d(2).eval())
-    model[1].running_mean = norm.running_mean  # of two modules, and one tensor
+    other = nn.BatchNorm1d(2).eval()
+    other.running_mean = norm.running_mean  # of two modules, and one tensor
+    model = nn.Sequential(norm, other)
     originals = list(model.buffers())
     versions = [buffer._version for buffer in originals]
     guest = Guest()
@@ -298,7 +302,7 @@ def test_rank_0s_buffers_are_not_written_into_the_models() -> None:
     assert guest.share_buffers(model, cast(Any, Rank0()), cast(Any, SimpleNamespace(meet=lambda: None)))
     assert norm.running_mean is not None
     assert norm.running_mean.tolist() == [1, 1]
-    assert model[1].running_mean is norm.running_mean
+    assert other.running_mean is norm.running_mean
     guest.put_back()
     assert all(now is before for now, before in zip(model.buffers(), originals, strict=True))
     assert [buffer._version for buffer in originals] == versions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dualeval.engine.options import NEW_FOLDER, RunOptions
+from dualeval.engine.options import NEW_FOLDER, RunOptions, check_session_options
+from dualeval.engine.session import Session
 from dualeval.errors import UsageError
 from dualeval.report.table import print_result
 from tests.test_evaluator import evaluate
@@ -28,12 +30,44 @@ from tests.tiny import TinyTask
         ({"on_error": "ignore"}, "on_error 'ignore'"),
         ({"schedule": "dynamc"}, "Did you mean dynamic"),
         ({"out": 3}, r"out 3: expected a path, None \(nothing is written\) or dualeval\.NEW_FOLDER"),
+        ({"out": ""}, "out '': expected a path"),
+        ({"lease": "x"}, "lease 'x': expected True or False"),
+        ({"mix_machines": "no"}, "mix_machines 'no': expected True or False"),
+        ({"fresh": "no"}, "fresh 'no': expected True or False"),
+        ({"replay": None}, "replay None: expected True or False"),
+        ({"fewer_workers": 1}, "fewer_workers 1: expected True or False"),
         ({"fresh": True}, "out is None: give a folder"),
     ],
 )
 def test_a_wrong_option_is_refused_where_it_is_given(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         RunOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heartbeat_timeout": "60"}, r"heartbeat_timeout '60': expected seconds, as 60\.0"),
+        ({"heartbeat_timeout": None}, "heartbeat_timeout None: expected seconds"),
+        ({"forward_timeout": True}, "forward_timeout True: expected seconds"),
+        ({"stop_signals": None}, "stop_signals None: expected names of signals"),
+        ({"stop_signals": [15]}, r"stop_signals \[15\]: expected names"),
+        ({"stop_signals": "SIGTERM"}, r"stop_signals 'SIGTERM': expected names of signals, as \('SIGTERM', "),
+        ({"backend": 5}, "backend 5: expected the name of a backend"),
+        ({"launcher": 5}, "launcher 5: expected the name of a launcher"),
+        ({"allow_shared_gpu": "no"}, "allow_shared_gpu 'no': expected True or False"),
+        ({"stop": 5}, "stop 5: expected a function"),
+    ],
+)
+def test_an_option_of_a_session_of_another_kind_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_session_options(options)
+
+
+def test_the_options_that_a_session_has_are_taken() -> None:
+    given = inspect.signature(Session).parameters
+    check_session_options({name: parameter.default for name, parameter in given.items()})
+    check_session_options({"heartbeat_timeout": 5, "stop_signals": ["SIGTERM"], "stop": lambda: False})
 
 
 def test_a_value_that_stays(tmp_path: Path) -> None:

@@ -250,8 +250,15 @@ def test_misuse_is_said_at_once() -> None:
     misuse(other_columns, "samples 32 to 39 was added with the columns value, more")
     with pytest.raises(UsageError, match="no length"), opened(iter(data)):
         pass
+    with pytest.raises(UsageError, match="a Tensor has no length"), opened(torch.tensor(1.0)):
+        pass
     with pytest.raises(UsageError, match="the data set is empty"), opened([]):
         pass
+    wrong: list[dict[str, Any]] = [{"metrics": 5}, {"metrics": "a"}, {"model": 5}, {"collate": 5}]
+    for option in wrong:
+        [(name, value)] = option.items()
+        with pytest.raises(UsageError, match=f"{name} {value!r}: expected a"), opened(data, **option):
+            pass
     with (
         pytest.raises(UsageError, match="autocast in a loop of your own"),
         opened(data, precision="amp-bf16"),

@@ -193,6 +193,9 @@ def read_until(stream: IO[str], pattern: str) -> str:
 # What is said of who joins, by launcher.
 TORCHRUN = r"has waited \S+ s for all ranks to come to torchrun's store at \S+:\d+"
 HOROVODRUN = r"has waited \S+ s for all ranks to join Horovod at its rendezvous, \S+:\d+"
+GUEST = (
+    r"has waited \S+ s for the other ranks to evaluate, too\. Every rank of the script's group has to call"
+)
 MPIRUN = r"has waited \S+ s for all ranks to join MPI \(MPI_Init\)\. Check"
 
 
@@ -202,6 +205,7 @@ MPIRUN = r"has waited \S+ s for all ranks to join MPI \(MPI_Init\)\. Check"
         pytest.param(launcher, backend, late, joining, id=f"{launcher}-{backend}-{late}", marks=marks)
         for launcher, backend, late, joining, marks in [
             ("torchrun", "torch", 1, f"{TORCHRUN}: rank 1 has not come", []),
+            ("torchrun", "guest", 1, GUEST, []),
             ("torchrun", "torch", 0, f"{TORCHRUN}\\. Check that every rank", [pytest.mark.long]),
             (
                 "horovodrun",

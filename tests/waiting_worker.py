@@ -2,7 +2,8 @@
 
 ``waiting_worker.py BACKEND LATE FOLDER``: rank LATE waits before it joins, before the first collective,
 before it comes to the control plane and before the cores are divided, each time until a file of that place's
-name is in the folder; it fails where none comes. Waits speak soon.
+name is in the folder; it fails where none comes. Waits speak soon. BACKEND ``guest`` is
+torch in a group of the script's own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
+
+import torch.distributed as dist
 
 from dualeval import waiting
 from dualeval.devices import connect, take_cores
@@ -38,6 +41,9 @@ def main() -> None:
         come("control")
         return join_store(*arguments)
 
+    if is_guest := backend_name == "guest":
+        backend_name = "torch"
+        dist.init_process_group("gloo")
     come("join")
     with connect(backend_name, world, "cpu") as backend:
         come("first")
@@ -45,6 +51,8 @@ def main() -> None:
         with open_control_plane(backend):
             come("cores")
             take_cores(backend, sets_threads=True)
+    if is_guest:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

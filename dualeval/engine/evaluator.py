@@ -60,6 +60,10 @@ class Evaluator:
         started: float | None = None,
         guest: bool = False,
     ) -> None:
+        if isinstance(task, type) and Task in task.__mro__:
+            raise UsageError(
+                f"{task.__name__} is the class of a task: give an object of it, {task.__name__}(...)"
+            )
         if not isinstance(task, Task):
             raise UsageError(
                 f"{type(task).__name__} is no task: expected an object whose class is derived from "

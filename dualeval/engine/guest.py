@@ -42,6 +42,7 @@ _DICTS = (
 _LEVELS = 6
 _LOOKED_AT = 10_000
 _LOOKED_AT_EACH = 256
+_LISTS: tuple[Any, ...] = (list, tuple, set, deque)
 _SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 
 
@@ -318,7 +319,7 @@ def _inside(value: Any) -> list[Any]:
     # The first ones: a data set in memory may be a list, too.
     if isinstance(value, dict):
         parts += islice(dict.values(value), _LOOKED_AT_EACH)
-    for kind in (list, tuple, set, deque):
+    for kind in _LISTS:
         if isinstance(value, kind):
             parts += islice(kind.__iter__(value), _LOOKED_AT_EACH)
     return parts

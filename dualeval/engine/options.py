@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
-from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, check_count
+from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, check_count, check_kind
 from dualeval.errors import UsageError
 
 
@@ -18,7 +20,10 @@ class NewFolder(enum.Enum):
 
 
 NEW_FOLDER: Final = NewFolder.NEW_FOLDER
+# Those of RunOptions that are bools.
+_SWITCHES = ("fewer_workers", "fresh", "replay", "mix_machines", "lease")
 Out: TypeAlias = str | Path | Literal[NewFolder.NEW_FOLDER] | None
+_BOOL = "True or False"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +77,15 @@ class RunOptions:
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("on_error", self.on_error, ON_ERROR)
         check_choice("schedule", self.schedule, SCHEDULES)
-        if self.out is not None and not isinstance(self.out, str | Path | NewFolder):
-            raise UsageError(
-                f"out {self.out!r}: expected a path, None (nothing is written) or dualeval.NEW_FOLDER "
-                f"({NEW_FOLDER.value})"
-            )
+        for name in _SWITCHES:
+            check_kind(name, getattr(self, name), isinstance(getattr(self, name), bool), _BOOL)
+        check_kind(
+            "out",
+            self.out,
+            # Path("") is the folder of the script's caller.
+            self.out is None or (isinstance(self.out, str | Path | NewFolder) and self.out != ""),
+            f"a path, None (nothing is written) or dualeval.NEW_FOLDER ({NEW_FOLDER.value})",
+        )
         if self.path is not None:
             # It imports torch, and the names of this module are wanted without.
             from dualeval.engine.folder.layout import check_path
@@ -91,3 +100,52 @@ class RunOptions:
     def path(self) -> Path | None:
         """The folder that was given by its path; None where there is none, or a new one is wanted."""
         return None if self.out is None or isinstance(self.out, NewFolder) else Path(self.out)
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_call(value: object) -> bool:
+    return value is None or callable(value)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list | tuple | set | frozenset) and all(isinstance(name, str) for name in value)
+
+
+_OF_A_SESSION: dict[str, tuple[Callable[[object], bool], str]] = {
+    "backend": (_is_text, "the name of a backend, or None for the launcher's own"),
+    "launcher": (_is_text, "the name of a launcher, or None to find it out"),
+    "allow_shared_gpu": (_is_bool, _BOOL),
+    "mix_machines": (_is_bool, _BOOL),
+    "heartbeat_timeout": (_is_number, "seconds, as 60.0"),
+    "forward_timeout": (_is_number, "seconds, as 1800.0"),
+    "stop_signals": (_are_texts, "names of signals, as ('SIGTERM', 'SIGINT')"),
+    "on_stall": (_is_text, "'raise', 'exit' or None"),
+    "stop": (_is_call, "a function without arguments, or None"),
+    "note": (_is_call, "a function of a sentence, or None"),
+}
+
+
+def check_session_options(options: Mapping[str, Any]) -> None:
+    """Check that options of a session are of the kinds that they have to be.
+
+    Args:
+        options: those that were given, by name; others than a session's are passed over.
+
+    Raises:
+        UsageError: one is not; says what was found and what was expected.
+    """
+    for name, value in options.items():
+        if name in _OF_A_SESSION:
+            fits, expected = _OF_A_SESSION[name]
+            check_kind(name, value, fits(value), expected)

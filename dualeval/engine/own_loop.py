@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dualeval.choices import check_kind
 from dualeval.engine import numerics
 from dualeval.engine.context import RunContext
 from dualeval.engine.evaluation_mode import training_note
@@ -65,12 +66,12 @@ class OwnLoop:
         metrics: Sequence[Metric | RowMetric] | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        if not (_has_length(dataset) and hasattr(dataset, "__getitem__")):
             inside = isinstance(dataset, DataLoader)
             hint = ". Give the loader's data set: batches(loader.dataset, batch_size=...)" if inside else ""
             raise UsageError(
-                f"a {type(dataset).__name__} has no length or no samples by index: expected a tensor, a list "
-                f"or a map-style data set, with __len__ and __getitem__{hint}"
+                f"a {type(dataset).__name__} has no length or no samples by index: expected a tensor (a row "
+                f"a sample), a list or a map-style data set, with __len__ and __getitem__{hint}"
             )
         if numerics.PRECISIONS[context.options.precision] is not None:
             raise UsageError(
@@ -78,6 +79,12 @@ class OwnLoop:
                 "with torch.autocast(...) around the forward. Leave precision out."
             )
         numerics.check_precision(context.options.precision, context.backend.device)
+        kind = "a function of a list of samples, or None for torch's default_collate"
+        check_kind("collate", collate, collate is None or callable(collate), kind)
+        kind = "an nn.Module, or None"
+        check_kind("model", model, model is None or isinstance(model, nn.Module), kind)
+        kind = "a list of metrics (docs/metrics.md), or None for the mean of every column"
+        check_kind("metrics", metrics, metrics is None or isinstance(metrics, list | tuple), kind)
         self._context = context
         self._task = LoopTask(dataset, collate, metrics, model)
         self._plan = plan_of(self._task.dataset(), context)
@@ -356,6 +363,14 @@ class OwnLoop:
     def _take_added(self) -> Columns | None:
         added, self._in_hand, self._added = self._added, None, None
         return added
+
+
+def _has_length(dataset: Any) -> bool:
+    try:
+        return len(dataset) >= 0
+    except TypeError:
+        # It has none, or has none now, as a tensor without dimensions.
+        return False
 
 
 def _parts(batch: Any) -> list[Any]:

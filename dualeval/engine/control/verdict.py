@@ -14,7 +14,15 @@ from typing import Literal
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dualeval.errors import EXIT_FAILED, EXIT_STOPPED, PeerError, exit_code_of, message_of
+from dualeval.errors import (
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    PeerError,
+    PeerUsageError,
+    exit_code_of,
+    message_of,
+)
 
 # The key's first value, which rank 0 sets before any other rank knows the key: every rank reads it with every
 # beat, and the store's ``multi_get`` would wait for an absent key.
@@ -73,7 +81,8 @@ class Verdict:
 
     def to_error(self) -> PeerError:
         """The failure, as an error to raise."""
-        return PeerError(self.message, rank=self.rank, exit_code=self.exit_code, where=self.reporter)
+        kind = PeerUsageError if self.exit_code == EXIT_USAGE else PeerError
+        return kind(self.message, rank=self.rank, exit_code=self.exit_code, where=self.reporter)
 
     def replaces(self, other: Verdict) -> bool:
         """Whether this one may take the other's place."""
