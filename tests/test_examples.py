@@ -51,7 +51,7 @@ def digest(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         pytest.param(ALONE, id="alone"),
         pytest.param(TORCHRUN, id="torchrun"),
-        pytest.param(HOROVODRUN, id="horovodrun", marks=needs("horovodrun", "")),
+        pytest.param(HOROVODRUN, id="horovodrun", marks=[*needs("horovodrun", ""), pytest.mark.long]),
     ],
 )
 def test_a_script_evaluates(launch: Launch, tmp_path: Path, digest: str, launcher: list[str]) -> None:

@@ -53,7 +53,7 @@ def status(out: Path) -> dict[str, Any]:
     [
         pytest.param(ALONE, 1, id="alone"),
         pytest.param(TORCHRUN, 2, id="torchrun"),
-        pytest.param(HOROVODRUN, 2, id="horovodrun", marks=needs("horovodrun", "")),
+        pytest.param(HOROVODRUN, 2, id="horovodrun", marks=[*needs("horovodrun", ""), pytest.mark.long]),
         pytest.param(MPIRUN, 2, id="mpirun", marks=[*needs("mpirun", ""), pytest.mark.long]),
     ],
 )
@@ -132,7 +132,9 @@ def test_what_is_caught_does_not_end_the_script(launch: Launch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mode", ["error", "hang"])
-@pytest.mark.parametrize("group", ["torch", pytest.param("horovod", marks=needs("horovodrun", ""))])
+@pytest.mark.parametrize(
+    "group", ["torch", pytest.param("horovod", marks=[*needs("horovodrun", ""), pytest.mark.long])]
+)
 def test_a_guest_that_fails_raises_on_every_rank(
     launch: Launch, tmp_path: Path, mode: str, group: str
 ) -> None:

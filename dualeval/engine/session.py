@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.ending import conclude_quietly, install_hook, remove_hook, say
-from dualeval.engine.options import RunOptions
+from dualeval.engine.options import RunOptions, check_session_options
 from dualeval.engine.signals import Signals, numbers_of
 from dualeval.errors import (
     EXIT_DONE,
@@ -108,10 +108,9 @@ class Session:
         stop: Callable[[], bool | str] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
+        check_session_options(locals())
         check_timeout("heartbeat_timeout", heartbeat_timeout)
         check_timeout("forward_timeout", forward_timeout)
-        if stop is not None and not callable(stop):
-            raise UsageError(f"stop={stop!r}: expected a function that says whether to stop")
         if on_stall is not None and on_stall not in ON_STALL:
             raise UsageError(f"on_stall={on_stall!r}: expected {' or '.join(map(repr, ON_STALL))}, or None")
         self.exit_code = EXIT_DONE
@@ -564,6 +563,7 @@ def evaluate(task: Task, *, nproc: int | None = None, **options: Any) -> Result:
     if nproc is not None:
         from dualeval.local_ranks import start_this_script
 
+        check_session_options(options)
         device = options.get("device")
         launcher = start_this_script(
             nproc,
