@@ -20,7 +20,7 @@ from dualeval.backends.base import Backend
 from dualeval.engine.control import meeting, plane
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
-from dualeval.errors import DualevalError, LaunchError, PeerError, UsageError
+from dualeval.errors import DualevalError, LaunchError, PeerError, PeerUsageError, UsageError
 from dualeval.store import pause_for
 from tests.control_ranks import OfferOnly
 
@@ -213,7 +213,7 @@ def test_as_a_context_it_tells_and_leaves() -> None:
             control.meet()
 
     errors = on_ranks(2, work)
-    assert [type(error) for error in errors] == [PeerError, UsageError]
+    assert [type(error) for error in errors] == [PeerUsageError, UsageError]
     assert str(errors[0]) == "rank 1 alone"
 
 
