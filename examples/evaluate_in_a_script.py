@@ -1,10 +1,11 @@
 """Evaluate in a script of your own; the ranks are found, and the script is the owner of the run.
 
-Killed or stopped, it goes on when the same is typed again; with other words than these, evaluate another job:
-
-    python examples/evaluate_in_a_script.py runs/mine
+    python examples/evaluate_in_a_script.py OUT [NAME=VALUE ...]
     torchrun --nproc-per-node 2 examples/evaluate_in_a_script.py runs/mine
-    horovodrun -np 2 python examples/evaluate_in_a_script.py runs/mine model=resnet18 weights=ckpt.pt data=val
+    horovodrun -np 2 python examples/evaluate_in_a_script.py runs/r18 model=resnet18 weights=ckpt.pt data=val
+
+Killed or stopped, it goes on when the same is typed again. The further words are arguments of
+ImageClassification (without any, the embedded job); timeout=SECONDS is the session's heartbeat_timeout.
 """
 
 import sys

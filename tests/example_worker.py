@@ -18,7 +18,7 @@ example, evaluates, *words = sys.argv[1:]
 sys.argv = [example, *words]
 if evaluates == "without":
     session: Any = Session
-    session.batches = lambda self, dataset: ()
+    session.batches = lambda self, dataset, model: ()
     session.result = lambda self: SimpleNamespace(metrics={"correct": 0.0})
 assert dualeval.Session is Session
 trained = runpy.run_path(example, run_name="__main__")

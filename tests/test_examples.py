@@ -115,7 +115,7 @@ def test_training_goes_on_bit_for_bit(launch: Launch, launcher: list[str], words
         done = launch([*launcher, WORKER, TRAINING, evaluates, *words])
         assert done.returncode == 0, done.stderr
         found.append(sorted(re.findall(r"<(\d) (\w+) (\w+)>", done.stdout)))
-        assert len(re.findall(r"epoch 2: \d+\.\d+%", done.stdout)) == 2
+        assert len(re.findall(r"epoch 2: \{'correct': \d", done.stdout)) == 2
     assert found[0] == found[1] and len(found[0]) == 2
     assert {owner for _, owner, _ in found[0]} == {"False"}
     assert len({digest for *_, digest in found[0]}) == 1
