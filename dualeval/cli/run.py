@@ -15,7 +15,8 @@ import click
 
 from dualeval.choices import DATA_FINGERPRINTS, ON_ERROR, PRECISIONS, SCHEDULES, check_choice
 from dualeval.cli import options
-from dualeval.engine.session import Session, check_timeout
+from dualeval.engine.options import check_timeout
+from dualeval.engine.session import Session
 from dualeval.engine.signals import numbers_of
 from dualeval.errors import UsageError
 from dualeval.job import TASKS, Job

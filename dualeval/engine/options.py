@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, check_count, check_kind
 from dualeval.errors import UsageError
+
+_LEAST_TIMEOUT_S = 1.0
+_LONGEST_TIMEOUT_S = 1e6
 
 
 class NewFolder(enum.Enum):
@@ -149,3 +153,29 @@ def check_session_options(options: Mapping[str, Any]) -> None:
         if name in _OF_A_SESSION:
             fits, expected = _OF_A_SESSION[name]
             check_kind(name, value, fits(value), expected)
+
+
+def run_options_of(options: Mapping[str, Any]) -> RunOptions:
+    """Make ``RunOptions`` of options by name.
+
+    Raises:
+        UsageError: there is no such option, or it has a value that it cannot have.
+    """
+    known = [field.name for field in fields(RunOptions)]
+    unknown = next((name for name in options if name not in known), None)
+    if unknown is None:
+        return RunOptions(**options)
+    if unknown in (*_OF_A_SESSION, "device"):
+        raise UsageError(f"{unknown!r} is an option of the session: write dualeval.Session({unknown}=...).")
+    near = difflib.get_close_matches(unknown, known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else f" There are {', '.join(known)}."
+    raise UsageError(f"{unknown!r} is no option of an evaluation.{hint}")
+
+
+def check_timeout(option: str, seconds: float) -> None:
+    """Raise UsageError where a timeout is none that ranks can be watched by."""
+    if not _LEAST_TIMEOUT_S <= seconds <= _LONGEST_TIMEOUT_S:
+        raise UsageError(
+            f"{option} {seconds:g}: expected seconds, {_LEAST_TIMEOUT_S:g} to {_LONGEST_TIMEOUT_S:,.0f} (a "
+            "rank reports twice a second how far it is)"
+        )

@@ -6,19 +6,17 @@ or the watch where the main thread does not come back.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from time import sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.ending import conclude_quietly, install_hook, remove_hook, say
-from dualeval.engine.options import RunOptions, check_session_options
+from dualeval.engine.options import check_session_options, check_timeout, run_options_of
 from dualeval.engine.signals import Signals, numbers_of
 from dualeval.errors import (
     EXIT_DONE,
@@ -45,8 +43,6 @@ if TYPE_CHECKING:
     from dualeval.tasks import Task
     from dualeval.world import World
 
-_LEAST_TIMEOUT_S = 1.0
-_LONGEST_TIMEOUT_S = 1e6
 ON_STALL = ("raise", "exit")
 # srun loses words that it has not handed on when it ends the step.
 _LAST_WORDS_S = 0.5
@@ -302,7 +298,7 @@ class Session:
         self._require_going_on()
         if self._loop is not None:
             raise UsageError("a loop of this session has no result yet: ask for session.result() first")
-        run_options = _run_options(options)
+        run_options = run_options_of(options)
         self._watch.begin()
         with self._concluding():
             result = Evaluator(
@@ -387,7 +383,7 @@ class Session:
         context = RunContext(
             backend=self.backend,
             control=self.control,
-            options=_run_options(options),
+            options=run_options_of(options),
             watch=self._watch,
             note=self.note,
             job=dict(job or {}),
@@ -580,26 +576,3 @@ def evaluate(task: Task, *, nproc: int | None = None, **options: Any) -> Result:
     of_run = {name: value for name, value in options.items() if name not in names - {"mix_machines"}}
     with Session(**of_session) as session:
         return session.evaluate(task, last=True, **of_run)
-
-
-def _run_options(options: Mapping[str, Any]) -> RunOptions:
-    known = [field.name for field in fields(RunOptions)]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        if unknown[0] in inspect.signature(Session).parameters:
-            raise UsageError(
-                f"{unknown[0]!r} is an option of the session: write dualeval.Session({unknown[0]}=...)."
-            )
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f" Did you mean {near[0]}?" if near else f" There are {', '.join(known)}."
-        raise UsageError(f"{unknown[0]!r} is no option of an evaluation.{hint}")
-    return RunOptions(**options)
-
-
-def check_timeout(option: str, seconds: float) -> None:
-    """Raise UsageError where a timeout is none that ranks can be watched by."""
-    if not _LEAST_TIMEOUT_S <= seconds <= _LONGEST_TIMEOUT_S:
-        raise UsageError(
-            f"{option} {seconds:g}: expected seconds, {_LEAST_TIMEOUT_S:g} to {_LONGEST_TIMEOUT_S:,.0f} (a "
-            "rank reports twice a second how far it is)"
-        )
