@@ -35,6 +35,7 @@ _ALL_SAVED_WITHIN_S = 4.0
 _STOPPED_WITHIN_S = 4.6
 _FLUSH_WITHIN_S = 1.0
 _LEAVE_AFTER_FAILURE_S = 2.0
+_ASKED_WITHIN_S = 0.5
 
 
 class Conclusion:
@@ -95,7 +96,8 @@ class Conclusion:
         # A failure that a rank has told of is why a launcher ends the others by a signal.
         if failure is not None and (code is None or failure.where is not None):
             self._save(failure)
-            say(spoken(failure, control.name.rank))
+            if self._is_to_say(failure):
+                say(spoken(failure, control.name.rank))
             # Where rank 0 is what failed, any other has to write it.
             if control.name.rank == 0 or failure.rank == 0:
                 self._write_down(failure)
@@ -104,6 +106,17 @@ class Conclusion:
         self._code = code
         self._let_go(code)
         return code
+
+    def _is_to_say(self, failure: PeerError) -> bool:
+        """Whether the watch's thread says why all end: of wrong usage one rank does."""
+        if failure.exit_code != EXIT_USAGE or self._control.name.rank != 0:
+            return True
+        answers: list[bool] = []
+        # In a thread of its own: the store may not answer.
+        asking = threading.Thread(target=lambda: answers.append(self._control.may_speak()), daemon=True)
+        asking.start()
+        asking.join(_ASKED_WITHIN_S)
+        return answers != [False]
 
     def _let_go(self, code: int) -> None:
         """Close what shows that this run is at work, and let the others end."""

@@ -287,8 +287,9 @@ class ControlPlane:
         return self._pulse.look(self._saved)
 
     def _conclude(self, failure: Verdict) -> None:
-        self._hear_failure(failure.to_error())
+        # In this order: the helper thread ends once it has heard of a failure and has nothing to propose.
         self._propose(failure)
+        self._hear_failure(failure.to_error())
 
     def _propose(self, verdict: Verdict) -> None:
         """Have the helper thread propose a verdict; a rank that is alone decides by itself."""
