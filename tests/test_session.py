@@ -181,3 +181,32 @@ def test_an_unknown_option_names_the_nearest() -> None:
 def test_a_session_that_is_not_open_says_so() -> None:
     with pytest.raises(UsageError, match=r"with dualeval\.Session"):
         dualeval.Session().evaluate(TinyTask(3))
+
+
+CAUGHT = """
+import time
+import dualeval
+from dualeval.engine import watch
+from tests.tiny import TinyTask
+
+watch._AT_LAST_S = 0.5
+end = watch.Watch._end
+
+def late(self):
+    time.sleep(0.3)
+    end(self)
+
+watch.Watch._end = late
+for _ in range(2):
+    try:
+        dualeval.evaluate(TinyTask(3), batchsize=3)
+    except dualeval.UsageError:
+        pass
+time.sleep(1.5)
+"""
+
+
+def test_nothing_ends_a_script_that_went_on(launch: Launch) -> None:
+    done = launch([*ALONE, "-c", CAUGHT])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("batchsize") == 2 and "Timeout" not in done.stderr

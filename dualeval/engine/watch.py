@@ -311,6 +311,8 @@ class Watch:
             self._interrupt_main()
             return
         with self._arming:
+            if self._is_over.is_set():
+                return  # the main thread has concluded meanwhile, and left: nobody would disarm it
             # Whatever hangs from here on, a full disk or a file server included.
             self._dump_later(_AT_LAST_S)
             if self._guardian is not None:
