@@ -41,7 +41,9 @@ def evaluate(task: TinyTask, *, guest: bool = True, **options: Any) -> Result:
     ("launcher", "backend"),
     [
         pytest.param("torchrun", "torch", id="DistributedDataParallel"),
-        pytest.param("horovodrun", "horovod", id="Horovod", marks=needs("horovodrun", "horovod")),
+        pytest.param(
+            "horovodrun", "horovod", id="Horovod", marks=[*needs("horovodrun", "horovod"), pytest.mark.long]
+        ),
     ],
 )
 def test_training_is_bit_for_bit_as_without_the_evaluations(
