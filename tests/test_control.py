@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -203,6 +204,33 @@ def test_rank_0_speaks_where_it_can() -> None:
 
     on_ranks(3, work)
     assert spoken == [0]
+
+
+def test_who_has_heard_the_reason_asks_nobody_whether_to_say_it() -> None:
+    """Rank 0 may be gone as soon as it has spoken."""
+
+    def work(rank: int, control: ControlPlane) -> bool | None:
+        control.fail(DualevalError("broken"))
+        if rank == 0:
+            assert control.may_speak()
+            control.has_spoken()
+            control.leave()
+            return None
+        meetings = control._meetings
+        assert meetings is not None
+
+        def gone(*arguments: object) -> int:
+            raise DistNetworkError("connection reset")
+
+        whole = meetings.store
+        meetings.store = cast("Any", SimpleNamespace(check=whole.check, get=whole.get, add=gone))
+        try:
+            return control.may_speak()
+        finally:
+            meetings.store = whole
+
+    said = on_ranks(2, work)
+    assert said[1] is False
 
 
 def test_as_a_context_it_tells_and_leaves() -> None:

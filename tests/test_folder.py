@@ -74,6 +74,13 @@ def lost(opened: RunFolder) -> list[str]:
     return said
 
 
+def take_over(folder: Path) -> None:
+    """Put another run's lease into the place of the one that is kept there, as a newcomer does."""
+    other = folder / "other"
+    other.write_text(json.dumps({"token": "89abcdef"}))
+    other.rename(folder / "lease.json")
+
+
 def goes_on(opened: RunFolder, lost: list[str]) -> bool:
     """Whether the lease is renewed from here on."""
     before = counter(opened.path)
@@ -101,8 +108,7 @@ def test_a_lease_that_was_removed_is_written_anew(opened: RunFolder, lost: list[
 def test_another_run_that_has_taken_over_is_told_once(opened: RunFolder, lost: list[str], there: str) -> None:
     replace(read_status(opened.path) or Status(state=""), run="89abcdef").write(opened.path)
     if there == "its lease":
-        (opened.path / "other").write_text(json.dumps({"token": "89abcdef"}))
-        (opened.path / "other").rename(opened.path / "lease.json")
+        take_over(opened.path)
     else:
         (opened.path / "lease.json").unlink()
     await_that(lambda: lost)
@@ -151,7 +157,7 @@ def test_a_folder_that_is_away_for_a_moment_ends_nothing(
 
 
 def test_a_result_is_not_written_over_another_runs(opened: RunFolder) -> None:
-    (opened.path / "lease.json").write_text(json.dumps({"token": "89abcdef"}))
+    take_over(opened.path)
     previous = PreviousRun.from_message(opened.to_message(none_yet(), PLAN), PLAN)
     with pytest.raises(DualevalError, match="another run has taken over"):
         opened.write(None, PLAN, TinyTask(8), (), previous, [], lambda path, name: {})  # type: ignore[arg-type]
@@ -166,7 +172,7 @@ def test_a_run_that_was_stopped_while_it_wrote_looks_again(
 
     def taken_over_meanwhile(path: Path, *arguments: Any) -> None:
         write(path, *arguments)
-        (tmp_path / "lease.json").write_text(json.dumps({"token": "89abcdef"}))
+        take_over(tmp_path)
 
     monkeypatch.setattr(folder, "write_predictions", taken_over_meanwhile)
     with pytest.raises(DualevalError, match="another run has taken over"):

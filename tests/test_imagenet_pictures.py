@@ -180,7 +180,9 @@ def test_a_broken_picture_stops_the_run(
 ) -> None:
     finished = start(launch, with_broken, tmp_path / "out", processes, "--workers", "0")
     assert finished.returncode == 2
-    [message] = [line for line in finished.stderr.splitlines() if "dualeval: error:" in line]
+    messages = [line for line in finished.stderr.splitlines() if "dualeval: error:" in line]
+    assert len(messages) == 1, finished.stderr
+    [message] = messages
     assert BROKEN in message
     assert "truncated" in message
     assert "--on-error skip" in message

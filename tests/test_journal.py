@@ -103,7 +103,11 @@ def test_errors_of_failed_samples_are_in_their_file(path: Path) -> None:
     [written] = writer.written
     file = read_journal_file(written)
     assert (file.failed, file.failures) == (2, tuple(failures))
-    assert errors_of([file, read_journal_file(path)], [3, 5, 7]) == [failures[1], (5, ""), failures[0]]
+    assert errors_of([*file.failures, *read_journal_file(path).failures], [3, 5, 7]) == [
+        failures[1],
+        (5, ""),
+        failures[0],
+    ]
 
 
 def test_a_file_of_another_division_into_chunks_is_left_out(path: Path) -> None:

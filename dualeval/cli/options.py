@@ -52,16 +52,13 @@ def show(result: Result, *, as_json: bool, kept: Path | None) -> None:
     click.echo(f"dualeval: note: {said}; the result is in {kept}", err=True)
 
 
-def evaluate_and_show(
-    session: Session, evaluate: Callable[[Session], Result], *, as_json: bool, shows: bool = True
-) -> int:
+def evaluate_and_show(session: Session, evaluate: Callable[[Session], Result], *, as_json: bool) -> int:
     """Evaluate in a session of its own; returns the exit code, the same on every rank.
 
     Args:
         session: not open yet.
         evaluate: called in it.
         as_json: as for ``show``.
-        shows: show the result where this is rank 0.
     """
     from dualeval.engine.ending import end_process
     from dualeval.result import RESULT
@@ -83,6 +80,6 @@ def evaluate_and_show(
         if not session.is_concluded:
             raise
         return session.exit_code
-    if shows and session.world.is_main:
+    if session.world.is_main:
         show(result, as_json=as_json, kept=None if result.folder is None else Path(result.folder) / RESULT)
     return EXIT_DONE

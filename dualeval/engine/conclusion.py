@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import say, spoken
+from dualeval.engine.ending import say, spoken, try_for
 from dualeval.engine.watch import Watch
 from dualeval.errors import (
     EXIT_DONE,
@@ -35,7 +35,7 @@ _ALL_SAVED_WITHIN_S = 4.0
 _STOPPED_WITHIN_S = 4.6
 _FLUSH_WITHIN_S = 1.0
 _LEAVE_AFTER_FAILURE_S = 2.0
-_ASKED_WITHIN_S = 0.5
+_ASKED_WITHIN_S = 1.0
 
 
 class Conclusion:
@@ -98,6 +98,8 @@ class Conclusion:
             self._save(failure)
             if self._is_to_say(failure):
                 say(spoken(failure, control.name.rank))
+                # In time: the others cannot ask any more once this process, rank 0's, has ended.
+                try_for(_ASKED_WITHIN_S, control.has_spoken)
             # Where rank 0 is what failed, any other has to write it.
             if control.name.rank == 0 or failure.rank == 0:
                 self._write_down(failure)
@@ -112,10 +114,7 @@ class Conclusion:
         if failure.exit_code != EXIT_USAGE or self._control.name.rank != 0:
             return True
         answers: list[bool] = []
-        # In a thread of its own: the store may not answer.
-        asking = threading.Thread(target=lambda: answers.append(self._control.may_speak()), daemon=True)
-        asking.start()
-        asking.join(_ASKED_WITHIN_S)
+        try_for(_ASKED_WITHIN_S, lambda: answers.append(self._control.may_speak()))
         return answers != [False]
 
     def _let_go(self, code: int) -> None:

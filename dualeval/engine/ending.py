@@ -29,7 +29,7 @@ def say(line: str) -> None:
             stream.write(f"{line}\n")
             stream.flush()
 
-    _try(write)
+    try_for(_WITHIN_S, write)
 
 
 def error_stream() -> TextIO:
@@ -55,7 +55,7 @@ def end_process(code: int) -> NoReturn:
     try:
         for worker in multiprocessing.active_children():
             worker.kill()
-        _try(_flush)
+        try_for(_WITHIN_S, _flush)
     finally:
         os._exit(code)
 
@@ -67,11 +67,14 @@ def _flush() -> None:
                 stream.flush()
 
 
-def _try(action: Callable[[], None]) -> None:
-    """Do something that may hang, for a moment: a thread may hold the stream, or its reader stand still."""
-    thread = threading.Thread(target=action, daemon=True)
+def try_for(seconds: float, action: Callable[[], object]) -> None:
+    """Do something that may hang, and wait no longer for it: a disk, a store, or who reads a stream.
+
+    It is done in a thread of its own, and goes on there.
+    """
+    thread = threading.Thread(target=action, name="dualeval-trying", daemon=True)
     thread.start()
-    thread.join(_WITHIN_S)
+    thread.join(seconds)
 
 
 def spoken(error: DualevalError, rank: int) -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -144,11 +145,13 @@ class Outcome:
 
     def _with_errors(self, failed: Sequence[int], rows: Sequence[Rows]) -> list[tuple[int, str]]:
         """Index and error of each failed sample, in order; the errors on rank 0 alone. A collective."""
-        if not failed or not isinstance(self._writer, MemoryWriter):
-            return errors_of([file for file in rows if isinstance(file, JournalFile)], failed)
-        everyone = self._backend.gather_json(self._writer.failures)
-        errors = {index: error for own in everyone or [] for index, error in own}
-        return [(index, errors.get(index, "")) for index in failed]
+        if not failed:
+            return []
+        if isinstance(self._writer, MemoryWriter):
+            known = self._backend.gather_json(self._writer.failures) or []
+        else:
+            known = [file.failures for file in rows if isinstance(file, JournalFile)]
+        return errors_of(chain.from_iterable(known), failed)
 
     def _measured_by_rows(self, rows: Sequence[Rows]) -> list[Measured]:
         """What rank 0 makes of all samples' rows, sent to every rank."""

@@ -296,8 +296,6 @@ class Session:
         from dualeval.engine.evaluator import Evaluator
 
         self._require_going_on()
-        if self._loop is not None:
-            raise UsageError("a loop of this session has no result yet: ask for session.result() first")
         run_options = run_options_of(options)
         self._watch.begin()
         with self._concluding():
@@ -378,8 +376,6 @@ class Session:
         from dualeval.engine.own_loop import OwnLoop
 
         self._require_going_on()
-        if self._loop is not None:
-            raise UsageError("a loop of this session has no result yet: ask for session.result() first")
         context = RunContext(
             backend=self.backend,
             control=self.control,
@@ -445,6 +441,8 @@ class Session:
             raise UsageError(
                 f"this session has ended with exit code {self.exit_code}: open another one to evaluate again"
             )
+        if self._loop is not None:
+            raise UsageError("a loop of this session has no result yet: ask for session.result() first")
         _ = self.control
 
     def _concluded(self, error: BaseException, *, of_task: bool) -> BaseException:

@@ -13,13 +13,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from time import monotonic, sleep
 
 from dualeval.engine.control.beats import Clock, Finding, Judge, Standstill
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import end_process, error_stream, say, spoken
+from dualeval.engine.ending import end_process, error_stream, say, spoken, try_for
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
@@ -344,16 +345,8 @@ class Watch:
         if control.failure is not None:
             return
         ended = control.ended
-        # The disk may hang.
-        writing = threading.Thread(
-            target=folder.note_end,
-            args=(Stopped(stopping) if ended is None else DualevalError(ended),),
-            kwargs={"provisional": True},
-            name="dualeval-note",
-            daemon=True,
-        )
-        writing.start()
-        writing.join(_NOTED_WITHIN_S)
+        end = Stopped(stopping) if ended is None else DualevalError(ended)
+        try_for(_NOTED_WITHIN_S, partial(folder.note_end, end, provisional=True))
 
     def _interrupt_main(self) -> None:
         """Name what a guest's run has come to, and raise that where the main thread runs Python."""

@@ -408,10 +408,19 @@ class Observer:
         self._left = {rank for rank, text in pairs if text == LEFT}
         return {rank: Sign.read(text) for rank, text in pairs if text != LEFT}
 
-    def left_behind(self, signs: Mapping[int, Sign]) -> tuple[int, str] | None:
-        """A rank that has left though another waits for all, and how that is said."""
+    def look(self, signs: Mapping[int, Sign]) -> tuple[int, str] | None:
+        """Take the latest signs; returns the rank that is to be given up, and how that is said."""
+        now = self._clock.now()
         waiting = [rank for rank, sign in signs.items() if sign.stage == "meet"]
-        seconds = self._alone.seconds(bool(waiting and self._left), self._clock.now())
+        self._name_late(waiting, signs, now)
+        stuck = self._left_behind(waiting, now)
+        if stuck is None and self._monitor is not None:
+            stuck = self._monitor.look(signs, now)
+        return stuck
+
+    def _left_behind(self, waiting: Sequence[int], now: float) -> tuple[int, str] | None:
+        """A rank that has left though another waits for all."""
+        seconds = self._alone.seconds(bool(waiting and self._left), now)
         if not (waiting and self._left) or seconds < _LEFT_BEHIND_S:
             return None
         rank = min(self._left)
@@ -420,22 +429,16 @@ class Observer:
             "to evaluate the same, and to ask for the result"
         )
 
-    def name_late(self, signs: Mapping[int, Sign]) -> None:
+    def _name_late(self, waiting: Sequence[int], signs: Mapping[int, Sign], now: float) -> None:
         """Say, once, which rank has not come where others wait for all."""
-        waiting = [rank for rank, sign in signs.items() if sign.stage == "meet"]
         idle = [rank for rank, sign in signs.items() if sign.stage == IDLE]
-        seconds = self._late.seconds(bool(waiting and idle), self._clock.now())
+        seconds = self._late.seconds(bool(waiting and idle), now)
         if waiting and idle and seconds >= _LATE_S and self.sees_all and not self._has_named_late:
             self._has_named_late = True
             _note(
                 f"{self.names[waiting[0]]} has waited {seconds:.0f} s for {self.names[idle[0]]}, which has "
                 "not called evaluate, or asked for the result, yet"
             )
-
-    def stuck(self, signs: Mapping[int, Sign]) -> tuple[int, str] | None:
-        """The rank that has come to a standstill, and how that is said."""
-        now = self._clock.now()
-        return None if self._monitor is None else self._monitor.look(signs, now)
 
     def gone(self, signs: Mapping[int, Sign]) -> list[int]:
         """Ranks on this host whose process has ended, though they have not left."""

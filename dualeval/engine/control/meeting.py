@@ -135,8 +135,9 @@ class Meetings:
         rank 0 may be in the midst of a long batch.
         """
         with suppress(PeerError), rank_0_reachable(self._first):
-            if self._name.rank != 0:
-                self._await("spoken", _SPEAK_WITHIN_S)
+            # Whoever has spoken may be gone a moment later: it is not asked once more.
+            if self._name.rank != 0 and self._await("spoken", _SPEAK_WITHIN_S) is not None:
+                return False
             return self.store.add(self.key("speakers"), 1) == 1
         return True  # rank 0 is gone, and nobody else is known to be there
 

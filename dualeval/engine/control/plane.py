@@ -112,7 +112,6 @@ class ControlPlane:
         self._names: dict[int, Name] = {name.rank: name}
         self._end_told = threading.Event()
         self._left = False
-        # Whoever asks a store that has gone gets pages of frames from torch.
         self._is_unreachable = False
         self._wake = threading.Event()
         # Beats that were sent, and who waits for the next one.
@@ -242,9 +241,9 @@ class ControlPlane:
         """
         own = Verdict.own_failure(self.name.rank, error, str(self.name))
         holds = own
-        if self._meetings is not None and not self._is_unreachable:
+        if (meetings := self._reachable) is not None:
             with suppress(PeerError), rank_0_reachable(self.first):
-                holds = self._meetings.propose(self._meetings.store, own)
+                holds = meetings.propose(meetings.store, own)
         return (holds if holds.kind == "failure" else own).to_error()
 
     @property
@@ -272,6 +271,12 @@ class ControlPlane:
     def has_peers(self) -> bool:
         """Whether there are other ranks that this one has not left."""
         return self._meetings is not None and not self._left
+
+    @property
+    def _reachable(self) -> Meetings | None:
+        """The main thread's end of the store; None where there is none, or nobody answers any more."""
+        # Whoever asks a store that has gone gets pages of frames from torch.
+        return None if self._is_unreachable else self._meetings
 
     @property
     def limits(self) -> Limits | None:
@@ -463,8 +468,7 @@ class ControlPlane:
                 self.all_saved.set()
         if self.failure is not None or self._stop is not None:
             return
-        observer.name_late(signs)
-        found = observer.left_behind(signs) or observer.stuck(signs)
+        found = observer.look(signs)
         if gone:
             self.give_up(_ended(observer.names[gone[0]]), rank=gone[0])
         elif found is not None:
@@ -477,12 +481,12 @@ class ControlPlane:
 
         Exactly one rank gets True, where rank 0 can be reached.
         """
-        return self._meetings is None or self._is_unreachable or self._meetings.may_speak()
+        return (meetings := self._reachable) is None or meetings.may_speak()
 
     def has_spoken(self) -> None:
         """Let the others leave."""
-        if self._meetings is not None and not self._is_unreachable:
-            self._meetings.has_spoken()
+        if (meetings := self._reachable) is not None:
+            meetings.has_spoken()
 
     def leave(self, limit_s: float = 10.0, *, together: bool = False) -> bool:
         """Leave in order: rank 0, who serves the others, goes last. Later calls do nothing.
@@ -497,9 +501,9 @@ class ControlPlane:
         self._left = True
         self.end_run()
         self._stop_beats()
-        meetings, self._meetings = self._meetings, None
-        all_left = meetings is None
-        if meetings is not None and not self._is_unreachable:
+        all_left, meetings = self._meetings is None, self._reachable
+        self._meetings = None
+        if meetings is not None:
             all_left = meetings.leave(limit_s, together=together)
         # Its threads end with it; collected later, in a forked process, it would wait for them there.
         self._server = None

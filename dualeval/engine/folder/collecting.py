@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.layout import file_name
 from dualeval.result import partial_of
 
@@ -33,9 +32,14 @@ def gather_failures(backend: Backend, own: Sequence[int]) -> list[int]:
     return torch.cat(backend.all_gather(torch.tensor(own, dtype=torch.int64))).sort().values.tolist()
 
 
-def errors_of(files: Sequence[JournalFile], failed: Sequence[int]) -> list[tuple[int, str]]:
-    """Index and error of each failed sample; the error is empty where no file has it, as on ranks without."""
-    errors = dict(failure for file in files for failure in file.failures)
+def errors_of(failures: Iterable[tuple[int, str]], failed: Sequence[int]) -> list[tuple[int, str]]:
+    """Index and error of each failed sample, in order.
+
+    Args:
+        failures: the errors that are known here, each with its index: on rank 0 all of them.
+        failed: the indices of all ranks' failed samples. An error that is not known is empty.
+    """
+    errors = dict(failures)
     return [(index, errors.get(index, "")) for index in failed]
 
 

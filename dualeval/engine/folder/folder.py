@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualeval.engine.ending import try_for
 from dualeval.engine.folder.collecting import collect_files
 from dualeval.engine.folder.journal import JournalFile, read_again, read_journal_file
 from dualeval.engine.folder.layout import (
@@ -428,9 +429,7 @@ class RunFolder:
         """
         if not self._closing.is_set():
             self._closing.set()
-            cleaning = threading.Thread(target=self._clean_up, name="dualeval-close", daemon=True)
-            cleaning.start()
-            cleaning.join(limit_s)
+            try_for(limit_s, self._clean_up)
 
     def _clean_up(self) -> None:
         # Where the disk is what failed, this fails too; and what is left over hurts nobody.
