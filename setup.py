@@ -43,9 +43,11 @@ setup(
         "report": ["matplotlib>=3.8"],
         "dev": [
             "build",
+            "datasets",
             "hypothesis",
             "mypy",
             "psutil",
+            "pycocotools",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

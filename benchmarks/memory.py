@@ -73,8 +73,8 @@ class TinyTask(Task):
 
     name = "benchmark-memory"
     rows = ("target", "prediction", "confidence", "loss", "top")
-    decodes = False
-    concurrent = True
+    wants_workers = False
+    thread_safe = True
 
     def __init__(self, count: int) -> None:
         self._dataset = Generated(count)

@@ -100,8 +100,8 @@ class ProblemTask(Task):
 
     name = "benchmark-overhead"
     rows = ("target", "prediction", "confidence", "loss", "top")
-    decodes = False
-    concurrent = True
+    wants_workers = False
+    thread_safe = True
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dualeval.devices import connect as connect
     from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
     from dualeval.engine.rescoring import rescore as rescore
+    from dualeval.engine.samples import wrap as wrap
     from dualeval.engine.session import Session as Session
     from dualeval.engine.session import evaluate as evaluate
     from dualeval.errors import BackendError as BackendError
@@ -57,6 +58,7 @@ _HOME = {
     "detect": "dualeval.launch",
     "evaluate": "dualeval.engine.session",
     "rescore": "dualeval.engine.rescoring",
+    "wrap": "dualeval.engine.samples",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -26,7 +26,7 @@ from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.errors import DualevalError
 from dualeval.launch import detect
-from dualeval.metrics import Measured, RowMetric
+from dualeval.metrics import Measured, Metric, RowMetric
 from tests.tiny import TinyDataset, TinyTask
 
 TEN = ["loss", *(f"top{k}" for k in range(1, 7)), "precision_recall", "confusion", "ece"]
@@ -270,8 +270,8 @@ class Median:
 class MedianTask(TinyTask):
     """A TinyTask with a metric of all rows."""
 
-    def row_metrics(self) -> list[RowMetric]:
-        return [Median()]
+    def metrics(self) -> list[Metric | RowMetric]:
+        return [*super().metrics(), Median()]
 
 
 def nothing_written(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class TrainedTask(TinyTask):
     """Evaluates the model that is being trained; its reading draws random numbers from all generators."""
 
     # The copies of a thread each would keep what the model is to keep.
-    concurrent = False
+    thread_safe = False
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(200)

@@ -118,7 +118,7 @@ def test_threads_where_the_model_allows_them(
 
 def test_a_task_may_want_one_at_a_time() -> None:
     task = TinyTask(1)
-    task.concurrent = False
+    task.thread_safe = False
     assert usable_threads(task, nn.Linear(2, 2), CPU, 4, 100) == 1
     assert usable_threads(TinyTask(1), nn.Linear(2, 2), torch.device("cuda"), 4, 100) == 1
 

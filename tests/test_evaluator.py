@@ -199,9 +199,11 @@ def test_rows_of_a_chunk_twice_are_refused(tmp_path: Path) -> None:
         writer.write([chunk], [1], torch.zeros(1, dtype=torch.int64), row)
     files = [journal.read_journal_file(path) for path in writer.written]
     with pytest.raises(Exception, match=r"chunk 0 is in .* and again in"):
-        predictions.write_predictions(tmp_path / "p", files, the_plan, TinyTask(2), ())
+        predictions.write_predictions(tmp_path / "p", files, the_plan, TinyTask(2), TinyTask(2).dataset(), ())
     with pytest.raises(Exception, match=r"no journal file holds the rows of chunks \[1\]"):
-        predictions.write_predictions(tmp_path / "p", files[:1], the_plan, TinyTask(2), ())
+        predictions.write_predictions(
+            tmp_path / "p", files[:1], the_plan, TinyTask(2), TinyTask(2).dataset(), ()
+        )
 
 
 def test_a_task_that_loses_a_row_is_stopped(tmp_path: Path) -> None:
@@ -229,23 +231,23 @@ def test_what_is_no_task_is_refused(tmp_path: Path) -> None:
     class Unfinished(Task):
         name = "unfinished"
 
-    with pytest.raises(TypeError, match=r"abstract.*build_model.*collate"):
+    with pytest.raises(TypeError, match=r"abstract.*build_model.*dataset.*forward.*metrics.*observe"):
         Unfinished()  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize("name", ["../values.json", "result.json", "lease.json", "values.txt", ""])
 def test_names_of_files_that_a_task_may_not_write(tmp_path: Path, name: str) -> None:
     class Writing(TinyTask):
-        json_files = {name: "loss"}  # noqa: RUF012
+        exports = {name: "loss"}  # noqa: RUF012
 
-    with pytest.raises(UsageError, match=f"json_files has '{name}'"):
+    with pytest.raises(UsageError, match=f"exports has '{name}'"):
         evaluate(Writing(5), tmp_path / "out")
     assert not list(tmp_path.rglob("*.json"))
 
 
 def test_a_file_of_a_tasks_own(tmp_path: Path) -> None:
     class Writing(TinyTask):
-        json_files = {"my-losses.json": "loss"}  # noqa: RUF012
+        exports = {"my-losses.json": "loss"}  # noqa: RUF012
 
     out = tmp_path / "out"
     for _ in range(2):

@@ -140,7 +140,7 @@ def test_everything_is_as_it_was(raises: bool) -> None:
     before = state_of(model)
     hooks = [dict(vars(module)["_forward_hooks"]) for module in model.modules()]
     task = Spoiling(model, raises)
-    task.concurrent = False
+    task.thread_safe = False
     try:
         evaluate(task, limit=4, batch_size=4)
     except ZeroDivisionError:

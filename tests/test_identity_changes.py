@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from dualeval.engine import agreement
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured, Metric
+from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.result import Result
 from dualeval.tasks import Task
 from dualeval.tasks.image_classification import ASSETS, ImageClassification
@@ -98,7 +98,7 @@ class NetTask(TinyTask):
             torch.manual_seed(0)
             return self._make().eval().to(device)
 
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[Metric | RowMetric]:
         return [*super().metrics(), *self._extra_metrics]
 
 

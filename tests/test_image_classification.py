@@ -132,7 +132,7 @@ def test_without_arguments_it_is_the_embedded_job() -> None:
     assert isinstance(data, IdxImages)
     assert data is task.dataset()
     assert (len(data), data.id(9_999), data.sample_shape) == (10_000, "t10k-09999", (1, 28, 28))
-    assert not task.decodes
+    assert not task.wants_workers
     model = task.build_model(CPU)
     assert isinstance(model, FashionCNN)
     assert not model.training
@@ -169,7 +169,7 @@ def test_the_embedded_model_brings_its_weights(tmp_path: Path) -> None:
 def test_a_folder_of_images(folder: Path) -> None:
     task = small(folder)
     assert isinstance(task.dataset(), ImageFolder)
-    assert task.decodes
+    assert task.wants_workers
     model = task.build_model(CPU)
     batch = task.collate(task.dataset().__getitems__(range(6)))
     with torch.inference_mode():

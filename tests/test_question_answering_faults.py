@@ -59,8 +59,8 @@ def test_a_run_goes_on(
     options: dict[str, Any] = {"model": tiny, "data": data["v2.0"], "batch_size": BATCH}
     out = tmp_path / "out"
     # Batches in several threads would end at another number of them each time.
-    monkeypatch.setattr(Ending, "concurrent", False)
-    monkeypatch.setattr(QuestionAnswering, "concurrent", False)
+    monkeypatch.setattr(Ending, "thread_safe", False)
+    monkeypatch.setattr(QuestionAnswering, "thread_safe", False)
     with pytest.raises(RuntimeError, match="enough"):
         evaluate(Ending(**options), out, batch_size=BATCH)
     result = evaluate(QuestionAnswering(**options), out, batch_size=BATCH)
@@ -265,7 +265,7 @@ def test_options_that_make_no_job(tiny: Path, data: dict[str, Path], tmp_path: P
             task = QuestionAnswering(**{"model": tiny, "data": file, **changes})
             task.build_model(torch.device("cpu"))
     assert "best_thresholds" in [
-        metric.name for metric in QuestionAnswering(model=tiny, data=data["v2.0"]).row_metrics()
+        metric.name for metric in QuestionAnswering(model=tiny, data=data["v2.0"]).metrics()
     ]
 
 

@@ -286,11 +286,8 @@ class Measuring(Reading):
             "ticks": torch.full_like(columns["loss"], 1000.0 * unnamed["ticks"] * unnamed["unsteady"]),
         }
 
-    def metrics(self) -> list[Metric]:
-        return [*super().metrics(), Limited()]
-
-    def row_metrics(self) -> list[RowMetric]:
-        return [Largest()]
+    def metrics(self) -> list[Metric | RowMetric]:
+        return [*super().metrics(), Limited(), Largest()]
 
     def texts(self, rows: Mapping[str, Any], first: int) -> dict[str, list[str]]:
         return {"word": [str(unnamed["word"])] * len(rows["loss"])}

@@ -115,11 +115,8 @@ class ManyColumns(TinyTask):
         kinds = [f"{shape}_{kind}" for shape in ("flat", "wide") for kind in self.KINDS]
         return (*kinds, "nans", "wide_nans", "double_nans")
 
-    def metrics(self) -> list[Metric]:
-        return [*super().metrics(), Codes()]
-
-    def row_metrics(self) -> list[RowMetric]:
-        return [Bits(*self.made)]
+    def metrics(self) -> list[Metric | RowMetric]:
+        return [*super().metrics(), Codes(), Bits(*self.made)]
 
 
 def test_every_built_in_metric_comes_to_the_same_bits(tmp_path: Path) -> None:
@@ -172,7 +169,7 @@ def test_columns_of_every_kind_come_back_to_the_bit(tmp_path: Path, broken: Sequ
         *_behind(task),
     ]
     assert {table.column(name).null_count for name in task.made} == {len(broken)}
-    found = dualeval.rescore(tmp_path, metrics=task.metrics(), row_metrics=task.row_metrics())
+    found = dualeval.rescore(tmp_path, metrics=task.metrics())
     assert found.metrics == wanted.metrics
     assert found.metrics_digest == wanted.metrics_digest
 
@@ -197,7 +194,7 @@ def test_a_metric_that_keeps_no_rows(tmp_path: Path) -> None:
         keeps_rows = False
 
     class Task(TinyTask):
-        def metrics(self) -> list[Metric]:
+        def metrics(self) -> list[Metric | RowMetric]:
             return [Passing(1), *super().metrics()]
 
     evaluate(Task(20, metrics=["loss"]), tmp_path)
@@ -243,7 +240,7 @@ def test_a_wrong_declaration_is_refused_with_metric_and_column(
     tmp_path: Path, metric: Metric, said: str
 ) -> None:
     class Task(TinyTask):
-        def metrics(self) -> list[Metric]:
+        def metrics(self) -> list[Metric | RowMetric]:
             return [metric]
 
     with pytest.raises(UsageError, match=said):
@@ -256,7 +253,7 @@ def test_a_row_metric_gets_its_columns_only(tmp_path: Path) -> None:
             return super().compute({"loss": columns["target"]})
 
     class Task(TinyTask):
-        def row_metrics(self) -> list[RowMetric]:
+        def metrics(self) -> list[Metric | RowMetric]:
             return [Greedy("loss")]
 
     with pytest.raises(UsageError, match="metric 'bits' reads column 'target', which is not among"):
@@ -273,7 +270,7 @@ def test_a_classifier_keeps_what_any_of_its_metrics_reads(classes: int) -> None:
 def test_the_embedded_job(tmp_path: Path) -> None:
     wanted = evaluate(ImageClassification(metrics=EVERY), tmp_path, limit=700)
     found = metrics_of_run(tmp_path / "job.json")
-    assert dualeval.rescore(tmp_path, metrics=found.metrics).metrics_digest == wanted.metrics_digest
+    assert dualeval.rescore(tmp_path, metrics=found).metrics_digest == wanted.metrics_digest
 
 
 @pytest.fixture(scope="module")
@@ -287,8 +284,8 @@ def test_question_answering(tmp_path: Path, bert: Path, version: str) -> None:
     data = questions.write_questions(tmp_path / "data.json", unanswerable=version == "v2.0")
     wanted = evaluate(QuestionAnswering(model=bert, data=data, batch_size=4), tmp_path / "run", batch_size=4)
     found = metrics_of_run(tmp_path / "run/job.json")
-    assert [metric.name for metric in found.row_metrics] == ["best_thresholds"] * (version == "v2.0")
-    again = dualeval.rescore(tmp_path / "run", metrics=found.metrics, row_metrics=found.row_metrics)
+    assert ("best_thresholds" in [metric.name for metric in found]) == (version == "v2.0")
+    again = dualeval.rescore(tmp_path / "run", metrics=found)
     assert again.metrics == wanted.metrics
     assert again.metrics_digest == wanted.metrics_digest
     assert (again.units, again.work) == (wanted.units, wanted.work)
@@ -297,10 +294,10 @@ def test_question_answering(tmp_path: Path, bert: Path, version: str) -> None:
     odds = tmp_path / "run/null_odds.json" if version == "v2.0" else None
     scored = evaluate(GivenAnswers(data=data, predictions=answers, null_odds=odds), tmp_path / "scored")
     found = metrics_of_run(tmp_path / "scored/job.json")
-    again = dualeval.rescore(tmp_path / "scored", metrics=found.metrics, row_metrics=found.row_metrics)
+    again = dualeval.rescore(tmp_path / "scored", metrics=found)
     assert again.metrics == scored.metrics
     assert again.metrics_digest == scored.metrics_digest
-    [f1] = metrics_of_run(tmp_path / "scored/job.json", ["f1"]).metrics
+    [f1] = metrics_of_run(tmp_path / "scored/job.json", ["f1"])
     assert dualeval.rescore(tmp_path / "scored", metrics=[f1]).metrics["f1"] == scored.metrics["f1"]
 
 
@@ -335,7 +332,7 @@ def test_runs_that_cannot_be_scored(tmp_path: Path) -> None:
         dualeval.rescore(tmp_path, metrics=metrics)
     evaluate(TinyTask(40), tmp_path, fresh=True)
     with pytest.raises(UsageError, match="no metric was given"):
-        dualeval.rescore(tmp_path)
+        dualeval.rescore(tmp_path, metrics=[])
     (tmp_path / "predictions.parquet").write_bytes(b"PAR1")
     with pytest.raises(DualevalError, match=r"predictions\.parquet is not the file that the run has written"):
         dualeval.rescore(tmp_path, metrics=metrics)

@@ -87,7 +87,7 @@ class Custom(TinyTask):
         return self._rows
 
     @property
-    def json_files(self) -> Mapping[str, str]:
+    def exports(self) -> Mapping[str, str]:
         return self._files
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -97,11 +97,8 @@ class Custom(TinyTask):
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**super().observe(outputs, batch), **self._columns}
 
-    def metrics(self) -> list[Metric]:
-        return [ExactMean("loss", "loss"), *self._own_metrics]
-
-    def row_metrics(self) -> Sequence[RowMetric]:
-        return self._own_row_metrics
+    def metrics(self) -> list[Metric | RowMetric]:
+        return [ExactMean("loss", "loss"), *self._own_metrics, *self._own_row_metrics]
 
     def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> Mapping[str, Sequence[str]]:
         return self._texts

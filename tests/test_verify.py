@@ -51,9 +51,7 @@ def run(made: Path, tmp_path: Path) -> Path:
 def differences(run: Path) -> dict[str, tuple[str, ...]]:
     """What differs, by the name of the check."""
     metrics = [classification_metric(name, CLASSES) for name in default_metrics(CLASSES)]
-    return {
-        check.name: check.differences for check in verification.verify(run, metrics, []) if check.differences
-    }
+    return {check.name: check.differences for check in verification.verify(run, metrics) if check.differences}
 
 
 def rewrite(run: Path, change: Callable[[dict[str, list[Any]]], Any]) -> None:
@@ -396,4 +394,4 @@ def test_a_run_that_has_not_kept_a_column(embedded: Path, tmp_path: Path, comman
 
 def test_own_metrics_are_found_without_model_and_data(embedded: Path) -> None:
     found = metrics_of_run(embedded / "job.json")
-    assert [metric.name for metric in found.metrics] == list(default_metrics(10))
+    assert [metric.name for metric in found] == list(default_metrics(10))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.metrics import Metric
+from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.tasks import Task
 
@@ -50,8 +50,8 @@ class TinyTask(Task):
 
     name = "tiny"
     rows = ("target", "prediction", "confidence", "loss", "top")
-    decodes = False
-    concurrent = True
+    wants_workers = False
+    thread_safe = True
 
     def __init__(self, count: int, broken: Sequence[int] = (), metrics: Sequence[str] = ()) -> None:
         self._dataset = TinyDataset(count, broken)
@@ -76,7 +76,7 @@ class TinyTask(Task):
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return observe_logits(outputs, batch["targets"], 5)
 
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[Metric | RowMetric]:
         return [classification_metric(name, CLASSES) for name in self._metrics]
 
     def fingerprint(self) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     cpu = torch.device("cpu")
     with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
         model = task.build_model(cpu)
-    check_names([*task.metrics(), *task.row_metrics()], task.rows)
+    check_names(task.metrics(), task.rows or ())
     if world.is_main:
         for sentence in [*task.notes(), *set_evaluation_mode(model)]:
             click.echo(f"dualeval: note: {sentence}", err=True)
@@ -393,6 +393,6 @@ def _make_task(job: Job) -> Task:
 def _workers(job: Job, task: Task, cores: int) -> int:
     if job.workers is not None:
         return job.workers
-    if not task.decodes:
+    if not task.wants_workers:
         return 0
     return min(_MOST_AUTOMATIC_WORKERS, cores)

@@ -84,8 +84,7 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
     if taken:
         raise UsageError(f"--out {out} holds a {taken[0]} already. Give the name of a new folder.")
     check_finished(run)
-    chosen = metrics_of_run(run / JOB, flags["metric"])
-    result = rescore(run, metrics=chosen.metrics, row_metrics=chosen.row_metrics)
+    result = rescore(run, metrics=metrics_of_run(run / JOB, flags["metric"]))
     if out is not None:
         result = replace(result, folder=str(out.absolute()), files={})
         try:

@@ -31,7 +31,7 @@ def verify(context: click.Context, run: Path, as_json: bool) -> None:
     check_finished(run)
     own = metrics_of_run(run / JOB)
     found = []
-    for check in verification.verify(run, own.metrics, own.row_metrics):
+    for check in verification.verify(run, own):
         found.append(check)
         if not as_json:
             lines = [f"differs  {check.name}: {difference}" for difference in check.differences]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric, keeps_rows
-
-if TYPE_CHECKING:
-    from dualeval.tasks import Task
 
 Values = TypeVar("Values")
 
@@ -28,8 +25,10 @@ class _Declared(dict[str, Values]):
         )
 
 
-def kept_columns(task: Task, metrics: Sequence[Metric], row_metrics: Sequence[RowMetric]) -> tuple[str, ...]:
-    """The columns that journal and predictions.parquet hold: the task's ``rows``, then what metrics read.
+def kept_columns(
+    rows: Sequence[str], metrics: Sequence[Metric], row_metrics: Sequence[RowMetric]
+) -> tuple[str, ...]:
+    """The columns that journal and predictions.parquet hold: the ``rows`` of a task, then what metrics read.
 
     Without those of metrics that say ``keeps_rows = False``. The same on every rank.
 
@@ -39,7 +38,7 @@ def kept_columns(task: Task, metrics: Sequence[Metric], row_metrics: Sequence[Ro
     check_declarations([*metrics, *row_metrics])
     # The rows are all that a row metric has: its columns are kept whatever it says.
     reading: list[Metric | RowMetric] = [*filter(keeps_rows, metrics), *row_metrics]
-    return tuple(dict.fromkeys((*task.rows, *(name for metric in reading for name in metric.columns))))
+    return tuple(dict.fromkeys((*rows, *(name for metric in reading for name in metric.columns))))
 
 
 def check_declarations(metrics: Sequence[Metric | RowMetric]) -> None:

@@ -33,14 +33,14 @@ def usable_threads(task: Task, model: nn.Module, device: torch.device, threads: 
     """How many batches may be computed at the same time.
 
     Args:
-        task: says by ``concurrent`` whether its forward may run in several threads.
+        task: says by ``thread_safe`` whether its forward may run in several threads.
         model: one with hooks, which may keep what they see where all threads find it, or one that cannot be
             copied, gets one thread.
         device: a GPU orders the batches by itself, and gets one.
         threads: what this rank has.
         batches: how many there are to compute.
     """
-    if not accelerator_of(device).is_host or not task.concurrent or min(threads, batches) < 2:
+    if not accelerator_of(device).is_host or not task.thread_safe or min(threads, batches) < 2:
         return 1
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return 1

@@ -33,6 +33,7 @@ class RunContext:
         started: ``perf_counter()`` at the start of the run.
         guest: the process belongs to a caller's script, such as one that trains; it finds everything
             afterwards as it was before.
+        cores: number of cores that are this rank's.
     """
 
     backend: Backend
@@ -44,6 +45,7 @@ class RunContext:
     show: Show | None = None
     started: float = field(default_factory=perf_counter)
     guest: bool = False
+    cores: int = 1
 
     def note_all(self, sentences: list[str]) -> None:
         """Call ``note`` with each sentence, on rank 0."""

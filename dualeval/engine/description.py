@@ -6,16 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from dualeval.engine.plan import EvalPlan
-from dualeval.tasks import Task
+from dualeval.tasks import Dataset, Task
 
 _SHOWN_DIGITS = 8
 
 
-def describe(task: Task, plan: EvalPlan, job: Mapping[str, Any], fingerprint: str) -> dict[str, str]:
+def describe(
+    task: Task, dataset: Dataset, plan: EvalPlan, job: Mapping[str, Any], fingerprint: str
+) -> dict[str, str]:
     """Complete a task's description with what the engine knows.
 
     Args:
         task: says what it evaluates; one that does not is named.
+        dataset: the task's.
         plan: the run's.
         job: the facts of the run's identity: ``data``, ``contents`` (None where the data set gives none) and
             ``weights`` with fingerprints, ``precision``.
@@ -33,7 +36,7 @@ def describe(task: Task, plan: EvalPlan, job: Mapping[str, Any], fingerprint: st
         data += f", contents {job['contents'][:_SHOWN_DIGITS]}"
     mark = f"fingerprint {weights['fingerprint'][:_SHOWN_DIGITS]}" if weights["elements"] else ""
     lines["weights"] = _with(lines["weights"], mark)
-    lines["data"] = _with(lines["data"], f"{_samples(task, plan)}, {data}")
+    lines["data"] = _with(lines["data"], f"{_samples(dataset, plan)}, {data}")
     lines["job"] = (
         f"batch size {plan.batch_size}, {job['precision']} (fingerprint {fingerprint[:_SHOWN_DIGITS]})"
     )
@@ -44,8 +47,8 @@ def _with(text: str, more: str) -> str:
     return f"{text} ({more})" if text and more else text or more
 
 
-def _samples(task: Task, plan: EvalPlan) -> str:
-    total = len(task.dataset())
+def _samples(dataset: Dataset, plan: EvalPlan) -> str:
+    total = len(dataset)
     if plan.num_samples == total:
         return f"{total:,} samples"
     return f"the first {plan.num_samples:,} of {total:,} samples"

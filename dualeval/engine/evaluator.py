@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +14,20 @@ from dualeval.engine import numerics
 from dualeval.engine.context import RunContext, Show
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.evaluation_mode import set_evaluation_mode
-from dualeval.engine.execution import Execution
-from dualeval.engine.forward import evaluate_all, evaluate_alone
+from dualeval.engine.execution import Execution, plan_of
+from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.options import RunOptions
+from dualeval.engine.samples import as_dataset
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
 from dualeval.result import Result
-from dualeval.tasks import Task
+from dualeval.tasks import Dataset, Task
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
+
+_MOST_AUTOMATIC_WORKERS = 8
 
 
 class Evaluator:
@@ -41,6 +45,7 @@ class Evaluator:
         started: ``perf_counter()`` at the start of the run, where that was before this call.
         guest: the process belongs to a caller's script, such as one that trains; it finds everything
             afterwards as it was before (``guest.as_it_was``).
+        cores: number of cores that are this rank's.
 
     Raises:
         UsageError: the task is none, or the device cannot have the precision.
@@ -59,6 +64,7 @@ class Evaluator:
         show: Show | None = None,
         started: float | None = None,
         guest: bool = False,
+        cores: int = 1,
     ) -> None:
         if isinstance(task, type) and Task in task.__mro__:
             raise UsageError(
@@ -81,7 +87,19 @@ class Evaluator:
             show=show,
             started=perf_counter() if started is None else started,
             guest=guest,
+            cores=cores,
         )
+
+    def _with_workers(self, dataset: Dataset) -> RunContext:
+        """The context, with the number of reading processes that was left open."""
+        context = self._context
+        if context.options.workers is not None:
+            return context
+        wanted = self._task.wants_workers
+        if wanted is None:
+            wanted = not getattr(dataset, "in_memory", False)
+        workers = min(_MOST_AUTOMATIC_WORKERS, context.cores) if wanted else 0
+        return replace(context, options=replace(context.options, workers=workers, fewer_workers=True))
 
     def run(self) -> Result:
         """Evaluate; every rank calls this and gets the same metrics.
@@ -99,13 +117,20 @@ class Evaluator:
             guest = stack.enter_context(as_it_was(self._task)) if context.guest else None
             settings = stack.enter_context(numerics.settings(precision, device))
             with numerics.autocast(precision, device):
-                model = self._task.build_model(device)
+                model = self._task.build_model(device).to(device)
             if guest is not None:
                 model = guest.take(model, device, context.backend.world)
                 context.note_all(guest.share_buffers(model, context.backend, context.control))
             said = set_evaluation_mode(model)
             context.note_all([*self._task.notes()])
-            execution = Execution(self._task, model, context, threads=threads)
+            dataset = as_dataset(self._task.dataset())
+            context = self._with_workers(dataset)
+            rows = self._task.rows
+            if rows is None:
+                first = first_columns(self._task, dataset, model, plan_of(dataset, context), context)
+                self._task.see(first)
+                rows = tuple(first)
+            execution = Execution(self._task, dataset, model, context, rows, threads=threads)
             # After all that a task's own code may have set. What this rank says of it is in the result.
             execution.said += [*said, *settings.notes, *settings.check_after_build()]
             context.note_all(execution.said)

@@ -33,6 +33,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.errors import PeerError, UsageError
+from dualeval.metrics import in_two
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
 from dualeval.tasks import Dataset, Task
 
@@ -42,8 +43,10 @@ class Execution:
 
     Args:
         task: what is evaluated.
-        model: the task's, as it was built.
+        dataset: the task's.
+        model: likewise, as it was built.
         context: where it runs, and how.
+        rows: the columns that the task wants kept.
         threads: what this rank may compute in.
 
     Attributes:
@@ -59,7 +62,16 @@ class Execution:
     previous: PreviousRun
     loop: Loop
 
-    def __init__(self, task: Task, model: nn.Module, context: RunContext, *, threads: int) -> None:
+    def __init__(
+        self,
+        task: Task,
+        dataset: Dataset,
+        model: nn.Module,
+        context: RunContext,
+        rows: Sequence[str],
+        *,
+        threads: int,
+    ) -> None:
         self._task = task
         self._context = context
         self._options = context.options
@@ -70,10 +82,9 @@ class Execution:
         self._folder: RunFolder | None = None
         self._proof: str | None = None
         self.said: list[str] = []
-        dataset = task.dataset()
         self._plan = plan_of(dataset, context)
-        metrics, row_metrics = tuple(task.metrics()), tuple(task.row_metrics())
-        self._columns = kept_columns(task, metrics, row_metrics)
+        metrics, row_metrics = in_two(task.metrics())
+        self._columns = kept_columns(rows, metrics, row_metrics)
         trial.check_names([*metrics, *row_metrics], self._columns)
         # What nobody reads again is not kept where nothing is written.
         of_rows = tuple(dict.fromkeys(name for metric in row_metrics for name in metric.columns))
@@ -87,7 +98,7 @@ class Execution:
             kept=of_rows if self._options.out is None else self._columns,
             context=context,
             device=context.backend.device,
-            workers=self._options.workers,
+            workers=self._options.workers or 0,
             threads=threads,
         )
 
@@ -160,7 +171,7 @@ class Execution:
             "machines": machines,
             "hosts": hosts,
             "launches": sorted({rank["launch"] for rank in everyone} - {None}),
-            "files": sorted(self._task.json_files),
+            "files": sorted(self._task.exports),
             "task_class": f"{type(self._task).__module__}.{type(self._task).__qualname__}",
             "metrics": job["metrics"],
             "fingerprint": sha256_of_json(job),
@@ -175,7 +186,7 @@ class Execution:
             self._task,
             of.model,
             self._plan.batch_size,
-            workers=min(self._options.workers, batches),
+            workers=min(of.workers, batches),
             ahead=ahead_of(self._options.schedule),
             # One that comes out of the loader, and those that are computed; for a GPU they are copied first.
             held=1 + (of.threads if of.device.type == "cpu" else 1),

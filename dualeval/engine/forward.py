@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
 import numpy.typing as npt
+from torch import nn
 
 from dualeval.engine.compute import Compute, usable_threads
+from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
+from dualeval.engine.plan import EvalPlan
 from dualeval.engine.progress import Stage
 from dualeval.engine.transfer import Pending
+from dualeval.tasks import Dataset, Task
+
+# Samples that show which columns there are; and batches that are tried for some that can be read.
+_FEW = 2
+_LOOKED_AT = 64
 
 
 def evaluate_all(
@@ -77,6 +86,37 @@ def evaluate_alone(
     with _compute(evaluation, 1) as compute:
         columns = evaluation.task.postprocess(compute.start(data)(), samples)
     return {name: columns[name].numpy() for name in evaluation.kept}, failed
+
+
+def first_columns(
+    task: Task, dataset: Dataset, model: nn.Module, plan: EvalPlan, context: RunContext
+) -> Mapping[str, Any]:
+    """What ``postprocess`` gives for the first samples that can be read: which columns there are.
+
+    Raises:
+        UsageError: none of the first samples can be read, or one cannot, where that ends a run.
+    """
+    evaluation = Evaluation(
+        task=task,
+        dataset=dataset,
+        model=model,
+        plan=plan,
+        metrics=(),
+        row_metrics=(),
+        kept=(),
+        context=context,
+        device=context.backend.device,
+        workers=context.options.workers or 0,
+        threads=1,
+    )
+    failed: tuple[FailedSample, ...] = ()
+    for batch in range(min(plan.num_batches, _LOOKED_AT)):
+        samples = plan.batch_samples(batch)[:_FEW]
+        data, failed = read_alone(evaluation, samples)
+        if data is not None:
+            with _compute(evaluation, 1) as compute:
+                return task.postprocess(compute.start(data)(), samples)
+    raise unreadable(dataset, failed[0])
 
 
 def _compute(evaluation: Evaluation, threads: int, settings: NumericSettings | None = None) -> Compute:

@@ -310,6 +310,7 @@ class Loop:
         check_rows(columns, work.batch, work.samples)
         notes = trial.try_first_batch(
             of.task,
+            of.dataset,
             of.metrics,
             of.row_metrics,
             of.kept,

@@ -40,7 +40,8 @@ class RunOptions:
         batch_size: samples a batch.
         limit: evaluate only the first samples; None for all.
         precision: one of ``choices.PRECISIONS``.
-        workers: reading processes of each rank; 0 reads in the rank's own process.
+        workers: reading processes of each rank; 0 reads in the rank's own process. None: none where the
+            samples lie in memory already, else up to one a core; a loop of the caller's own has none.
         fewer_workers: take fewer, with a note, where the shared memory has no room for the batches of all.
             Without it that is an error.
         on_error: what a sample that cannot be read does: "stop" ends the run, "skip" leaves it out.
@@ -63,7 +64,7 @@ class RunOptions:
     batch_size: int = 64
     limit: int | None = None
     precision: str = "fp32"
-    workers: int = 0
+    workers: int | None = None
     fewer_workers: bool = False
     on_error: str = "stop"
     schedule: str = "static"
@@ -73,8 +74,8 @@ class RunOptions:
     lease: bool = True
 
     def __post_init__(self) -> None:
-        if self.batch_size is None or self.workers is None:
-            raise UsageError("batch_size and workers: expected a whole number, found None")
+        if self.batch_size is None:
+            raise UsageError("batch_size: expected a whole number, found None")
         check_count("batch_size", self.batch_size, 1)
         check_count("limit", self.limit, 1)
         check_count("workers", self.workers, 0)

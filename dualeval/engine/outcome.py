@@ -206,7 +206,7 @@ class Outcome:
                 "resumed": plan.num_chunks - len(remaining),
             },
             job={**context.job, **of.task.options()},
-            description=describe(of.task, plan, facts["job"], facts["fingerprint"]),
+            description=describe(of.task, of.dataset, plan, facts["job"], facts["fingerprint"]),
             fingerprint=facts["fingerprint"],
             data={
                 "fingerprint": facts["job"]["data"],
@@ -250,6 +250,7 @@ class Outcome:
             _compared_with_replaced(result, self._previous),
             self._of.plan,
             self._of.task,
+            self._of.dataset,
             self._of.kept,
             self._previous,
             files,

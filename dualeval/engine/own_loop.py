@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from dualeval.choices import check_kind
 from dualeval.engine import numerics
@@ -21,6 +20,7 @@ from dualeval.engine.feed import FailedSample
 from dualeval.engine.guest import Guest
 from dualeval.engine.loop import Evaluation, read_alone
 from dualeval.engine.own_task import LoopTask
+from dualeval.engine.samples import check_samples
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.result import Result
@@ -66,13 +66,7 @@ class OwnLoop:
         metrics: Sequence[Metric | RowMetric] | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        if not (_has_length(dataset) and hasattr(dataset, "__getitem__")):
-            inside = isinstance(dataset, DataLoader)
-            hint = ". Give the loader's data set: batches(loader.dataset, batch_size=...)" if inside else ""
-            raise UsageError(
-                f"a {type(dataset).__name__} has no length or no samples by index: expected a tensor (a row "
-                f"a sample), a list or a map-style data set, with __len__ and __getitem__{hint}"
-            )
+        check_samples(dataset)
         if numerics.PRECISIONS[context.options.precision] is not None:
             raise UsageError(
                 f"precision {context.options.precision!r}: autocast in a loop of your own is yours to write, "
@@ -197,7 +191,9 @@ class OwnLoop:
             self._compare_samples()
             context.note_all(training_note(self._task.model))
             yield from self._learn_columns(threads)
-            execution = Execution(self._task, self._task.model, context, threads=threads)
+            execution = Execution(
+                self._task, self._task.dataset(), self._task.model, context, self._task.rows, threads=threads
+            )
             execution.evaluation = replace(execution.evaluation, device=_HOST)
             self._execution = execution
             execution.said += settings.notes
@@ -306,7 +302,7 @@ class OwnLoop:
             kept=(),
             context=context,
             device=_HOST,
-            workers=context.options.workers,
+            workers=context.options.workers or 0,
             threads=threads,
         )
         own: Columns = {}
@@ -363,14 +359,6 @@ class OwnLoop:
     def _take_added(self) -> Columns | None:
         added, self._in_hand, self._added = self._added, None, None
         return added
-
-
-def _has_length(dataset: Any) -> bool:
-    try:
-        return len(dataset) >= 0
-    except TypeError:
-        # It has none, or has none now, as a tensor without dimensions.
-        return False
 
 
 def _parts(batch: Any) -> list[Any]:

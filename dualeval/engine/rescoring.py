@@ -15,13 +15,11 @@ from dualeval.engine.columns import check_declarations, columns_of
 from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
-from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
+from dualeval.metrics import Measured, Metric, RowMetric, in_two, keeps_rows
 from dualeval.result import PREDICTIONS, RESULT, Result, checksum_of, read_result, read_status
 
 
-def rescore(
-    folder: str | Path, *, metrics: Sequence[Metric] = (), row_metrics: Sequence[RowMetric] = ()
-) -> Result:
+def rescore(folder: str | Path, *, metrics: Sequence[Metric | RowMetric]) -> Result:
     """Compute metrics from the rows of a finished run, without a forward; nothing is written.
 
     A metric that the run has computed comes to the same bits. What else the result says is the run's.
@@ -29,7 +27,6 @@ def rescore(
     Args:
         folder: the run's output folder.
         metrics: metrics to compute.
-        row_metrics: likewise.
 
     Raises:
         UsageError: no finished run is there, no metric is given, or a metric reads a column that the run
@@ -43,7 +40,7 @@ def rescore(
             f"{folder} holds a finished run, but no {PREDICTIONS} any more: there are no rows to compute "
             "metrics from."
         )
-    if not metrics and not row_metrics:
+    if not metrics:
         raise UsageError("no metric was given: there is nothing to compute")
     result = read_result(folder / RESULT)
     recorded = result.files.get(PREDICTIONS)
@@ -52,8 +49,8 @@ def rescore(
             f"{folder / PREDICTIONS} is not the file that the run has written: its size or sha256 is not "
             f"that in {RESULT}. 'dualeval verify {folder}' says which numbers it changes."
         )
-    measured = recompute(StoredRows(folder / PREDICTIONS), metrics, row_metrics)
-    names = [*(metric.name for metric in metrics), *(metric.name for metric in row_metrics)]
+    measured = recompute(StoredRows(folder / PREDICTIONS), metrics)
+    names = [metric.name for metric in metrics]
     return replace(
         with_measured(result, measured),
         job={**result.job, "metric": names, "rows_of": str(folder.absolute())},
@@ -95,26 +92,24 @@ def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
     )
 
 
-def recompute(
-    rows: StoredRows, metrics: Sequence[Metric], row_metrics: Sequence[RowMetric] = ()
-) -> list[Measured]:
+def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[Measured]:
     """Compute metrics from rows; samples that could not be read are left out, as in the run.
 
     Memory holds a window of rows, and the columns of the row metrics as a whole.
 
     Returns:
-        what each metric says, in the order of metrics and row metrics.
+        what each metric says, those with a ledger first.
 
     Raises:
         UsageError: a metric reads a column that is not there.
         DualevalError: the rows are damaged.
     """
-    every: list[Metric | RowMetric] = [*metrics, *row_metrics]
-    check_declarations(every)
-    for metric in every:
+    check_declarations(metrics)
+    for metric in metrics:
         _check_columns(rows, metric)
-    ledgers = [torch.zeros(metric.size, dtype=torch.int64) for metric in metrics]
-    names = list(dict.fromkeys(name for metric in every for name in metric.columns))
+    of_ledger, row_metrics = in_two(metrics)
+    ledgers = [torch.zeros(metric.size, dtype=torch.int64) for metric in of_ledger]
+    names = list(dict.fromkeys(name for metric in metrics for name in metric.columns))
     kept = {name for metric in row_metrics for name in metric.columns}
     parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in names if name in kept}
     for window in rows.windows(names):
@@ -122,13 +117,13 @@ def recompute(
             part.append(window.columns[name])
         if window.evaluated.any():
             columns = {name: torch.from_numpy(values) for name, values in window.columns.items()}
-            for metric, ledger in zip(metrics, ledgers, strict=True):
+            for metric, ledger in zip(of_ledger, ledgers, strict=True):
                 metric.update(ledger, columns_of(metric, columns))
     whole = {name: np.concatenate(parts.pop(name)) for name in list(parts)}
     measured = [
         *(
             plain(metric.name, metric.compute(ledger))
-            for metric, ledger in zip(metrics, ledgers, strict=True)
+            for metric, ledger in zip(of_ledger, ledgers, strict=True)
         ),
         *(plain(metric.name, metric.compute(columns_of(metric, whole))) for metric in row_metrics),
     ]

@@ -310,6 +310,7 @@ class Session:
                 show=show,
                 started=started,
                 guest=puts_back,
+                cores=self.cores,
             ).run()
         if last:
             self._watch.end()

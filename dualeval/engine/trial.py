@@ -22,7 +22,7 @@ from dualeval.errors import DualevalError, UsageError, named
 from dualeval.metrics import Measured, Metric, RowMetric
 
 if TYPE_CHECKING:
-    from dualeval.tasks import Task
+    from dualeval.tasks import Dataset, Task
 
 # The columns that predictions.parquet and the journal have by themselves.
 _RESERVED = ("id", "index", EVALUATED)
@@ -67,6 +67,7 @@ def check_names(metrics: Sequence[Metric | RowMetric], kept: Sequence[str]) -> N
 
 def try_first_batch(
     task: Task,
+    dataset: Dataset,
     metrics: Sequence[Metric],
     row_metrics: Sequence[RowMetric],
     kept: Sequence[str],
@@ -80,6 +81,7 @@ def try_first_batch(
 
     Args:
         task: what is evaluated.
+        dataset: the task's.
         metrics: of the ledger.
         row_metrics: of all rows together.
         kept: the columns that the journal keeps.
@@ -102,7 +104,7 @@ def try_first_batch(
         tried.append(_try_compute(row_metric.name, partial(row_metric.compute, own)))
     check_keys(measured for measured, _ in tried if measured is not None)
     if writes:
-        _try_files(task, kept, columns, samples, evaluated)
+        _try_files(task, dataset, kept, columns, samples, evaluated)
     return [note for _, notes in tried for note in notes]
 
 
@@ -198,7 +200,12 @@ def _try_compute(name: str, compute: Callable[[], Measured]) -> tuple[Measured |
 
 
 def _try_files(
-    task: Task, kept: Sequence[str], columns: Mapping[str, Tensor], samples: range, evaluated: Tensor
+    task: Task,
+    dataset: Dataset,
+    kept: Sequence[str],
+    columns: Mapping[str, Tensor],
+    samples: range,
+    evaluated: Tensor,
 ) -> None:
     """Write the batch's part of predictions.parquet and of the task's own files, in memory."""
     rows: dict[str, npt.NDArray[Any]] = {name: columns[name].numpy() for name in kept}
@@ -206,10 +213,10 @@ def _try_files(
     for name in task.texts(rows, samples.start):
         if name in (*_RESERVED, *kept):
             raise UsageError(f"the task's texts have a column {name!r}, and so do its rows. Rename one.")
-    parquet_bytes(task, kept, rows, samples.start)
-    for file, column in task.json_files.items():
+    parquet_bytes(task, dataset, kept, rows, samples.start)
+    for file, column in task.exports.items():
         try:
-            for _ in json_entries(task, rows, samples.start, column):
+            for _ in json_entries(task, dataset, rows, samples.start, column):
                 pass
         except KeyError as error:
             raise UsageError(

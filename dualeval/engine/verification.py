@@ -40,13 +40,12 @@ class Check:
     differences: tuple[str, ...] = ()
 
 
-def verify(folder: Path, metrics: Sequence[Metric], row_metrics: Sequence[RowMetric]) -> Iterator[Check]:
+def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Check]:
     """Check a finished run's files against each other, and its metrics against its rows.
 
     Args:
         folder: the run's.
         metrics: those of the run.
-        row_metrics: likewise.
 
     Raises:
         UsageError: a metric reads a column that the run has not kept.
@@ -68,7 +67,7 @@ def verify(folder: Path, metrics: Sequence[Metric], row_metrics: Sequence[RowMet
         rows = StoredRows(folder / PREDICTIONS)
         failed, checks = _sample_checks(rows, result)
         yield from checks
-        measured = recompute(rows, metrics, row_metrics)
+        measured = recompute(rows, metrics)
     except UsageError:
         raise
     except DualevalError as error:

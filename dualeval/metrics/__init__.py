@@ -6,14 +6,14 @@ to values). It knows no communicator: ranks, chunks and restarts are merged by a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy.typing as npt
 from torch import Tensor
 
-__all__ = ["Measured", "Metric", "RowMetric", "Value", "keeps_rows"]
+__all__ = ["Measured", "Metric", "RowMetric", "Value", "in_two", "is_of_rows", "keeps_rows"]
 
 # Plain JSON, without NaN and infinities: these are not JSON, and are written as None plus counts.
 Value: TypeAlias = "float | int | str | list[Value] | dict[str, Value] | None"
@@ -101,6 +101,22 @@ class RowMetric(Protocol):
     def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
         """Turn the rows of all evaluated samples, in data-set order, into values."""
         ...
+
+
+def is_of_rows(metric: Metric | RowMetric) -> TypeGuard[RowMetric]:
+    """Whether it is a metric of all rows, without a ledger."""
+    return not hasattr(metric, "update")
+
+
+def in_two(metrics: Iterable[Metric | RowMetric]) -> tuple[tuple[Metric, ...], tuple[RowMetric, ...]]:
+    """The metrics with a ledger, and those of all rows, each in their order."""
+    given = tuple(metrics)
+    of_rows = tuple(metric for metric in given if is_of_rows(metric))
+    return tuple(metric for metric in given if _has_ledger(metric)), of_rows
+
+
+def _has_ledger(metric: Metric | RowMetric) -> TypeGuard[Metric]:
+    return not is_of_rows(metric)
 
 
 def keeps_rows(metric: Metric | RowMetric) -> bool:

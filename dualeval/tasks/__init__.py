@@ -5,13 +5,14 @@ The engine owns device, precision, inference mode and order; a task owns everyth
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import default_collate
 
 from dualeval.metrics import Metric, RowMetric
 
@@ -51,58 +52,57 @@ class Dataset(Protocol):
         """
 
 
-@runtime_checkable
-class Task(Protocol):
-    """What is evaluated. A task derives from this class, and need not say what is not abstract here.
+class Task(ABC):
+    """What is evaluated. Five things are to be said; the rest has a default.
 
     Each batch goes through ``__getitems__`` of the data set and ``collate`` (in reading processes), then
     ``forward`` and ``observe`` (on the device), then ``postprocess`` (on the host). What comes out of that is
     counted by the metrics. Kept are the columns named in ``rows``, and those that the metrics read.
 
     Attributes:
-        name: the task's name in results and messages.
+        name: the task's name in results and messages; without one its class's.
         rows: the columns of ``postprocess`` that are written to predictions.parquet, in this order; behind
-            them come those that the metrics read, wherever they are not among these.
-        decodes: whether reading a sample costs enough to be worth worker processes.
-        concurrent: whether ``forward`` and ``observe`` may run on several batches at once, in threads with a
+            them come those that the metrics read, wherever they are not among these. None: all columns.
+        wants_workers: whether reading a sample costs enough to be worth worker processes; None: it does
+            where the samples do not lie in memory.
+        thread_safe: whether ``forward`` and ``observe`` may run on several batches at once, in threads with a
             copy of the model's modules each; that is how a CPU's cores are used. They must then keep nothing
             from one call to the next.
         libraries: installed packages, besides torch and numpy, whose version can change a result.
-        json_files: files beside predictions.parquet, each one JSON object of a column's values by sample id,
+        exports: files beside predictions.parquet, each one JSON object of a column's values by sample id,
             without those that could not be read: file name to column, of ``rows`` or ``texts``.
     """
 
     @property
-    @abstractmethod
-    def name(self) -> str: ...
+    def name(self) -> str:
+        return type(self).__name__
 
     @property
-    @abstractmethod
-    def rows(self) -> tuple[str, ...]: ...
+    def rows(self) -> tuple[str, ...] | None:
+        return None
 
     @property
-    @abstractmethod
-    def decodes(self) -> bool: ...
+    def wants_workers(self) -> bool | None:
+        return None
 
     @property
-    @abstractmethod
-    def concurrent(self) -> bool: ...
+    def thread_safe(self) -> bool:
+        return False
 
     @property
     def libraries(self) -> tuple[str, ...]:
         return ()
 
     @property
-    def json_files(self) -> Mapping[str, str]:
+    def exports(self) -> Mapping[str, str]:
         return {}
 
     @abstractmethod
-    def dataset(self) -> Dataset:
-        """The data set; the same object at every call."""
+    def dataset(self) -> Any:
+        """The data set: a ``Dataset``, or anything that ``dualeval.wrap`` takes. Called once."""
 
-    @abstractmethod
     def collate(self, samples: Any) -> Any:
-        """Make one batch of what ``__getitems__`` gave.
+        """Make one batch of what ``__getitems__`` gave; torch's ``default_collate`` where nobody says more.
 
         Tensors in it are brought to the device: in dicts, lists, tuples and dataclasses, in what is
         registered with ``torch.utils._pytree``, and in objects with a method ``to(device)``. Tensors in other
@@ -112,10 +112,11 @@ class Task(Protocol):
         Runs in worker processes where there are any. Where Python starts these anew (on Linux from 3.14 on)
         they have neither the model nor what of the task cannot be pickled.
         """
+        return default_collate(samples)
 
     @abstractmethod
     def build_model(self, device: torch.device) -> nn.Module:
-        """The model in evaluation mode on ``device``, with its weights.
+        """The model with its weights; the engine brings it to ``device`` and into evaluation mode.
 
         Raises:
             UsageError: the weights, the model and the data do not fit together.
@@ -130,10 +131,10 @@ class Task(Protocol):
         """Run the model on a batch that is on the device. No host synchronisation."""
 
     @abstractmethod
-    def observe(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+    def observe(self, outputs: Any, batch: Any) -> Mapping[str, Any]:
         """Per-sample columns on the device, first dimension the samples. No host synchronisation."""
 
-    def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> Mapping[str, Tensor]:
+    def postprocess(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
         """Per-sample columns on the host, of those that ``observe`` gave: what takes more than tensors.
 
         Called by one thread. The rows of samples that could not be read mean nothing, and must not fail.
@@ -144,13 +145,12 @@ class Task(Protocol):
         """
         return columns
 
-    @abstractmethod
-    def metrics(self) -> Sequence[Metric]:
-        """The metrics, which read the columns by name. Called after ``build_model``."""
+    def see(self, columns: Mapping[str, Any]) -> None:  # noqa: B027 - few tasks need it
+        """Take note of the columns of the first samples; called before ``metrics`` where ``rows`` is None."""
 
-    def row_metrics(self) -> Sequence[RowMetric]:
-        """The metrics that need all samples at once."""
-        return ()
+    @abstractmethod
+    def metrics(self) -> Sequence[Metric | RowMetric]:
+        """The metrics, which read the columns by name. Called after ``build_model``."""
 
     def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> Mapping[str, Sequence[str | None]]:
         """Columns of text for predictions.parquet, behind ``rows``; made only when it is written.
@@ -196,6 +196,6 @@ class Task(Protocol):
         """
         return {}
 
-    @abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Mapping[str, Any]:
         """What the task adds to the run's fingerprint: plain values, preprocessing among them."""
+        return {}

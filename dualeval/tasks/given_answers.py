@@ -36,8 +36,8 @@ class GivenAnswers(ScoredAnswers):
         UsageError: a file is not of its format, or they do not belong together.
     """
 
-    decodes = False
-    concurrent = False
+    wants_workers = False
+    thread_safe = False
 
     def __init__(
         self, *, data: Path, predictions: Path, null_odds: Path | None = None, metrics: Sequence[str] = ()
@@ -130,11 +130,8 @@ class GivenAnswers(ScoredAnswers):
             **super().findings(count),
         }
 
-    def _all_metrics(self) -> list[Metric]:
-        return answer_metrics(unanswerable=self._unanswerable)
-
-    def _all_row_metrics(self) -> list[RowMetric]:
-        return _row_metrics(self._odds is not None)
+    def _all_metrics(self) -> list[Metric | RowMetric]:
+        return _all_metrics(unanswerable=self._unanswerable, with_odds=self._odds is not None)
 
     def description(self) -> dict[str, str]:
         """The files of questions and answers."""
@@ -151,17 +148,16 @@ class GivenAnswers(ScoredAnswers):
         }
 
 
-def _row_metrics(with_odds: bool) -> list[RowMetric]:
-    return [BestThresholds()] if with_odds else []
+def _all_metrics(*, unanswerable: bool, with_odds: bool) -> list[Metric | RowMetric]:
+    best: list[RowMetric] = [BestThresholds()] if with_odds else []
+    return [*answer_metrics(unanswerable=unanswerable), *best]
 
 
-def stored_metrics(
-    options: Mapping[str, Any], names: Sequence[str]
-) -> tuple[Sequence[Metric], Sequence[RowMetric]]:
+def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``.
 
     Raises:
         UsageError: no metric has that name.
     """
-    row_metrics = _row_metrics(options["null_odds"] is not None)
-    return chosen(names, answer_metrics(unanswerable=options["unanswerable"]), row_metrics)
+    with_odds = options["null_odds"] is not None
+    return chosen(names, _all_metrics(unanswerable=options["unanswerable"], with_odds=with_odds))

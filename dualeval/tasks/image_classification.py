@@ -73,7 +73,7 @@ class ImageClassification(Task):
     name = NAME
     # All that any metric reads, so that each can be computed later.
     rows = ("target", "prediction", "confidence", "loss", "top", "rank", "nan_logits", "inf_logits")
-    concurrent = True
+    thread_safe = True
     libraries = ("torchvision", "pillow")
 
     def __init__(
@@ -128,7 +128,7 @@ class ImageClassification(Task):
         self._model_detail = ""
 
     @property
-    def decodes(self) -> bool:
+    def wants_workers(self) -> bool:
         """True for image files; idx files are unpacked once, into memory."""
         return not self._in_memory
 
@@ -340,15 +340,13 @@ def _metrics(names: Sequence[str], num_classes: int) -> list[Metric]:
     return [classification_metric(name, num_classes) for name in names]
 
 
-def stored_metrics(
-    options: Mapping[str, Any], names: Sequence[str]
-) -> tuple[Sequence[Metric], Sequence[RowMetric]]:
+def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``.
 
     Raises:
         UsageError: no metric has that name.
     """
-    return _metrics(names, options["num_classes"]), ()
+    return _metrics(names, options["num_classes"])
 
 
 def _image_folder(root: Path, preprocessing: Preprocessing, *, whole_files: bool) -> ImageFolder:

@@ -60,8 +60,8 @@ class QuestionAnswering(ScoredAnswers):
         UsageError: data, folder and options do not make a job.
     """
 
-    decodes = True
-    concurrent = True
+    wants_workers = True
+    thread_safe = True
     libraries = ("transformers", "tokenizers")
 
     def __init__(
@@ -125,7 +125,7 @@ class QuestionAnswering(ScoredAnswers):
         )
 
     @property
-    def json_files(self) -> dict[str, str]:
+    def exports(self) -> dict[str, str]:
         """The answers in the official format; with questions without an answer also their null_odds."""
         return {PREDICTIONS: "answer", **({NULL_ODDS: "null_odds"} if self._unanswerable else {})}
 
@@ -238,13 +238,10 @@ class QuestionAnswering(ScoredAnswers):
         texts = self._cut(rows["start"].tolist(), rows["end"].tolist(), first)
         return {"answer": self._final(texts, rows["null_odds"].tolist()) if self._unanswerable else texts}
 
-    def _all_metrics(self) -> list[Metric]:
+    def _all_metrics(self) -> list[Metric | RowMetric]:
         return _all_metrics(self._unanswerable)
 
-    def _all_row_metrics(self) -> list[RowMetric]:
-        return _all_row_metrics(self._unanswerable)
-
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[Metric | RowMetric]:
         """The metrics asked for, or all that the data allow; and always what the windows took."""
         chosen = super().metrics()
         return chosen if any(metric.name == WindowWork.name for metric in chosen) else [*chosen, WindowWork()]
@@ -297,24 +294,18 @@ class QuestionAnswering(ScoredAnswers):
         }
 
 
-def _all_metrics(unanswerable: bool) -> list[Metric]:
-    return [*answer_metrics(unanswerable=unanswerable), NonfiniteLogits(), WindowWork()]
+def _all_metrics(unanswerable: bool) -> list[Metric | RowMetric]:
+    best: list[RowMetric] = [BestThresholds()] if unanswerable else []
+    return [*answer_metrics(unanswerable=unanswerable), NonfiniteLogits(), WindowWork(), *best]
 
 
-def _all_row_metrics(unanswerable: bool) -> list[RowMetric]:
-    return [BestThresholds()] if unanswerable else []
-
-
-def stored_metrics(
-    options: Mapping[str, Any], names: Sequence[str]
-) -> tuple[Sequence[Metric], Sequence[RowMetric]]:
+def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
     """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``.
 
     Raises:
         UsageError: no metric has that name.
     """
-    unanswerable = options["unanswerable"]
-    return chosen(names, _all_metrics(unanswerable), _all_row_metrics(unanswerable))
+    return chosen(names, _all_metrics(options["unanswerable"]))
 
 
 def _without(texts: Sequence[str], failed: Sequence[bool]) -> list[str | None]:

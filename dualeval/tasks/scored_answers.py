@@ -25,24 +25,19 @@ def answer_metrics(*, unanswerable: bool) -> list[Metric]:
     return [*found, AnswerCounts()] if unanswerable else found
 
 
-def chosen(
-    names: Sequence[str], metrics: Sequence[Metric], row_metrics: Sequence[RowMetric]
-) -> tuple[list[Metric], list[RowMetric]]:
+def chosen(names: Sequence[str], metrics: Sequence[Metric | RowMetric]) -> list[Metric | RowMetric]:
     """Those metrics that have one of the names.
 
     Raises:
         UsageError: none has that name.
     """
-    known = [*(metric.name for metric in metrics), *(metric.name for metric in row_metrics)]
+    known = [metric.name for metric in metrics]
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known)
             hint = f" Nearest: {', '.join(near)}." if near else ""
             raise UsageError(f"there is no metric {name!r} here.{hint} Metrics: {', '.join(known)}")
-    return (
-        [metric for metric in metrics if metric.name in names],
-        [metric for metric in row_metrics if metric.name in names],
-    )
+    return [metric for metric in metrics if metric.name in names]
 
 
 class ScoredAnswers(Task):
@@ -60,10 +55,7 @@ class ScoredAnswers(Task):
 
     def __init__(self, questions: Questions, metrics: Sequence[str]) -> None:
         self._questions = questions
-        self._wanted = tuple(metrics) or (
-            *(metric.name for metric in self._all_metrics()),
-            *(metric.name for metric in self._all_row_metrics()),
-        )
+        self._wanted = tuple(metrics) or tuple(metric.name for metric in self._all_metrics())
         # A name that no metric has is refused now, before anything is built.
         self._chosen()
 
@@ -72,28 +64,19 @@ class ScoredAnswers(Task):
         return self._questions.unanswerable
 
     @abstractmethod
-    def _all_metrics(self) -> list[Metric]:
+    def _all_metrics(self) -> list[Metric | RowMetric]:
         """Those of ``metrics``, wanted or not."""
 
-    @abstractmethod
-    def _all_row_metrics(self) -> list[RowMetric]:
-        """Those of ``row_metrics``, wanted or not."""
+    def _chosen(self) -> list[Metric | RowMetric]:
+        return chosen(self._wanted, self._all_metrics())
 
-    def _chosen(self) -> tuple[list[Metric], list[RowMetric]]:
-        return chosen(self._wanted, self._all_metrics(), self._all_row_metrics())
-
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[Metric | RowMetric]:
         """The metrics asked for, or all that the data allow."""
-        return self._chosen()[0]
-
-    def row_metrics(self) -> list[RowMetric]:
-        """The best thresholds, where there are questions without an answer."""
-        return self._chosen()[1]
+        return self._chosen()
 
     def options(self) -> Mapping[str, Any]:
         """The metrics that are computed."""
-        names = [metric.name for metric in self.metrics()]
-        return {"metric": names + [metric.name for metric in self.row_metrics()]}
+        return {"metric": [metric.name for metric in self.metrics()]}
 
     def findings(self, count: int) -> dict[str, list[str]]:
         """Questions with a gold answer that is not at its ``answer_start``; its text counts all the same."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from dualeval.errors import DualevalError, UsageError
-from dualeval.metrics import Metric, RowMetric, keeps_rows
+from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 
 # Whose metrics follow from their options; each module has a function ``stored_metrics``.
 _TASKS = {
@@ -19,15 +18,7 @@ _TASKS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredMetrics:
-    """Metrics for the rows of a run."""
-
-    metrics: tuple[Metric, ...]
-    row_metrics: tuple[RowMetric, ...]
-
-
-def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> StoredMetrics:
+def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | RowMetric]:
     """Make metrics for the rows of a run.
 
     Args:
@@ -56,15 +47,12 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> StoredMetrics:
     if task_class not in _TASKS:
         raise UsageError(
             f"{job_file.parent} is a run of the task {task_class}, whose metrics only its own code knows. In "
-            f"Python: dualeval.rescore({str(job_file.parent)!r}, metrics=[...], row_metrics=[...]) computes "
+            f"Python: dualeval.rescore({str(job_file.parent)!r}, metrics=[...]) computes "
             "metrics from the run's rows; given the run's own, its metrics_digest is that in result.json."
         )
     make = importlib.import_module(_TASKS[task_class]).stored_metrics
     try:
-        metrics, row_metrics = make(content["job"]["task_options"], asked or content["metrics"])
+        metrics = make(content["job"]["task_options"], asked or content["metrics"])
     except (KeyError, TypeError) as error:
         raise DualevalError(f"{job_file} is damaged: {type(error).__name__}: {error}") from error
-    return StoredMetrics(
-        metrics=tuple(metric for metric in metrics if asked or keeps_rows(metric)),
-        row_metrics=tuple(row_metrics),
-    )
+    return [metric for metric in metrics if asked or is_of_rows(metric) or keeps_rows(metric)]

@@ -58,7 +58,7 @@ from dualeval.result import (
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
-    from dualeval.tasks import Task
+    from dualeval.tasks import Dataset, Task
 
 # A file system that hangs holds up nobody's end for longer.
 _CLOSE_WITHIN_S = 3.0
@@ -350,6 +350,7 @@ class RunFolder:
         result: Result,
         plan: EvalPlan,
         task: Task,
+        dataset: Dataset,
         kept: Sequence[str],
         previous: PreviousRun,
         files: Sequence[JournalFile],
@@ -362,6 +363,7 @@ class RunFolder:
             result: what is written.
             plan: the run's.
             task: says which texts and which other files are wanted.
+            dataset: the task's.
             kept: the columns of the journal that are written.
             previous: what was there at the start.
             files: as ``merged_files`` gave them.
@@ -378,10 +380,10 @@ class RunFolder:
         self._check_lease()
         try:
             if files:
-                write_predictions(self.path / PREDICTIONS, files, plan, task, kept, step)
-                for name, column in task.json_files.items():
-                    write_json_file(self.path / name, files, plan, task, kept, column, step)
-                names = (PREDICTIONS, *task.json_files)
+                write_predictions(self.path / PREDICTIONS, files, plan, task, dataset, kept, step)
+                for name, column in task.exports.items():
+                    write_json_file(self.path / name, files, plan, task, dataset, kept, column, step)
+                names = (PREDICTIONS, *task.exports)
                 result = replace(
                     result,
                     files={name: checksum_of(self.path / name, step) for name in names},

@@ -97,7 +97,7 @@ def check_file_names(names: Sequence[str]) -> None:
     for name in names:
         if not _TASK_FILE.fullmatch(name) or name in (RESULT, STATUS, JOB, LEASE):
             raise UsageError(
-                f"a task's json_files has {name!r}: expected a name such as predictions.json, without a "
+                f"a task's exports has {name!r}: expected a name such as predictions.json, without a "
                 f"folder, and none of {', '.join((RESULT, STATUS, JOB, LEASE))}"
             )
 

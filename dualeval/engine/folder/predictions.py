@@ -17,7 +17,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 
 if TYPE_CHECKING:
-    from dualeval.tasks import Task
+    from dualeval.tasks import Dataset, Task
 
 # Rows held at once; also the row group size of the Parquet file.
 WINDOW_ROWS = 16_384
@@ -54,6 +54,7 @@ def write_predictions(
     files: Sequence[Rows],
     plan: EvalPlan,
     task: Task,
+    dataset: Dataset,
     kept: Sequence[str],
     step: Callable[[], None] = lambda: None,
 ) -> None:
@@ -67,7 +68,8 @@ def write_predictions(
         path: the file to write.
         files: journal files that hold every chunk of the plan once.
         plan: the run's plan.
-        task: gives the samples' ids and the texts.
+        task: gives the texts.
+        dataset: gives the samples' ids.
         kept: the columns of the journal that are written.
         step: called after each window of rows.
     """
@@ -82,7 +84,7 @@ def write_predictions(
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     try:
         for start, rows in _windows(files, plan, kept):
-            table = _table(pyarrow, task, kept, rows, start)
+            table = _table(pyarrow, task, dataset, kept, rows, start)
             if writer is None:
                 # No dictionaries: ids and losses hardly repeat, and a dictionary is kept for the whole file.
                 writer = pyarrow.parquet.ParquetWriter(
@@ -106,28 +108,34 @@ def write_predictions(
     partial.replace(path)
 
 
-def parquet_bytes(task: Task, kept: Sequence[str], rows: Mapping[str, npt.NDArray[Any]], start: int) -> int:
+def parquet_bytes(
+    task: Task, dataset: Dataset, kept: Sequence[str], rows: Mapping[str, npt.NDArray[Any]], start: int
+) -> int:
     """Write rows as ``write_predictions`` would, into memory; returns the file's size.
 
     Args:
-        task: as there, as ``kept``.
+        task: as there, as ``dataset`` and ``kept``.
         rows: consecutive rows by column, ``EVALUATED`` among them.
         start: index of the first one's sample.
     """
     import pyarrow
     import pyarrow.parquet
 
-    table = _table(pyarrow, task, kept, rows, start)
+    table = _table(pyarrow, task, dataset, kept, rows, start)
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, sink)
     return len(sink.getvalue())
 
 
 def _table(
-    pyarrow: Any, task: Task, kept: Sequence[str], rows: Mapping[str, npt.NDArray[Any]], start: int
+    pyarrow: Any,
+    task: Task,
+    dataset: Dataset,
+    kept: Sequence[str],
+    rows: Mapping[str, npt.NDArray[Any]],
+    start: int,
 ) -> Any:
     """Consecutive rows as an Arrow table."""
-    dataset = task.dataset()
     evaluated = rows[EVALUATED].astype(bool)
     stop = start + len(evaluated)
     missing = None if evaluated.all() else ~evaluated
@@ -149,6 +157,7 @@ def write_json_file(
     files: Sequence[Rows],
     plan: EvalPlan,
     task: Task,
+    dataset: Dataset,
     kept: Sequence[str],
     column: str,
     step: Callable[[], None] = lambda: None,
@@ -159,7 +168,7 @@ def write_json_file(
 
     Args:
         path: the file to write.
-        files: as for ``write_predictions``, as ``plan``, ``task``, ``kept`` and ``step``.
+        files: as for ``write_predictions``, as ``plan``, ``task``, ``dataset``, ``kept`` and ``step``.
         column: one of ``kept`` or of the task's ``texts``; finite where it holds floats.
     """
     partial = _partial_of_its_own(path)
@@ -167,7 +176,7 @@ def write_json_file(
         with partial.open("w", encoding="ascii") as file:
             before = "{\n"
             for start, rows in _windows(files, plan, kept):
-                for entry in json_entries(task, rows, start, column):
+                for entry in json_entries(task, dataset, rows, start, column):
                     file.write(f"{before}{entry}")
                     before = ",\n"
                 step()
@@ -180,14 +189,15 @@ def write_json_file(
     partial.replace(path)
 
 
-def json_entries(task: Task, rows: Mapping[str, npt.NDArray[Any]], start: int, column: str) -> Iterator[str]:
+def json_entries(
+    task: Task, dataset: Dataset, rows: Mapping[str, npt.NDArray[Any]], start: int, column: str
+) -> Iterator[str]:
     """The lines of ``write_json_file`` for consecutive rows, without commas; failed samples have none.
 
     Raises:
         KeyError: there is no such column.
         ValueError: a value is NaN or infinite.
     """
-    dataset = task.dataset()
     values = rows[column].tolist() if column in rows else task.texts(rows, start)[column]
     for place in np.flatnonzero(rows[EVALUATED]).tolist():
         yield json.dumps({dataset.id(start + place): values[place]}, allow_nan=False)[1:-1]

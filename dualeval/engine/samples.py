@@ -1,0 +1,134 @@
+"""Samples: anything with a length and samples by index, as the engine reads it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from dualeval.engine.identity.values import Values
+from dualeval.errors import UsageError
+from dualeval.tasks import Dataset
+
+# A column's name, each sample's own id, or what gives it for an index.
+Ids: TypeAlias = str | Sequence[str] | Callable[[int], str] | None
+
+# Whose contents lie in memory.
+_IN_MEMORY = (Tensor, np.ndarray, list, tuple, range, TensorDataset)
+_WANTED = "expected a tensor (a row a sample), a list or a map-style data set, with __len__ and __getitem__"
+
+
+def wrap(dataset: Any, *, ids: Ids = None, fingerprint: str | None = None) -> Dataset:
+    """Give ids and a fingerprint to a data set that has none.
+
+    Args:
+        dataset: a map-style data set of torch, a list, a tensor or array (a row a sample), or a
+            ``datasets.Dataset`` of Hugging Face.
+        ids: each sample's id: the name of a column, one text a sample, or a function of the index. None: the
+            index.
+        fingerprint: what tells these samples from others, where it is known; a revision, for example. None:
+            it is made of the contents, as far as they are tensors, arrays, texts and numbers. What cannot be
+            hashed is found out by the batch that a resume evaluates anew.
+
+    Raises:
+        UsageError: it has no length or no samples by index, or ``ids`` do not fit to it.
+    """
+    check_samples(dataset)
+    return Samples(dataset, ids=ids, fingerprint=fingerprint)
+
+
+def as_dataset(data: Any) -> Dataset:
+    """What a task gave as its data set, with ids and a fingerprint.
+
+    Raises:
+        UsageError: it has no length or no samples by index.
+    """
+    if all(hasattr(data, name) for name in ("id", "fingerprint", "__getitems__", "__len__")):
+        found: Dataset = data
+        return found
+    return wrap(data)
+
+
+def check_samples(data: Any) -> None:
+    """Check that something has a length, and samples by index.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if isinstance(data, DataLoader):
+        hint = ". Give the loader's data set (loader.dataset), and batch_size beside it"
+    elif isinstance(data, IterableDataset):
+        hint = ". Ranks cannot share out, nor a resume find again, what only comes one after the other"
+    else:
+        hint = ""
+    if hint or not (_has_length(data) and hasattr(data, "__getitem__")):
+        raise UsageError(f"a {type(data).__name__} has no length or no samples by index: {_WANTED}{hint}")
+
+
+class Samples:
+    """A data set as the engine reads it; see ``wrap``.
+
+    Attributes:
+        is_hashed: whether the fingerprint says all of its contents.
+        in_memory: whether reading a sample costs nothing.
+        kind: the name of its class, for people.
+    """
+
+    def __init__(self, data: Any, *, ids: Ids = None, fingerprint: str | None = None) -> None:
+        self._data = data
+        self._ids = ids
+        self._given = fingerprint
+        self.in_memory = isinstance(data, _IN_MEMORY)
+        self.is_hashed = fingerprint is not None or self.in_memory
+        self.kind = type(data).__name__
+        if isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) != len(data):
+            raise UsageError(f"ids has {len(ids)} entries for {len(data)} samples: expected one each")
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def id(self, index: int) -> str:
+        if self._ids is None:
+            return str(index)
+        if isinstance(self._ids, str):
+            sample = self._data[index]
+            if not isinstance(sample, Mapping) or self._ids not in sample:
+                has = f"the columns {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else "none"
+                raise UsageError(f"ids={self._ids!r} names a column, and sample {index} has {has}")
+            return str(sample[self._ids])
+        return str(self._ids(index) if callable(self._ids) else self._ids[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        many = getattr(self._data, "__getitems__", None)
+        return [self._data[index] for index in indices] if many is None else list(many(list(indices)))
+
+    def probe(self) -> list[str | None]:
+        """Hashes of a few samples; None of one that cannot be hashed, or is another at each reading."""
+        return [self._hash(index) for index in sorted({0, len(self) // 2, len(self) - 1})]
+
+    def _hash(self, index: int) -> str | None:
+        try:
+            first, again = (Values().digest(self.__getitems__([index])).hex() for _ in range(2))
+        except Exception:  # noqa: BLE001 - what is wrong with a sample is said when it is evaluated
+            return None
+        return first if first == again else None
+
+    def fingerprint(self, count: int) -> str:
+        contents = self._given or ""
+        if self._given is None and self.is_hashed:
+            data = self._data.tensors if isinstance(self._data, TensorDataset) else self._data
+            contents = Values().digest(data).hex()
+        said = f"{type(self._data).__module__}.{self.kind} {len(self)} {count} {contents}"
+        return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _has_length(data: Any) -> bool:
+    try:
+        return len(data) >= 0
+    except TypeError:
+        # It has none, or has none now, as a tensor without dimensions.
+        return False
