@@ -13,7 +13,7 @@ from dualeval.engine.guest import unwrapped
 from dualeval.engine.samples import Samples
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.columns import mean_of
+from dualeval.metrics.means import Mean
 from dualeval.tasks import Task
 
 
@@ -59,13 +59,13 @@ class LoopTask(Task):
                     )
             self._metrics = list(given)
             return
-        for name, (dtype, ndim) in self.kinds.items():
+        for name, (_, ndim) in self.kinds.items():
             if ndim != 1:
                 raise UsageError(
                     f"the column {name!r} has {ndim} dimensions, and a mean takes one number a sample. Add "
                     "one, or give the metrics that read it: batches(..., metrics=[...])"
                 )
-            self._metrics.append(mean_of(name, dtype))
+            self._metrics.append(Mean(name))
 
     @property
     def rows(self) -> tuple[str, ...]:
