@@ -84,11 +84,10 @@ def test_one_label_a_pixel(dtype: torch.dtype) -> None:
     target, prediction = pixels(8, 5)
     columns = {"target": target.to(dtype), "prediction": prediction.to(dtype)}
     flat = target.reshape(-1).numpy(), prediction.reshape(-1).numpy()
-    entries = measure(Confusion(5), columns).values["confusion_matrix"]
-    assert isinstance(entries, dict)
+    found: Any = measure(Confusion(5), columns).values["confusion_matrix"]
     matrix = np.zeros((5, 5), int)
-    for row, column, count in entries["entries"]:  # type: ignore[union-attr,misc]
-        matrix[row, column] = count  # type: ignore[call-overload]
+    for row, column, count in found["entries"]:
+        matrix[row, column] = count
     assert (matrix == confusion_matrix(*flat)).all()
     found = measure(IoU(5), columns)
     assert found.values["mean_iou"] == pytest.approx(jaccard_score(*flat, average="macro"), rel=1e-15)
