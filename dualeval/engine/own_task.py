@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from dualeval.engine.guest import unwrapped
-from dualeval.engine.samples import Samples
+from dualeval.engine.samples import Samples, wrap
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.columns import mean_of
@@ -39,7 +39,7 @@ class LoopTask(Task):
         metrics: Sequence[Metric | RowMetric] | None,
         model: nn.Module | None,
     ) -> None:
-        self._samples = Samples(dataset)
+        self._samples = dataset if isinstance(dataset, Samples) else wrap(dataset)
         self._collate = collate
         self._given = metrics
         self._metrics: list[Metric | RowMetric] = []
