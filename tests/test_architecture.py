@@ -20,6 +20,7 @@ GROUND = {
     "process_start",
 }
 ALLOWED = {
+    "door": {"engine", "tasks", "local_ranks", "result"},
     "cli": {
         "job",
         "launch",
@@ -159,6 +160,7 @@ def test_public_names() -> None:
         "LaunchError",
         "Measured",
         "Metric",
+        "ModelTask",
         "NEW_FOLDER",
         "PeerError",
         "Ragged",
@@ -174,6 +176,7 @@ def test_public_names() -> None:
         "detect",
         "evaluate",
         "rescore",
+        "wrap",
     ]
     for name in dualeval.__all__:
         assert getattr(dualeval, name) is not None
