@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from dualeval.columns import Column
 from dualeval.engine.columns import columns_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import ExactlyOnceError
@@ -39,7 +40,7 @@ class Ledger:
         self.values[chunks + chunk] += evaluated
         self.values[2 * chunks + chunk] += failed
 
-    def update(self, columns: Mapping[str, Tensor]) -> None:
+    def update(self, columns: Mapping[str, Column]) -> None:
         """Add evaluated samples to every metric; ``columns`` are on the CPU, first dimension the samples.
 
         Raises:

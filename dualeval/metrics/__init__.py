@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
-import numpy.typing as npt
 from torch import Tensor
 
 __all__ = ["Measured", "Metric", "RowMetric", "Value", "in_two", "is_of_rows", "keeps_rows"]
@@ -65,15 +64,15 @@ class Metric(Protocol):
         """How many int64 slots of the ledger the metric owns."""
         ...
 
-    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+    def update(self, ledger: Tensor, columns: Mapping[str, Any]) -> None:
         """Add samples to the ledger, in place.
 
         Afterwards the slots are small enough that 2**30 such ledgers add up without overflow.
 
         Args:
             ledger: the metric's own slots, int64 of shape (size,), contiguous, on the CPU.
-            columns: the metric's own, CPU tensors by name, first dimension samples; failed samples are
-                already left out.
+            columns: the metric's own by name, on the CPU: tensors, first dimension samples, or
+                ``dualeval.Ragged`` and ``dualeval.Text``. Failed samples are already left out.
         """
         ...
 
@@ -85,7 +84,8 @@ class Metric(Protocol):
 class RowMetric(Protocol):
     """A metric of all samples together, such as one that has to put them in order.
 
-    Computed once, on rank 0, whose memory holds its columns of all samples then.
+    Computed once, on rank 0. Its columns lie in files that are mapped, and so take no memory of the process;
+    where nothing is written (``out=None``) they lie in memory.
 
     Attributes:
         name: the name by which the metric is asked for.
@@ -98,8 +98,14 @@ class RowMetric(Protocol):
     @property
     def columns(self) -> tuple[str, ...]: ...
 
-    def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
-        """Turn the rows of all evaluated samples, in data-set order, into values."""
+    def compute(self, columns: Mapping[str, Any]) -> Measured:
+        """Turn the rows of all evaluated samples, in data-set order, into values.
+
+        Args:
+            columns: the metric's own by name, read-only: arrays, first dimension samples. A ragged column is
+                a sequence of arrays, one of text a sequence of str, with ``values`` (of all samples, one
+                behind the other) and ``offsets`` (where each sample's begin and the last one's end).
+        """
         ...
 
 

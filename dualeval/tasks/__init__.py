@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils.data import default_collate
@@ -132,7 +131,13 @@ class Task(ABC):
 
     @abstractmethod
     def observe(self, outputs: Any, batch: Any) -> Mapping[str, Any]:
-        """Per-sample columns on the device, first dimension the samples. No host synchronisation."""
+        """Per-sample columns on the device. No host synchronisation.
+
+        Returns:
+            By name a tensor, first dimension the samples. Where samples have more or fewer values, as boxes
+            or tokens, a ``dualeval.Ragged(values, lengths)`` or a list of tensors, one a sample; for text a
+            list of str.
+        """
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
         """Per-sample columns on the host, of those that ``observe`` gave: what takes more than tensors.
@@ -140,8 +145,12 @@ class Task(ABC):
         Called by one thread. The rows of samples that could not be read mean nothing, and must not fail.
 
         Args:
-            columns: of one batch, on the CPU.
+            columns: of one batch, on the CPU; lists have become ``dualeval.Ragged`` and ``dualeval.Text``,
+                which are sequences of the samples' tensors and strings.
             samples: the batch's indices in the data set.
+
+        Returns:
+            Columns of the same kinds as those of ``observe``.
         """
         return columns
 
@@ -152,11 +161,12 @@ class Task(ABC):
     def metrics(self) -> Sequence[Metric | RowMetric]:
         """The metrics, which read the columns by name. Called after ``build_model``."""
 
-    def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> Mapping[str, Sequence[str | None]]:
+    def texts(self, rows: Mapping[str, Any], first: int) -> Mapping[str, Sequence[str | None]]:
         """Columns of text for predictions.parquet, behind ``rows``; made only when it is written.
 
         Args:
-            rows: some samples' ``rows``, consecutive; zeros where a sample could not be read.
+            rows: some samples' ``rows``, consecutive: arrays, or sequences of arrays or of str; what stands
+                where a sample could not be read means nothing.
             first: the first one's index in the data set.
         """
         return {}
