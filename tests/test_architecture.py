@@ -18,10 +18,12 @@ PACKAGE = ROOT / "dualeval"
 GROUND = {
     *("choices", "errors", "world", "network", "store", "vision_library", "waiting", "weights_name"),
     "process_start",
+    "option_fields",
 }
 ALLOWED = {
     "cli": {
         "job",
+        "plugins",
         "launch",
         "backends",
         "devices",
@@ -36,12 +38,13 @@ ALLOWED = {
     "tasks": {"models", "data", "metrics"},
     "models": {"data"},
     "data": set(),
-    "metrics": set(),
+    "metrics": {"plugins"},
     "report": {"result"},
     "result": {"metrics"},
     "devices": {"launch", "backends"},
     "local_ranks": {"launch", "backends", "devices"},
-    "job": set(),
+    "job": {"plugins", "tasks"},
+    "plugins": {"tasks"},
     "backends": set(),
     "launch": set(),
     "choices": set(),
@@ -52,6 +55,7 @@ ALLOWED = {
     "vision_library": set(),
     "waiting": set(),
     "weights_name": set(),
+    "option_fields": set(),
     "process_start": set(),
     "assets": set(),
 }
