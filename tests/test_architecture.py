@@ -21,6 +21,7 @@ GROUND = {
     "option_fields",
 }
 ALLOWED = {
+    "door": {"engine", "tasks", "local_ranks", "result"},
     "cli": {
         "job",
         "plugins",
@@ -162,6 +163,7 @@ def test_public_names() -> None:
         "LaunchError",
         "Measured",
         "Metric",
+        "ModelTask",
         "NEW_FOLDER",
         "PeerError",
         "Result",
@@ -175,6 +177,7 @@ def test_public_names() -> None:
         "detect",
         "evaluate",
         "rescore",
+        "wrap",
     ]
     for name in dualeval.__all__:
         assert getattr(dualeval, name) is not None
