@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualeval.engine.columns import check_declarations, columns_of
+from dualeval.engine.columns import check_declarations, columns_of, update
 from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
-from dualeval.metrics import Measured, Metric, RowMetric, in_two, keeps_rows
-from dualeval.result import PREDICTIONS, RESULT, Result, checksum_of, read_result, read_status
+from dualeval.metrics import Measured, Metric, RowMetric, in_two, keeps_rows, per_batch
+from dualeval.result import JOB, PREDICTIONS, RESULT, Result, checksum_of, read_result, read_status
 
 
 def rescore(folder: str | Path, *, metrics: Sequence[Metric | RowMetric]) -> Result:
@@ -112,13 +113,17 @@ def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[M
     names = list(dict.fromkeys(name for metric in metrics for name in metric.columns))
     kept = {name for metric in row_metrics for name in metric.columns}
     parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in names if name in kept}
-    for window in rows.windows(names):
+    batch = _batch_size(rows) if any(map(per_batch, of_ledger)) else 1
+    for window in rows.windows(names, multiple_of=batch):
         for name, part in parts.items():
             part.append(window.columns[name])
         if window.evaluated.any():
             columns = {name: torch.from_numpy(values) for name, values in window.columns.items()}
+            batches = np.add.reduceat(
+                window.evaluated, np.arange(0, len(window.evaluated), batch), dtype=np.int64
+            )
             for metric, ledger in zip(of_ledger, ledgers, strict=True):
-                metric.update(ledger, columns_of(metric, columns))
+                update(metric, ledger, columns, batches.tolist())
     whole = {name: np.concatenate(parts.pop(name)) for name in list(parts)}
     measured = [
         *(
@@ -129,6 +134,18 @@ def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[M
     ]
     check_keys(measured)
     return measured
+
+
+def _batch_size(rows: StoredRows) -> int:
+    """Samples of a batch of the run that has written the rows."""
+    job = rows.path.parent / JOB
+    try:
+        return int(json.loads(job.read_text("utf-8"))["job"]["batch_size"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DualevalError(
+            f"{job} cannot be read ({type(error).__name__}: {error}). It says how the samples were divided "
+            "into batches, which a metric of these has to know."
+        ) from error
 
 
 def _check_columns(rows: StoredRows, metric: Metric | RowMetric) -> None:
