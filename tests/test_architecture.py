@@ -20,6 +20,7 @@ GROUND = {
     "process_start",
 }
 ALLOWED = {
+    "door": {"engine", "tasks", "local_ranks", "result"},
     "cli": {
         "job",
         "launch",
@@ -158,6 +159,7 @@ def test_public_names() -> None:
         "LaunchError",
         "Measured",
         "Metric",
+        "ModelTask",
         "NEW_FOLDER",
         "PeerError",
         "Result",
@@ -171,6 +173,7 @@ def test_public_names() -> None:
         "detect",
         "evaluate",
         "rescore",
+        "wrap",
     ]
     for name in dualeval.__all__:
         assert getattr(dualeval, name) is not None

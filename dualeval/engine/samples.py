@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,7 +39,8 @@ def wrap(dataset: Any, *, ids: Ids = None, fingerprint: str | None = None) -> Da
         UsageError: it has no length or no samples by index, or ``ids`` do not fit to it.
     """
     check_samples(dataset)
-    return Samples(dataset, ids=ids, fingerprint=fingerprint)
+    kind = HuggingFaceSamples if _is_hugging_face(dataset) else Samples
+    return kind(dataset, ids=ids, fingerprint=fingerprint)
 
 
 def as_dataset(data: Any) -> Dataset:
@@ -61,6 +63,8 @@ def check_samples(data: Any) -> None:
     """
     if isinstance(data, DataLoader):
         hint = ". Give the loader's data set (loader.dataset), and batch_size beside it"
+    elif isinstance(data, Mapping):
+        hint = f". Give one part of it: data[{next(iter(data), 'test')!r}]"
     elif isinstance(data, IterableDataset):
         hint = ". Ranks cannot share out, nor a resume find again, what only comes one after the other"
     else:
@@ -95,12 +99,20 @@ class Samples:
         if self._ids is None:
             return str(index)
         if isinstance(self._ids, str):
-            sample = self._data[index]
-            if not isinstance(sample, Mapping) or self._ids not in sample:
-                has = f"the columns {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else "none"
-                raise UsageError(f"ids={self._ids!r} names a column, and sample {index} has {has}")
-            return str(sample[self._ids])
+            return str(self._of_column(index, self._ids))
         return str(self._ids(index) if callable(self._ids) else self._ids[index])
+
+    def _of_column(self, index: int, name: str) -> Any:
+        """One value of a sample that is a dict; the whole sample is read for it."""
+        sample = self._data[index]
+        if not isinstance(sample, Mapping) or name not in sample:
+            has = (
+                f"has the columns {', '.join(map(str, sample))}"
+                if isinstance(sample, Mapping)
+                else (f"is a {type(sample).__name__}")
+            )
+            raise UsageError(f"ids={name!r} names a column, and sample {index} {has}")
+        return sample[name]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         many = getattr(self._data, "__getitems__", None)
@@ -124,6 +136,50 @@ class Samples:
             contents = Values().digest(data).hex()
         said = f"{type(self._data).__module__}.{self.kind} {len(self)} {count} {contents}"
         return hashlib.sha256(said.encode()).hexdigest()
+
+
+class HuggingFaceSamples(Samples):
+    """A ``datasets.Dataset`` of Hugging Face; its contents are hashed as they are stored, undecoded."""
+
+    def __init__(self, data: Any, *, ids: Ids = None, fingerprint: str | None = None) -> None:
+        super().__init__(data, ids=ids, fingerprint=fingerprint)
+        self.is_hashed = True
+        self._stored = data.with_format("arrow")
+        self._id_column: Any = None
+        if isinstance(ids, str):
+            if ids not in data.column_names:
+                raise UsageError(f"ids={ids!r}: the data set has the columns {', '.join(data.column_names)}")
+            self._id_column = data.with_format(None).select_columns([ids])
+
+    def _of_column(self, index: int, name: str) -> Any:
+        return self._id_column[index][name]
+
+    def fingerprint(self, count: int) -> str:
+        contents = self._given
+        if contents is None:
+            # What is stored is left to content_fingerprint: the ranks of a node share the reading.
+            contents = Values().digest([str(self._data.features), self._data.format]).hex()
+        return hashlib.sha256(f"{len(self)} {count} {contents}".encode()).hexdigest()
+
+    def content_fingerprint(self, samples: range) -> str:
+        """sha256, in hex, over the stored values of consecutive samples."""
+        if self._given is not None:
+            return self._given
+        columns = self._stored[samples.start : samples.stop].to_pydict()
+        return Values().digest([sorted(columns), [_stored(columns[name]) for name in sorted(columns)]]).hex()
+
+
+def _stored(value: Any) -> Any:
+    """A stored value, of a picture or sound that lies in a file of its own the file's name alone."""
+    if isinstance(value, list):
+        return [_stored(part) for part in value]
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+        return value["bytes"] if value["bytes"] is not None else PurePath(value["path"] or "").name
+    return value
+
+
+def _is_hugging_face(data: Any) -> bool:
+    return type(data).__module__.partition(".")[0] == "datasets" and hasattr(data, "with_format")
 
 
 def _has_length(data: Any) -> bool:
