@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from torch import Tensor
 
-__all__ = ["Measured", "Metric", "RowMetric", "Value", "in_two", "is_of_rows", "keeps_rows"]
+__all__ = ["Measured", "Metric", "RowMetric", "Value", "in_two", "is_of_rows", "keeps_rows", "per_batch"]
 
 # Plain JSON, without NaN and infinities: these are not JSON, and are written as None plus counts.
 Value: TypeAlias = "float | int | str | list[Value] | dict[str, Value] | None"
@@ -47,6 +47,13 @@ class Metric(Protocol):
 
     A run keeps the columns that its metrics read, so that they can be computed again without a forward. A
     metric whose numbers nobody will want again has an attribute ``keeps_rows = False``.
+
+    ``update`` gets the samples of many batches at once. A metric that rounds within ``update``, so that the
+    way in which samples are grouped shows in its bits, has an attribute ``per_batch = True``: each of its
+    updates gets the samples of one batch, and these are the same at every number of processes.
+
+    A metric made of functions or classes of the user's own may have a method ``sources()`` that returns them:
+    a change of their source makes another job.
     """
 
     @property
@@ -128,3 +135,8 @@ def _has_ledger(metric: Metric | RowMetric) -> TypeGuard[Metric]:
 def keeps_rows(metric: Metric | RowMetric) -> bool:
     """Whether a run keeps the columns that a metric reads; it does where the metric does not say no."""
     return bool(getattr(metric, "keeps_rows", True))
+
+
+def per_batch(metric: Metric | RowMetric) -> bool:
+    """Whether each update of a metric gets the samples of one batch alone."""
+    return bool(getattr(metric, "per_batch", False))

@@ -27,7 +27,7 @@ SQUARE_LIMBS = 20
 SUM_UNIT_BITS = 149
 # The largest float64 is below 2**2098 units, its square below 2**4196.
 DOUBLE_UNIT_BITS = 1074
-_DOUBLE_SUM_LIMBS = 67
+DOUBLE_SUM_LIMBS = 67
 _DOUBLE_SQUARE_LIMBS = 133
 
 NONFINITE_KINDS = ("nan", "pos_inf", "neg_inf")
@@ -193,7 +193,7 @@ class ExactMean:
         self._unit_bits, self._limbs = SUM_UNIT_BITS, (SUM_LIMBS, SQUARE_LIMBS)
         if dtype == torch.float64:
             self._sum = _exact_sums_of_doubles
-            self._unit_bits, self._limbs = DOUBLE_UNIT_BITS, (_DOUBLE_SUM_LIMBS, _DOUBLE_SQUARE_LIMBS)
+            self._unit_bits, self._limbs = DOUBLE_UNIT_BITS, (DOUBLE_SUM_LIMBS, _DOUBLE_SQUARE_LIMBS)
         self.size = 1 + len(NONFINITE_KINDS) + sum(self._limbs)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:

@@ -68,7 +68,11 @@ def job_identity(
     objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules(), *measures]
     return {
         "task": task.name,
-        **_sources(objects, task.sources(), values),
+        **_sources(
+            objects,
+            [*task.sources(), *(item for metric in measures for item in _sources_of(metric))],
+            values,
+        ),
         "task_options": _as_json(task.fingerprint(), f"task {task.name!r}"),
         "data": dataset.fingerprint(samples),
         "samples": samples,
@@ -82,6 +86,12 @@ def job_identity(
         "metrics": [metric.name for metric in measures],
         "metric_options": _by_name(measures),
     }
+
+
+def _sources_of(metric: Metric | RowMetric) -> Sequence[Any]:
+    """What a metric says it is made of, besides its own class."""
+    said = getattr(metric, "sources", None)
+    return said() if callable(said) else ()
 
 
 def _sources(
