@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from dualeval.backends.base import Backend as Backend
+    from dualeval.columns import Ragged as Ragged
+    from dualeval.columns import Text as Text
     from dualeval.devices import connect as connect
+    from dualeval.door import evaluate as evaluate
     from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
     from dualeval.engine.rescoring import rescore as rescore
     from dualeval.engine.samples import wrap as wrap
     from dualeval.engine.session import Session as Session
-    from dualeval.engine.session import evaluate as evaluate
     from dualeval.errors import BackendError as BackendError
     from dualeval.errors import DualevalError as DualevalError
     from dualeval.errors import ExactlyOnceError as ExactlyOnceError
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from dualeval.result import Result as Result
     from dualeval.tasks import Dataset as Dataset
     from dualeval.tasks import Task as Task
+    from dualeval.tasks.own_model import ModelTask as ModelTask
     from dualeval.world import World as World
 
 __version__ = "0.1.0"
@@ -45,18 +48,21 @@ _HOME = {
     "LaunchError": "dualeval.errors",
     "Measured": "dualeval.metrics",
     "Metric": "dualeval.metrics",
+    "ModelTask": "dualeval.tasks.own_model",
     "NEW_FOLDER": "dualeval.engine.options",
     "PeerError": "dualeval.errors",
+    "Ragged": "dualeval.columns",
     "Result": "dualeval.result",
     "RowMetric": "dualeval.metrics",
     "Session": "dualeval.engine.session",
     "Stopped": "dualeval.errors",
     "Task": "dualeval.tasks",
+    "Text": "dualeval.columns",
     "UsageError": "dualeval.errors",
     "World": "dualeval.world",
     "connect": "dualeval.devices",
     "detect": "dualeval.launch",
-    "evaluate": "dualeval.engine.session",
+    "evaluate": "dualeval.door",
     "rescore": "dualeval.engine.rescoring",
     "wrap": "dualeval.engine.samples",
 }

@@ -314,7 +314,7 @@ def test_wrappers_of_training_are_taken_off() -> None:
     model = make_model()
     nested = nn.Sequential(nn.DataParallel(model))
     with as_it_was(TinyTask(1)) as guest:
-        taken = guest.take(nn.DataParallel(nested), torch.device("cpu"), World.alone())
+        taken = guest.take(nn.DataParallel(nested), World.alone())
         assert [type(module).__name__ for module in taken.modules()][:2] == ["Sequential", "Sequential"]
         assert not any(isinstance(module, nn.DataParallel) for module in taken.modules())
     assert isinstance(nested[0], nn.DataParallel)
@@ -330,17 +330,12 @@ def test_a_parameter_that_is_written_into_is_named() -> None:
         evaluate(Writing(make_model()))
 
 
-def test_a_model_on_another_device_is_not_moved() -> None:
-    with as_it_was(TinyTask(1)) as guest, pytest.raises(UsageError, match="the model is on meta"):
-        guest.take(nn.Linear(1, 1, device="meta"), torch.device("cpu"), World.alone())
-
-
 def test_a_sharded_model_is_refused_on_several_ranks() -> None:
     class FSDPModule(nn.Linear):
         """Named as torch's."""
 
     world = World(rank=0, size=2, local_rank=0, local_size=2, node_rank=0, launcher="torchrun")
     with as_it_was(TinyTask(1)) as guest:
-        assert guest.take(FSDPModule(1, 1), torch.device("cpu"), World.alone())
+        assert guest.take(FSDPModule(1, 1), World.alone())
         with pytest.raises(UsageError, match=r"the model is sharded \(FSDPModule\)"):
-            guest.take(FSDPModule(1, 1), torch.device("cpu"), world)
+            guest.take(FSDPModule(1, 1), world)

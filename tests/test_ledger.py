@@ -65,7 +65,7 @@ def test_many_wrong_chunks_are_cut() -> None:
 def test_metrics_have_slots_of_their_own() -> None:
     columns = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([10.0, 30.0])}
     ledger = Ledger(PLAN, [Mean("a", name="first"), Mean("b", name="second")])
-    ledger.update(columns)
+    ledger.update(columns, [2])
     values = {}
     for metric, slots in ledger.parts():
         values.update(metric.compute(slots).values)

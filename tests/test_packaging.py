@@ -42,7 +42,13 @@ def test_sdist_holds_the_linked_folders_as_files(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    assert {"dualeval/backends/base.py", "dualeval/launch/detect.py", "README.md", "setup.py"} <= names
+    assert {
+        "dualeval/backends/base.py",
+        "dualeval/launch/detect.py",
+        "README.md",
+        "setup.py",
+        "LICENSE",
+    } <= names
 
 
 def test_wheel_holds_dualeval_alone(built: Path) -> None:

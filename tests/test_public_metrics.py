@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from sklearn.metrics import classification_report, confusion_matrix, jaccard_sco
 from torch import Tensor
 
 import dualeval
+from dualeval import Ragged, Text
 from dualeval.engine.identity import job_identity, metric_fingerprint
 from dualeval.engine.measured import plain
 from dualeval.errors import UsageError
@@ -39,9 +39,11 @@ def test_public_names() -> None:
         "Rows",
         "TopK",
         "Value",
+        "from_torchmetrics",
         "in_two",
         "is_of_rows",
         "keeps_rows",
+        "per_batch",
     ]
     for name in dualeval.metrics.__all__:
         assert getattr(dualeval.metrics, name) is not None
@@ -61,14 +63,6 @@ def test_top_k_is_a_fraction_of_which_more_is_better() -> None:
 
 
 # -- labels --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """As the engine gives a column whose samples differ in length."""
-
-    values: Tensor
-    lengths: Tensor
 
 
 def pixels(count: int, classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -131,6 +125,9 @@ def test_ragged_columns_count_by_element(make: Callable[[int], Metric]) -> None:
     assert torch.equal(*ledgers)
     ragged["target"] = Ragged(target.reshape(-1), torch.tensor([70, 50]))
     with pytest.raises(UsageError, match="give both the same shape"):
+        metric.update(ledgers[1], ragged)
+    ragged["target"] = Text(["cat", "dog"])
+    with pytest.raises(UsageError, match="of Text: expected classes"):
         metric.update(ledgers[1], ragged)
 
 

@@ -53,6 +53,36 @@ def test_the_shown_job_is_the_embedded_one() -> None:
         assert f"\n{label:<16}{text}" in README
 
 
+def first_example() -> str:
+    return str(re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)[0])
+
+
+def digests_of_first_example(launch: Launch, folder: Path, start: str) -> set[str]:
+    """What its ranks come to."""
+    (folder / "mine.py").write_text(f"{first_example()}\nprint(f'digest {{result.metrics_digest}}')\n")
+    done = launch([*start.split(), "mine.py"], cwd=folder, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "runs/mine/result.json").is_file()
+    return set(re.findall("digest ([0-9a-f]{64})", done.stdout))
+
+
+@pytest.fixture(scope="module")
+def digest_alone(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> str:
+    [digest] = digests_of_first_example(launch, tmp_path_factory.mktemp("alone"), "python")
+    return digest
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "torchrun --nproc-per-node 2",
+        pytest.param("horovodrun -np 2 python", marks=needs("horovodrun", "")),
+    ],
+)
+def test_the_first_example_runs(launch: Launch, tmp_path: Path, start: str, digest_alone: str) -> None:
+    assert digests_of_first_example(launch, tmp_path, start) == {digest_alone}
+
+
 @pytest.mark.parametrize("target", ["run", "test", "check", "bench"])
 def test_make_targets_exist(target: str) -> None:
     assert f"make {target}" in README

@@ -232,6 +232,7 @@ def test_tensors_keep_bytes_shapes_and_order_in_memory() -> None:
     down = Downloads(device, 0).start(TENSORS)()
     for name, tensor in TENSORS.items():
         for found in (up[name], down[name]):
+            assert isinstance(found, Tensor)
             assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
             assert found.stride() == torch.empty_like(tensor).stride(), name
 

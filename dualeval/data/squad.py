@@ -23,6 +23,14 @@ _SHOWN_AT_MOST = 5
 _KEY = re.compile(r'"((?:[^"\\\n]|\\.)*)"\s*:')
 _BLANK = re.compile(r"[ \t\r\n]*")
 
+_EXPECTED: dict[type, str] = {
+    str: "a text",
+    int: "a whole number",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+}
+
 # Keys and places that lead to a value: ("data", 0, "paragraphs").
 _Way = tuple[str | int, ...]
 _T = TypeVar("_T")
@@ -125,6 +133,50 @@ def read_questions(path: Path) -> Questions:
         questions=questions,
         unanswerable=version.lstrip("vV").startswith("2") or any(not q.answers for q in questions),
     )
+
+
+def questions_of_rows(rows: Sequence[Mapping[str, Any]]) -> Questions:
+    """Questions from rows in memory, as Hugging Face's ``load_dataset("squad", split=...)`` gives them.
+
+    Args:
+        rows: each with ``id``, ``context``, ``question`` and ``answers``, a dict of the lists ``text`` and
+            ``answer_start``.
+
+    Raises:
+        UsageError: there is none, one is not of this form, or two have one id.
+    """
+    if isinstance(rows, Mapping):
+        raise UsageError(
+            f"the questions are in parts ({', '.join(map(str, rows))}): give one, as data['validation']"
+        )
+    questions = []
+    for number in range(len(rows)):
+        try:
+            questions.append(_question_of_row(rows[number]))
+        except _Wrong as wrong:
+            raise UsageError(
+                f"row {number} of the questions: {_shown(wrong.way)} {wrong}. Expected the columns of "
+                "load_dataset('squad'): id, context, question, answers (text, answer_start)."
+            ) from wrong
+    if not questions:
+        raise UsageError("there are no questions: the rows are empty")
+    _refuse_twice([question.id for question in questions], "question ids must be unique, but")
+    return Questions(
+        questions=tuple(questions), unanswerable=any(not question.answers for question in questions)
+    )
+
+
+def _question_of_row(row: Any) -> Question:
+    answers = _get(row, "answers", dict, ())
+    texts, starts = (list(_get(answers, key, list, ("answers",))) for key in ("text", "answer_start"))
+    if len(texts) != len(starts):
+        raise _Wrong(f"has {len(texts)} texts and {len(starts)} values of answer_start", ("answers",))
+    entry = {
+        "id": _get(row, "id", str, ()),
+        "question": _get(row, "question", str, ()),
+        "answers": [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)],
+    }
+    return _question(entry, _get(row, "context", str, ()), ())
 
 
 def _questions(content: Any) -> Iterator[Question]:
@@ -250,7 +302,7 @@ def _get(entry: Any, key: str, kind: type[_T], way: _Way, default: _T | None = N
     value = entry[key]
     # A bool is an int for Python.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        expected = {str: "a text", int: "a whole number", list: "a list", bool: "true or false"}[kind]
+        expected = _EXPECTED[kind]
         raise _Wrong(f"is {_kind(value)}, expected {expected}", (*way, key))
     if isinstance(value, str) and not _is_unicode(value):
         raise _Wrong("is no Unicode text (half a surrogate pair)", (*way, key))

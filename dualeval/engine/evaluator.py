@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from dualeval.engine import numerics
 from dualeval.engine.context import RunContext, Show
@@ -117,10 +118,13 @@ class Evaluator:
             guest = stack.enter_context(as_it_was(self._task)) if context.guest else None
             settings = stack.enter_context(numerics.settings(precision, device))
             with numerics.autocast(precision, device):
-                model = self._task.build_model(device).to(device)
+                model = self._task.build_model(device)
             if guest is not None:
-                model = guest.take(model, device, context.backend.world)
+                model = guest.take(model, context.backend.world)
+                model = _moved(model, device)
                 context.note_all(guest.share_buffers(model, context.backend, context.control))
+            else:
+                model = _moved(model, device)
             said = set_evaluation_mode(model)
             context.note_all([*self._task.notes()])
             dataset = as_dataset(self._task.dataset())
@@ -129,7 +133,7 @@ class Evaluator:
             if rows is None:
                 first = first_columns(self._task, dataset, model, plan_of(dataset, context), context)
                 self._task.see(first)
-                rows = tuple(first)
+                rows = self._task.rows or tuple(first)
             execution = Execution(self._task, dataset, model, context, rows, threads=threads)
             # After all that a task's own code may have set. What this rank says of it is in the result.
             execution.said += [*said, *settings.notes, *settings.check_after_build()]
@@ -147,3 +151,9 @@ class Evaluator:
             except BaseException as error:
                 execution.fail(error)
                 raise
+
+
+def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on the device; one that has a part there already is left as its author has placed it."""
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    return model.to(device) if kinds and device.type not in kinds else model

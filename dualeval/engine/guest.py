@@ -78,16 +78,15 @@ class Guest:
         if tensor is not None and id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = _Tensor.of(tensor, keeps_values=keeps_values)
 
-    def take(self, model: nn.Module, device: torch.device, world: World) -> nn.Module:
+    def take(self, model: nn.Module, world: World) -> nn.Module:
         """The model that is evaluated, without what wraps it for training on several processes.
 
         Args:
             model: as the task's ``build_model`` gave it.
-            device: where the batches are.
             world: this process's place.
 
         Raises:
-            UsageError: the model is on another device, or its forward is a collective.
+            UsageError: the model's forward is a collective.
         """
         self.remember(model)
         model = unwrapped(model)
@@ -102,12 +101,6 @@ class Guest:
                 "ranks have different numbers of batches here. Evaluate a model that is whole on each rank: "
                 "gather its state_dict (torch.distributed.checkpoint.state_dict.get_model_state_dict with "
                 "full_state_dict=True) and load it into a plain copy."
-            )
-        devices = {parameter.device.type for parameter in model.parameters()}
-        if devices and device.type not in devices:
-            raise UsageError(
-                f"the model is on {', '.join(sorted(devices))}, and this evaluation computes on {device}: it "
-                f"does not move a model of the caller's. Give device={min(devices)!r}, or move the model."
             )
         return model
 

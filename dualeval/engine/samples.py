@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from dualeval.engine.identity.values import Values
+from dualeval.engine.identity.values import Values, attributes_of
 from dualeval.errors import UsageError
 from dualeval.tasks import Dataset
 
@@ -22,7 +23,7 @@ _IN_MEMORY = (Tensor, np.ndarray, list, tuple, range, TensorDataset)
 _WANTED = "expected a tensor (a row a sample), a list or a map-style data set, with __len__ and __getitem__"
 
 
-def wrap(dataset: Any, *, ids: Ids = None, fingerprint: str | None = None) -> Dataset:
+def wrap(dataset: Any, *, ids: Ids = None, fingerprint: str | None = None) -> Samples:
     """Give ids and a fingerprint to a data set that has none.
 
     Args:
@@ -38,7 +39,8 @@ def wrap(dataset: Any, *, ids: Ids = None, fingerprint: str | None = None) -> Da
         UsageError: it has no length or no samples by index, or ``ids`` do not fit to it.
     """
     check_samples(dataset)
-    return Samples(dataset, ids=ids, fingerprint=fingerprint)
+    kind = HuggingFaceSamples if _is_hugging_face(dataset) else Samples
+    return kind(dataset, ids=ids, fingerprint=fingerprint)
 
 
 def as_dataset(data: Any) -> Dataset:
@@ -47,10 +49,13 @@ def as_dataset(data: Any) -> Dataset:
     Raises:
         UsageError: it has no length or no samples by index.
     """
-    if all(hasattr(data, name) for name in ("id", "fingerprint", "__getitems__", "__len__")):
+    if not all(callable(getattr(data, name, None)) for name in ("id", "fingerprint")):
+        return wrap(data)
+    if hasattr(data, "__getitems__"):
         found: Dataset = data
         return found
-    return wrap(data)
+    check_samples(data)
+    return OneByOne(data)
 
 
 def check_samples(data: Any) -> None:
@@ -61,6 +66,8 @@ def check_samples(data: Any) -> None:
     """
     if isinstance(data, DataLoader):
         hint = ". Give the loader's data set (loader.dataset), and batch_size beside it"
+    elif isinstance(data, Mapping):
+        hint = f". Give one part of it: data[{next(iter(data), 'test')!r}]"
     elif isinstance(data, IterableDataset):
         hint = ". Ranks cannot share out, nor a resume find again, what only comes one after the other"
     else:
@@ -73,16 +80,17 @@ class Samples:
     """A data set as the engine reads it; see ``wrap``.
 
     Attributes:
+        wrapped: the data set that was given; its class is part of the job's identity.
         is_hashed: whether the fingerprint says all of its contents.
         in_memory: whether reading a sample costs nothing.
         kind: the name of its class, for people.
     """
 
     def __init__(self, data: Any, *, ids: Ids = None, fingerprint: str | None = None) -> None:
-        self._data = data
+        self._data = self.wrapped = data
         self._ids = ids
         self._given = fingerprint
-        self.in_memory = isinstance(data, _IN_MEMORY)
+        self.in_memory = isinstance(data, _IN_MEMORY) and not isinstance(data, np.memmap)
         self.is_hashed = fingerprint is not None or self.in_memory
         self.kind = type(data).__name__
         if isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) != len(data):
@@ -95,12 +103,23 @@ class Samples:
         if self._ids is None:
             return str(index)
         if isinstance(self._ids, str):
-            sample = self._data[index]
-            if not isinstance(sample, Mapping) or self._ids not in sample:
-                has = f"the columns {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else "none"
-                raise UsageError(f"ids={self._ids!r} names a column, and sample {index} has {has}")
-            return str(sample[self._ids])
+            return str(self._of_column(index, self._ids))
         return str(self._ids(index) if callable(self._ids) else self._ids[index])
+
+    def _of_column(self, index: int, name: str) -> Any:
+        """One value of a sample that is a dict; the whole sample is read for it."""
+        sample = self._data[index]
+        if not isinstance(sample, Mapping) or name not in sample:
+            has = (
+                f"has the columns {', '.join(map(str, sample))}"
+                if isinstance(sample, Mapping)
+                else (f"is a {type(sample).__name__}")
+            )
+            raise UsageError(f"ids={name!r} names a column, and sample {index} {has}")
+        return sample[name]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         many = getattr(self._data, "__getitems__", None)
@@ -118,12 +137,79 @@ class Samples:
         return first if first == again else None
 
     def fingerprint(self, count: int) -> str:
-        contents = self._given or ""
-        if self._given is None and self.is_hashed:
-            data = self._data.tensors if isinstance(self._data, TensorDataset) else self._data
-            contents = Values().digest(data).hex()
+        contents = self._contents() if self._given is None else self._given
         said = f"{type(self._data).__module__}.{self.kind} {len(self)} {count} {contents}"
         return hashlib.sha256(said.encode()).hexdigest()
+
+    def _contents(self) -> str:
+        """A hash of what lies in memory; of an object, of its public attributes."""
+        if self.in_memory:
+            data = self._data.tensors if isinstance(self._data, TensorDataset) else self._data
+            return Values().digest(data).hex()
+        # Dicts and private ones may be caches, which fill while samples are read; a mapped file may be large.
+        attributes = {
+            name: value
+            for name, value in attributes_of(self._data).items()
+            if not name.startswith("_") and not isinstance(value, (dict, np.memmap))
+        }
+        return Values().attributes(attributes).hex()
+
+
+class HuggingFaceSamples(Samples):
+    """A ``datasets.Dataset`` of Hugging Face; its contents are hashed as they are stored, undecoded."""
+
+    def __init__(self, data: Any, *, ids: Ids = None, fingerprint: str | None = None) -> None:
+        super().__init__(data, ids=ids, fingerprint=fingerprint)
+        self.is_hashed = True
+        self._stored = data.with_format("arrow")
+        self._id_column: Any = None
+        if isinstance(ids, str):
+            if ids not in data.column_names:
+                raise UsageError(f"ids={ids!r}: the data set has the columns {', '.join(data.column_names)}")
+            self._id_column = data.with_format(None).select_columns([ids])
+
+    def _of_column(self, index: int, name: str) -> Any:
+        return self._id_column[index][name]
+
+    def fingerprint(self, count: int) -> str:
+        contents = self._given
+        if contents is None:
+            # What is stored is left to content_fingerprint: the ranks of a node share the reading.
+            contents = Values().digest([str(self._data.features), self._data.format]).hex()
+        return hashlib.sha256(f"{len(self)} {count} {contents}".encode()).hexdigest()
+
+    def content_fingerprint(self, samples: range) -> str:
+        """sha256, in hex, over the stored values of consecutive samples."""
+        if self._given is not None:
+            return self._given
+        columns = self._stored[samples.start : samples.stop].to_pydict()
+        return Values().digest([sorted(columns), [_stored(columns[name]) for name in sorted(columns)]]).hex()
+
+
+class OneByOne(Samples):
+    """A data set with ids and a fingerprint of its own, whose samples are read one by one."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data, ids=data.id)
+        for name in ("content_fingerprint", "placeholder"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
+
+    def fingerprint(self, count: int) -> str:
+        return str(self._data.fingerprint(count))
+
+
+def _stored(value: Any) -> Any:
+    """A stored value, of a picture or sound that lies in a file of its own the file's name alone."""
+    if isinstance(value, list):
+        return [_stored(part) for part in value]
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+        return value["bytes"] if value["bytes"] is not None else PurePath(value["path"] or "").name
+    return value
+
+
+def _is_hugging_face(data: Any) -> bool:
+    return type(data).__module__.partition(".")[0] == "datasets" and hasattr(data, "with_format")
 
 
 def _has_length(data: Any) -> bool:

@@ -6,7 +6,6 @@ or the watch where the main thread does not come back.
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.ending import conclude_quietly, install_hook, remove_hook, say
 from dualeval.engine.options import check_session_options, check_timeout, run_options_of
-from dualeval.engine.signals import Signals, numbers_of
+from dualeval.engine.signals import Signals
 from dualeval.errors import (
     EXIT_DONE,
     DualevalError,
@@ -400,7 +399,8 @@ class Session:
 
         Args:
             batch: what the loop has given last, or a part of it.
-            columns: by name, one row a sample: tensors on any device, arrays or lists. They are copied.
+            columns: by name, one row a sample: tensors on any device, arrays or lists. For rows that differ
+                in length a ``dualeval.Ragged`` or a list of tensors, for text a list of str. They are copied.
 
         Raises:
             UsageError: it is not that batch, it was added before, or a column is not as it must be.
@@ -535,43 +535,3 @@ class Session:
             f"rank {self.world.rank} has left the session, and other ranks have not: every rank has to "
             "evaluate the same, and to ask for the result"
         )
-
-
-def evaluate(task: Task, *, nproc: int | None = None, **options: Any) -> Result:
-    """Evaluate a task once, in a session of its own; every rank calls this and gets the same metrics.
-
-    Args:
-        task: what is evaluated.
-        nproc: from a plain script: run it again as so many ranks on this machine, and exit with their exit
-            code. What the script does before this call is done here and in each rank, what comes after it in
-            the ranks only. Under a launcher it has to be the number of its ranks, and does nothing.
-        options: of ``Session``, as ``backend`` and ``device``, and of ``RunOptions``, as ``out`` and
-            ``batch_size``. Without ``out`` nothing is written.
-
-    Raises:
-        SystemExit: the ranks that ``nproc`` has started have ended.
-        UsageError: an option, or task, data and weights are not as they have to be; or there is no script
-            that could be run again.
-        PeerError: another rank failed first.
-        Stopped: a signal has ended the run; what was finished is saved.
-    """
-    if nproc is not None:
-        from dualeval.local_ranks import start_this_script
-
-        check_session_options(options)
-        device = options.get("device")
-        launcher = start_this_script(
-            nproc,
-            backend=options.get("backend"),
-            device=None if device is None else str(device),
-            allow_shared_gpu=options.get("allow_shared_gpu", False),
-            stop_signals=numbers_of(options.get("stop_signals", DEFAULT_SIGNALS)),
-        )
-        if launcher is not None:
-            options["launcher"] = launcher
-    names = set(inspect.signature(Session).parameters)
-    of_session = {name: value for name, value in options.items() if name in names}
-    # What ranks may differ in concerns their devices and the folder alike.
-    of_run = {name: value for name, value in options.items() if name not in names - {"mix_machines"}}
-    with Session(**of_session) as session:
-        return session.evaluate(task, last=True, **of_run)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
-import numpy.typing as npt
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from dualeval.metrics.means import Mean as Mean
     from dualeval.metrics.means import Ratio as Ratio
     from dualeval.metrics.rows import Rows as Rows
+    from dualeval.metrics.torchmetrics import from_torchmetrics as from_torchmetrics
 
 # Where the metrics are, which are imported at their first use.
 _HOME = {
@@ -33,6 +33,7 @@ _HOME = {
     "Ratio": "dualeval.metrics.means",
     "Rows": "dualeval.metrics.rows",
     "TopK": "dualeval.metrics.classification",
+    "from_torchmetrics": "dualeval.metrics.torchmetrics",
 }
 
 __all__ = [
@@ -48,9 +49,11 @@ __all__ = [
     "Rows",
     "TopK",
     "Value",
+    "from_torchmetrics",
     "in_two",
     "is_of_rows",
     "keeps_rows",
+    "per_batch",
 ]
 
 DIRECTIONS = ("higher", "lower")
@@ -92,6 +95,13 @@ class Metric(Protocol):
 
     A run keeps the columns that its metrics read, so that they can be computed again without a forward. A
     metric whose numbers nobody will want again has an attribute ``keeps_rows = False``.
+
+    ``update`` gets the samples of many batches at once. A metric that rounds within ``update``, so that the
+    way in which samples are grouped shows in its bits, has an attribute ``per_batch = True``: each of its
+    updates gets the samples of one batch, and these are the same at every number of processes.
+
+    A metric made of functions or classes of the user's own may have a method ``sources()`` that returns them:
+    a change of their source makes another job.
     """
 
     @property
@@ -109,15 +119,15 @@ class Metric(Protocol):
         """How many int64 slots of the ledger the metric owns."""
         ...
 
-    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+    def update(self, ledger: Tensor, columns: Mapping[str, Any]) -> None:
         """Add samples to the ledger, in place.
 
         Afterwards the slots are small enough that 2**30 such ledgers add up without overflow.
 
         Args:
             ledger: the metric's own slots, int64 of shape (size,), contiguous, on the CPU.
-            columns: the metric's own, CPU tensors by name, first dimension samples; failed samples are
-                already left out.
+            columns: the metric's own by name, on the CPU: tensors, first dimension samples, or
+                ``dualeval.Ragged`` and ``dualeval.Text``. Failed samples are already left out.
         """
         ...
 
@@ -129,7 +139,8 @@ class Metric(Protocol):
 class RowMetric(Protocol):
     """A metric of all samples together, such as one that has to put them in order.
 
-    Computed once, on rank 0, whose memory holds its columns of all samples then.
+    Computed once, on rank 0. Its columns lie in files that are mapped, and so take no memory of the process;
+    where nothing is written (``out=None``) they lie in memory.
 
     Attributes:
         name: the name by which the metric is asked for.
@@ -142,8 +153,14 @@ class RowMetric(Protocol):
     @property
     def columns(self) -> tuple[str, ...]: ...
 
-    def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
-        """Turn the rows of all evaluated samples, in data-set order, into values."""
+    def compute(self, columns: Mapping[str, Any]) -> Measured:
+        """Turn the rows of all evaluated samples, in data-set order, into values.
+
+        Args:
+            columns: the metric's own by name, read-only: arrays, first dimension samples. A ragged column is
+                a sequence of arrays, one of text a sequence of str, with ``values`` (of all samples, one
+                behind the other) and ``offsets`` (where each sample's begin and the last one's end).
+        """
         ...
 
 
@@ -178,3 +195,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def per_batch(metric: Metric | RowMetric) -> bool:
+    """Whether each update of a metric gets the samples of one batch alone."""
+    return bool(getattr(metric, "per_batch", False))

@@ -42,6 +42,8 @@ LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows
 
 _NO_RANK = 2**31 - 1
 _ECE_BINS = 15
+# Half precision sums a thousand classes to 1 within this.
+_NEAR_ONE = 1e-2
 _TOP = re.compile(r"top([1-9][0-9]*)")
 
 
@@ -80,6 +82,13 @@ def observe_logits(logits: Tensor, target: Tensor, top: int) -> dict[str, Tensor
         "inf_logits": inf_logits,
         "top": first,
     }
+
+
+def are_probabilities(outputs: Tensor) -> bool:
+    """Whether outputs are what a softmax gives; one class alone tells nothing."""
+    values = outputs.double()
+    sums_to_one = (values.sum(dim=1) - 1).abs() < _NEAR_ONE
+    return outputs.shape[1] > 1 and bool(((values >= 0).all(dim=1) & sums_to_one).all())
 
 
 # Apart from observe_logits so that their (batch, classes) buffers are free again before the next is made:

@@ -14,7 +14,12 @@ from dualeval.data.idx import IdxImages
 from dualeval.data.preprocessing import Normalisation, Preprocessing
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
+from dualeval.metrics.classification import (
+    are_probabilities,
+    classification_metric,
+    default_metrics,
+    observe_logits,
+)
 from dualeval.models import classifiers
 from dualeval.models.weights import (
     LoadedWeights,
@@ -40,8 +45,6 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 EMBEDDED_WEIGHTS = ASSETS / "fashion_cnn.safetensors"
 
 _TOP = 5
-# Half precision sums a thousand classes to 1 within this.
-_NEAR_ONE = 1e-2
 _SHIPPED = "{}, shipped with dualeval"
 
 
@@ -234,7 +237,7 @@ class ImageClassification(Task):
                 "expected logits of shape (images, classes)."
             )
         classes = outputs.shape[1]
-        if _are_probabilities(outputs):
+        if are_probabilities(outputs):
             raise UsageError(
                 f"the model {self._model_name} returned probabilities (each row lies between 0 and 1 and "
                 "sums to 1), expected logits: of these loss, confidence and ece would be wrong. Leave out "
@@ -327,13 +330,6 @@ def _for_a_trial(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, shared)
     except Exception:  # noqa: BLE001 - whatever stands in the way; it is then tried itself
         return model
-
-
-def _are_probabilities(outputs: Tensor) -> bool:
-    """Whether outputs are what a softmax gives; one class alone tells nothing."""
-    values = outputs.double()
-    sums_to_one = (values.sum(dim=1) - 1).abs() < _NEAR_ONE
-    return outputs.shape[1] > 1 and bool(((values >= 0).all(dim=1) & sums_to_one).all())
 
 
 def _metrics(names: Sequence[str], num_classes: int) -> list[Metric]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dualeval.data.squad import read_questions
+from dualeval.data.squad import questions_of_rows, read_questions
 from dualeval.data.windows import EncodedQuestions, WindowEncoder
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -39,7 +39,7 @@ class QuestionAnswering(ScoredAnswers):
 
     Args:
         model: a local folder with a model of the transformers library and its fast tokenizer.
-        data: a JSON file in the format of SQuAD.
+        data: a JSON file in the format of SQuAD, or rows as ``load_dataset("squad", split=...)`` gives them.
         weights: None for those in the folder; else a state_dict file or "random:SEED".
         weights_key: where the state_dict lies in a checkpoint, with dots between; None finds the only one.
         weights_prefix: take only the names of a file that begin with this, without it.
@@ -68,7 +68,7 @@ class QuestionAnswering(ScoredAnswers):
         self,
         *,
         model: Path,
-        data: Path,
+        data: Path | Sequence[Mapping[str, Any]],
         weights: str | None = None,
         weights_key: str | None = None,
         weights_prefix: str | None = None,
@@ -82,7 +82,14 @@ class QuestionAnswering(ScoredAnswers):
     ) -> None:
         refuse_choice_without_file(weights, weights_key, weights_prefix)
         models.check_folder(model)
-        super().__init__(read_questions(data), metrics)
+        if isinstance(data, (str, Path)):
+            questions, named = read_questions(Path(data)), str(data)
+            self._data = str(Path(data).absolute())
+        else:
+            questions, self._data = questions_of_rows(data), type(data).__name__
+            named = f"{len(questions):,} rows of a {self._data}"
+        self._described_data = named
+        super().__init__(questions, metrics)
         if null_threshold is not None and not self._unanswerable:
             raise UsageError(
                 f"--null-threshold {null_threshold:g}: every question of {data} has an answer (SQuAD v1.1), "
@@ -94,7 +101,6 @@ class QuestionAnswering(ScoredAnswers):
                 "without an answer, -1e30 all."
             )
         self._folder = model
-        self._data = data
         self._weights = weights
         self._weights_key = weights_key
         self._weights_prefix = weights_prefix
@@ -254,7 +260,7 @@ class QuestionAnswering(ScoredAnswers):
             "model": str(self._folder.absolute()),
             "weights": weights if seed_of(weights) is not None else str(Path(weights).absolute()),
             **options_of(self.loaded_weights),
-            "data": str(self._data.absolute()),
+            "data": self._data,
             **self._answer_options(),
         }
 
@@ -277,7 +283,7 @@ class QuestionAnswering(ScoredAnswers):
             "model": str(self._folder),
             "weights": f"{self._weights or 'in the folder of the model'}"
             f"{place_in_file(self.loaded_weights)}{untrained}",
-            "data": str(self._data),
+            "data": self._described_data,
             "windows": f"at most {self._encoder.max_length} tokens, stride {self._encoder.stride}",
             "answers": answers,
         }

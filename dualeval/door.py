@@ -1,0 +1,84 @@
+"""evaluate: the door. A model and data, or a task, evaluated once on all ranks of a launcher."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from dualeval.engine.options import check_session_options
+from dualeval.engine.session import Session
+from dualeval.engine.signals import numbers_of
+from dualeval.errors import UsageError
+from dualeval.process_start import DEFAULT_SIGNALS
+
+if TYPE_CHECKING:
+    from dualeval.result import Result
+    from dualeval.tasks import Task
+
+
+def evaluate(task: Task | None = None, *, nproc: int | None = None, **options: Any) -> Result:
+    """Evaluate once, in a session of its own; every rank calls this and gets the same metrics.
+
+    ``evaluate(model=..., data=..., metrics=[...])`` takes any module and any data set; ``evaluate(task)`` an
+    object whose class is derived from ``Task``.
+
+    Args:
+        task: what is evaluated; None where ``model`` and ``data`` are given.
+        nproc: from a plain script: run it again as so many ranks on this machine, and exit with their exit
+            code. What the script does before this call is done here and in each rank, what comes after it in
+            the ranks only. Under a launcher it has to be the number of its ranks, and does nothing.
+        options: of ``ModelTask``, as ``model``, ``data``, ``metrics``, ``collate``, ``forward`` and
+            ``observe``; of ``Session``, as ``backend`` and ``device``; and of ``RunOptions``, as ``out`` and
+            ``batch_size``. Without ``out`` nothing is written.
+
+    Raises:
+        SystemExit: the ranks that ``nproc`` has started have ended.
+        UsageError: an option, or task, data and weights are not as they have to be; or there is no script
+            that could be run again.
+        PeerError: another rank failed first.
+        Stopped: a signal has ended the run; what was finished is saved.
+    """
+    if nproc is not None:
+        from dualeval.local_ranks import start_this_script
+
+        check_session_options(options)
+        device = options.get("device")
+        launcher = start_this_script(
+            nproc,
+            backend=options.get("backend"),
+            device=None if device is None else str(device),
+            allow_shared_gpu=options.get("allow_shared_gpu", False),
+            stop_signals=numbers_of(options.get("stop_signals", DEFAULT_SIGNALS)),
+        )
+        if launcher is not None:
+            options["launcher"] = launcher
+    names = set(inspect.signature(Session).parameters)
+    of_session = {name: options[name] for name in options if name in names}
+    # What ranks may differ in concerns their devices and the folder alike.
+    others = {name: options[name] for name in options if name not in names - {"mix_machines"}}
+    # Before the ranks meet: a wrong argument is wrong on all of them.
+    task, of_run = _task_of(task, others)
+    with Session(**of_session) as session:
+        return session.evaluate(task, last=True, **of_run)
+
+
+def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str, Any]]:
+    """The task that is meant, and the options that are none of its arguments."""
+    from dualeval.tasks.own_model import ModelTask
+
+    names = set(inspect.signature(ModelTask).parameters)
+    of_task = {name: options[name] for name in options if name in names}
+    if task is None:
+        missing = [name for name in ("model", "data") if name not in of_task]
+        if missing:
+            raise UsageError(
+                f"evaluate was given no {' and no '.join(missing)}: give a task, evaluate(task), or "
+                "evaluate(model=..., data=..., metrics=[...])"
+            )
+        rest = {name: options[name] for name in options if name not in names}
+        return ModelTask(**of_task), rest
+    if of_task:
+        raise UsageError(
+            f"{', '.join(of_task)} and a task were given: a task says these itself. Leave out one of the two."
+        )
+    return task, options

@@ -1,0 +1,334 @@
+"""ModelTask: a model, data and metrics of the caller's own, without a class of one's own."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.errors import UsageError
+from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.classification import (
+    are_probabilities,
+    classification_metric,
+    default_metrics,
+    observe_logits,
+)
+from dualeval.metrics.means import Mean
+from dualeval.tasks import Task
+
+_TOP = 5
+# Names of what is to be predicted, in samples that are dicts.
+_TARGETS = ("target", "targets", "label", "labels", "y")
+# And of what a model returns in a dict, or an object with attributes, as those of transformers do.
+_OUTPUTS = ("logits", "out", "output", "prediction", "predictions")
+_FORWARD = "Give forward=, a function (model, batch) -> outputs"
+_OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns, one row a sample"
+
+
+class ModelTask(Task):
+    """A model, data and metrics; what is not said is found out from what samples and outputs look like.
+
+    A sample is an input, a pair (input, target), or a dict that holds its target under ``target``,
+    ``targets``, ``label``, ``labels`` or ``y``. The model gets the input; of a dict what its ``forward`` has
+    arguments for, or the only tensor there is. Its outputs are a tensor, or hold one as ``logits``, ``out``
+    or ``prediction``.
+
+    ==================================  ===================================================================
+    outputs, target (n samples)         columns
+    ==================================  ===================================================================
+    floats (n, C), integers (n,)        those of ``observe_logits``: loss, confidence, prediction, target, ...
+    floats (n,) or (n, 1), floats       prediction, target, error, absolute_error, squared_error
+    floats (n, C, ...), integers (n,    prediction (the class of each place) and target, (n, places)
+    ...); or floats (n, ..., C)
+    anything else                       prediction, and target where there is one
+    ==================================  ===================================================================
+
+    Args:
+        model: a module, or a function without arguments that returns one (a class, for instance).
+        data: what ``dualeval.wrap`` takes, or gives.
+        metrics: metrics, or names of some: of classification, as ``top1`` and ``loss``, or of a column, for
+            its mean. None: those of a classifier, mean absolute and root mean squared error, or the mean of
+            every column with one number a sample.
+        collate: makes a batch of a list of samples; torch's ``default_collate`` without it.
+        forward: (model, batch) -> outputs.
+        observe: (outputs, batch) -> columns by name, one row a sample.
+        rows: the columns that are kept, besides those that metrics read; None for all.
+        thread_safe: whether ``forward`` and ``observe`` keep nothing from one batch to the next.
+        name: the task's name in results.
+
+    Raises:
+        UsageError: an argument is not as it has to be.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module | Callable[[], nn.Module],
+        data: Any,
+        metrics: Sequence[Metric | RowMetric | str] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        observe: Callable[[Any, Any], Mapping[str, Any]] | None = None,
+        rows: Sequence[str] | None = None,
+        thread_safe: bool = True,
+        name: str | None = None,
+    ) -> None:
+        if not callable(model):
+            raise UsageError(
+                f"model is a {type(model).__name__}: expected an nn.Module, or a function that returns one"
+            )
+        if metrics is not None and (isinstance(metrics, str) or not isinstance(metrics, Sequence)):
+            raise UsageError(f"metrics is a {type(metrics).__name__}: expected a list of metrics or names")
+        for argument, function in (("collate", collate), ("forward", forward), ("observe", observe)):
+            if function is not None and not callable(function):
+                raise UsageError(f"{argument} is a {type(function).__name__}: expected a function, or None")
+        self._model = model
+        self._data = data
+        self._metrics = None if metrics is None else tuple(metrics)
+        self._collate = collate
+        self._forward = forward
+        self._observe = observe
+        self._rows = None if rows is None else tuple(rows)
+        self._thread_safe = thread_safe
+        self._name = name
+        self._kinds: dict[str, Tensor] = {}
+        self._classes: int | None = None
+        self._first_look = threading.Lock()
+        self._arguments: Mapping[str, inspect.Parameter] = {}
+
+    @property
+    def name(self) -> str:
+        if self._name is not None:
+            return self._name
+        named = type(self._model) if isinstance(self._model, nn.Module) else self._model
+        return getattr(named, "__name__", type(named).__name__)
+
+    @property
+    def rows(self) -> tuple[str, ...] | None:
+        # None is answered with the first columns, which the metrics are chosen by.
+        return self._rows if self._kinds else None
+
+    @property
+    def thread_safe(self) -> bool:
+        return self._thread_safe
+
+    def dataset(self) -> Any:
+        return self._data
+
+    def collate(self, samples: Any) -> Any:
+        if self._collate is not None:
+            return self._collate(samples)
+        try:
+            return super().collate([_with_tensors(sample) for sample in samples])
+        except (TypeError, RuntimeError) as error:
+            raise UsageError(
+                f"torch's default_collate makes no batch of these samples: {error}. Give collate=, a "
+                "function of a list of samples, or samples of tensors and numbers, in pairs or dicts."
+            ) from error
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        model = self._model if isinstance(self._model, nn.Module) else self._model()
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"{self.name}() returned a {type(model).__name__}: expected an nn.Module. model= takes a "
+                "module, or a function without arguments that returns one."
+            )
+        self._arguments = inspect.signature(model.forward).parameters
+        return model
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        if self._forward is not None:
+            return self._forward(model, batch)
+        inputs, _ = _in_two(batch)
+        if isinstance(inputs, Mapping):
+            return self._called_with(model, inputs)
+        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+    def _called_with(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Call the model with those entries of a dict that it has arguments for."""
+        takes = self._arguments
+        whole = any(kind.kind is inspect.Parameter.VAR_KEYWORD for kind in takes.values())
+        tensors = [name for name, value in inputs.items() if isinstance(value, Tensor)]
+        named = {name: inputs[name] for name in inputs if name in takes or (whole and name in tensors)}
+        if named and all(name in named or not _is_required(kind) for name, kind in takes.items()):
+            return model(**named)
+        if len(tensors) == 1:
+            return model(inputs[tensors[0]])
+        raise UsageError(
+            f"the samples have {', '.join(inputs)}, and {type(model).__name__}.forward takes "
+            f"({', '.join(map(str, takes.values()))}): which is which cannot be seen. {_FORWARD}."
+        )
+
+    def observe(self, outputs: Any, batch: Any) -> Mapping[str, Any]:
+        if self._observe is not None:
+            return self._observe(outputs, batch)
+        outputs = _tensor_of(outputs)
+        _, target = _in_two(batch)
+        if not isinstance(target, Tensor):
+            return {"prediction": outputs.flatten(1) if outputs.ndim > 1 else outputs}
+        if _are_of_classes(outputs, target):
+            if self._classes is None:
+                self._look(outputs)
+            # A label that no class has is refused on the host: nobody waits for the device here.
+            known = target.clamp(0, outputs.shape[1] - 1)
+            return {**observe_logits(outputs, known, _TOP), "target": target.to(torch.int32)}
+        if (at := _dimension_of_classes(outputs, target)) is not None:
+            classes = outputs.argmax(at).to(torch.int32)
+            return {"prediction": classes.flatten(1), "target": target.to(torch.int32).flatten(1)}
+        if outputs.is_floating_point() and outputs.numel() == target.numel() == len(target):
+            prediction, target = outputs.reshape(-1), target.reshape(-1)
+            error = prediction - target
+            return {
+                "prediction": prediction,
+                "target": target,
+                "error": error,
+                "absolute_error": error.abs(),
+                "squared_error": error.square(),
+            }
+        flat = {"prediction": outputs, "target": target}
+        return {name: column.flatten(1) if column.ndim > 1 else column for name, column in flat.items()}
+
+    def _look(self, outputs: Tensor) -> None:
+        """Look at the first logits, which may take the device's time this once."""
+        with self._first_look:
+            if self._classes is None:
+                if are_probabilities(outputs):
+                    raise UsageError(
+                        "the model returned probabilities (each row lies between 0 and 1 and sums to 1), "
+                        "expected logits: of these loss, confidence and ece would be wrong. Leave out its "
+                        f"softmax, or return torch.log of them. {_OBSERVE} where that is what you want."
+                    )
+                self._classes = outputs.shape[1]
+
+    def postprocess(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
+        if self._classes is None or self._observe is not None:
+            return columns
+        targets = columns["target"]
+        wrong = ((targets < 0) | (targets >= self._classes)).nonzero().flatten().tolist()
+        if wrong:
+            raise UsageError(
+                f"sample {samples[wrong[0]]} has the label {int(targets[wrong[0]])}, and the model tells "
+                f"{self._classes} classes apart (labels 0 to {self._classes - 1})"
+            )
+        return columns
+
+    def see(self, columns: Mapping[str, Any]) -> None:
+        self._kinds = dict(columns)
+
+    def metrics(self) -> list[Metric | RowMetric]:
+        if self._metrics is None:
+            return [self._named(name) for name in self._default_names()]
+        return [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
+
+    def _default_names(self) -> Sequence[str]:
+        if "rank" in self._kinds and self._classes is not None:
+            return default_metrics(self._classes)
+        if "squared_error" in self._kinds:
+            return ("absolute_error", "squared_error")
+        found = [name for name, column in self._kinds.items() if _is_number(column)]
+        if not found:
+            raise UsageError(
+                f"the columns are {', '.join(self._kinds)}, none with one number a sample: give "
+                "metrics=[...] (docs/metrics.md)"
+            )
+        return found
+
+    def _named(self, name: str) -> Metric | RowMetric:
+        column = self._kinds.get(name)
+        if self._classes is not None and (column is None or "rank" in self._kinds):
+            return classification_metric(name, self._classes)
+        if column is None or not _is_number(column):
+            raise UsageError(
+                f"there is no metric {name!r} here: a name is that of a column with one number a sample "
+                f"(columns: {', '.join(self._kinds)}), or that of a metric of classification where the "
+                "outputs are logits. Give a metric (docs/metrics.md)."
+            )
+        return Mean(name)
+
+    def sources(self) -> Sequence[Any]:
+        functions = (self._collate, self._forward, self._observe, self._model)
+        return [each for each in functions if each is not None and not isinstance(each, nn.Module)]
+
+    def description(self) -> Mapping[str, str]:
+        return {"model": self.name, "data": type(self._data).__name__}
+
+
+def _with_tensors(sample: Any) -> Any:
+    """A sample whose lists of numbers are tensors: ``default_collate`` would make lists of columns."""
+    if not isinstance(sample, Mapping):
+        return sample
+    return {name: torch.tensor(value) if _is_list(value) else value for name, value in sample.items()}
+
+
+def _is_list(value: Any) -> bool:
+    while isinstance(value, list) and value:
+        value = value[0]
+        if isinstance(value, (bool, int, float)):
+            return True
+    return False
+
+
+def _in_two(batch: Any) -> tuple[Any, Any]:
+    """Input and target of a batch; None where there is no target."""
+    if isinstance(batch, Mapping):
+        targets = [name for name in batch if name in _TARGETS]
+        if len(targets) > 1:
+            raise UsageError(
+                f"the samples have {' and '.join(map(repr, targets))}, both names of a target: remove one, "
+                "or give forward= and observe="
+            )
+        inputs = {name: value for name, value in batch.items() if name not in targets}
+        return inputs, batch[targets[0]] if targets else None
+    if not isinstance(batch, (tuple, list)):
+        return batch, None
+    if len(batch) == 1:
+        return batch[0], None
+    if len(batch) != 2:
+        raise UsageError(
+            f"the samples are {len(batch)} values, expected an input, or a pair (input, target). {_FORWARD}; "
+            f"{_OBSERVE[0].lower()}{_OBSERVE[1:]}."
+        )
+    return batch[0], batch[1]
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    of_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in of_all
+
+
+def _tensor_of(outputs: Any) -> Tensor:
+    """The tensor that a model has returned, or what holds it."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    named = outputs if isinstance(outputs, Mapping) else getattr(outputs, "__dict__", {})
+    for name in _OUTPUTS:
+        if isinstance(named.get(name), Tensor):
+            found: Tensor = named[name]
+            return found
+    raise UsageError(
+        f"the model returned a {type(outputs).__name__}, expected a tensor, or what holds one as "
+        f"{', '.join(_OUTPUTS)}. {_OBSERVE}."
+    )
+
+
+def _are_of_classes(outputs: Tensor, target: Tensor) -> bool:
+    is_integer = not (target.is_floating_point() or target.is_complex())
+    return outputs.is_floating_point() and outputs.ndim == 2 and target.ndim == 1 and is_integer
+
+
+def _dimension_of_classes(outputs: Tensor, target: Tensor) -> int | None:
+    """Which dimension of the outputs is that of classes, where each place of a sample has a label."""
+    if outputs.ndim != target.ndim + 1 or target.is_floating_point() or target.ndim < 2:
+        return None
+    if outputs.shape[2:] == target.shape[1:]:
+        return 1
+    return outputs.ndim - 1 if outputs.shape[:-1] == target.shape else None
+
+
+def _is_number(column: Any) -> bool:
+    return isinstance(column, Tensor) and column.ndim == 1

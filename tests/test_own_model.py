@@ -1,0 +1,252 @@
+"""A model, data and metrics of the caller's own: what is found out from samples and outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import dualeval
+from dualeval.errors import UsageError
+from dualeval.result import Result
+
+SAMPLES = 70
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    generator = torch.Generator().manual_seed(1)
+    layer = nn.Linear(inputs, outputs)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(outputs, inputs, generator=generator))
+        layer.bias.zero_()
+    return layer.eval()
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+def evaluate(**options: Any) -> Result:
+    return dualeval.evaluate(**{"batch_size": 16, "launcher": "none", "workers": 0, **options})
+
+
+def test_pairs_of_input_and_class() -> None:
+    model, inputs = linear(5, 7), numbers(SAMPLES, 5)
+    labels = torch.arange(SAMPLES) % 7
+    result = evaluate(model=model, data=TensorDataset(inputs, labels))
+    logits = model(inputs)
+    assert result.metrics["top1"] == (logits.argmax(1) == labels).double().mean().item()
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none").tolist()
+    assert result.metrics["loss"] == pytest.approx(math.fsum(losses) / SAMPLES, rel=1e-6)
+    assert "confusion_matrix" in result.metrics
+    two = evaluate(
+        model=model, data=list(zip(inputs, labels.tolist(), strict=True)), metrics=["top2", "loss"]
+    )
+    assert list(two.metrics) == ["top2", "loss"]
+    assert two.metrics["loss"] == result.metrics["loss"]
+
+
+def test_pairs_of_input_and_number(tmp_path: Path) -> None:
+    model, inputs, targets = linear(5, 1), numbers(SAMPLES, 5), numbers(SAMPLES)
+    result = evaluate(model=model, data=TensorDataset(inputs, targets), out=tmp_path)
+    errors = (model(inputs).squeeze(1) - targets).abs()
+    assert result.metrics["absolute_error"] == pytest.approx(errors.mean().item(), rel=1e-6)
+    rows = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")
+    assert rows.column_names == [
+        *("id", "index", "prediction", "target", "error", "absolute_error", "squared_error")
+    ]
+    # A target of shape (n, 1) is no (n, n) of differences.
+    again = evaluate(model=model, data=TensorDataset(inputs, targets.unsqueeze(1)))
+    assert again.metrics == result.metrics
+
+
+class Named(nn.Module):
+    """Takes its inputs by name, as models of transformers do, and returns an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(3, 4)
+
+    def forward(self, input_ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        assert mask is not None and labels is None
+        return {"hidden": input_ids, "logits": self.layer(input_ids * mask)}
+
+
+def test_dicts_by_the_names_of_the_models_arguments() -> None:
+    inputs, mask = numbers(SAMPLES, 3), torch.ones(SAMPLES, 3)
+    data = [
+        {"input_ids": inputs[i].tolist(), "mask": mask[i], "text": f"{i}", "labels": i % 4}
+        for i in range(SAMPLES)
+    ]
+    result = evaluate(model=Named, data=data, metrics=["top1"])
+    labels = torch.arange(SAMPLES) % 4
+    assert result.metrics["top1"] == (linear(3, 4)(inputs).argmax(1) == labels).double().mean().item()
+    assert result.description["model"] == "Named"
+
+
+def test_dicts_with_one_tensor() -> None:
+    data = [{"picture": row, "y": i % 4, "file": str(i)} for i, row in enumerate(numbers(SAMPLES, 3))]
+    assert evaluate(model=linear(3, 4), data=data, metrics=["top1"]).samples["evaluated"] == SAMPLES
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_class_for_each_place(last: bool, tmp_path: Path) -> None:
+    class Places(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs.movedim(1, -1) if last else inputs
+
+    logits, labels = numbers(20, 3, 4, 5), torch.randint(3, (20, 4, 5))
+    evaluate(
+        model=Places(),
+        data=TensorDataset(logits, labels),
+        metrics=[],
+        out=tmp_path,
+    )
+    rows = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")
+    assert rows["prediction"].to_pylist() == logits.argmax(1).flatten(1).tolist()
+    assert rows["target"].to_pylist() == labels.flatten(1).tolist()
+
+
+def test_functions_of_ones_own(tmp_path: Path) -> None:
+    data = numbers(SAMPLES, 3)
+    result = evaluate(
+        model=lambda: linear(3, 2),
+        data=data,
+        collate=torch.stack,
+        forward=lambda model, batch: model(2 * batch),
+        observe=lambda outputs, batch: {"sum": outputs.sum(1), "wide": outputs},
+        rows=["wide"],
+        metrics=["sum"],
+        name="doubled",
+        out=tmp_path,
+    )
+    assert result.metrics["sum"] == pytest.approx(linear(3, 2)(2 * data).sum(1).mean().item(), rel=1e-5)
+    assert pyarrow.parquet.read_table(tmp_path / "predictions.parquet").column_names == [
+        *("id", "index", "wide", "sum")
+    ]
+    assert result.description["model"] == "doubled"
+
+
+def test_another_function_is_another_job(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": linear(3, 2), "data": numbers(20, 3), "out": tmp_path}
+    evaluate(**options, observe=lambda outputs, batch: {"sum": outputs.sum(1)})
+    with pytest.raises(UsageError, match="holds another job"):
+        evaluate(**options, observe=lambda outputs, batch: {"sum": outputs.sum(1) + 1})
+
+
+def test_the_callers_model_is_as_it_was() -> None:
+    model = nn.Sequential(linear(3, 2), nn.Dropout()).train()
+    evaluate(model=model, data=TensorDataset(numbers(8, 3), torch.zeros(8, dtype=torch.long)))
+    assert model.training and model[1].training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+class Mapped(Dataset[tuple[Tensor, int]]):
+    """Any map-style data set, without ids, fingerprint or ``__getitems__``."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.inputs = numbers(SAMPLES, 5)
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == self.broken:
+            raise ValueError("torn")
+        return self.inputs[index], index % 7
+
+
+@pytest.mark.parametrize("broken", [0, 40])
+def test_a_sample_that_cannot_be_read(broken: int) -> None:
+    options: dict[str, Any] = {"model": linear(5, 7), "data": Mapped(broken), "metrics": ["top1"]}
+    result = evaluate(**options, on_error="skip")
+    assert result.samples == {"total": SAMPLES, "evaluated": SAMPLES - 1, "failed": 1}
+    with pytest.raises(UsageError, match=rf"sample {broken} .*torn"):
+        evaluate(**options)
+
+
+def test_workers_are_taken_where_samples_have_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dualeval.engine.feed import Feed
+
+    seen: list[int] = []
+
+    def watched(*arguments: Any, workers: int, **options: Any) -> Any:
+        seen.append(workers)
+        return Feed(*arguments, workers=0, **options)
+
+    monkeypatch.setattr("dualeval.engine.loop.Feed", watched)
+    data = Mapped()
+    evaluate(model=linear(5, 7), data=data, metrics=["top1"], workers=None)
+    assert seen and min(seen) >= 1
+    seen.clear()
+    evaluate(model=linear(5, 7), data=[data[i] for i in range(len(data))], metrics=["top1"], workers=None)
+    assert set(seen) == {0}
+
+
+def wrong(**changes: Any) -> Mapping[str, Any]:
+    given = {"model": linear(5, 7), "data": TensorDataset(numbers(8, 5), torch.zeros(8, dtype=torch.long))}
+    return {**given, **changes}
+
+
+def triple(index: int) -> tuple[Tensor, int, int]:
+    return numbers(5), index, index
+
+
+WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
+    (lambda: {"data": [1]}, r"given no model: give a task"),
+    (lambda: {"model": linear(1, 1)}, r"given no data: give a task"),
+    (lambda: wrong(model=3), "model is a int"),
+    (lambda: wrong(model=lambda: 3), r"returned a int: expected an nn\.Module"),
+    (lambda: wrong(metrics="top1"), r"metrics is a str: expected a list"),
+    (lambda: wrong(collate=1), "collate is a int"),
+    (lambda: wrong(metrics=["top8"]), "needs at least 8 classes, found 7"),
+    (lambda: wrong(metrics=["nothing"]), "there is no metric 'nothing'"),
+    (lambda: wrong(data=[]), "the data set is empty"),
+    (lambda: wrong(data=DataLoader(Mapped())), r"Give the loader's data set \(loader\.dataset\)"),
+    (lambda: wrong(data={"validation": [1]}), r"Give one part of it: data\['validation'\]"),
+    (lambda: wrong(data=iter([1])), "no length or no samples by index"),
+    (lambda: wrong(data=[triple(i) for i in range(4)]), "the samples are 3 values"),
+    (lambda: wrong(data=[(object(), 1)]), "default_collate makes no batch of these samples"),
+    (lambda: wrong(data=[{"x": numbers(5), "z": numbers(5), "y": 1}]), r"which is which cannot be seen"),
+    (lambda: wrong(data=[{"x": numbers(5), "y": 1, "label": 1}]), r"'y' and 'label', both names of a target"),
+    (lambda: wrong(data=[(numbers(5), 7)]), r"sample 0 has the label 7, and the model tells 7 classes apart"),
+    (lambda: wrong(data=[(numbers(5), -100)]), r"has the label -100"),
+    (lambda: wrong(model=nn.Sequential(linear(5, 7), nn.Softmax(1))), "the model returned probabilities"),
+    (lambda: wrong(forward=lambda model, batch: "text"), "the model returned a str, expected a tensor"),
+    (lambda: wrong(model=nn.Identity(), data=numbers(4, 3)), r"none with one number a sample: give metrics"),
+    (lambda: wrong(modle=1), "'modle' is no option of an evaluation"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_arguments(arguments: Callable[[], Mapping[str, Any]], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        evaluate(**arguments())
+
+
+def test_a_task_and_a_model() -> None:
+    task = dualeval.ModelTask(model=linear(5, 7), data=Mapped())
+    assert dualeval.evaluate(task, launcher="none", workers=0).samples["total"] == SAMPLES
+    with pytest.raises(UsageError, match="model and a task were given"):
+        dualeval.evaluate(task, model=linear(5, 7))
+
+
+def test_numpy_arrays_are_data() -> None:
+    result = evaluate(
+        model=linear(5, 1), data=np.ones((6, 5), np.float32), observe=lambda out, _: {"o": out[:, 0]}
+    )
+    assert result.metrics["o"] == pytest.approx(linear(5, 1)(torch.ones(5)).item(), rel=1e-6)
