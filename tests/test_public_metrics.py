@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from dualeval.engine.identity import job_identity, metric_fingerprint
 from dualeval.engine.measured import plain
 from dualeval.errors import UsageError
 from dualeval.metrics import Confusion, IoU, Mean, Measured, Metric, PrecisionRecall, RowMetric, Rows, TopK
+from tests.conftest import ROOT
 from tests.measuring import measure
 from tests.tiny import TinyTask
 
@@ -60,6 +62,30 @@ def test_top_k_is_a_fraction_of_which_more_is_better() -> None:
     )
     with pytest.raises(UsageError, match="k 0: expected a whole number of at least 1"):
         TopK(0)
+
+
+PAGE = (ROOT / "docs/metrics.md").read_text("utf-8")
+
+
+def test_the_page_shows_every_metric_as_it_is_written() -> None:
+    names = {**{name: getattr(dualeval.metrics, name) for name in dualeval.metrics.__all__}, **globals()}
+    table = PAGE.partition("## Metrics in a line")[2].partition("\n\nAll take")[0]
+    made = [
+        eval(example, names)
+        for example in re.findall(r"^\|[^|]*\| `([^`]+)` \|", table, re.MULTILINE)
+        if "torchmetrics" not in example  # docs/torchmetrics.md is about those
+    ]
+    assert len(made) == 10
+    assert {type(metric).__name__ for metric in made} >= {
+        *("Mean", "Ratio", "Count", "TopK", "Confusion", "PrecisionRecall", "IoU", "Rows")
+    }
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_pages_own_metrics_run(number: int) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    exec(compile(blocks[number], "docs/metrics.md", "exec"), {})
 
 
 # -- labels --------------------------------------------------------------------------------------------
