@@ -91,6 +91,7 @@ def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
         intervals={name: interval for part in measured for name, interval in part.intervals.items()},
         nonfinite={name: counts for part in measured for name, counts in part.nonfinite.items()},
         units={name: unit for part in measured for name, unit in part.units.items()},
+        directions={name: better for part in measured for name, better in part.directions.items()},
         warnings=list(dict.fromkeys(warnings)),
     )
 
@@ -107,9 +108,7 @@ def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[M
         UsageError: a metric reads a column that is not there.
         DualevalError: the rows are damaged, or there is no room for a temporary file.
     """
-    check_declarations(metrics)
-    for metric in metrics:
-        _check_columns(rows, metric)
+    check_columns(rows, metrics)
     of_ledger, row_metrics = in_two(metrics)
     ledgers = [torch.zeros(metric.size, dtype=torch.int64) for metric in of_ledger]
     names = list(dict.fromkeys(name for metric in metrics for name in metric.columns))
@@ -161,6 +160,17 @@ def _batch_size(rows: StoredRows) -> int:
             f"{job} cannot be read ({type(error).__name__}: {error}). It says how the samples were divided "
             "into batches, which a metric of these has to know."
         ) from error
+
+
+def check_columns(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> None:
+    """Check that metrics say which columns they read, and that the rows have them.
+
+    Raises:
+        UsageError: one does not, or they have not.
+    """
+    check_declarations(metrics)
+    for metric in metrics:
+        _check_columns(rows, metric)
 
 
 def _check_columns(rows: StoredRows, metric: Metric | RowMetric) -> None:

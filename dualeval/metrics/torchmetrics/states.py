@@ -115,7 +115,7 @@ def type_of_metrics(metric: Any) -> type:
 
 
 def states_of(metric: Any) -> list[State] | None:
-    """The states of a metric, to be kept as sums in the ledger; None where one cannot be, or none is there."""
+    """The states of a metric, to be kept as sums in the ledger; None where one cannot be."""
     found: list[State] = []
     inner = [part for part in metric.modules() if part is not metric]
     if any(hasattr(part, "_reductions") for part in inner):
