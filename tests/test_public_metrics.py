@@ -39,9 +39,6 @@ def test_public_names() -> None:
         "Rows",
         "TopK",
         "Value",
-        "in_two",
-        "is_of_rows",
-        "keeps_rows",
     ]
     for name in dualeval.metrics.__all__:
         assert getattr(dualeval.metrics, name) is not None

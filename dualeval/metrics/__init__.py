@@ -47,10 +47,6 @@ __all__ = [
     "Rows",
     "TopK",
     "Value",
-    "in_two",
-    "is_of_rows",
-    "keeps_rows",
-    "per_batch",
 ]
 
 DIRECTIONS = ("higher", "lower")
