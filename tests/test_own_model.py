@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchmetrics.classification import MulticlassAUROC
 
 import dualeval
 from dualeval.errors import UsageError
@@ -57,6 +58,19 @@ def test_pairs_of_input_and_class() -> None:
     )
     assert list(two.metrics) == ["top2", "loss"]
     assert two.metrics["loss"] == result.metrics["loss"]
+
+
+def test_logits_are_kept_where_a_metric_reads_them(tmp_path: Path) -> None:
+    model, inputs, labels = linear(5, 7), numbers(SAMPLES, 5), torch.arange(SAMPLES) % 7
+    spelled = "torchmetrics:MulticlassAUROC(num_classes=7)@preds=logits,target=target as auroc"
+    result = evaluate(
+        model=model, data=TensorDataset(inputs, labels), metrics=["top1", spelled], out=tmp_path
+    )
+    wanted = MulticlassAUROC(num_classes=7)(model(inputs), labels)
+    assert result.metrics["auroc"] == pytest.approx(wanted.item(), abs=1e-6)
+    assert "logits" in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
+    evaluate(model=model, data=TensorDataset(inputs, labels), metrics=["top1"], out=tmp_path, fresh=True)
+    assert "logits" not in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
 
 
 def test_pairs_of_input_and_number(tmp_path: Path) -> None:
