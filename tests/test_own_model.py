@@ -20,6 +20,8 @@ from dualeval.metrics.torchmetrics import library
 from dualeval.result import Result
 
 SAMPLES = 70
+# Here: the import sets a variable.
+TORCHMETRICS = library.torchmetrics()
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +68,7 @@ def test_logits_are_kept_where_a_metric_reads_them(tmp_path: Path) -> None:
     result = evaluate(
         model=model, data=TensorDataset(inputs, labels), metrics=["top1", spelled], out=tmp_path
     )
-    wanted = library.torchmetrics().classification.MulticlassAUROC(num_classes=7)(model(inputs), labels)
+    wanted = TORCHMETRICS.classification.MulticlassAUROC(num_classes=7)(model(inputs), labels)
     assert result.metrics["auroc"] == pytest.approx(wanted.item(), abs=1e-6)
     assert "logits" in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
     evaluate(model=model, data=TensorDataset(inputs, labels), metrics=["top1"], out=tmp_path, fresh=True)
