@@ -18,11 +18,13 @@ PACKAGE = ROOT / "dualeval"
 GROUND = {
     *("choices", "errors", "world", "network", "store", "vision_library", "waiting", "weights_name"),
     "process_start",
+    "option_fields",
 }
 ALLOWED = {
     "door": {"engine", "tasks", "local_ranks", "result"},
     "cli": {
         "job",
+        "plugins",
         "launch",
         "backends",
         "devices",
@@ -38,12 +40,13 @@ ALLOWED = {
     "tasks": {"columns", "models", "data", "metrics"},
     "models": {"data"},
     "data": set(),
-    "metrics": {"columns"},
+    "metrics": {"columns", "plugins"},
     "report": {"result"},
     "result": {"metrics"},
     "devices": {"launch", "backends"},
     "local_ranks": {"launch", "backends", "devices"},
-    "job": set(),
+    "job": {"plugins", "tasks"},
+    "plugins": {"tasks"},
     "backends": set(),
     "launch": set(),
     "choices": set(),
@@ -54,6 +57,7 @@ ALLOWED = {
     "vision_library": set(),
     "waiting": set(),
     "weights_name": set(),
+    "option_fields": set(),
     "process_start": set(),
     "assets": set(),
 }

@@ -12,10 +12,10 @@ from torch.utils.data import default_collate
 
 from dualeval.columns import Column, kind_of
 from dualeval.engine.guest import unwrapped
-from dualeval.engine.samples import Samples
+from dualeval.engine.samples import Samples, wrap
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.columns import mean_of
+from dualeval.metrics.means import Mean
 from dualeval.tasks import Task
 
 
@@ -65,7 +65,7 @@ class LoopTask(Task):
         metrics: Sequence[Metric | RowMetric] | None,
         model: nn.Module | None,
     ) -> None:
-        self._samples = Samples(dataset)
+        self._samples = dataset if isinstance(dataset, Samples) else wrap(dataset)
         self._collate = collate
         self._given = metrics
         self._metrics: list[Metric | RowMetric] = []
@@ -93,7 +93,7 @@ class LoopTask(Task):
                     f"the column {name!r} has {kind.ndim} dimensions, and a mean takes one number a sample. "
                     "Add one, or give the metrics that read it: batches(..., metrics=[...])"
                 )
-            self._metrics.append(mean_of(name, kind.dtype))
+            self._metrics.append(Mean(name))
         if not self._metrics:
             raise UsageError(
                 f"the columns {', '.join(self.kinds)} are ragged or text, which have no mean. Add a column "

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from dualeval.columns import RaggedRows, Rows, form_of, spread_rows, to_column, values_of
-from dualeval.engine.columns import columns_of
+from dualeval.engine.columns import columns_of, update
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.predictions import EVALUATED, evaluated_of
@@ -297,12 +297,13 @@ def metric_digests(
     row_metrics: Sequence[RowMetric],
     columns: Mapping[str, Rows],
 ) -> dict[str, str]:
-    """What each metric makes of rows, as a hash by its name; without those whose columns are not kept."""
+    """What each metric makes of a batch's rows, as a hash by its name; without those of columns not kept."""
     found = {}
     tensors = {name: to_column(values) for name, values in columns.items()}
+    samples = next((len(values) for values in columns.values()), 0)
     for metric in filter(keeps_rows, metrics):
         slots = torch.zeros(metric.size, dtype=torch.int64)
-        metric.update(slots, columns_of(metric, tensors))
+        update(metric, slots, tensors, [samples])
         found[metric.name] = _digest_of(slots.tolist(), partial(metric.compute, slots))
     for row_metric in row_metrics:
         own = columns_of(row_metric, columns)
@@ -325,17 +326,28 @@ def _metrics_of_another_ledger(file: JournalFile, metrics: Sequence[Metric], pla
     evaluated = evaluated_of({EVALUATED: file.read_rows(EVALUATED, 0, rows)})
     there = torch.zeros(3 * plan.num_chunks + sum(metric.size for metric in metrics), dtype=torch.int64)
     there.index_add_(0, torch.from_numpy(file.slots), torch.from_numpy(file.values))
+    batches = _evaluated_by_batch(file, evaluated, plan)
     start = 3 * plan.num_chunks
     differing = []
     for metric in metrics:
         slots = torch.zeros(metric.size, dtype=torch.int64)
         if keeps_rows(metric):
             columns = {name: to_column(file.read_rows(name, 0, rows)[evaluated]) for name in metric.columns}
-            metric.update(slots, columns_of(metric, columns))
+            update(metric, slots, columns, batches)
             if not torch.equal(slots, there[start : start + metric.size]):
                 differing.append(metric.name)
         start += metric.size
     return differing
+
+
+def _evaluated_by_batch(file: JournalFile, evaluated: npt.NDArray[np.bool_], plan: EvalPlan) -> list[int]:
+    """How many samples of each batch of a file's chunks could be read, in the order of its rows."""
+    found, start = [], 0
+    for batch in (batch for chunk in file.chunks for batch in plan.chunk_batches(chunk)):
+        stop = start + len(plan.batch_samples(batch))
+        found.append(int(evaluated[start:stop].sum()))
+        start = stop
+    return found
 
 
 def _first_difference(there: Rows, now: Rows, tolerance: float | None) -> int | None:

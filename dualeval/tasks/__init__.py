@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import nn
-from torch.utils.data import default_collate
+if TYPE_CHECKING:
+    # The options of a task stand beside it, and 'dualeval run --help' has to be fast.
+    import torch
+    from torch import nn
 
-from dualeval.metrics import Metric, RowMetric
+    from dualeval.metrics import Metric, RowMetric
 
 
 class Dataset(Protocol):
@@ -70,7 +72,11 @@ class Task(ABC):
         libraries: installed packages, besides torch and numpy, whose version can change a result.
         exports: files beside predictions.parquet, each one JSON object of a column's values by sample id,
             without those that could not be read: file name to column, of ``rows`` or ``texts``.
+        given: the options that ``dualeval run`` has made it of, by name, without paths; they are part of the
+            run's identity, whatever ``fingerprint`` says.
     """
+
+    given: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def name(self) -> str:
@@ -111,6 +117,8 @@ class Task(ABC):
         Runs in worker processes where there are any. Where Python starts these anew (on Linux from 3.14 on)
         they have neither the model nor what of the task cannot be pickled.
         """
+        from torch.utils.data import default_collate
+
         return default_collate(samples)
 
     @abstractmethod
