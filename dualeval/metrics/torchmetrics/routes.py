@@ -151,7 +151,7 @@ class InLedger(_Wrapped):
             return self._measured(metric.compute())
 
     def _update(self, metric: Any, columns: Mapping[str, Any], samples: range) -> None:
-        metric.update(**self._arguments.of(columns, samples))
+        self._arguments.update(metric, columns, samples)
 
     def _parts(self, ledger: Tensor) -> list[Tensor]:
         return list(torch.split(ledger[1:], [state.size for state in self._states]))
@@ -175,5 +175,5 @@ class FromRows(_Wrapped):
             torch.manual_seed(_SEED)
             for start in range(0, rows, _PIECE_ROWS):
                 piece = range(start, min(start + _PIECE_ROWS, rows))
-                metric.update(**self._arguments.of(columns, piece))
+                self._arguments.update(metric, columns, piece)
             return self._measured(metric.compute())
