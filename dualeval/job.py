@@ -3,60 +3,43 @@
 from __future__ import annotations
 
 import difflib
-import types
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dualeval.choices import (
-    DATA_FINGERPRINTS,
-    ON_ERROR,
-    PRECISIONS,
-    check_choice,
-    check_count,
-    check_mean,
-    check_std,
-)
+from dualeval.choices import ON_ERROR, PRECISIONS
 from dualeval.errors import UsageError
-from dualeval.weights_name import is_published_name
+from dualeval.option_fields import (
+    OptionField,
+    as_json,
+    check_fields,
+    fields_of,
+    flag_of,
+    option,
+)
+from dualeval.plugins import BUILT_IN, DEFAULT_TASK, TASKS, TaskKind, made_task, task_kind
 
-# The options that have a meaning for one task only.
-OPTIONS = {
-    "image-classification": frozenset(
-        ("num_classes", "resize", "crop", "interpolation", "mean", "std", "download", "data_fingerprint")
-    ),
-    "question-answering": frozenset(
-        ("max_length", "stride", "n_best", "max_answer_length", "null_threshold")
-    ),
-}
-TASKS = tuple(OPTIONS)
+if TYPE_CHECKING:
+    from dualeval.tasks import Task
+
+EVALUATED = "What to evaluate"
+HOW = "How"
+WHERE = "Where it runs"
+OUTPUT = "Output"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to evaluate and how. Every field is also a flag of ``dualeval run`` and a key of a job file.
+    """What to evaluate and how; ``Job.of`` makes one.
+
+    Every field but the first two is also a flag of ``dualeval run`` and a key of a job file, and so is every
+    field of ``options``. A task that has an option with the name of one of these fields gets its value.
 
     Attributes:
-        task: the kind of evaluation, one of ``TASKS``.
-        model: the model's name, or its folder; None is the embedded job's.
-        weights: a path, the name of weights that torchvision publishes ("DEFAULT", "IMAGENET1K_V1") or
-            "random:SEED"; None is the embedded job's, or what the model's folder holds.
-        weights_key: where the state_dict lies in a checkpoint, nested keys with dots between; None finds it.
-        weights_prefix: take only the tensors whose names begin with this, without it.
-        data: the data folder or file; None is the embedded job's.
-        num_classes: number of classes, where neither data nor weights tell.
-        resize: side in pixels that images are resized to; None is the model's own, as for the next four.
-        crop: side in pixels of the crop from the centre.
-        interpolation: how images are resized.
-        mean: per channel.
-        std: per channel.
-        max_length: most tokens of a window; None is the task's own, as for the next four.
-        stride: tokens that windows of a long text share.
-        n_best: starts and ends of a window that are paired.
-        max_answer_length: most tokens of an answer.
-        null_threshold: how much better "no answer" must be to be the answer.
+        kind: the kind of evaluation.
+        options: the task's own, an object of ``kind.options_class``.
         metric: names of metrics; empty for the task's default ones.
         batch_size: samples a batch.
         limit: evaluate only the first samples.
@@ -64,152 +47,277 @@ class Job:
         device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
         workers: reading processes of each rank; None decides by task and cores.
         on_error: what a sample that cannot be read does, one of ``choices.ON_ERROR``.
-        download: whether weights that torchvision publishes may be fetched.
-        data_fingerprint: which bytes of image files tell one data set from another, one of
-            ``choices.DATA_FINGERPRINTS``: size and both ends ("ends", which None is), or all.
     """
 
-    task: str = TASKS[0]
-    model: str | None = None
-    weights: str | None = None
-    weights_key: str | None = None
-    weights_prefix: str | None = None
-    data: str | None = None
-    num_classes: int | None = None
-    resize: int | None = None
-    crop: int | None = None
-    interpolation: str | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    max_length: int | None = None
-    stride: int | None = None
-    n_best: int | None = None
-    max_answer_length: int | None = None
-    null_threshold: float | None = None
-    metric: tuple[str, ...] = ()
-    batch_size: int = 64
-    limit: int | None = None
-    precision: str = "fp32"
-    device: str | None = None
-    workers: int | None = None
-    on_error: str = "stop"
-    download: bool = False
-    data_fingerprint: str | None = None
+    kind: TaskKind
+    options: Any
+    metric: tuple[str, ...] = option(
+        (), "Metric to compute; give it again for more.", group=EVALUATED, shown="all"
+    )
+    limit: int | None = option(None, "Evaluate only the first N samples.", group=EVALUATED, least=1)
+    batch_size: int = option(64, "Samples a batch.", group=HOW, least=1)
+    precision: str = option(
+        "fp32", "fp32 (default), tf32 (GPU), amp-bf16, amp-fp16.", group=HOW, choices=PRECISIONS
+    )
+    on_error: str = option(
+        "stop", "An unreadable sample: stop (default) or skip it.", group=HOW, choices=ON_ERROR
+    )
+    device: str | None = option(None, "cpu, cuda or cuda:N.", group=WHERE, shown="a GPU if any")
+    workers: int | None = option(
+        None, "Reading processes a rank.", group=WHERE, least=0, shown="by task, cores"
+    )
 
-    def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("limit", 1), ("workers", 0), ("num_classes", 1)):
-            check_count(_flag(name), getattr(self, name), least)
-        for name in ("resize", "crop", "max_length", "n_best", "max_answer_length"):
-            check_count(_flag(name), getattr(self, name), 1)
-        check_count("--stride", self.stride, 0)
-        check_choice(_flag("task"), self.task, TASKS)
-        self._refuse_options_of_other_tasks()
-        check_choice(_flag("precision"), self.precision, PRECISIONS)
-        check_choice(_flag("on_error"), self.on_error, ON_ERROR)
-        if self.data_fingerprint is not None:
-            check_choice(_flag("data_fingerprint"), self.data_fingerprint, DATA_FINGERPRINTS)
-        check_mean("--mean", self.mean)
-        check_std("--std", self.std)
-        if self.download and not (self.weights and is_published_name(self.weights)):
-            found = "is not given" if self.weights is None else f"is {self.weights}"
-            raise UsageError(
-                f"--download fetches weights that torchvision publishes, and --weights {found}. Give "
-                "--weights DEFAULT or a name such as IMAGENET1K_V1, or leave --download out."
-            )
-
-    def _refuse_options_of_other_tasks(self) -> None:
-        for task, names in OPTIONS.items():
-            given = [name for name in sorted(names) if _is_given(getattr(self, name))]
-            if given and task != self.task:
-                raise UsageError(
-                    f"{', '.join(map(_flag, given))} belongs to --task {task}, and the task is {self.task}. "
-                    f"Leave it out, or give --task {task}."
-                )
-
-    def own_options(self) -> dict[str, Any]:
-        """The options of this task alone that were given."""
-        own = {name: getattr(self, name) for name in sorted(OPTIONS[self.task])}
-        return {name: value for name, value in own.items() if _is_given(value)}
+    @property
+    def task(self) -> str:
+        """The task's name, as it was asked for."""
+        return self.kind.name
 
     @classmethod
-    def read(cls, path: Path | None, flags: Mapping[str, Any]) -> Job:
+    def of(cls, task: str = DEFAULT_TASK, **values: Any) -> Job:
+        """Make a job of options by name: those of every run, and those of the task.
+
+        Raises:
+            UsageError: there is no such task, an option is unknown or missing, or a value is wrong.
+        """
+        return cls._made(task_kind(task), values)
+
+    @classmethod
+    def _made(cls, kind: TaskKind, values: Mapping[str, Any]) -> Job:
+        own = {field.name: field for field in kind.fields}
+        shared = {name: value for name, value in values.items() if name in COMMON}
+        given = {name: value for name, value in values.items() if name not in COMMON}
+        for name in given:
+            if name not in own:
+                raise _unknown(name, kind)
+        for name in own.keys() & COMMON.keys():
+            _check_kinds(kind, own[name])
+            given[name] = shared.get(name, COMMON[name].default)
+        if missing := [field for name, field in own.items() if field.is_required and name not in given]:
+            needs = " and ".join(_described(field) for field in missing)
+            raise UsageError(f"--task {kind.name} needs {needs}.")
+        for name, value in shared.items():
+            COMMON[name].check(value)
+        options = _options(kind, given)
+        return cls(kind=kind, options=options, **shared)
+
+    @classmethod
+    def read(cls, path: Path | None, flags: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> Job:
         """Make a job of a TOML file and flags; a flag that is given (not None, not empty) wins.
 
         Paths in the file count from the file's folder.
 
+        Args:
+            path: the file; None for none.
+            flags: values by name, ``task`` among them.
+            texts: the task's options as ``-T name=text`` gives them.
+
         Raises:
-            UsageError: the file is missing or malformed, or has an unknown key or a value of a wrong type.
+            UsageError: the file is missing or malformed, or has an unknown key or a value of a wrong type; or
+                as ``of``.
         """
-        given = {name: value for name, value in flags.items() if _is_given(value)}
-        if path is None:
-            return cls(**given)
-        values = _from_file(path)
-        task = given.get("task", values.get("task", TASKS[0]))
-        return cls(**{**_resolved(values, task, path.parent), **given})
+        given = {name: value for name, value in flags.items() if value is not None and value != ()}
+        content = {} if path is None else _content(path)
+        kind = task_kind(asked_task(path, given.pop("task", None), content))
+        values = {} if path is None else _from_file(path, content, kind)
+        return cls._made(kind, {**values, **given, **_of_texts(texts or {}, kind, given)})
+
+    def given(self) -> dict[str, Any]:
+        """The options of the task alone that differ from their defaults."""
+        values = {field.name: getattr(self.options, field.name) for field in self.kind.fields}
+        return {
+            field.name: values[field.name]
+            for field in self.kind.fields
+            if field.name not in COMMON and (field.is_required or values[field.name] != field.default)
+        }
+
+    def make_task(self) -> Task:
+        """The task that is evaluated.
+
+        Raises:
+            UsageError: its options do not make a job, or what was made is no task.
+        """
+        task = made_task(self.kind, self.options)
+        if self.kind.origin != BUILT_IN:
+            # Before the user's own attributes of that name.
+            object.__setattr__(task, "given", self._decisive())
+        return task
+
+    def _decisive(self) -> dict[str, Any]:
+        """The task's options that may decide its numbers: no path does, nor what the run itself decides."""
+        plain = as_json(self.options)
+        return {
+            field.name: plain[field.name]
+            for field in self.kind.fields
+            if field.is_settable
+            and field.name not in COMMON
+            and not _has_path(getattr(self.options, field.name))
+        }
 
     def to_json(self) -> dict[str, Any]:
-        """The job as plain JSON values."""
-        return asdict(self)
+        """The job as plain JSON values, the task's options among them."""
+        common = {name: getattr(self, name) for name in COMMON}
+        return {"task": self.task, **as_json(self.options), **common, "metric": list(self.metric)}
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+# The options that every run has, by name.
+COMMON = {field.name: field for field in fields_of(Job) if field.name not in ("kind", "options")}
+
+
+def asked_task(path: Path | None, flag: str | None, content: Mapping[str, Any] | None = None) -> str:
+    """The task that a flag or, without it, a job file asks for.
+
+    A file of code in a job file counts from the job file's folder.
+    """
+    if flag is not None:
+        return flag
+    asked = (content or ({} if path is None else _content(path))).get("task", DEFAULT_TASK)
+    if not isinstance(asked, str):
+        raise UsageError(f"--config {path}: task = {asked!r}: expected a str, found a {type(asked).__name__}")
+    file, colon, name = asked.rpartition(":")
+    if path is not None and file.endswith(".py"):
+        return f"{path.parent / file}{colon}{name}"
+    return asked
+
+
+def owners_of(name: str) -> list[str]:
+    """The built-in tasks that have an option of this name."""
+    return [task for task in TASKS if any(field.name == name for field in task_kind(task).fields)]
+
+
+def refuse_foreign(name: str, task: str) -> None:
+    """Refuse an option that belongs to another built-in task, and say to which.
+
+    Raises:
+        UsageError: it does.
+    """
+    if owners := owners_of(name):
+        raise UsageError(
+            f"{flag_of(name)} belongs to --task {owners[0]}, and the task is {task}. Leave it out, or give "
+            f"--task {owners[0]}."
+        )
+
+
+def _unknown(name: str, kind: TaskKind) -> UsageError:
+    refuse_foreign(name, kind.name)
+    return UsageError(f"--task {kind.name} has no option {name!r}.{_nearest(name, kind)}")
+
+
+def _nearest(name: str, kind: TaskKind) -> str:
+    """The options of a task that are nearest to a name, and all of them."""
+    own = [field.name for field in kind.fields if field.is_settable]
+    near = difflib.get_close_matches(name, own, n=3)
+    hint = f" Nearest: {', '.join(near)}." if near else ""
+    return f"{hint} Its options: {', '.join(own) or 'none'}."
+
+
+def _described(field: OptionField) -> str:
+    said = field.help.rstrip(".")
+    return f"{field.flag} {field.metavar}" + (f", {said[:1].lower()}{said[1:]}" if said else "")
+
+
+def _options(kind: TaskKind, given: Mapping[str, Any]) -> Any:
+    try:
+        options = kind.options_class(**given)
+    except (TypeError, ValueError) as error:
+        # What the options' own __post_init__ refuses.
+        raise UsageError(f"the options of --task {kind.name}: {error}") from error
+    check_fields(options)
+    return options
+
+
+def _check_kinds(kind: TaskKind, field: OptionField) -> None:
+    """Refuse an option of a task that has a run's option's name and another type."""
+    expected = set(typing.get_args(COMMON[field.name].kind) or (COMMON[field.name].kind,)) - {type(None)}
+    found = set(typing.get_args(field.kind) or (field.kind,)) - {type(None)}
+    if field.kind is not Any and not expected & found and typing.get_origin(field.kind) not in (tuple, list):
+        names = "/".join(getattr(each, "__name__", str(each)) for each in found)
+        raise UsageError(
+            f"--task {kind.name}: its option {field.name} is a {names}, but {field.flag} is an option of "
+            "every run, whose value the task gets. Give its own another name."
+        )
+
+
+def _has_path(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(_has_path, value))
+    return isinstance(value, Path) or (isinstance(value, str) and value.startswith("/"))
+
+
+# -- -T and job files ----------------------------------------------------------------------------------
+
+
+def texts_of(words: tuple[str, ...]) -> dict[str, str]:
+    """The ``name=text`` of several -T, by the field's name.
+
+    Raises:
+        UsageError: one has no "=", or a name comes twice.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        name = key.strip().replace("-", "_")
+        if not equals or not name:
+            raise UsageError(f"-T {word}: expected NAME=VALUE, as in -T threshold=0.5")
+        if name in found:
+            raise UsageError(f"-T {name} is given twice: {name}={found[name]} and {name}={text}")
+        found[name] = text
+    return found
+
+
+def _of_texts(texts: Mapping[str, str], kind: TaskKind, given: Mapping[str, Any]) -> dict[str, Any]:
+    fields_by_name = {field.name: field for field in kind.fields}
+    found = {}
+    for name, text in texts.items():
+        if name in COMMON or name == "task":
+            raise UsageError(
+                f"-T {name}={text}: {flag_of(name)} is an option of every run: {flag_of(name)} {text}"
+            )
+        if name not in fields_by_name:
+            raise UsageError(
+                f"-T {name}={text}: --task {kind.name} has no such option.{_nearest(name, kind)}"
+            )
+        if name in given:
+            raise UsageError(f"-T {name}={text} and {flag_of(name)} give the same option. Leave out one.")
+        field = fields_by_name[name]
+        if not field.is_settable:
+            raise UsageError(
+                f"-T {name}={text}: its type, {field.kind_name}, cannot be typed. Set it in Python."
+            )
+        found[name] = field.parse(text, f"-T {name}")
+    return found
+
+
+def _content(path: Path) -> dict[str, Any]:
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
         import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]
 
     try:
-        content = tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path} is not valid TOML: {error}") from error
-    hints = typing.get_type_hints(Job)
+
+
+def _from_file(path: Path, content: Mapping[str, Any], kind: TaskKind) -> dict[str, Any]:
+    own = {field.name: field for field in kind.fields if field.is_settable}
+    known = {**own, **COMMON}
     values: dict[str, Any] = {}
+    seen = set()
     for key, value in content.items():
         name = key.replace("-", "_")
-        if name in values:
+        if name in seen:
             raise UsageError(f"--config {path}: {key!r} is there twice, with - and with _. Remove one.")
-        if name not in hints:
-            near = difflib.get_close_matches(name, hints, n=3)
+        seen.add(name)
+        if name == "task":
+            continue
+        if name not in known:
+            refuse_foreign(name, kind.name)
+            names = ["task", *known]
+            near = difflib.get_close_matches(name, names, n=3)
             hint = f" Nearest: {', '.join(near)}." if near else ""
-            raise UsageError(
-                f"--config {path}: unknown key {key!r}.{hint} Keys: {', '.join(f.name for f in fields(Job))}"
-            )
-        values[name] = _typed(value, hints[name], f"--config {path}: {key}")
+            raise UsageError(f"--config {path}: unknown key {key!r}.{hint} Keys: {', '.join(names)}")
+        values[name] = known[name].of_toml(value, f"--config {path}: {key}", path.parent)
     return values
-
-
-def _resolved(values: Mapping[str, Any], task: str, folder: Path) -> dict[str, Any]:
-    """Values of a job file, with paths that count from its folder."""
-    # The model's name or, for this task, a path.
-    paths = ["data", *(["model"] if task == "question-answering" else [])]
-    weights = values.get("weights", "DEFAULT")
-    if not is_published_name(weights) and not weights.startswith("random:"):
-        paths.append("weights")
-    return {name: str(folder / value) if name in paths else value for name, value in values.items()}
-
-
-def _is_given(value: Any) -> bool:
-    # Identity, not equality: 0 is a value (and a wrong one for most), though it equals False.
-    return not any(value is nothing for nothing in (None, (), False))
-
-
-def _typed(value: Any, hint: Any, where: str) -> Any:
-    """A TOML value as the field's type: int, float, str, bool, or a tuple of one of them."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kind = options[0]
-    if typing.get_origin(kind) is tuple:
-        item = typing.get_args(kind)[0]
-        if isinstance(value, list):
-            return tuple(_typed(entry, item, where) for entry in value)
-        kind = list
-    elif kind is float and type(value) is int:
-        return float(value)
-    elif type(value) is kind:
-        return value
-    raise UsageError(f"{where} = {value!r}: expected a {kind.__name__}, found a {type(value).__name__}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

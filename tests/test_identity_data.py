@@ -217,15 +217,15 @@ def test_a_changed_picture_is_a_failed_sample(
 
 
 def test_the_option_in_a_job(tmp_path: Path) -> None:
-    assert Job(data_fingerprint="content").own_options() == {"data_fingerprint": "content"}
+    assert Job.of(data_fingerprint="content").options.data_fingerprint == "content"
     with pytest.raises(
         UsageError, match=r"--data-fingerprint 'contents': .*ends, content\. Did you mean content"
     ):
-        Job(data_fingerprint="contents")
+        Job.of(data_fingerprint="contents")
     with pytest.raises(UsageError, match="--data-fingerprint belongs to --task image-classification"):
-        Job(task="question-answering", data_fingerprint="content")
+        Job.of(task="question-answering", data_fingerprint="content")
     (tmp_path / "job.toml").write_text('data-fingerprint = "content"')
-    assert Job.read(tmp_path / "job.toml", {}).data_fingerprint == "content"
+    assert Job.read(tmp_path / "job.toml", {}).options.data_fingerprint == "content"
 
 
 def test_the_option_in_a_task(folder: Path) -> None:

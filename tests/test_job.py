@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dualeval.errors import EXIT_USAGE, UsageError
-from dualeval.job import Job
+from dualeval.job import COMMON, Job
+from dualeval.plugins import task_kind
 
 FILE = """
 model = "resnet18"
@@ -32,6 +33,8 @@ workers = 0
 on-error = "skip"
 """
 
+QUESTIONS: dict[str, Any] = {"task": "question-answering", "model": Path("bert"), "data": Path("dev.json")}
+
 
 def write(folder: Path, text: str) -> Path:
     path = folder / "job.toml"
@@ -48,18 +51,19 @@ def fails(path: Path | None, **flags: Any) -> str:
 
 def test_no_file_and_no_flags_is_the_embedded_job() -> None:
     job = Job.read(None, {})
-    assert job == Job()
-    assert (job.task, job.model, job.weights, job.data) == ("image-classification", None, None, None)
+    assert job == Job.of()
+    assert job.task == "image-classification"
+    assert (job.options.model, job.options.weights, job.options.data) == (None, None, None)
     assert (job.batch_size, job.limit, job.precision, job.on_error) == (64, None, "fp32", "stop")
 
 
 def test_every_key_of_a_file(tmp_path: Path) -> None:
-    assert Job.read(write(tmp_path, FILE), {}) == Job(
+    assert Job.read(write(tmp_path, FILE), {}) == Job.of(
         model="resnet18",
         weights=str(tmp_path / "ckpt/best.pt"),
         weights_key="ema.state_dict",
         weights_prefix="module.",
-        data=str(tmp_path / "val"),
+        data=tmp_path / "val",
         num_classes=10,
         resize=64,
         crop=56,
@@ -77,20 +81,13 @@ def test_every_key_of_a_file(tmp_path: Path) -> None:
 
 
 def test_flags_win(tmp_path: Path) -> None:
-    flags = {
-        "model": "resnet50",
-        "weights": "other.pt",
-        "data": "here",
-        "metric": ("top1",),
-        "batch_size": 8,
-        "workers": 2,
-        "mean": (0.1, 0.2, 0.3),
-        "on_error": "stop",
-    }
-    job = Job.read(write(tmp_path, FILE), flags)
+    own = {"model": "resnet50", "weights": "other.pt", "data": Path("here"), "mean": (0.1, 0.2, 0.3)}
+    common = {"metric": ("top1",), "batch_size": 8, "workers": 2, "on_error": "stop"}
+    job = Job.read(write(tmp_path, FILE), {**own, **common})
     # A path in a flag counts from the working folder, so it stays as it is.
-    assert {name: getattr(job, name) for name in flags} == flags
-    assert (job.limit, job.crop) == (100, 56)
+    assert {name: getattr(job.options, name) for name in own} == own
+    assert {name: getattr(job, name) for name in common} == common
+    assert (job.limit, job.options.crop) == (100, 56)
 
 
 def test_a_zero_flag_wins_too(tmp_path: Path) -> None:
@@ -100,9 +97,9 @@ def test_a_zero_flag_wins_too(tmp_path: Path) -> None:
 
 
 def test_absent_flags_leave_the_file_alone(tmp_path: Path) -> None:
-    """As click gives them: None, an empty tuple for a repeated flag, False for a switch."""
+    """As click gives them: None, an empty tuple for a repeated flag."""
     path = write(tmp_path, FILE)
-    absent = {"model": None, "metric": (), "download": False, "batch_size": None, "mean": None}
+    absent = {"model": None, "metric": (), "download": None, "batch_size": None, "mean": None}
     assert Job.read(path, absent) == Job.read(path, {})
 
 
@@ -111,9 +108,9 @@ def test_paths_count_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write(tmp_path / "jobs", 'data = "../val"\nweights = "w.pt"\n')
     monkeypatch.chdir(tmp_path)
     job = Job.read(Path("jobs/job.toml"), {})
-    assert (job.data, job.weights) == ("jobs/../val", "jobs/w.pt")
+    assert (job.options.data, job.options.weights) == (Path("jobs/../val"), "jobs/w.pt")
     absolute = Job.read(write(tmp_path, 'data = "/val"\nweights = "/w.pt"\n'), {})
-    assert (absolute.data, absolute.weights) == ("/val", "/w.pt")
+    assert (absolute.options.data, absolute.options.weights) == (Path("/val"), "/w.pt")
 
 
 NAMES = ["DEFAULT", "IMAGENET1K_V1", "ResNet50_Weights.IMAGENET1K_V2", "IMAGENET1K_SWAG_E2E_V1"]
@@ -121,19 +118,19 @@ NAMES = ["DEFAULT", "IMAGENET1K_V1", "ResNet50_Weights.IMAGENET1K_V2", "IMAGENET
 
 @pytest.mark.parametrize("weights", [*NAMES, "random:3"])
 def test_words_for_weights_are_no_paths(tmp_path: Path, weights: str) -> None:
-    assert Job.read(write(tmp_path, f'weights = "{weights}"\n'), {}).weights == weights
+    assert Job.read(write(tmp_path, f'weights = "{weights}"\n'), {}).options.weights == weights
 
 
 @pytest.mark.parametrize("weights", ["DEFAULTS/w.pt", "./DEFAULT", "IMAGENET1K_V1.pt", "my_Weights.pt"])
 def test_a_path_that_begins_like_a_word(tmp_path: Path, weights: str) -> None:
     job = Job.read(write(tmp_path, f'weights = "{weights}"\n'), {})
-    assert job.weights == str(tmp_path / weights)
+    assert job.options.weights == str(tmp_path / weights)
 
 
 @pytest.mark.parametrize("weights", NAMES)
 def test_what_is_published_may_be_downloaded(tmp_path: Path, weights: str) -> None:
-    assert Job(model="resnet50", weights=weights, download=True).download
-    assert Job.read(write(tmp_path, f'weights = "{weights}"\ndownload = true\n'), {}).download
+    assert Job.of(model="resnet50", weights=weights, download=True).options.download
+    assert Job.read(write(tmp_path, f'weights = "{weights}"\ndownload = true\n'), {}).options.download
 
 
 @pytest.mark.parametrize("weights", [None, "w.pt", "random:0", "imagenet1k_v1"])
@@ -195,7 +192,7 @@ def test_numbers_have_bounds(tmp_path: Path, name: str) -> None:
     for value in (0, -1):
         assert f"{flag} {value}: expected a whole number of at least 1" in fails(None, **{name: value})
     assert f"{flag} 0" in fails(write(tmp_path, f"{name} = 0\n"))
-    assert getattr(Job.read(None, {name: 1}), name) == 1
+    assert Job.read(None, {name: 1}).to_json()[name] == 1
 
 
 def test_workers_may_be_none_at_all() -> None:
@@ -227,10 +224,12 @@ def test_choices(name: str, value: str, near: str) -> None:
 
 
 def test_to_json_is_plain() -> None:
-    job = Job(mean=(0.5,), metric=("top1",), limit=3)
+    job = Job.of(mean=(0.5,), data=Path("val"), metric=("top1",), limit=3)
     read = json.loads(json.dumps(job.to_json()))
     assert (read["mean"], read["metric"], read["limit"], read["model"]) == ([0.5], ["top1"], 3, None)
-    assert set(read) == set(Job.__dataclass_fields__)
+    assert read["data"] == "val"
+    options = {field.name for field in task_kind("image-classification").fields}
+    assert set(read) == {"task", *COMMON, *options}
 
 
 def test_options_of_another_task_are_refused() -> None:
@@ -241,9 +240,8 @@ def test_options_of_another_task_are_refused() -> None:
         ({"task": "question-answering", "resize": 3}, "--resize"),
     ):
         with pytest.raises(UsageError, match=f"{flag} belongs to --task"):
-            Job(**options)
-    assert Job(task="question-answering", stride=0).own_options() == {"stride": 0}
-    assert Job().own_options() == {}
+            Job.of(**options)
+    assert Job.of(**QUESTIONS, stride=0).options.stride == 0
 
 
 @pytest.mark.parametrize("in_file", [True, False])
@@ -251,12 +249,12 @@ def test_the_model_is_a_path_for_some_tasks(tmp_path: Path, in_file: bool) -> No
     task = "question-answering"
     lines = ['model = "bert"', 'data = "dev.json"', *([f'task = "{task}"'] if in_file else [])]
     path = write(tmp_path, "\n".join(lines))
-    job = Job.read(path, {} if in_file else {"task": task})
-    assert (job.model, job.data) == (str(tmp_path / "bert"), str(tmp_path / "dev.json"))
-    given = Job.read(path, {"task": task, "model": "here", "data": "there.json"})
-    assert (given.model, given.data) == ("here", "there.json")
+    options = Job.read(path, {} if in_file else {"task": task}).options
+    assert (options.model, options.data) == (tmp_path / "bert", tmp_path / "dev.json")
+    given = Job.read(path, {"task": task, "model": Path("here"), "data": Path("there.json")}).options
+    assert (given.model, given.data) == (Path("here"), Path("there.json"))
     if not in_file:
-        assert Job.read(path, {}).model == "bert"
+        assert Job.read(path, {}).options.model == "bert"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +263,7 @@ def test_the_model_is_a_path_for_some_tasks(tmp_path: Path, in_file: bool) -> No
 def test_numbers_of_windows_and_answers(name: str, least: int) -> None:
     flag = "--" + name.replace("_", "-")
     with pytest.raises(UsageError, match=f"{flag} {least - 1}: expected a whole number of at least {least}"):
-        Job(task="question-answering", **{name: least - 1})  # type: ignore[arg-type]
+        Job.of(**QUESTIONS, **{name: least - 1})
 
 
 @pytest.mark.parametrize("mean", [(72.9,), (0.5, -0.1), (float("nan"),), (float("inf"),)])

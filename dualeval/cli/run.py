@@ -5,23 +5,37 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from dualeval.choices import DATA_FINGERPRINTS, ON_ERROR, PRECISIONS, SCHEDULES, check_choice
+from dualeval.choices import SCHEDULES, check_choice
 from dualeval.cli import options
+from dualeval.cli.grouped import GroupedCommand, Words, flag_for, grouped
 from dualeval.engine.options import check_timeout
 from dualeval.engine.session import Session
 from dualeval.engine.signals import numbers_of
-from dualeval.errors import UsageError
-from dualeval.job import TASKS, Job
+from dualeval.errors import DualevalError
+from dualeval.job import (
+    COMMON,
+    EVALUATED,
+    HOW,
+    OUTPUT,
+    WHERE,
+    Job,
+    asked_task,
+    owners_of,
+    refuse_foreign,
+    texts_of,
+)
 from dualeval.launch import PROBES, examine
 from dualeval.launch.cores import own_cores, share_of_cores
+from dualeval.plugins import DEFAULT_TASK, TASK_GROUP, TASKS, TaskKind, entry_points_of, task_kind
 from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.world import World
 
@@ -60,144 +74,242 @@ class _Invocation:
         numbers_of(self.stop_signals)
 
 
-def _numbers(
-    _context: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[float, ...] | None:
-    if value is None:
-        return None
-    try:
-        return tuple(float(part) for part in value.split(","))
-    except ValueError as error:
-        raise click.BadParameter(
-            f"{value!r}: expected numbers with commas between, such as 0.5,0.5,0.5", param=parameter
-        ) from error
+_OF_TASK = "of_task_"
+_TASK = "dualeval.task"
 
 
-@click.command()
-@click.option("--config", type=click.Path(path_type=Path), help="Job file (TOML); flags win over it.")
-@click.option("--task", help=f"Kind of evaluation: {', '.join(TASKS)}.")
-@click.option(
-    "--model",
-    help="torchvision classifier, fashion-cnn, package.module:factory; or a folder of a transformers model.",
+class _Run(GroupedCommand):
+    """A command whose flags are those of every run and those of the task that is asked for."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Find out first which task it is: on the command line, or in the job file."""
+        kind, is_asked = self._asked(ctx, args)
+        ctx.meta[_TASK] = _Flags(kind=kind, is_asked=is_asked, flags=self._flags_of(kind))
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            refuse_foreign(error.option_name.lstrip("-").replace("-", "_"), kind.name)
+            raise
+
+    def _asked(self, ctx: click.Context, args: list[str]) -> tuple[TaskKind, bool]:
+        parser = super().make_parser(ctx)
+        parser.ignore_unknown_options = True
+        try:
+            found, _, _ = parser.parse_args(list(args))
+        except click.UsageError:
+            found = {}  # said when all flags are known
+        config, task = found.get("config"), found.get("task")
+        try:
+            asked = asked_task(None if config is None else Path(config), task)
+            return task_kind(asked), task is not None or config is not None
+        except DualevalError:
+            if not ctx.resilient_parsing:
+                raise
+            return task_kind(DEFAULT_TASK), False  # the shell wants completions
+
+    def _flags_of(self, kind: TaskKind) -> list[click.Parameter]:
+        """A flag for each option of the task, but where the run has one of that name."""
+        taken = {name for parameter in self.params for name in parameter.opts}
+        group = f"Options of {kind.name}"
+        return [
+            flag_for(replace(field, group=field.group or group), name=f"{_OF_TASK}{field.name}")
+            for field in kind.fields
+            if field.is_settable and field.flag not in taken
+        ]
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The flags of every run, and those of the task."""
+        found = ctx.meta.get(_TASK)
+        own = super().get_params(ctx)
+        return own if found is None else [*own[:_BEFORE_TASK], *found.flags, *own[_BEFORE_TASK:]]
+
+    def shown_params(self, context: click.Context) -> list[click.Parameter]:
+        """All flags; without a task only the most important ones of the default task."""
+        found = context.meta.get(_TASK)
+        params = self.get_params(context)
+        if found is None or found.is_asked:
+            return params
+        return [
+            parameter
+            for parameter in params
+            if parameter not in found.flags or parameter.name in _ALWAYS_SHOWN
+        ]
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Say where the options of a task are shown."""
+        found = ctx.meta.get(_TASK)
+        if found is None or found.is_asked:
+            return
+        formatter.write_paragraph()
+        formatter.write_text(
+            f"Without --task it is {found.kind.name}. All options of a task: 'dualeval run --task NAME "
+            "--help'; tasks, metrics and models: 'dualeval list'."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flags:
+    """The task of a command line, whether it is named there, and its flags."""
+
+    kind: TaskKind
+    is_asked: bool
+    flags: list[click.Parameter]
+
+
+def _of_job(name: str) -> Callable[[Any], Any]:
+    """The flag of a field of Job."""
+    field = COMMON[name]
+    parameter = flag_for(field, multiple=name == "metric")
+
+    def decorate(function: Any) -> Any:
+        # As click's own decorators do.
+        function.__click_params__ = [*getattr(function, "__click_params__", []), parameter]
+        return function
+
+    return decorate
+
+
+def job_of(flags: Mapping[str, Any]) -> Job:
+    """The job that the flags of ``dualeval run`` ask for."""
+    given = {name: flags[name] for name in ("task", *COMMON)}
+    own = {name[len(_OF_TASK) :]: value for name, value in flags.items() if name.startswith(_OF_TASK)}
+    return Job.read(flags["config"], {**own, **given}, texts_of(flags["options"]))
+
+
+def is_flag(name: str) -> bool:
+    """Whether ``dualeval run`` has a flag of this name, perhaps for one of the built-in tasks only."""
+    own = any(name in parameter.opts for parameter in run.params)
+    return own or bool(owners_of(name.lstrip("-").replace("-", "_")))
+
+
+# How many flags stand before those of the task, --help not counted.
+_BEFORE_TASK = 2
+_ALWAYS_SHOWN = tuple(f"{_OF_TASK}{name}" for name in ("model", "weights", "data"))
+
+
+class _TaskName(click.ParamType):
+    """The name of a task; the shell completes names, and files of one's own."""
+
+    name = "task"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "NAME"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        names = [*TASKS, *entry_points_of(TASK_GROUP)]
+        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return found or [CompletionItem(incomplete, type="file")]
+
+
+@click.command(cls=_Run, groups=(EVALUATED,), last=(HOW, WHERE, OUTPUT))
+@grouped(
+    "--task", group=EVALUATED, type=_TaskName(), help="A task's name, package.mod:Class or file.py:Class."
 )
-@click.option(
-    "--weights",
-    help="State_dict file (.pt, .pth, .safetensors), DEFAULT or IMAGENET1K_V1 (torchvision's), random:SEED.",
+@grouped(
+    "-T", "options", group=EVALUATED, multiple=True, metavar="NAME=VALUE", help="Any option of the task."
 )
-@click.option("--weights-key", help="Key of the state_dict in a checkpoint, as model_ema or ema.state_dict.")
-@click.option("--weights-prefix", help="Take only the tensors whose names begin with this, without it.")
-@click.option(
-    "--download", is_flag=True, help="Allow --weights DEFAULT or IMAGENET1K_V1 to fetch the weights."
-)
-@click.option(
-    "--data", help="Folder with one sub-folder of images a class, or with idx files; JSON file of SQuAD."
-)
-@click.option("--num-classes", type=int, help="Number of classes, where neither data nor weights tell.")
-@click.option(
-    "--resize", type=int, help="Bring the shorter side to this many pixels.  [default: the model's]"
-)
-@click.option("--crop", type=int, help="Cut a square of this side from the centre.  [default: the model's]")
-@click.option("--interpolation", help="nearest, bilinear, bicubic or lanczos.  [default: the model's]")
-@click.option("--mean", callback=_numbers, help="Mean a channel, with commas.  [default: the model's]")
-@click.option("--std", callback=_numbers, help="Standard deviation a channel.  [default: the model's]")
-@click.option("--max-length", type=int, help="Most tokens of a window of question and text.  [default: 384]")
-@click.option("--stride", type=int, help="Tokens that windows of one text share.  [default: 128]")
-@click.option("--n-best", type=int, help="Starts and ends of a window that are paired.  [default: 20]")
-@click.option("--max-answer-length", type=int, help="Most tokens of an answer.  [default: 30]")
-@click.option(
-    "--null-threshold", type=float, help="No answer where it scores better by more than this.  [default: 0]"
-)
-@options.METRIC
-@click.option("--batch-size", type=int, help="Samples a batch.  [default: 64]")
-@click.option("--limit", type=int, help="Evaluate only the first N samples.")
-@click.option("--precision", help=f"{', '.join(PRECISIONS)}; tf32 needs a GPU.  [default: fp32]")
-@click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU where there is one]")
-@click.option("--workers", type=int, help="Reading processes a rank.  [default: by task and cores]")
-@click.option(
-    "--on-error", help=f"What a sample that cannot be read does: {', '.join(ON_ERROR)}.  [default: stop]"
-)
-@click.option(
-    "--data-fingerprint",
-    help="What of image files tells two data sets apart: size and ends, or content.  [default: ends]",
-)
-@click.option(
-    "--out",
+@_of_job("metric")
+@_of_job("limit")
+@grouped(
+    "--config",
+    group=EVALUATED,
     type=click.Path(path_type=Path),
-    help="Output folder; a run that was begun there goes on.  [default: a new one in runs/]",
+    metavar="FILE",
+    help="Job file (TOML); flags win over it.",
 )
-@options.FRESH
-@click.option(
-    "--replay/--no-replay",
-    default=True,
-    help="Before going on in --out, evaluate one finished batch anew and compare it.  [default: replay]",
-)
-@click.option(
-    "--mix-machines",
-    is_flag=True,
-    help="Let devices or versions differ between ranks, or from what --out holds.",
-)
-@click.option(
+@_of_job("batch_size")
+@_of_job("precision")
+@_of_job("on_error")
+@grouped(
     "--schedule",
+    group=HOW,
+    type=Words(SCHEDULES, "WORD"),
     default=SCHEDULES[0],
-    help="static: each rank the same number of chunks; dynamic: a slow rank takes fewer.  [default: static]",
+    help="static (default); dynamic: slow ranks take less.",
 )
-@click.option(
+@grouped(
+    "--replay/--no-replay",
+    group=HOW,
+    default=True,
+    help="Compare a finished batch before going on.",
+)
+@grouped("--nproc", group=WHERE, type=int, metavar="N", help="Start that many processes here.")
+@_of_job("device")
+@_of_job("workers")
+@grouped(
+    "--backend",
+    group=WHERE,
+    type=Words(("single", "torch", "horovod", "mpi"), "NAME"),
+    help="single, torch, horovod, mpi.  [default: by launcher]",
+)
+@grouped(
+    "--launcher",
+    group=WHERE,
+    type=Words(tuple(PROBES), "NAME"),
+    help="Who started the ranks.  [default: detected]",
+)
+@grouped("--allow-shared-gpu", group=WHERE, is_flag=True, help="Let several ranks of a node share a GPU.")
+@grouped("--mix-machines", group=WHERE, is_flag=True, help="Let devices or versions differ between ranks.")
+@grouped(
     "--heartbeat-timeout",
+    group=WHERE,
     type=float,
+    metavar="S",
     default=60.0,
-    help="Seconds without progress after which a rank is given up.  [default: 60]",
+    help="Give up a rank that stands still.  [default: 60]",
 )
-@click.option(
+@grouped(
     "--forward-timeout",
+    group=WHERE,
     type=float,
+    metavar="S",
     default=1800.0,
-    help="The same for a rank that computes with a batch in hand.  [default: 1800]",
+    help="The same with a batch in hand.  [default: 1800]",
 )
-@click.option(
+@grouped(
     "--stop-signals",
+    group=WHERE,
+    metavar="NAMES",
     default=",".join(DEFAULT_SIGNALS),
-    help=f"Signals that save and end the run.  [default: {','.join(DEFAULT_SIGNALS)}]",
+    help="Save and end.  [default: " + ",".join(DEFAULT_SIGNALS) + "]",
 )
-@click.option("--allow-shared-gpu", is_flag=True, help="Let several ranks of a node share a GPU.")
-@click.option("--backend", help="How ranks talk: single, torch, horovod, mpi.  [default: by launcher]")
-@click.option("--launcher", help=f"Who started the ranks: {', '.join(PROBES)}.  [default: detected]")
-@click.option("--nproc", type=int, help="Start that many processes here, as torchrun or horovodrun would.")
-@click.option("--progress/--no-progress", default=True, help="Show how far the run is.")
-@options.AS_JSON
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Check options, data, weights and model by building it (--download fetches), print the job as it "
-    "would run, and stop: no rank is started, nothing is evaluated or written.",
+@grouped(
+    "--out",
+    group=OUTPUT,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Output folder, where a run also goes on.",
 )
+@grouped("--fresh", group=OUTPUT, is_flag=True, help="Remove an earlier run's files from --out first.")
+@grouped("--progress/--no-progress", group=OUTPUT, default=True, help="Show how far the run is.")
+@grouped("--json", "as_json", group=OUTPUT, is_flag=True, help="Print result.json, and nothing else.")
+@grouped("--dry-run", group=OUTPUT, is_flag=True, help="Check and print the job; evaluate nothing.")
 @click.pass_context
 def run(context: click.Context, /, **flags: Any) -> None:
     """Evaluate a model; without options the embedded job: 10,000 real images.
 
     \b
-    dualeval run
-    dualeval run --nproc 2
-    torchrun --nproc-per-node 8 -m dualeval run
-    horovodrun -np 8 dualeval run
-    mpirun -np 8 dualeval run
-    srun -N2 --ntasks-per-node 4 dualeval run
     dualeval run --model resnet18 --weights ckpt.pt --data /data/imagenet/val
+    dualeval run --task mine.py:Mine -T threshold=0.5 --nproc 2
+    torchrun --nproc-per-node 8 -m dualeval run     horovodrun -np 8 dualeval run
+    srun -N2 --ntasks-per-node 4 dualeval run       mpirun -np 8 dualeval run
     """
     started = perf_counter()
-    launcher, nproc, dry_run = flags.pop("launcher"), flags.pop("nproc"), flags.pop("dry_run")
-    config = flags.pop("config")
+    launcher, nproc, dry_run = flags["launcher"], flags["nproc"], flags["dry_run"]
     invocation = _Invocation(
         started=started,
-        stop_signals=tuple(flags.pop("stop_signals").split(",")),
+        stop_signals=tuple(flags["stop_signals"].split(",")),
         **{
-            name: flags.pop(name)
+            name: flags[name]
             for name in (
                 *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json"),
                 *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines"),
             )
         },
     )
-    job = Job.read(config, flags)
+    job = job_of(flags)
     detection = examine(os.environ, launcher)
     world = detection.place
     if dry_run:
@@ -231,9 +343,9 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     numerics.check_precision(job.precision, device)
     if invocation.out is not None:
         check_path(invocation.out)
-    if job.download:
-        _fetch(job)
-    task = _make_task(job)
+    if fetch := getattr(job.options, "fetch", None):
+        fetch()
+    task = job.make_task()
     # Whether weights fit the model, and the model the data, does not depend on the device.
     cpu = torch.device("cpu")
     with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
@@ -308,9 +420,8 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
 
-    if job.download:
-        _download(job, session)
-    task = _make_task(job)
+    _fetch(job, session)
+    task = job.make_task()
     workers = _workers(job, task, session.cores)
     stream = sys.stderr if invocation.as_json else sys.stdout
     shows = invocation.progress and session.world.is_main
@@ -340,54 +451,12 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
             shown.close()
 
 
-def _download(job: Job, session: Session) -> None:
-    if session.world.local_rank == 0:
-        _fetch(job)
-    session.control.meet()
-
-
-def _fetch(job: Job) -> None:
-    from dualeval.models import published
-
-    if job.model and job.weights:
-        published.download(job.model, job.weights)
-
-
-def _make_task(job: Job) -> Task:
-    own = job.own_options()
-    data = None if job.data is None else Path(job.data)
-    if job.task == "question-answering":
-        from dualeval.tasks.question_answering import QuestionAnswering
-
-        if job.model is None or data is None:
-            raise UsageError(
-                "--task question-answering needs --model DIR, a local folder with model and tokenizer, and "
-                "--data FILE, questions in the JSON format of SQuAD."
-            )
-        return QuestionAnswering(
-            model=Path(job.model),
-            data=data,
-            weights=job.weights,
-            weights_key=job.weights_key,
-            weights_prefix=job.weights_prefix,
-            metrics=job.metric,
-            batch_size=job.batch_size,
-            **own,
-        )
-    from dualeval.tasks.image_classification import ImageClassification
-
-    own.pop("download", None)
-    return ImageClassification(
-        model=job.model,
-        weights=job.weights,
-        weights_key=job.weights_key,
-        weights_prefix=job.weights_prefix,
-        data=data,
-        num_classes=own.pop("num_classes", None),
-        metrics=job.metric,
-        data_fingerprint=own.pop("data_fingerprint", DATA_FINGERPRINTS[0]),
-        preprocessing=own,
-    )
+def _fetch(job: Job, session: Session) -> None:
+    """Have one rank a node fetch what the task's options ask for."""
+    if fetch := getattr(job.options, "fetch", None):
+        if session.world.local_rank == 0:
+            fetch()
+        session.control.meet()
 
 
 def _workers(job: Job, task: Task, cores: int) -> int:

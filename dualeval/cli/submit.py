@@ -10,15 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dualeval.cli.run import run
+from dualeval.cli.run import is_flag, job_of, run
 from dualeval.errors import DualevalError, LaunchError, UsageError
-from dualeval.job import Job
 from dualeval.launch import slurm
 
 # Options of 'dualeval run' that are the batch script's to give, and what to type in their place.
@@ -36,7 +34,7 @@ class _Submit(click.Command):
         try:
             return super().parse_args(context, args)
         except click.NoSuchOption as error:
-            if not any(error.option_name in parameter.opts for parameter in run.params):
+            if not is_flag(error.option_name):
                 raise
             raise UsageError(
                 f"{error.option_name} is an option of 'dualeval run': it belongs after two dashes, "
@@ -92,7 +90,7 @@ def _check_arguments(arguments: Sequence[str]) -> None:
     for name, remedy in _SCRIPTS_OWN.items():
         if flags[name] is not None:
             raise LaunchError(f"--{name} {flags[name]} does not go with 'dualeval submit': {remedy}.")
-    Job.read(flags["config"], {field.name: flags[field.name] for field in fields(Job)})
+    job_of(flags)
 
 
 def _sbatch_command(sbatch: str, job: slurm.SlurmJob, script: str, arguments: Sequence[str]) -> list[str]:

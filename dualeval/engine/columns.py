@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from dualeval.columns import Column
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric, keeps_rows, per_batch
 
@@ -74,7 +75,7 @@ def columns_of(metric: Metric | RowMetric, columns: Mapping[str, Values]) -> Map
     return _Declared(metric.name, {name: columns[name] for name in metric.columns})
 
 
-def update(metric: Metric, slots: Tensor, columns: Mapping[str, Tensor], batches: Sequence[int]) -> None:
+def update(metric: Metric, slots: Tensor, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
     """Add the samples of consecutive batches to a metric, one batch at a time where it asks for that.
 
     Args:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from dualeval.columns import Column
 from dualeval.engine.columns import update
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import ExactlyOnceError
@@ -39,7 +40,7 @@ class Ledger:
         self.values[chunks + chunk] += evaluated
         self.values[2 * chunks + chunk] += failed
 
-    def update(self, columns: Mapping[str, Tensor], batches: Sequence[int]) -> None:
+    def update(self, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
         """Add the evaluated samples of consecutive batches to every metric.
 
         Args:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy.typing as npt
-import torch
-from torch import nn
-from torch.utils.data import default_collate
+if TYPE_CHECKING:
+    # The options of a task stand beside it, and 'dualeval run --help' has to be fast.
+    import torch
+    from torch import nn
 
-from dualeval.metrics import Metric, RowMetric
+    from dualeval.metrics import Metric, RowMetric
 
 
 class Dataset(Protocol):
@@ -71,7 +72,11 @@ class Task(ABC):
         libraries: installed packages, besides torch and numpy, whose version can change a result.
         exports: files beside predictions.parquet, each one JSON object of a column's values by sample id,
             without those that could not be read: file name to column, of ``rows`` or ``texts``.
+        given: the options that ``dualeval run`` has made it of, by name, without paths; they are part of the
+            run's identity, whatever ``fingerprint`` says.
     """
+
+    given: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def name(self) -> str:
@@ -112,6 +117,8 @@ class Task(ABC):
         Runs in worker processes where there are any. Where Python starts these anew (on Linux from 3.14 on)
         they have neither the model nor what of the task cannot be pickled.
         """
+        from torch.utils.data import default_collate
+
         return default_collate(samples)
 
     @abstractmethod
@@ -132,7 +139,13 @@ class Task(ABC):
 
     @abstractmethod
     def observe(self, outputs: Any, batch: Any) -> Mapping[str, Any]:
-        """Per-sample columns on the device, first dimension the samples. No host synchronisation."""
+        """Per-sample columns on the device. No host synchronisation.
+
+        Returns:
+            By name a tensor, first dimension the samples. Where samples have more or fewer values, as boxes
+            or tokens, a ``dualeval.Ragged(values, lengths)`` or a list of tensors, one a sample; for text a
+            list of str.
+        """
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
         """Per-sample columns on the host, of those that ``observe`` gave: what takes more than tensors.
@@ -140,8 +153,12 @@ class Task(ABC):
         Called by one thread. The rows of samples that could not be read mean nothing, and must not fail.
 
         Args:
-            columns: of one batch, on the CPU.
+            columns: of one batch, on the CPU; lists have become ``dualeval.Ragged`` and ``dualeval.Text``,
+                which are sequences of the samples' tensors and strings.
             samples: the batch's indices in the data set.
+
+        Returns:
+            Columns of the same kinds as those of ``observe``.
         """
         return columns
 
@@ -152,11 +169,12 @@ class Task(ABC):
     def metrics(self) -> Sequence[Metric | RowMetric]:
         """The metrics, which read the columns by name. Called after ``build_model``."""
 
-    def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> Mapping[str, Sequence[str | None]]:
+    def texts(self, rows: Mapping[str, Any], first: int) -> Mapping[str, Sequence[str | None]]:
         """Columns of text for predictions.parquet, behind ``rows``; made only when it is written.
 
         Args:
-            rows: some samples' ``rows``, consecutive; zeros where a sample could not be read.
+            rows: some samples' ``rows``, consecutive: arrays, or sequences of arrays or of str; what stands
+                where a sample could not be read means nothing.
             first: the first one's index in the data set.
         """
         return {}

@@ -65,13 +65,10 @@ def job_identity(
     values = ModelValues(model)
     structure = structure_fingerprint(model, values)
     measures: list[Metric | RowMetric] = [*metrics, *row_metrics]
+    objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules(), *measures]
     return {
         "task": task.name,
-        **_sources(
-            [task, dataset, *model.modules(), *measures],
-            [*task.sources(), *(item for metric in measures for item in _sources_of(metric))],
-            values,
-        ),
+        **_sources(objects, [*task.sources(), *_functions(measures)], values),
         "task_options": _as_json(task.fingerprint(), f"task {task.name!r}"),
         "data": dataset.fingerprint(samples),
         "samples": samples,
@@ -80,17 +77,11 @@ def job_identity(
         # Says which of a module's attributes differs.
         "structure_attributes": structure_by_name(model, values),
         # What the source of classes leaves open: it may come from the environment, or a caller.
-        "constants": constants([task, dataset, *model.modules(), *measures], values),
+        "constants": constants(objects, values),
         # Their order is that of their slots in the ledger.
         "metrics": [metric.name for metric in measures],
         "metric_options": _by_name(measures),
     }
-
-
-def _sources_of(metric: Metric | RowMetric) -> Sequence[Any]:
-    """What a metric says it is made of, besides its own class."""
-    said = getattr(metric, "sources", None)
-    return said() if callable(said) else ()
 
 
 def _sources(
@@ -107,6 +98,11 @@ def _sources(
     # Whatever the order: a model may hold its modules in another one.
     joined = {module: b"".join(sorted(digests)) for module, digests in code.items()}
     return source_fingerprints({*modules_of([*objects, *named]), *values.modules}, joined)
+
+
+def _functions(metrics: Iterable[Metric | RowMetric]) -> list[Any]:
+    """What else than their classes has source that decides what metrics give, as they say it."""
+    return [item for metric in metrics if hasattr(metric, "sources") for item in metric.sources()]
 
 
 def _by_name(metrics: Iterable[Metric | RowMetric]) -> dict[str, Any]:

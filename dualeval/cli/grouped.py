@@ -1,0 +1,143 @@
+"""Flags made of the fields of a dataclass, and a help that shows them in groups."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from click.shell_completion import CompletionItem
+
+from dualeval.option_fields import OptionField
+
+_WIDTH = 110
+
+
+class GroupedOption(click.Option):
+    """A flag that stands under a heading in the help.
+
+    Args:
+        group: the heading; None for that of options without one.
+    """
+
+    def __init__(self, *arguments: Any, group: str | None = None, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.group = group
+
+
+class Words(click.ParamType):
+    """A text that is one of a few words; what it may be is checked where all options are.
+
+    Args:
+        words: offered by the shell's completion.
+        metavar: shown in the help.
+    """
+
+    name = "text"
+
+    def __init__(self, words: Sequence[str], metavar: str) -> None:
+        self._words = words
+        self._metavar = metavar
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return self._metavar
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(word) for word in self._words if word.startswith(incomplete)]
+
+
+class _FieldType(click.ParamType):
+    """The type of a field's flag."""
+
+    def __init__(self, field: OptionField) -> None:
+        self.name = field.metavar
+        self._field = field
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return self._field.metavar
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._field.parse(value, self._field.flag) if isinstance(value, str) else value
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        kind = self._field.kind
+        words: Sequence[Any] = self._field.choices
+        if typing.get_origin(kind) is Literal:
+            words = typing.get_args(kind)
+        if words:
+            return [CompletionItem(str(word)) for word in words if str(word).startswith(incomplete)]
+        if self._field.is_path is not None or kind is Path or Path in typing.get_args(kind):
+            return [CompletionItem(incomplete, type="file")]
+        return []
+
+
+def flag_for(field: OptionField, *, name: str | None = None, multiple: bool = False) -> GroupedOption:
+    """The flag of a field; None where it is not given.
+
+    Args:
+        field: whose flag.
+        name: of its value among the command's; without it the field's own.
+        multiple: it may be given several times, a value each.
+    """
+    default = "" if field.default in (None, (), [], "", False) else _shown(field.default)
+    said = "" if "(default)" in field.help else field.shown or default
+    text = f"{field.help}  [default: {said}]" if said else field.help
+    declared = [name or field.name, field.flag]
+    if field.is_switch:
+        if field.default is True:
+            declared[1] = f"{field.flag}/--no-{field.flag[2:]}"
+        return GroupedOption(declared, is_flag=True, default=None, help=text, group=field.group)
+    if multiple:
+        return GroupedOption(declared, multiple=True, type=Words((), "NAME"), help=text, group=field.group)
+    return GroupedOption(declared, type=_FieldType(field), default=None, help=text, group=field.group)
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def grouped(*declared: str, group: str, **named: Any) -> Callable[[Any], Any]:
+    """``click.option`` with a heading."""
+    return click.option(*declared, cls=GroupedOption, group=group, **named)
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its flags in groups, in the order of ``groups`` and then as they come.
+
+    Args:
+        groups: the headings that come first.
+        last: the headings that come last.
+    """
+
+    def __init__(
+        self, *arguments: Any, groups: Sequence[str] = (), last: Sequence[str] = (), **named: Any
+    ) -> None:
+        named["context_settings"] = {"max_content_width": _WIDTH, **named.get("context_settings", {})}
+        super().__init__(*arguments, **named)
+        self._groups = groups
+        self._last = last
+
+    def shown_params(self, context: click.Context) -> list[click.Parameter]:
+        """Those that the help shows."""
+        return self.get_params(context)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the flags under their headings."""
+        rows: dict[str, list[tuple[str, str]]] = {group: [] for group in self._groups}
+        last: dict[str, list[tuple[str, str]]] = {group: [] for group in self._last}
+        for parameter in self.shown_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            group = getattr(parameter, "group", None) or (self._last[-1] if self._last else "Options")
+            (last if group in last else rows).setdefault(group, []).append(record)
+        for group, records in [*rows.items(), *last.items()]:
+            if records:
+                with formatter.section(group):
+                    formatter.write_dl(records, col_max=28)

@@ -1,0 +1,403 @@
+"""Options as dataclasses: a field is a flag of the command line, a key of a job file and a line of help.
+
+What a field may say of itself stands in its metadata, under plain names, so that a task of one's own needs
+nothing of this module: ``field(default=0.5, metadata={"help": "Least score of a box."})``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dualeval.choices import check_choice, check_count
+from dualeval.errors import UsageError
+
+_BOOLS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+_ORDER = (int, float, bool, Path, str)
+_EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path", str: "text"}
+_EXAMPLES = {int: "whole numbers with commas between, such as 1,2,3"}
+_EXAMPLES[float] = "numbers with commas between, such as 0.5,0.5,0.5"
+_METAVARS = {int: "N", float: "X", bool: "BOOL", Path: "PATH", str: "TEXT"}
+_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Attributes):\s*$")
+_ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)(?: *\([^)]*\))?: *(.*)$")
+
+
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    group: str | None = None,
+    least: int | None = None,
+    choices: tuple[str, ...] = (),
+    is_path: Callable[[str], bool] | None = None,
+    shown: str | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """A field of a dataclass of options.
+
+    Args:
+        default: its value where nobody gives one; without it the option has to be given.
+        help: one line.
+        group: the heading in the help under which it stands; None: "Options of" and the task's name.
+        least: the smallest whole number that it may be.
+        choices: the words that it may be, for a type that does not say them.
+        is_path: whether a text is a path, which in a job file counts from that file; without it each value of
+            a field of type ``Path`` is one, and no other.
+        shown: what the help says in place of a default of None.
+        metavar: what the help says in place of the value.
+    """
+    said = {
+        "help": help,
+        "group": group,
+        "least": least,
+        "choices": choices,
+        "is_path": is_path,
+        "shown": shown,
+        "metavar": metavar,
+    }
+    metadata = {name: value for name, value in said.items() if value not in (None, "", ())}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_of(name: str) -> str:
+    """The flag of the command line that belongs to a field."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionField:
+    """One option, as read from a field of a dataclass.
+
+    Attributes:
+        name: the field's.
+        kind: its type.
+        default: its value where nobody gives one; None where it has none.
+        is_required: whether it has to be given.
+        help, group, least, choices, is_path, shown, metavar: as for ``option``.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    is_required: bool
+    help: str
+    group: str | None
+    least: int | None
+    choices: tuple[str, ...]
+    is_path: Callable[[str], bool] | None
+    shown: str | None
+    metavar: str
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    @property
+    def kind_name(self) -> str:
+        """The type's name, for messages."""
+        return getattr(self.kind, "__name__", str(self.kind))
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is on or off, and so has a flag without a value."""
+        return _kinds(self.kind) == (bool,)
+
+    @property
+    def is_settable(self) -> bool:
+        """Whether its type has values that can be typed."""
+        return all(map(_is_settable, _kinds(self.kind)))
+
+    def parse(self, text: str, said: str) -> Any:
+        """The value that a text stands for.
+
+        Args:
+            text: as typed.
+            said: what it was typed behind, for messages: "--mean" or "-T mean".
+
+        Raises:
+            UsageError: it stands for none.
+        """
+        if self.choices:
+            check_choice(said, text, self.choices)
+        kinds = _kinds(self.kind)
+        if _is_optional(self.kind) and str not in kinds and text.lower() == "none":
+            return None
+        if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
+            check_choice(said, text, [str(value) for value in typing.get_args(kinds[0])])
+        # Whatever is a number is meant as one, and any text is a text.
+        for kind in sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else -1):
+            try:
+                return _parsed(text, kind)
+            except ValueError:
+                continue
+        raise UsageError(f"{said} {text!r}: expected {' or '.join(map(_expected, kinds))}")
+
+    def of_toml(self, value: Any, where: str, folder: Path) -> Any:
+        """The value that one of a job file stands for; paths count from ``folder``.
+
+        Raises:
+            UsageError: it is of another type.
+        """
+        return self._resolved(_typed(value, self.kind, where), folder)
+
+    def _resolved(self, value: Any, folder: Path) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(self._resolved(item, folder) for item in value)
+        if isinstance(value, Path):
+            return folder / value
+        if isinstance(value, str) and self.is_path is not None and self.is_path(value):
+            return str(folder / value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """Check a value of the field's type for its bounds and its choices; None passes.
+
+        Raises:
+            UsageError: it is outside of them.
+        """
+        if self.least is not None:
+            check_count(self.flag, value, self.least)
+        if self.choices and value is not None:
+            check_choice(self.flag, value, self.choices)
+
+
+def fields_of(options_class: type) -> tuple[OptionField, ...]:
+    """The options that a dataclass declares, in its order."""
+    declared = [field for field in dataclasses.fields(options_class) if field.init]
+    hints = _hints(options_class, {field.name: field.type for field in declared})
+    helps = _documented(options_class.__doc__)
+    found = []
+    for field in declared:
+        said = field.metadata
+        required = field.default is MISSING and field.default_factory is MISSING
+        default = None if required else field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        found.append(
+            OptionField(
+                name=field.name,
+                kind=hints[field.name],
+                default=default,
+                is_required=required,
+                help=said.get("help") or helps.get(field.name, ""),
+                group=said.get("group"),
+                least=said.get("least"),
+                choices=tuple(said.get("choices", ())),
+                is_path=said.get("is_path"),
+                shown=said.get("shown"),
+                metavar=said.get("metavar") or _metavar(hints[field.name]),
+            )
+        )
+    return tuple(found)
+
+
+def check_fields(options: Any) -> None:
+    """Check the values of a dataclass of options for their bounds and choices.
+
+    Raises:
+        UsageError: one is outside of them.
+    """
+    for field in fields_of(type(options)):
+        field.check(getattr(options, field.name))
+
+
+def options_of_call(function: Callable[..., Any]) -> type:
+    """A dataclass of the keyword arguments of a function, or of a class's ``__init__``.
+
+    Raises:
+        UsageError: it takes an argument that has no name.
+    """
+    called = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    parameters = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if unnamed := [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]:
+        raise UsageError(
+            f"{function.__name__} takes {unnamed[0]} by position alone (before a '/'), and options are given "
+            "by name. Leave the '/' out."
+        )
+    given = {
+        parameter.name: _kind_of_default(parameter.default)
+        if parameter.annotation is parameter.empty
+        else parameter.annotation
+        for parameter in parameters
+    }
+    hints = _hints(called, given)
+    helps = {**_documented(function.__doc__), **_documented(called.__doc__)}
+    declared = []
+    for parameter in parameters:
+        metadata = {"help": helps.get(parameter.name, "")}
+        field = dataclasses.field(metadata=metadata)
+        if parameter.default is not parameter.empty:
+            # A factory: a dataclass refuses a list as a default, and a function does not.
+            field = dataclasses.field(default_factory=_giving(parameter.default), metadata=metadata)
+        declared.append((parameter.name, hints[parameter.name], field))
+    return dataclasses.make_dataclass(f"{function.__name__}Options", declared, kw_only=True, frozen=True)
+
+
+def as_json(options: Any) -> dict[str, Any]:
+    """The values of a dataclass of options, as JSON has them; without those that cannot be typed."""
+    return {
+        field.name: _plain(getattr(options, field.name))
+        for field in fields_of(type(options))
+        if field.is_settable
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _giving(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _kind_of_default(default: Any) -> Any:
+    return type(default) if isinstance(default, bool | int | float | str | Path) else Any
+
+
+# -- types ---------------------------------------------------------------------------------------------
+
+
+def _hints(owner: Any, annotations: Mapping[str, Any]) -> dict[str, Any]:
+    """The types of annotations, which may be texts; Any where one names what only a type checker sees."""
+    module = inspect.getmodule(owner)
+    try:
+        if isinstance(owner, type):
+            # Inherited fields are looked up in the modules of their own classes.
+            return {name: typing.get_type_hints(owner)[name] for name in annotations}
+    except (NameError, TypeError, KeyError):
+        pass
+    found = {}
+    for name, annotation in annotations.items():
+        alone = types.SimpleNamespace(__annotations__={name: annotation})
+        try:
+            found[name] = typing.get_type_hints(alone, vars(module) if module else {})[name]
+        except (NameError, TypeError):
+            found[name] = _Unknown
+    return found
+
+
+class _Unknown:
+    """The type of an annotation that cannot be looked up."""
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a type, without None."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return tuple(kind for kind in typing.get_args(hint) if kind is not type(None))
+    return (str,) if hint is Any else (hint,)
+
+
+def _is_optional(hint: Any) -> bool:
+    return type(None) in typing.get_args(hint)
+
+
+def _is_settable(kind: Any) -> bool:
+    origin = typing.get_origin(kind)
+    if origin in (tuple, list):
+        return all(item is Ellipsis or item in _EXPECTED for item in typing.get_args(kind))
+    return origin is Literal or kind in (*_EXPECTED, tuple, list)
+
+
+def _parsed(text: str, kind: Any) -> Any:
+    """The value of a type that a text stands for; ValueError where it stands for none."""
+    origin = typing.get_origin(kind) or kind
+    if origin is Literal:
+        words = {str(value): value for value in typing.get_args(kind)}
+        if text not in words:
+            raise ValueError(text)
+        return words[text]
+    if origin in (tuple, list):
+        parts = text.split(",") if text else []
+        items = typing.get_args(kind) or (str, Ellipsis)
+        if origin is list or items[-1] is Ellipsis:
+            items = (items[0],) * len(parts)
+        if len(items) != len(parts):
+            raise ValueError(text)
+        return origin(_parsed(part.strip(), item) for part, item in zip(parts, items, strict=True))
+    if kind is bool:
+        if text.lower() not in _BOOLS:
+            raise ValueError(text)
+        return _BOOLS[text.lower()]
+    return kind(text)
+
+
+def _expected(kind: Any) -> str:
+    origin = typing.get_origin(kind) or kind
+    if origin in (tuple, list):
+        items = typing.get_args(kind) or (str,)
+        if origin is tuple and items[-1] is not Ellipsis:
+            return f"{len(items)} values with commas between"
+        return _EXAMPLES.get(items[0], "values with commas between")
+    return _EXPECTED.get(kind, "one of its words")
+
+
+def _metavar(hint: Any) -> str:
+    [kind, *_] = _kinds(hint)
+    origin = typing.get_origin(kind) or kind
+    if origin is Literal:
+        return "|".join(map(str, typing.get_args(kind)))
+    if origin in (tuple, list):
+        item = _METAVARS.get((typing.get_args(kind) or (str,))[0], "TEXT")
+        return f"{item},.."
+    return _METAVARS.get(kind, "VALUE")
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """A TOML value as the field's type."""
+    kinds = _kinds(hint)
+    for kind in kinds:
+        origin = typing.get_origin(kind) or kind
+        if origin is Literal:
+            check_choice(where, value, typing.get_args(kind))
+            return value
+        if origin in (tuple, list) and isinstance(value, list):
+            items = typing.get_args(kind) or (str,)
+            return origin(_typed(entry, items[0], where) for entry in value)
+        if origin is float and type(value) is int:
+            return float(value)
+        if origin is Path and type(value) is str:
+            return Path(value)
+        if type(value) is origin:
+            return value
+    names = {tuple: "list", Path: "str"}
+    wanted = " or ".join(
+        names.get(origin, getattr(origin, "__name__", str(origin)))
+        for origin in (typing.get_origin(kind) or kind for kind in kinds)
+    )
+    raise UsageError(f"{where} = {value!r}: expected a {wanted}, found a {type(value).__name__}")
+
+
+# -- docstrings ----------------------------------------------------------------------------------------
+
+
+def _documented(docstring: str | None) -> dict[str, str]:
+    """The first lines of what a docstring says of each argument, in Google's style."""
+    found: dict[str, str] = {}
+    depth = None
+    inside = False
+    for line in inspect.cleandoc(docstring or "").splitlines():
+        if _SECTION.match(line):
+            inside, depth = True, None
+        elif inside and line and not line[0].isspace():
+            inside = False
+        elif inside and (entry := _ENTRY.match(line)):
+            depth = depth or len(entry[1])
+            if len(entry[1]) == depth:
+                found[entry[2]] = entry[3].strip()
+    return {name: text[:1].upper() + text[1:] for name, text in found.items()}

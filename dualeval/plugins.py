@@ -1,0 +1,358 @@
+"""What is found by a name: built-in tasks, those of installed packages, and anybody's by module or file.
+
+A package offers tasks and metrics by entry points, of the groups ``dualeval.tasks`` and ``dualeval.metrics``.
+Each is imported when it is asked for, so one that is broken stands in nobody else's way.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass, make_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from dualeval.errors import DualevalError, LibraryError, UsageError, named
+from dualeval.option_fields import OptionField, fields_of, options_of_call
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from dualeval.tasks import Task
+
+TASK_GROUP = "dualeval.tasks"
+METRIC_GROUP = "dualeval.metrics"
+BUILT_IN = "built in"
+
+# The dataclasses of options of the built-in tasks, each with a method ``make``: light to import.
+TASKS = {
+    "image-classification": "dualeval.tasks.image_classification_options:ImageClassificationOptions",
+    "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
+}
+DEFAULT_TASK = next(iter(TASKS))
+# Those whose answers can be had as a file, for ``dualeval score``.
+SCORED = {"question-answering": "dualeval.tasks.given_answers_options:GivenAnswersOptions"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskKind:
+    """A kind of evaluation, and how one is made.
+
+    Attributes:
+        name: as asked for.
+        origin: where it comes from, in words.
+        summary: what it evaluates, in a line.
+        options_class: the dataclass of its options.
+        make: makes the task of such options.
+        source: what was found by the name: a class, a function or a task.
+    """
+
+    name: str
+    origin: str
+    summary: str
+    options_class: type
+    make: Callable[[Any], Any]
+    source: Any
+
+    @functools.cached_property
+    def fields(self) -> tuple[OptionField, ...]:
+        """Its options."""
+        return fields_of(self.options_class)
+
+
+# -- tasks ---------------------------------------------------------------------------------------------
+
+
+def task_kind(reference: str) -> TaskKind:
+    """The kind of task that ``--task`` names.
+
+    Args:
+        reference: a built-in task's name, that of a package's entry point, ``package.module:Class`` or
+            ``file.py:Class``; in place of a class a function that returns a task, or a task.
+
+    Raises:
+        LibraryError: its code cannot be imported on this node.
+        UsageError: there is none, or it is no task.
+    """
+    if reference in TASKS:
+        return _kind_of(_built_in(TASKS[reference]), reference, BUILT_IN)
+    if ":" in reference:
+        source, origin = _load(reference)
+        return _kind_of(source, reference, origin)
+    offered = entry_points_of(TASK_GROUP)
+    if reference in offered:
+        return _kind_of(load_plugin(offered[reference]), reference, origin_of(offered[reference]))
+    if reference.endswith(".py"):
+        raise UsageError(
+            f"--task {reference}: expected a class behind the file, as in --task {reference}:Class"
+        )
+    known = [*TASKS, *offered]
+    near = difflib.get_close_matches(reference, known, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise UsageError(
+        f"--task {reference!r}: expected one of {', '.join(known)}; or package.module:Class or "
+        f"file.py:Class, a task of your own.{hint}"
+    )
+
+
+def scored_kind(name: str) -> TaskKind:
+    """The kind of task that scores the answers in a file, by its name in ``SCORED``."""
+    return _kind_of(_built_in(SCORED[name]), name, BUILT_IN)
+
+
+def _built_in(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _kind_of(source: Any, name: str, origin: str) -> TaskKind:
+    from dualeval.tasks import Task
+
+    said = f"--task {name}"
+    summary = _summary(source)
+    if isinstance(source, Task):
+        return TaskKind(
+            name=name,
+            origin=origin,
+            summary=_summary(type(source)),
+            options_class=make_dataclass("NoOptions", [], frozen=True),
+            make=lambda options: source,
+            source=source,
+        )
+    if isinstance(source, type) and is_dataclass(source) and callable(getattr(source, "make", None)):
+        options_class: type = source
+        make: Callable[[Any], Any] = source.make  # type: ignore[attr-defined]
+    elif isinstance(source, type) and not issubclass(source, Task):
+        bases = ", ".join(base.__name__ for base in source.__bases__)
+        raise UsageError(
+            f"{said}: {source.__name__} is no task: expected a class derived from dualeval.Task, and it is "
+            f"derived from {bases}"
+        )
+    elif not callable(source):
+        raise UsageError(
+            f"{said}: a {type(source).__name__} is no task: expected a class derived from dualeval.Task, a "
+            "function that returns a task, or a task"
+        )
+    else:
+        if missing := sorted(getattr(source, "__abstractmethods__", ())):
+            raise UsageError(
+                f"{said}: {source.__name__} does not say {', '.join(missing)}: a task has to define "
+                f"{'it' if len(missing) == 1 else 'them'}"
+            )
+        options_class, make = _options_of(source, said)
+    kind = TaskKind(
+        name=name, origin=origin, summary=summary, options_class=options_class, make=make, source=source
+    )
+    for field in kind.fields:
+        if field.is_required and not field.is_settable:
+            raise UsageError(
+                f"{said}: its option {field.name} has the type {field.kind_name}, "
+                "which cannot be typed. Give it a default, or one of the types int, float, bool, str, Path, "
+                "Literal, tuple and list of them."
+            )
+    return kind
+
+
+def _options_of(source: Any, said: str) -> tuple[type, Callable[[Any], Any]]:
+    """The options of a class or function: a dataclass that it names, or its keyword arguments."""
+    own = getattr(source, "options_class", None)
+    if own is not None:
+        if not (isinstance(own, type) and is_dataclass(own)):
+            raise UsageError(f"{said}: its options_class is {own!r}, expected a dataclass")
+        return own, source
+    made = options_of_call(source)
+    names = fields_of(made)
+    if len(names) == 1 and isinstance(names[0].kind, type) and is_dataclass(names[0].kind):
+        return names[0].kind, source
+    return made, lambda options: source(**{field.name: getattr(options, field.name) for field in names})
+
+
+def made_task(kind: TaskKind, options: Any) -> Task:
+    """The task of a kind, made of its options.
+
+    Raises:
+        UsageError: what was made is no task.
+    """
+    from dualeval.tasks import Task
+
+    task = kind.make(options)
+    if not isinstance(task, Task):
+        raise UsageError(
+            f"--task {kind.name}: it returned a {type(task).__name__}, expected a task: an object whose "
+            "class is derived from dualeval.Task"
+        )
+    return task
+
+
+def _summary(source: Any) -> str:
+    """The first sentence of what a class says of itself, not of what it is derived from."""
+    own = vars(source).get("__doc__") if hasattr(source, "__dict__") else None
+    said = (own or "").strip().split("\n\n")[0]
+    # What a dataclass writes itself.
+    return "" if said.startswith(f"{getattr(source, '__name__', '')}(") else " ".join(said.split())
+
+
+# -- modules and files ---------------------------------------------------------------------------------
+
+
+def _load(reference: str) -> tuple[Any, str]:
+    """What a module or file has under a name, and where it comes from."""
+    place, _, attribute = reference.rpartition(":")
+    importable(Path.cwd())
+    if place.endswith(".py"):
+        module, origin = _module_of_file(Path(place), reference), f"file {place}"
+    else:
+        if not all(part.isidentifier() for part in place.split(".")):
+            raise UsageError(f"--task {reference}: expected package.module:Class or file.py:Class")
+        module, origin = _module(place, reference), f"module {place}"
+    if not hasattr(module, attribute):
+        found = _tasks_in(module)
+        near = difflib.get_close_matches(attribute, [*found, *_public(module)], n=3)
+        hint = f" Nearest: {', '.join(near)}." if near else ""
+        tasks = f" Tasks there: {', '.join(found)}." if found else " There is no class of a task in it."
+        raise UsageError(f"--task {reference}: {place} has no {attribute!r}.{hint}{tasks}")
+    return getattr(module, attribute), origin
+
+
+def importable(folder: Path) -> None:
+    """Let modules in a folder be imported, as ``python -m`` and ``python FILE`` do: first of all places."""
+    here = str(folder.resolve())
+    if here not in sys.path and not (folder.resolve() == Path.cwd() and "" in sys.path):
+        sys.path.insert(0, here)
+
+
+def _module(name: str, reference: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _broken(f"--task {reference}: the module {name}", error) from error
+        raise LibraryError(
+            f"--task {reference}: there is no module {error.name!r} in {Path.cwd()}, nor is one installed. "
+            "For a file give its path: --task FILE.py:Class."
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise _broken(f"--task {reference}: the module {name}", error) from error
+
+
+def _module_of_file(path: Path, reference: str) -> ModuleType:
+    """The module of a file, under the file's own name on every rank and in each reading process.
+
+    Other files beside it can be imported, and a process that is started anew finds it there, too.
+    """
+    if not path.is_file():
+        raise LibraryError(f"--task {reference}: there is no file {path.absolute()}")
+    known = sys.modules.get(path.stem)
+    if known is not None:
+        file = getattr(known, "__file__", None)
+        if file is not None and Path(file).resolve() == path.resolve():
+            return known
+        raise UsageError(
+            f"--task {reference}: a file of this name would hide the module {path.stem!r}, which is in use. "
+            "Give the file another name."
+        )
+    importable(path.parent)
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None and spec.loader is not None, "its name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    # As an import does: what the file defines is looked up there while it runs.
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[path.stem]
+        raise _broken(f"--task {reference}: {path}", error) from error
+    return module
+
+
+def _broken(what: str, error: BaseException) -> LibraryError:
+    """The error of an import: in its first line what is wrong, below the lines of the user's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith("<frozen importlib") and frame.filename != __file__
+    ]
+    # An import of Python's own stands between, whose frames say nothing.
+    own = [frame for frame in own if Path(frame.filename).parent != Path(importlib.__file__).parent]
+    lines = traceback.format_list(own)
+    if isinstance(error, SyntaxError):
+        lines += traceback.format_exception_only(error)[:-1]
+    shown = "".join(lines).rstrip()
+    return LibraryError(f"{what} cannot be imported: {named(error)}" + (f"\n{shown}" if shown else ""))
+
+
+def _tasks_in(module: ModuleType) -> list[str]:
+    """The names of the classes of tasks that a module defines itself, and of tasks."""
+    from dualeval.tasks import Task
+
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, Task)
+        or (
+            isinstance(value, type)
+            and issubclass(value, Task)
+            and value.__module__ == module.__name__
+            and not inspect.isabstract(value)
+        )
+    ]
+
+
+def _public(module: ModuleType) -> list[str]:
+    return [name for name in vars(module) if not name.startswith("_")]
+
+
+# -- entry points --------------------------------------------------------------------------------------
+
+
+def entry_points_of(group: str) -> Mapping[str, EntryPoint]:
+    """What the installed packages offer in a group, by name; of one name the first that is found."""
+    from importlib.metadata import entry_points  # with the parser of mails, which takes long
+
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=group):
+        found.setdefault(entry.name, entry)
+    return found
+
+
+def origin_of(entry: EntryPoint) -> str:
+    """The package of an entry point, in words."""
+    return "a package" if entry.dist is None else f"package {entry.dist.name} {entry.dist.version}"
+
+
+def load_plugin(entry: EntryPoint) -> Any:
+    """What an entry point names.
+
+    Raises:
+        LibraryError: it cannot be imported on this node.
+    """
+    try:
+        return entry.load()
+    except DualevalError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _broken(f"{entry.name} ({entry.value}) of {origin_of(entry)}", error) from error
+
+
+def plugin_metric(name: str) -> Any:
+    """The metric that a package offers under a name, made where it is a class or a function.
+
+    Returns:
+        None where no package offers one.
+
+    Raises:
+        LibraryError: it cannot be imported on this node.
+    """
+    entry = entry_points_of(METRIC_GROUP).get(name)
+    if entry is None:
+        return None
+    found = load_plugin(entry)
+    return found() if isinstance(found, type) or inspect.isroutine(found) else found

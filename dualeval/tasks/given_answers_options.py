@@ -1,0 +1,39 @@
+"""The options of ``dualeval score`` for a file of answers; light to import, for the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualeval.option_fields import option
+
+if TYPE_CHECKING:
+    from dualeval.tasks.given_answers import GivenAnswers
+
+_ANSWERS = "A file of answers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenAnswersOptions:
+    """Answers that are there already, scored as the official scripts of SQuAD do."""
+
+    data: Path = option(help="Questions: JSON file of SQuAD.", group=_ANSWERS, metavar="FILE")
+    predictions: Path = option(
+        help="Answers: JSON object, question id to text.", group=_ANSWERS, metavar="FILE"
+    )
+    null_odds: Path | None = option(
+        None,
+        "How little each question is believed to have an answer: JSON object; adds the best thresholds.",
+        group=_ANSWERS,
+        metavar="FILE",
+    )
+    metric: tuple[str, ...] = ()
+
+    def make(self) -> GivenAnswers:
+        """The task."""
+        from dualeval.tasks.given_answers import GivenAnswers
+
+        return GivenAnswers(
+            data=self.data, predictions=self.predictions, null_odds=self.null_odds, metrics=self.metric
+        )

@@ -1,0 +1,115 @@
+"""The options of the task image-classification; light to import, for the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualeval.choices import DATA_FINGERPRINTS, check_mean, check_std
+from dualeval.errors import UsageError
+from dualeval.option_fields import check_fields, option
+from dualeval.weights_name import is_path_of_weights, is_published_name
+
+if TYPE_CHECKING:
+    from dualeval.tasks.image_classification import ImageClassification
+
+_EVALUATED = "What to evaluate"
+_WEIGHTS = "Weights"
+_PREPROCESSING = "Preprocessing"
+_PIXELS = ("resize", "crop", "interpolation", "mean", "std")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageClassificationOptions:
+    """One class an image: a folder of class folders, or idx files."""
+
+    model: str | None = option(
+        None,
+        "torchvision classifier, or package.module:factory.",
+        group=_EVALUATED,
+    )
+    weights: str | None = option(
+        None,
+        "State_dict file, DEFAULT, IMAGENET1K_V1, random:SEED.",
+        group=_EVALUATED,
+        is_path=is_path_of_weights,
+    )
+    data: Path | None = option(None, "Folder with a sub-folder a class, or idx files.", group=_EVALUATED)
+    num_classes: int | None = option(
+        None, "Number of classes, where neither data nor weights tell.", group=_EVALUATED, least=1
+    )
+    data_fingerprint: str = option(
+        DATA_FINGERPRINTS[0],
+        "What of image files tells two data sets apart: size and ends, or content.",
+        group=_EVALUATED,
+        choices=DATA_FINGERPRINTS,
+    )
+    weights_key: str | None = option(
+        None, "Key of the state_dict in a checkpoint, as model_ema or ema.state_dict.", group=_WEIGHTS
+    )
+    weights_prefix: str | None = option(
+        None, "Take only the tensors whose names begin with this, without it.", group=_WEIGHTS
+    )
+    download: bool = option(
+        False, "Allow --weights DEFAULT or IMAGENET1K_V1 to fetch the weights.", group=_WEIGHTS
+    )
+    resize: int | None = option(
+        None,
+        "Bring the shorter side to this many pixels.",
+        group=_PREPROCESSING,
+        least=1,
+        shown="the model's",
+    )
+    crop: int | None = option(
+        None,
+        "Cut a square of this side from the centre.",
+        group=_PREPROCESSING,
+        least=1,
+        shown="the model's",
+    )
+    interpolation: str | None = option(
+        None, "nearest, bilinear, bicubic or lanczos.", group=_PREPROCESSING, shown="the model's"
+    )
+    mean: tuple[float, ...] | None = option(
+        None, "Mean a channel, with commas.", group=_PREPROCESSING, shown="the model's"
+    )
+    std: tuple[float, ...] | None = option(
+        None, "Standard deviation a channel.", group=_PREPROCESSING, shown="the model's"
+    )
+    metric: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_mean("--mean", self.mean)
+        check_std("--std", self.std)
+        if self.download and not (self.weights and is_published_name(self.weights)):
+            found = "is not given" if self.weights is None else f"is {self.weights}"
+            raise UsageError(
+                f"--download fetches weights that torchvision publishes, and --weights {found}. Give "
+                "--weights DEFAULT or a name such as IMAGENET1K_V1, or leave --download out."
+            )
+
+    def fetch(self) -> None:
+        """Fetch the weights, where that is wanted; one process a node does."""
+        if self.download and self.model and self.weights:
+            from dualeval.models import published
+
+            published.download(self.model, self.weights)
+
+    def make(self) -> ImageClassification:
+        """The task."""
+        from dualeval.tasks.image_classification import ImageClassification
+
+        asked = {name: getattr(self, name) for name in _PIXELS}
+        return ImageClassification(
+            model=self.model,
+            weights=self.weights,
+            weights_key=self.weights_key,
+            weights_prefix=self.weights_prefix,
+            data=self.data,
+            num_classes=self.num_classes,
+            metrics=self.metric,
+            data_fingerprint=self.data_fingerprint,
+            preprocessing={name: value for name, value in asked.items() if value is not None},
+        )

@@ -1,0 +1,77 @@
+"""The options of the task question-answering; light to import, for the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualeval.option_fields import check_fields, option
+from dualeval.weights_name import is_path_of_weights
+
+if TYPE_CHECKING:
+    from dualeval.tasks.question_answering import QuestionAnswering
+
+_EVALUATED = "What to evaluate"
+_WEIGHTS = "Weights"
+_WINDOWS = "Windows and answers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionAnsweringOptions:
+    """Answers in texts, in the format of SQuAD v1.1 and v2.0."""
+
+    model: Path = option(
+        help="A local folder with model and tokenizer, of the transformers library.",
+        group=_EVALUATED,
+        metavar="DIR",
+    )
+    data: Path = option(
+        help="Questions in the JSON format of SQuAD.",
+        group=_EVALUATED,
+        metavar="FILE",
+    )
+    weights: str | None = option(
+        None,
+        "State_dict file, or random:SEED.",
+        group=_WEIGHTS,
+        is_path=is_path_of_weights,
+        shown="in the model's folder",
+    )
+    weights_key: str | None = option(
+        None, "Key of the state_dict in a checkpoint, as model_ema or ema.state_dict.", group=_WEIGHTS
+    )
+    weights_prefix: str | None = option(
+        None, "Take only the tensors whose names begin with this, without it.", group=_WEIGHTS
+    )
+    max_length: int = option(384, "Most tokens of a window of question and text.", group=_WINDOWS, least=1)
+    stride: int = option(128, "Tokens that windows of one text share.", group=_WINDOWS, least=0)
+    n_best: int = option(20, "Starts and ends of a window that are paired.", group=_WINDOWS, least=1)
+    max_answer_length: int = option(30, "Most tokens of an answer.", group=_WINDOWS, least=1)
+    null_threshold: float | None = option(
+        None, "No answer where it scores better by more than this.", group=_WINDOWS, shown="0"
+    )
+    metric: tuple[str, ...] = ()
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def make(self) -> QuestionAnswering:
+        """The task."""
+        from dualeval.tasks.question_answering import QuestionAnswering
+
+        return QuestionAnswering(
+            model=self.model,
+            data=self.data,
+            weights=self.weights,
+            weights_key=self.weights_key,
+            weights_prefix=self.weights_prefix,
+            metrics=self.metric,
+            batch_size=self.batch_size,
+            max_length=self.max_length,
+            stride=self.stride,
+            n_best=self.n_best,
+            max_answer_length=self.max_answer_length,
+            null_threshold=self.null_threshold,
+        )
