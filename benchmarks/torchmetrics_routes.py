@@ -1,7 +1,8 @@
-"""Try every class of the installed TorchMetrics, and write which route each goes: docs/torchmetrics-routes.md.
+"""Try every class of the installed TorchMetrics, and write docs/torchmetrics-routes.md.
 
-Each class that can be made gets 24 samples in batches of 8. Its value by this package is compared with TorchMetrics'
-own, updated with the same batches, or with all samples at once where it is computed from the rows.
+Each class that can be made gets 24 samples in batches of 8. Its value by this package is compared with
+TorchMetrics' own, updated with the same batches, or with all samples at once where it is computed from the
+rows.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "torchmetrics-routes.md
 SAMPLES, BATCH = 24, 8
 CLASSES = 3
 
-INTRODUCTION = """# Every class of TorchMetrics, and the way it goes
+INTRODUCTION = """# Every class of TorchMetrics, and its route
 
-Made by `benchmarks/torchmetrics_routes.py`, which tries all classes of TorchMetrics {version}. What each route is stands
-in [torchmetrics](torchmetrics.md). The route follows from a metric's states, and so from its arguments: the table says
-which ones were tried. A class with other arguments may go another way: of `MulticlassAUROC`, with `thresholds=100`, the
-states are sums of integers.
+Made by `benchmarks/torchmetrics_routes.py`, which tries all classes of TorchMetrics {version} and compares
+each value with TorchMetrics' own. What each route is stands in [torchmetrics](torchmetrics.md). The route
+follows from a metric's states, and so from its arguments: the table says which ones were tried. With other
+arguments a class may go another way: with `thresholds=100` the states of `MulticlassAUROC` are sums of
+integers.
 
-*By batch* means: another division into batches gives another value, by TorchMetrics' own definition, because the metric
+*By batch* means: another batch size gives another value, by TorchMetrics' own definition, because the metric
 averages over a batch. At one batch size the value is the same at every number of processes.
 
 {counts}
@@ -186,10 +188,23 @@ OF_ROOM: dict[str, Callable[[], Mapping[str, Any]]] = {
 }
 # Arguments that a class must have; by its own name, or by that of the argument.
 OF_ARGUMENT: dict[str, Any] = {
-    **{"num_classes": CLASSES, "num_labels": CLASSES, "num_groups": 2, "beta": 1.0, "p": 2.0},
-    **{"min_precision": 0.5, "min_recall": 0.5, "min_sensitivity": 0.5, "min_specificity": 0.5},
-    **{"task": "multiclass", "threshold": 0.5, "data_range": 1.0, "fs": 16000, "mode": "nb"},
-    **{"things": {0}, "stuffs": {1}, "mouth_map": [0, 1, 2]},
+    "num_classes": CLASSES,
+    "num_labels": CLASSES,
+    "num_groups": 2,
+    "beta": 1.0,
+    "p": 2.0,
+    "min_precision": 0.5,
+    "min_recall": 0.5,
+    "min_sensitivity": 0.5,
+    "min_specificity": 0.5,
+    "task": "multiclass",
+    "threshold": 0.5,
+    "data_range": 1.0,
+    "fs": 16000,
+    "mode": "nb",
+    "things": {0},
+    "stuffs": {1},
+    "mouth_map": [0, 1, 2],
 }
 GIVEN = {
     "ROUGEScore": {"rouge_keys": ("rouge1", "rougeL")},
@@ -306,10 +321,12 @@ def by_torchmetrics(metric: Any, samples: Mapping[str, Any], batch: int) -> Any:
     return numbers(measured_of("value", own.compute(), prefix=False).values)
 
 
-def by_dualeval(metric: Any, samples: Mapping[str, Any]) -> Any:
+def by_dualeval(metric: Any, samples: Mapping[str, Any], *, by_rows: bool = False) -> Any:
     columns, shapes = columns_of(samples)
     any_names = "args" in inspect.signature(metric.update).parameters
-    made: Any = from_torchmetrics(metric, [*shapes.values()] if any_names else shapes, name="value")
+    made: Any = from_torchmetrics(
+        metric, [*shapes.values()] if any_names else shapes, name="value", by_rows=by_rows
+    )
     if is_of_rows(made):
         return numbers(made.compute(columns).values)
     ledger = torch.zeros(made.size, dtype=torch.int64)
@@ -334,31 +351,36 @@ def close(one: list[float], other: list[float], tolerance: float) -> bool:
 
 def try_class(kind: type) -> tuple[str, str, str]:
     """Of one class: the arguments that were tried, its route, and what is to be said of it."""
-    given: dict[str, Any] = {}
+    remark = ""
     try:
         find_class(kind.__name__)
     except UsageError as error:
         if "has no class" not in str(error):
-            return "", "refused", str(error).partition(f"{kind.__name__} ")[2]
+            return "", "refused", str(error).partition(f"{kind.__name__} ")[2].partition(". ")[0].rstrip(".")
     try:
         given = arguments_of(kind)
         metric = kind(**given)
         route = route_of(states_of(isolated(metric)))
         samples = samples_of(kind)
-        found = by_dualeval(metric, samples)
+        try:
+            found = by_dualeval(metric, samples)
+        except UsageError as error:
+            if "by_rows=True" not in str(error):
+                raise
+            route, remark = Route.ROWS, "with `by_rows=True`: it keeps more than its states"
+            found = by_dualeval(metric, samples, by_rows=True)
     except (ImportError, RuntimeError) as error:
         package = re.search(r"pip install ([\w\[\]-]+)`?", str(error))
         if package is None:
             raise
         return "", "not tried", f"needs a package that is not installed: `pip install {package[1]}`"
-    except UsageError as error:
-        return shown(given), "refused", str(error)
     whole = by_torchmetrics(metric, samples, SAMPLES)
     batches = by_torchmetrics(metric, samples, BATCH)
     wanted = whole if route is Route.ROWS else batches
     if not close(found, wanted, 1e-6):
         raise AssertionError(f"{kind.__name__}: {found} by {route}, and {wanted} by TorchMetrics")
-    remark = "" if route is Route.ROWS or close(batches, whole, 1e-4) else "by batch"
+    if route is not Route.ROWS and not close(batches, whole, 1e-4):
+        remark = "by batch"
     return shown(given), route.value, remark
 
 
@@ -388,7 +410,9 @@ def page() -> str:
         tried = f"`{given}`" if given else ""
         rows.append(f"| `{kind.__name__}` | {tried} | {route} | {remark} |")
     said = "; ".join(f"{count} {route}" for route, count in sorted(counts.items()))
-    head = INTRODUCTION.format(version=torchmetrics().__version__, counts=f"{sum(counts.values())} classes: {said}.")
+    head = INTRODUCTION.format(
+        version=torchmetrics().__version__, counts=f"{sum(counts.values())} classes: {said}."
+    )
     return head + "\n".join(rows) + "\n"
 
 

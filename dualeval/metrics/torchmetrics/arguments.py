@@ -141,9 +141,8 @@ def _part(column: Any, samples: range) -> Tensor | list[Any]:
     """Some samples of a column: a tensor, or a list with an entry a sample."""
     if isinstance(column, (Tensor, np.ndarray)):
         return _tensor(column[samples.start : samples.stop])
-    return [
-        value if isinstance(value, str) else _tensor(value) for value in (column[place] for place in samples)
-    ]
+    part = column[samples.start : samples.stop]
+    return [value if isinstance(value, str) else _tensor(value) for value in part]
 
 
 def _tensor(value: Any) -> Tensor:

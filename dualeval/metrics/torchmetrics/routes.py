@@ -81,7 +81,9 @@ class _Wrapped:
         return list({type(part): None for part in self.metric.modules()})
 
     def _measured(self, computed: Any) -> Measured:
-        return measured_of(self.name, computed, prefix=self._own_name)
+        better = self.metric.higher_is_better
+        direction = None if better is None else "higher" if better else "lower"
+        return measured_of(self.name, computed, prefix=self._own_name, direction=direction)
 
 
 class InLedger(_Wrapped):
