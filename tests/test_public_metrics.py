@@ -39,6 +39,7 @@ def test_public_names() -> None:
         "Rows",
         "TopK",
         "Value",
+        "from_torchmetrics",
     ]
     for name in dualeval.metrics.__all__:
         assert getattr(dualeval.metrics, name) is not None
