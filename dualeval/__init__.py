@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from dualeval.backends.base import Backend as Backend
+    from dualeval.columns import Ragged as Ragged
+    from dualeval.columns import Text as Text
     from dualeval.devices import connect as connect
     from dualeval.door import evaluate as evaluate
     from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
@@ -49,11 +51,13 @@ _HOME = {
     "ModelTask": "dualeval.tasks.own_model",
     "NEW_FOLDER": "dualeval.engine.options",
     "PeerError": "dualeval.errors",
+    "Ragged": "dualeval.columns",
     "Result": "dualeval.result",
     "RowMetric": "dualeval.metrics",
     "Session": "dualeval.engine.session",
     "Stopped": "dualeval.errors",
     "Task": "dualeval.tasks",
+    "Text": "dualeval.columns",
     "UsageError": "dualeval.errors",
     "World": "dualeval.world",
     "connect": "dualeval.devices",

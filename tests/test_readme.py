@@ -54,7 +54,7 @@ def test_the_shown_job_is_the_embedded_one() -> None:
 
 
 def first_example() -> str:
-    return re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)[0]
+    return str(re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)[0])
 
 
 def digests_of_first_example(launch: Launch, folder: Path, start: str) -> set[str]:

@@ -19,6 +19,23 @@ from dualeval.errors import UsageError
 from dualeval.tasks.question_answering import QuestionAnswering
 from tests import questions
 
+
+class Held(Dataset[int]):
+    """Map-style, with an attribute, and a cache that grows."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.cache: dict[int, int] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        self._last = self.cache[index] = index
+        return index
+
+
 ROWS = {"x": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "label": [0, 1, 1], "name": ["a", "b", "ü"]}
 
 
@@ -86,6 +103,8 @@ def of(data: Any, **options: Any) -> str:
         ([{"x": torch.zeros(2)}] * 2, [{"x": torch.ones(2)}] * 2),
         (rows(), rows().rename_column("x", "z")),
         (rows(), rows().with_format("torch")),
+        (Held(1), Held(2)),
+        (Held(torch.zeros(2)), Held(torch.ones(2))),
     ],
 )
 def test_other_contents_have_another_fingerprint(one: Any, other: Any) -> None:
@@ -94,6 +113,21 @@ def test_other_contents_have_another_fingerprint(one: Any, other: Any) -> None:
     # What is given is taken at its word.
     assert of(one, fingerprint="v1") != of(one, fingerprint="v2")
     assert of(one, fingerprint="v1") == of(type(one)(one) if isinstance(one, list) else one, fingerprint="v1")
+
+
+def test_reading_changes_no_fingerprint() -> None:
+    data = Held(1)
+    before = of(data)
+    dualeval.wrap(data).__getitems__([0, 2])
+    assert data.cache and of(data) == before
+
+
+def test_a_mapped_file_is_not_read_for_its_fingerprint(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "array", np.float32, "w+", shape=(4, 2))
+    before = of(mapped), of(Held(mapped))
+    mapped[0] = 1
+    assert (of(mapped), of(Held(mapped))) == before
+    assert not dualeval.wrap(mapped).in_memory
 
 
 def contents(data: Any) -> str:
@@ -184,3 +218,40 @@ def test_rows_that_are_no_questions(change: dict[str, Any], message: str, tmp_pa
         questions_of_rows([row, {**row, "id": "second", **change}])
     with pytest.raises(UsageError, match=r"give one, as data\['validation'\]"):
         questions_of_rows({"validation": [row]})  # type: ignore[arg-type]
+
+
+class Own:
+    """Has ids and a fingerprint, and no ``__getitems__``."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.ones(2), index % 2
+
+    def id(self, index: int) -> str:
+        return f"own {index}"
+
+    def fingerprint(self, count: int) -> str:
+        return f"{count} of mine"
+
+    def placeholder(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.zeros(2), 0
+
+
+def test_ids_and_fingerprint_of_its_own_stay(tmp_path: Path) -> None:
+    result = dualeval.evaluate(
+        model=nn.Linear(2, 2), data=Own(), metrics=["top1"], launcher="none", workers=0, out=tmp_path
+    )
+    assert result.data["fingerprint"] == "3 of mine"
+    table = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")
+    assert table["id"].to_pylist() == ["own 0", "own 1", "own 2"]
+
+
+def test_a_loop_takes_what_is_wrapped(tmp_path: Path) -> None:
+    with dualeval.Session(launcher="none") as session:
+        for batch in session.batches(dualeval.wrap(rows(), ids="name"), batch_size=2, out=tmp_path):
+            session.add(batch, label=batch["label"])
+        assert session.result().metrics["label"] == 2 / 3
+    table = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")
+    assert table["id"].to_pylist() == ROWS["name"]

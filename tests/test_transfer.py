@@ -232,6 +232,7 @@ def test_tensors_keep_bytes_shapes_and_order_in_memory() -> None:
     down = Downloads(device, 0).start(TENSORS)()
     for name, tensor in TENSORS.items():
         for found in (up[name], down[name]):
+            assert isinstance(found, Tensor)
             assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
             assert found.stride() == torch.empty_like(tensor).stride(), name
 
@@ -415,7 +416,7 @@ class Odd(TinyTask):
     ("columns", "message"),
     [
         (["loss"], "gave a list, expected a dict of columns by name"),
-        ({"loss": [1.0]}, "the column 'loss' is a list, expected a torch.Tensor"),
+        ({"loss": [1.0]}, "the column 'loss' is a list of float, expected a tensor"),
         ({"loss": torch.tensor(1.0)}, "the column 'loss' is one number"),
         ({"loss": torch.ones(8).to_sparse()}, "the column 'loss' has layout torch.sparse_coo"),
     ],

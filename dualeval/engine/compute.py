@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dualeval.columns import as_columns
 from dualeval.engine import numerics
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.settings_watch import is_compiled, watch_settings
@@ -153,7 +154,8 @@ class Compute:
         with self._gradients_off():
             with numerics.autocast(self._precision, self._device):
                 outputs = self._task.forward(model, data)
-            return self._task.observe(outputs, data)
+            columns: Columns = as_columns(self._task.observe(outputs, data))
+            return columns
 
 
 def _copy_sharing_tensors(model: nn.Module) -> nn.Module:

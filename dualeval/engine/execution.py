@@ -11,9 +11,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy.typing as npt
 from torch import nn
 
+from dualeval.columns import Rows
 from dualeval.engine import replay, trial
 from dualeval.engine.agreement import check_same_job, machine_facts
 from dualeval.engine.columns import kept_columns
@@ -275,7 +275,7 @@ class Execution:
     def prove(
         self,
         stored: replay.StoredBatch | None,
-        evaluate: Callable[[range], tuple[Mapping[str, npt.NDArray[Any]], tuple[FailedSample, ...]]],
+        evaluate: Callable[[range], tuple[Mapping[str, Rows], tuple[FailedSample, ...]]],
     ) -> Result | None:
         """Compare a finished batch with what this job gives now; a collective where anything is finished.
 
@@ -316,7 +316,7 @@ class Execution:
     def _compare(
         self,
         stored: replay.StoredBatch,
-        evaluate: Callable[[range], tuple[Mapping[str, npt.NDArray[Any]], tuple[FailedSample, ...]]],
+        evaluate: Callable[[range], tuple[Mapping[str, Rows], tuple[FailedSample, ...]]],
     ) -> str:
         assert self._folder is not None
         proof = replay.Proof(

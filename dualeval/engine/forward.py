@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
-import numpy.typing as npt
 from torch import nn
 
+from dualeval.columns import Rows, host_columns, to_rows
 from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
@@ -71,7 +71,7 @@ def evaluate_all(
 
 def evaluate_alone(
     evaluation: Evaluation, samples: range
-) -> tuple[dict[str, npt.NDArray[Any]], tuple[FailedSample, ...]]:
+) -> tuple[dict[str, Rows], tuple[FailedSample, ...]]:
     """Read and compute one batch by itself, as the loop would.
 
     Returns:
@@ -84,8 +84,8 @@ def evaluate_alone(
     if data is None:
         raise unreadable(evaluation.dataset, failed[0])
     with _compute(evaluation, 1) as compute:
-        columns = evaluation.task.postprocess(compute.start(data)(), samples)
-    return {name: columns[name].numpy() for name in evaluation.kept}, failed
+        columns = host_columns(evaluation.task.postprocess(compute.start(data)(), samples), samples)
+    return {name: to_rows(columns[name]) for name in evaluation.kept}, failed
 
 
 def first_columns(
@@ -115,7 +115,10 @@ def first_columns(
         data, failed = read_alone(evaluation, samples)
         if data is not None:
             with _compute(evaluation, 1) as compute:
-                return task.postprocess(compute.start(data)(), samples)
+                columns: Mapping[str, Any] = host_columns(
+                    task.postprocess(compute.start(data)(), samples), samples
+                )
+                return columns
     raise unreadable(dataset, failed[0])
 
 

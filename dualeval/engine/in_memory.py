@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualeval.engine.folder.journal import Column
+from dualeval.columns import Column, Rows
+from dualeval.engine.folder.stored_columns import StoredColumn, describe_columns, place_columns
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
@@ -33,14 +34,19 @@ class MemoryRows:
     path: Path
     chunks: tuple[int, ...]
     rows: tuple[int, ...]
-    columns: dict[str, Column]
+    columns: dict[str, StoredColumn]
     content: npt.NDArray[np.uint8]
 
-    def read_rows(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Rows ``start`` to ``stop`` of a column, shape (stop - start, *row_shape)."""
-        where = self.columns[column]
-        first, last = (where.offset + row * where.row_bytes for row in (start, stop))
-        return self.content[first:last].view(where.dtype).reshape(stop - start, *where.row_shape)
+    def read_rows(self, column: str, start: int, stop: int) -> Rows:
+        """Rows ``start`` to ``stop`` of a column: shape (stop - start, *row_shape), or ragged ones."""
+        return self.columns[column].read(self._read, start, stop)
+
+    def read_offsets(self, column: str) -> npt.NDArray[np.int64]:
+        """Where the values of each row of a ragged column begin, and the last one's end."""
+        return self.columns[column].offsets(self._read, 0, sum(self.rows))
+
+    def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
+        return self.content[offset : offset + count * dtype.itemsize].view(dtype)
 
 
 class MemoryWriter:
@@ -63,16 +69,15 @@ class MemoryWriter:
         chunks: Sequence[int],
         rows: Sequence[int],
         delta: Tensor,
-        columns: Mapping[str, Tensor],
+        columns: Mapping[str, Column],
         failures: Sequence[tuple[int, str]] = (),
     ) -> None:
         """Keep the rows of finished chunks; arguments as for ``JournalWriter``."""
         self.failures += failures
         if self._keeps:
-            arrays = {name: np.ascontiguousarray(column.numpy()) for name, column in columns.items()}
-            described = [[name, array.dtype.str, array.shape[1:]] for name, array in arrays.items()]
+            described, arrays = describe_columns(columns)
             header = {"chunks": list(chunks), "rows": list(rows), "columns": described}
-            self.written.append((header, list(arrays.values())))
+            self.written.append((header, arrays))
 
     def collect(
         self, backend: Backend, rounds: int, step: Callable[[], None] = lambda: None
@@ -104,15 +109,10 @@ class MemoryWriter:
 
 
 def _rows_of(rank: int, header: Mapping[str, Any], content: Tensor) -> MemoryRows:
-    columns, offset = {}, 0
-    for name, dtype, shape in header["columns"]:
-        column = Column(name=name, dtype=np.dtype(dtype), row_shape=tuple(shape), offset=offset)
-        columns[name] = column
-        offset += sum(header["rows"]) * column.row_bytes
     return MemoryRows(
         path=Path(f"the memory of rank {rank}"),
         chunks=tuple(header["chunks"]),
         rows=tuple(header["rows"]),
-        columns=columns,
+        columns=place_columns(header["columns"], sum(header["rows"]), 0),
         content=content.numpy(),
     )

@@ -13,8 +13,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from dualeval.columns import Column, host_columns
 from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.context import RunContext
@@ -274,7 +275,7 @@ class Loop:
                 following = pool.submit(self._control.claim)
                 yield remaining[number]
 
-    def take(self, work: Work, columns: Mapping[str, Tensor] | None) -> None:
+    def take(self, work: Work, columns: Mapping[str, Column] | None) -> None:
         """Record a batch.
 
         Args:
@@ -289,7 +290,7 @@ class Loop:
         self._progress.step("metrics", work.chunk)
         if columns is not None:
             start = perf_counter()
-            columns = self._task.postprocess(columns, work.samples)
+            columns = host_columns(self._task.postprocess(columns, work.samples), work.samples)
             self.postprocess_s += perf_counter() - start
             if not self._tried:
                 self._try(work, columns)
@@ -299,7 +300,7 @@ class Loop:
             raise unwritable(self._recorder, error) from error
         self._control.add_done(len(work.samples))
 
-    def _try(self, work: Work, columns: Mapping[str, Tensor]) -> None:
+    def _try(self, work: Work, columns: Mapping[str, Column]) -> None:
         """Take this rank's first batch through all that comes after the last one."""
         evaluated = torch.ones(len(work.samples), dtype=torch.bool)
         evaluated[[sample.index - work.samples.start for sample in work.failed]] = False

@@ -18,7 +18,7 @@ from dualeval.engine.folder.collecting import errors_of, gather_failures
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile, JournalWriter
 from dualeval.engine.folder.opening import PreviousRun
-from dualeval.engine.folder.predictions import Rows, read_columns
+from dualeval.engine.folder.predictions import RowsOfChunks, read_columns
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Evaluation, unwritable
 from dualeval.engine.machines import chunks_by_machine
@@ -127,7 +127,7 @@ class Outcome:
         self._ledger.values = self._backend.all_reduce(self._ledger.values, op="sum")
         times["reduce"] = perf_counter() - start
 
-    def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[Rows]:
+    def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[RowsOfChunks]:
         """On rank 0 the rows of all chunks, checked; on the others none. A collective."""
         step = partial(self._progress.step, "write")
         if isinstance(self._writer, MemoryWriter):
@@ -143,7 +143,7 @@ class Outcome:
             self._previous, reports, fingerprint, partial(self._progress.step, "write")
         )
 
-    def _with_errors(self, failed: Sequence[int], rows: Sequence[Rows]) -> list[tuple[int, str]]:
+    def _with_errors(self, failed: Sequence[int], rows: Sequence[RowsOfChunks]) -> list[tuple[int, str]]:
         """Index and error of each failed sample, in order; the errors on rank 0 alone. A collective."""
         if not failed:
             return []
@@ -153,7 +153,7 @@ class Outcome:
             known = [file.failures for file in rows if isinstance(file, JournalFile)]
         return errors_of(chain.from_iterable(known), failed)
 
-    def _measured_by_rows(self, rows: Sequence[Rows]) -> list[Measured]:
+    def _measured_by_rows(self, rows: Sequence[RowsOfChunks]) -> list[Measured]:
         """What rank 0 makes of all samples' rows, sent to every rank."""
         metrics = self._of.row_metrics
         if not metrics:
@@ -161,7 +161,11 @@ class Outcome:
         found: list[dict[str, Any]] | None = None
         if self._is_main:
             names = sorted({name for metric in metrics for name in metric.columns})
-            columns = read_columns(rows, self._of.plan, names, partial(self._progress.step, "write"))
+            folder = None if self._folder is None else self._folder.path
+            with self._writable():
+                columns = read_columns(
+                    rows, self._of.plan, names, folder, partial(self._progress.step, "write")
+                )
             found = [
                 asdict(plain(metric.name, metric.compute(columns_of(metric, columns)))) for metric in metrics
             ]
@@ -198,6 +202,7 @@ class Outcome:
             intervals={name: interval for part in measured for name, interval in part.intervals.items()},
             nonfinite={name: counts for part in measured for name, counts in part.nonfinite.items()},
             units={name: unit for part in measured for name, unit in part.units.items()},
+            directions={name: better for part in measured for name, better in part.directions.items()},
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
             failed=[{"id": of.dataset.id(index), "error": error} for index, error in failures],
             chunks={
@@ -243,7 +248,7 @@ class Outcome:
             folder=None if self._folder is None else str(self._folder.path),
         )
 
-    def _written(self, folder: RunFolder, result: Result, rows: Sequence[Rows]) -> Result:
+    def _written(self, folder: RunFolder, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
         """Write the result and what lies beside it; rank 0 calls it."""
         files = [file for file in rows if isinstance(file, JournalFile)]
         return folder.write(

@@ -6,12 +6,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dualeval.choices import check_kind
+from dualeval.columns import Column, Ragged, as_column, host_columns, of_parts, parts_of, to_rows
 from dualeval.engine import numerics
 from dualeval.engine.context import RunContext
 from dualeval.engine.evaluation_mode import training_note
@@ -19,18 +21,19 @@ from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.guest import Guest
 from dualeval.engine.loop import Evaluation, read_alone
-from dualeval.engine.own_task import LoopTask
+from dualeval.engine.own_task import LoopKind, LoopTask
 from dualeval.engine.samples import check_samples
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.result import Result
 
 _HOST = torch.device("cpu")
+_HALF = (torch.float16, torch.bfloat16)
 _USAGE = "for batch in session.batches(dataset): ...; session.add(batch, loss=losses)"
 # The caller's own matter: the loop may be inside of torch.no_grad().
 _CALLERS = ("torch.is_grad_enabled()", "torch.get_default_dtype()")
 
-Columns = dict[str, Tensor]
+Columns = dict[str, Column]
 
 
 class OwnLoop:
@@ -110,7 +113,8 @@ class OwnLoop:
 
         Args:
             batch: what the loop has given last, or a part of it.
-            columns: by name, one row a sample: tensors on any device, arrays or lists. They are copied.
+            columns: by name, one row a sample: tensors on any device, arrays or lists. For rows that differ
+                in length a ``dualeval.Ragged`` or a list of tensors, for text a list of str. They are copied.
 
         Raises:
             UsageError: it is not that batch, it was added before, or a column is not as it must be.
@@ -205,7 +209,7 @@ class OwnLoop:
                 again: tuple[Columns, tuple[FailedSample, ...]] = ({}, ())
                 if stored is not None and stored.columns:
                     again = yield from self._compute_alone(execution.evaluation, stored.samples)
-                rows, failed = {name: column.numpy() for name, column in again[0].items()}, again[1]
+                rows, failed = {name: to_rows(column) for name, column in again[0].items()}, again[1]
                 self._result = execution.prove(stored, lambda samples: (rows, failed))
                 if self._result is None:
                     yield from self._loop(execution)
@@ -313,9 +317,7 @@ class OwnLoop:
                 # Where a sample could not be read, the loop may find that it can.
                 self._first = None if failed else (batch, own)
                 break
-        kinds = [
-            [name, str(column.dtype).removeprefix("torch."), column.ndim] for name, column in own.items()
-        ]
+        kinds = [LoopKind.of(column).plain(name) for name, column in own.items()]
         context.control.meet()
         everyone = context.backend.all_gather_json(kinds)
         known = [(rank, kinds) for rank, kinds in enumerate(everyone) if kinds]
@@ -328,7 +330,9 @@ class OwnLoop:
                     f"rank {rank} has added other columns than rank {first_rank} ({_listed(others)}; "
                     f"{_listed(first)}): add the same columns, of the same dtype, on every rank"
                 )
-        self._task.kinds = {name: (getattr(torch, dtype), ndim) for name, dtype, ndim in first}
+        self._task.kinds = {
+            name: LoopKind(getattr(torch, dtype), ndim, form) for name, dtype, ndim, form in first
+        }
         self._task.make_metrics()
         if self._first is not None:
             self._first = self._first[0], {name: own[name] for name in self._task.kinds}
@@ -368,24 +372,44 @@ def _parts(batch: Any) -> list[Any]:
     return [batch, *batch] if isinstance(batch, list | tuple) else [batch]
 
 
-def _column(name: str, values: Any, samples: range) -> Tensor:
-    try:
-        column = torch.as_tensor(values).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"the column {name!r} is a {type(values).__name__}, expected a tensor, an array or a list of "
-            f"numbers, one a sample: {error}"
-        ) from error
-    if column.dtype in (torch.float16, torch.bfloat16):
-        column = column.float()
-    if column.ndim == 0 or len(column) != len(samples):
-        found = "one number" if column.ndim == 0 else f"{len(column)} rows"
+def _column(name: str, values: Any, samples: range) -> Column:
+    column = _as_column(name, values)
+    count = 0 if isinstance(column, Tensor) and column.ndim == 0 else len(column)
+    if count != len(samples):
+        found = f"{count} rows" if isinstance(column, Ragged) or column.ndim else "one number"
         raise UsageError(
             f"the column {name!r} has {found} for the batch of {_named(samples)}, expected "
             f"{len(samples)}: one a sample, in order (a loss with reduction='none')"
         )
     # The caller may write into it again.
-    return column.to(_HOST, copy=True, memory_format=torch.contiguous_format)
+    parts = [
+        part.detach().to(_HOST, copy=True, memory_format=torch.contiguous_format) for part in parts_of(column)
+    ]
+    return cast(Column, host_columns({name: of_parts(type(column), parts)}, samples)[name])
+
+
+def _as_column(name: str, values: Any) -> Column:
+    """What ``add`` was given as a column, on its device."""
+    if isinstance(values, np.ndarray) and values.dtype.kind == "U":
+        values = values.tolist()
+    if isinstance(values, (list, tuple)) and any(map(_is_row, values)):
+        values = as_column(name, values)
+    if isinstance(values, Ragged):
+        return values if values.values.dtype not in _HALF else Ragged(values.values.float(), values.lengths)
+    try:
+        column = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the column {name!r} is a {type(values).__name__}, expected a tensor, an array or a list of "
+            "numbers, one a sample; or, where rows differ in length, dualeval.Ragged(values, lengths), a "
+            f"list of tensors or a list of str: {error}"
+        ) from error
+    return column.float() if column.dtype in _HALF else column
+
+
+def _is_row(entry: Any) -> bool:
+    """Whether an entry of a list is a row that may have another length than the others."""
+    return isinstance(entry, str) or (isinstance(entry, Tensor) and entry.ndim > 0)
 
 
 def _named(samples: range) -> str:
@@ -393,4 +417,6 @@ def _named(samples: range) -> str:
 
 
 def _listed(kinds: Sequence[Sequence[Any]]) -> str:
-    return ", ".join(f"{name}: {dtype}" for name, dtype, _ in kinds)
+    return ", ".join(
+        f"{name}: {dtype}" if form == "plain" else f"{name}: {form} {dtype}" for name, dtype, _, form in kinds
+    )

@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from dualeval.columns import Column, kind_of
 from dualeval.engine.guest import unwrapped
-from dualeval.engine.samples import Samples
+from dualeval.engine.samples import Samples, wrap
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.columns import mean_of
+from dualeval.metrics.means import Mean
 from dualeval.tasks import Task
+
+
+@dataclass(frozen=True)
+class LoopKind:
+    """What is the same of a column in all batches of a loop, on all ranks.
+
+    Attributes:
+        dtype: its values'.
+        ndim: its dimensions; of a ragged column those of all samples' values together.
+        form: "plain", "ragged" or "text".
+    """
+
+    dtype: torch.dtype
+    ndim: int
+    form: str = "plain"
+
+    @classmethod
+    def of(cls, column: Column) -> LoopKind:
+        form, dtype, row_shape = kind_of(column)
+        return cls(dtype, 1 + len(row_shape), form)
+
+    def plain(self, name: str) -> list[Any]:
+        """What other ranks are sent."""
+        return [name, str(self.dtype).removeprefix("torch."), self.ndim, self.form]
 
 
 class LoopTask(Task):
@@ -26,7 +52,7 @@ class LoopTask(Task):
     Attributes:
         given_model: as given; it may be wrapped for training on several processes.
         model: what is inside of it; one without modules where there is none.
-        kinds: by column, dtype and number of dimensions; known when the first batch is.
+        kinds: by column; known when the first batch is.
     """
 
     name = "loop"
@@ -39,13 +65,13 @@ class LoopTask(Task):
         metrics: Sequence[Metric | RowMetric] | None,
         model: nn.Module | None,
     ) -> None:
-        self._samples = Samples(dataset)
+        self._samples = dataset if isinstance(dataset, Samples) else wrap(dataset)
         self._collate = collate
         self._given = metrics
         self._metrics: list[Metric | RowMetric] = []
         self.given_model = model
         self.model = nn.Module().eval() if model is None else unwrapped(model)
-        self.kinds: dict[str, tuple[torch.dtype, int]] = {}
+        self.kinds: dict[str, LoopKind] = {}
 
     def make_metrics(self) -> None:
         """Make the metrics of the columns that are known now."""
@@ -59,13 +85,20 @@ class LoopTask(Task):
                     )
             self._metrics = list(given)
             return
-        for name, (dtype, ndim) in self.kinds.items():
-            if ndim != 1:
+        for name, kind in self.kinds.items():
+            if kind.form != "plain":
+                continue  # kept in predictions.parquet
+            if kind.ndim != 1:
                 raise UsageError(
-                    f"the column {name!r} has {ndim} dimensions, and a mean takes one number a sample. Add "
-                    "one, or give the metrics that read it: batches(..., metrics=[...])"
+                    f"the column {name!r} has {kind.ndim} dimensions, and a mean takes one number a sample. "
+                    "Add one, or give the metrics that read it: batches(..., metrics=[...])"
                 )
-            self._metrics.append(mean_of(name, dtype))
+            self._metrics.append(Mean(name))
+        if not self._metrics:
+            raise UsageError(
+                f"the columns {', '.join(self.kinds)} are ragged or text, which have no mean. Add a column "
+                "with one number a sample, or give the metrics that read them: batches(..., metrics=[...])"
+            )
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -93,7 +126,12 @@ class LoopTask(Task):
         return () if self._collate is None else (self._collate,)
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"columns": {name: [str(dtype), ndim] for name, (dtype, ndim) in self.kinds.items()}}
+        return {
+            "columns": {
+                name: [str(kind.dtype), kind.ndim, *([] if kind.form == "plain" else [kind.form])]
+                for name, kind in self.kinds.items()
+            }
+        }
 
     def unknown(self) -> list[str]:
         """What a reader should know of what a later run in the same folder is compared with."""

@@ -11,6 +11,7 @@ from time import monotonic, perf_counter
 import torch
 from torch import Tensor
 
+from dualeval.columns import Column, Ragged, concatenated, described, empty_rows, kind_of, of_parts, parts_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import MOST_OF_AN_ERROR, JournalWriter
 from dualeval.engine.folder.predictions import EVALUATED
@@ -25,6 +26,8 @@ from dualeval.metrics import Metric
 FOLD_SAMPLES = 4_096
 # Rows that one journal file holds at most (and a chunk): bounds this rank's memory.
 FLUSH_ROWS = 16_384
+# Bytes of values of ragged columns and text that it holds at most (and a chunk), likewise.
+FLUSH_BYTES = 256 << 20
 FLUSH_EVERY_S = 5.0
 
 
@@ -33,7 +36,7 @@ class _Finished:
     """A batch whose columns are on the host; ``columns`` is None where no sample of it could be read."""
 
     rows: int
-    columns: Mapping[str, Tensor] | None
+    columns: Mapping[str, Column] | None
     evaluated: Tensor
 
 
@@ -44,6 +47,7 @@ class _Part:
         chunks: their numbers.
         failures: index and error of their samples that could not be read.
         rows: number of their rows.
+        ragged_bytes: bytes of the values of their ragged columns.
         delta: their ledger; without the metrics of what is still to be folded.
     """
 
@@ -54,16 +58,17 @@ class _Part:
         self.chunks: list[int] = []
         self.failures: list[tuple[int, str]] = []
         self.rows = 0
+        self.ragged_bytes = 0
         self._unfolded: list[_Finished] = []
         self._unfolded_rows = 0
-        self._folded: list[dict[str, Tensor]] = []
+        self._folded: list[dict[str, Column]] = []
 
     def take(
         self,
         chunk: int,
         batches: Sequence[_Finished],
         failures: Sequence[tuple[int, str]],
-        empty: Mapping[str, Tensor] | None,
+        empty: Mapping[str, Column] | None,
     ) -> None:
         """Take a finished chunk; ``empty`` has the columns' dtypes and row shapes, once they are known."""
         rows = len(self._plan.chunk_samples(chunk))
@@ -71,25 +76,28 @@ class _Part:
         self.delta.fold(chunk, rows - len(failures), len(failures))
         self.failures += failures
         self.rows += rows
+        self.ragged_bytes += sum(map(_ragged_bytes, batches))
         self._unfolded.extend(batches)
         self._unfolded_rows += rows
         if self._unfolded_rows >= FOLD_SAMPLES:
             self.fold(empty)
 
-    def fold(self, empty: Mapping[str, Tensor] | None) -> None:
+    def fold(self, empty: Mapping[str, Column] | None) -> None:
         """Bring the rows since the last fold into the delta."""
         if not self._unfolded:
             return
         evaluated = torch.cat([finished.evaluated for finished in self._unfolded])
         columns = {
-            name: torch.cat([_column(finished, name, like) for finished in self._unfolded])
+            name: concatenated([_column(finished, name, like) for finished in self._unfolded])
             for name, like in (empty or {}).items()
         }
         if evaluated.any():
             whole = bool(evaluated.all())
             before = [slots.clone() for _, slots in self.delta.parts()]
+            batches = [int(finished.evaluated.sum()) for finished in self._unfolded]
+            read = columns if whole else {name: column[evaluated] for name, column in columns.items()}
             try:
-                self.delta.update(columns if whole else {name: c[evaluated] for name, c in columns.items()})
+                self.delta.update(read, batches)
             except BaseException:
                 # Some metrics have taken these rows, others have not; and they stay to be folded.
                 for (_, slots), kept in zip(self.delta.parts(), before, strict=True):
@@ -99,17 +107,15 @@ class _Part:
         self._folded.append({EVALUATED: evaluated.to(torch.uint8), **rows})
         self._unfolded, self._unfolded_rows = [], 0
 
-    def columns(self, empty: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    def columns(self, empty: Mapping[str, Column] | None) -> dict[str, Column]:
         """All rows, folded, in the order of ``chunks``."""
         # Parts folded before this rank could read anything hold no columns: their rows are zeros.
         known = empty or {}
         names = [EVALUATED, *(name for name in self._names if name in known)]
         return {
-            name: torch.cat(
+            name: concatenated(
                 [
-                    part[name]
-                    if name in part
-                    else known[name].new_zeros(len(part[EVALUATED]), *known[name].shape[1:])
+                    part[name] if name in part else empty_rows(known[name], len(part[EVALUATED]))
                     for part in self._folded
                 ]
             )
@@ -119,17 +125,26 @@ class _Part:
     def clear(self) -> None:
         """Forget what has been written."""
         self.delta.values.zero_()
-        self.chunks, self._folded, self.failures, self.rows = [], [], [], 0
+        self.chunks, self._folded, self.failures = [], [], []
+        self.rows = self.ragged_bytes = 0
 
 
-def _column(finished: _Finished, name: str, like: Tensor) -> Tensor:
-    if finished.columns is not None:
-        return finished.columns[name]
-    return like.new_zeros(finished.rows, *like.shape[1:])
+def _column(finished: _Finished, name: str, like: Column) -> Column:
+    return empty_rows(like, finished.rows) if finished.columns is None else finished.columns[name]
 
 
-def _alone(column: Tensor) -> Tensor:
-    """The column in memory of its own: a part of something larger would keep all of that until the fold.
+def _ragged_bytes(finished: _Finished) -> int:
+    columns = (finished.columns or {}).values()
+    return sum(column.values.nbytes for column in columns if isinstance(column, Ragged))
+
+
+def _alone(column: Column) -> Column:
+    found: Column = of_parts(type(column), [_with_own_memory(part) for part in parts_of(column)])
+    return found
+
+
+def _with_own_memory(column: Tensor) -> Tensor:
+    """A tensor in memory of its own: a part of something larger would keep all of that until the fold.
 
     Memory that is shared with a reading process is an open file besides, for every batch that waits.
     """
@@ -141,7 +156,7 @@ def _alone(column: Tensor) -> Tensor:
     return column
 
 
-def check_rows(columns: Mapping[str, Tensor], batch: int, samples: range) -> None:
+def check_rows(columns: Mapping[str, Column], batch: int, samples: range) -> None:
     """Check that the columns of a batch have one row a sample.
 
     Raises:
@@ -154,11 +169,6 @@ def check_rows(columns: Mapping[str, Tensor], batch: int, samples: range) -> Non
                 f"{len(column)} values, expected {len(samples)}: the task's collate, forward and observe "
                 "must keep one row a sample, in order"
             )
-
-
-def kind_of_column(column: Tensor) -> str:
-    """Its dtype and row shape, for people."""
-    return f"{column.dtype} with rows of shape {tuple(column.shape[1:])}"
 
 
 class Recorder:
@@ -197,7 +207,7 @@ class Recorder:
         self.chunks_saved = 0
         self.metrics_s = 0.0
         self.journal_s = 0.0
-        self._empty: dict[str, Tensor] | None = None  # the columns' dtypes and row shapes, once seen
+        self._empty: dict[str, Column] | None = None  # the columns' dtypes and row shapes, once seen
         self._chunk: list[_Finished] = []
         self._chunk_failures: list[tuple[int, str]] = []
         self._whole = _Part(plan, self._metrics, self._names)
@@ -214,7 +224,7 @@ class Recorder:
         self,
         chunk: int,
         batch: int,
-        columns: Mapping[str, Tensor] | None,
+        columns: Mapping[str, Column] | None,
         failed: Sequence[FailedSample],
     ) -> None:
         """Take a batch whose columns (on the CPU) are complete.
@@ -239,9 +249,7 @@ class Recorder:
                 if self._empty is None:
                     # What nobody counts or keeps would only wait here for the fold.
                     used = [name for name in self._used if name in columns]
-                    self._empty = {
-                        name: columns[name].new_empty(0, *columns[name].shape[1:]) for name in used
-                    }
+                    self._empty = {name: empty_rows(columns[name], 0) for name in used}
                 else:
                     self._check_kinds(columns, batch, samples)
                 columns = {name: _alone(columns[name]) for name in self._empty}
@@ -249,15 +257,15 @@ class Recorder:
             if batch == self._plan.chunk_batches(chunk)[-1]:
                 self._finish_chunk(chunk)
 
-    def _check_kinds(self, columns: Mapping[str, Tensor], batch: int, samples: range) -> None:
+    def _check_kinds(self, columns: Mapping[str, Column], batch: int, samples: range) -> None:
         assert self._empty is not None
         for name, like in self._empty.items():
             column = columns.get(name)
-            if column is None or (column.dtype, column.shape[1:]) != (like.dtype, like.shape[1:]):
-                found = "is not there" if column is None else f"is {kind_of_column(column)}"
+            if column is None or kind_of(column) != kind_of(like):
+                found = "is not there" if column is None else f"is {described(column)}"
                 raise UsageError(
                     f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) "
-                    f"{found}, and in the first batch it was {kind_of_column(like)}: each batch must give "
+                    f"{found}, and in the first batch it was {described(like)}: each batch must give "
                     "the same columns, of the same dtype and row shape"
                 )
 
@@ -271,7 +279,8 @@ class Recorder:
         part.take(chunk, self._chunk, self._chunk_failures, self._empty)
         self._chunk, self._chunk_failures = [], []
         self.metrics_s += perf_counter() - start
-        if part.rows >= FLUSH_ROWS or monotonic() - self._flushed_at >= FLUSH_EVERY_S:
+        is_full = part.rows >= FLUSH_ROWS or part.ragged_bytes >= FLUSH_BYTES
+        if is_full or monotonic() - self._flushed_at >= FLUSH_EVERY_S:
             self._flush()
 
     def flush(self, wait_s: float = -1.0) -> bool:

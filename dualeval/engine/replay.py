@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualeval.engine.columns import columns_of
+from dualeval.columns import RaggedRows, Rows, form_of, spread_rows, to_column, values_of
+from dualeval.engine.columns import columns_of, update
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalFile
-from dualeval.engine.folder.predictions import EVALUATED
+from dualeval.engine.folder.predictions import EVALUATED, evaluated_of
 from dualeval.engine.measured import plain
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.stored_rows import StoredRows
@@ -39,6 +40,8 @@ SKIPPED = "skipped"
 _TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "amp-fp16": 2e-2, "amp-bf16": 1e-1}
 # Of a batch's rows on another machine this part may be outside: near ties a predicted class may be another.
 _OUTSIDE = 0.1
+# Letters of a value in a message: a ragged row may be of any length.
+_LONGEST_SHOWN = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,7 @@ class StoredBatch:
 
     samples: range
     evaluated: npt.NDArray[np.bool_]
-    columns: Mapping[str, npt.NDArray[Any]]
+    columns: Mapping[str, Rows]
     machines: tuple[Mapping[str, Any], ...]
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
     file: JournalFile | None = None
@@ -83,7 +86,8 @@ def batch_of_journal(files: Sequence[JournalFile], plan: EvalPlan, fingerprint: 
     file, place = where[chunk]
     first = sum(file.rows[:place]) + samples.start - plan.chunk_samples(chunk).start
     rows = {name: file.read_rows(name, first, first + len(samples)) for name in file.columns}
-    evaluated = rows.pop(EVALUATED).astype(bool)
+    evaluated = evaluated_of(rows)
+    del rows[EVALUATED]
     return StoredBatch(
         samples=samples,
         evaluated=evaluated,
@@ -138,7 +142,7 @@ class Proof:
     def __init__(
         self,
         stored: StoredBatch,
-        evaluate: Callable[[range], tuple[Mapping[str, npt.NDArray[Any]], tuple[FailedSample, ...]]],
+        evaluate: Callable[[range], tuple[Mapping[str, Rows], tuple[FailedSample, ...]]],
         *,
         machine: Mapping[str, Any],
         precision: str,
@@ -151,7 +155,7 @@ class Proof:
         self._tolerance = _TOLERANCES[precision]
         self._place = place
         self._name = name
-        self._again: Mapping[str, npt.NDArray[Any]] | None = None
+        self._again: Mapping[str, Rows] | None = None
 
     def rows(self) -> tuple[str, str | None]:
         """Compare the columns: to the bit on the machine that has computed them, else to tolerance.
@@ -171,7 +175,7 @@ class Proof:
         outcome, unsteady = SAME_BITS, []
         for column, values in self._stored.columns.items():
             found = now.get(column)
-            if found is None or (found.dtype, found.shape) != (values.dtype, values.shape):
+            if found is None or _kind(found) != _kind(values):
                 self._refuse(column, 0, now)
             elif (row := _first_difference(values, found, None)) is not None:
                 if self._same_machine and not self._is_unsteady(column, found):
@@ -192,7 +196,7 @@ class Proof:
             )
         return outcome, note if outcome == WITHIN_TOLERANCE else None
 
-    def _evaluated(self) -> dict[str, npt.NDArray[Any]]:
+    def _evaluated(self) -> dict[str, Rows]:
         columns, failed = self._evaluate(self._stored.samples)
         for sample in failed:
             if self._stored.evaluated[sample.index - self._stored.samples.start]:
@@ -203,15 +207,13 @@ class Proof:
                 )
         return {name: values[self._stored.evaluated] for name, values in columns.items()}
 
-    def _is_unsteady(self, column: str, found: npt.NDArray[Any]) -> bool:
+    def _is_unsteady(self, column: str, found: Rows) -> bool:
         """Whether a column comes out otherwise in a second evaluation of the same batch."""
         if self._again is None:
             self._again = self._evaluated()
         return _first_difference(found, self._again[column], None) is not None
 
-    def _refuse(
-        self, column: str, row: int, now: Mapping[str, npt.NDArray[Any]], *, unsteady: bool = False
-    ) -> NoReturn:
+    def _refuse(self, column: str, row: int, now: Mapping[str, Rows], *, unsteady: bool = False) -> NoReturn:
         index = self._stored.samples[int(np.flatnonzero(self._stored.evaluated)[row])]
         there = _shown(self._stored.columns[column][row])
         found = _shown(now[column][row]) if column in now else "no such column"
@@ -238,10 +240,9 @@ class Proof:
         """
         if not self._stored.texts:
             return
-        rows: dict[str, npt.NDArray[Any]] = {}
+        rows: dict[str, Rows] = {}
         for name, values in self._stored.columns.items():
-            rows[name] = np.zeros((len(self._stored.samples), *values.shape[1:]), values.dtype)
-            rows[name][self._stored.evaluated] = values
+            rows[name] = spread_rows(values, self._stored.evaluated)
         made = task.texts(rows, self._stored.samples.start)
         for column, there in self._stored.texts.items():
             now = made.get(column)
@@ -294,14 +295,15 @@ class Proof:
 def metric_digests(
     metrics: Sequence[Metric],
     row_metrics: Sequence[RowMetric],
-    columns: Mapping[str, npt.NDArray[Any]],
+    columns: Mapping[str, Rows],
 ) -> dict[str, str]:
-    """What each metric makes of rows, as a hash by its name; without those whose columns are not kept."""
+    """What each metric makes of a batch's rows, as a hash by its name; without those of columns not kept."""
     found = {}
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in columns.items()}
+    tensors = {name: to_column(values) for name, values in columns.items()}
+    samples = next((len(values) for values in columns.values()), 0)
     for metric in filter(keeps_rows, metrics):
         slots = torch.zeros(metric.size, dtype=torch.int64)
-        metric.update(slots, columns_of(metric, tensors))
+        update(metric, slots, tensors, [samples])
         found[metric.name] = _digest_of(slots.tolist(), partial(metric.compute, slots))
     for row_metric in row_metrics:
         own = columns_of(row_metric, columns)
@@ -321,45 +323,80 @@ def _digest_of(slots: list[int], compute: Callable[[], Measured]) -> str:
 def _metrics_of_another_ledger(file: JournalFile, metrics: Sequence[Metric], plan: EvalPlan) -> list[str]:
     """Names of the metrics whose part of a file's ledger is not that of its rows."""
     rows = sum(file.rows)
-    evaluated = file.read_rows(EVALUATED, 0, rows).astype(bool)
+    evaluated = evaluated_of({EVALUATED: file.read_rows(EVALUATED, 0, rows)})
     there = torch.zeros(3 * plan.num_chunks + sum(metric.size for metric in metrics), dtype=torch.int64)
     there.index_add_(0, torch.from_numpy(file.slots), torch.from_numpy(file.values))
+    batches = _evaluated_by_batch(file, evaluated, plan)
     start = 3 * plan.num_chunks
     differing = []
     for metric in metrics:
         slots = torch.zeros(metric.size, dtype=torch.int64)
         if keeps_rows(metric):
-            columns = {
-                name: torch.from_numpy(file.read_rows(name, 0, rows)[evaluated]) for name in metric.columns
-            }
-            metric.update(slots, columns_of(metric, columns))
+            columns = {name: to_column(file.read_rows(name, 0, rows)[evaluated]) for name in metric.columns}
+            update(metric, slots, columns, batches)
             if not torch.equal(slots, there[start : start + metric.size]):
                 differing.append(metric.name)
         start += metric.size
     return differing
 
 
-def _first_difference(there: npt.NDArray[Any], now: npt.NDArray[Any], tolerance: float | None) -> int | None:
+def _evaluated_by_batch(file: JournalFile, evaluated: npt.NDArray[np.bool_], plan: EvalPlan) -> list[int]:
+    """How many samples of each batch of a file's chunks could be read, in the order of its rows."""
+    found, start = [], 0
+    for batch in (batch for chunk in file.chunks for batch in plan.chunk_batches(chunk)):
+        stop = start + len(plan.batch_samples(batch))
+        found.append(int(evaluated[start:stop].sum()))
+        start = stop
+    return found
+
+
+def _first_difference(there: Rows, now: Rows, tolerance: float | None) -> int | None:
     """The row of the first difference that counts; a tolerance of None wants equal bits."""
-    if tolerance is None:
-        equal = _same_bits(there, now)
-    elif there.dtype.kind == "f":
-        equal = np.isclose(there, now, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if isinstance(there, RaggedRows) and isinstance(now, RaggedRows):
+        wrong = _differing_rows(there, now, tolerance)
     else:
-        equal = there == now
-    wrong = np.flatnonzero(~equal.reshape(len(there), -1).all(axis=1))
+        wrong = np.flatnonzero(~_equal_rows(values_of(there), values_of(now), tolerance))
     allowed = 0 if tolerance is None else int(_OUTSIDE * len(there))
     return int(wrong[0]) if len(wrong) > allowed else None
+
+
+def _differing_rows(there: RaggedRows, now: RaggedRows, tolerance: float | None) -> npt.NDArray[np.intp]:
+    """Rows of another length or with other values; lengths and text have no tolerance."""
+    same_length = there.lengths == now.lengths
+    one, other = there[same_length], now[same_length]
+    row_of_value = np.repeat(np.flatnonzero(same_length), one.lengths)
+    wrong = row_of_value[~_equal_rows(one.values, other.values, tolerance)]
+    return np.union1d(np.flatnonzero(~same_length), wrong)
+
+
+def _equal_rows(
+    there: npt.NDArray[Any], now: npt.NDArray[Any], tolerance: float | None
+) -> npt.NDArray[np.bool_]:
+    if tolerance is None:
+        return _same_bits(there, now)
+    if there.dtype.kind == "f":
+        equal = np.isclose(there, now, rtol=tolerance, atol=tolerance, equal_nan=True)
+    else:
+        equal = np.asarray(there == now)
+    return np.asarray(equal.all(axis=tuple(range(1, equal.ndim))))
 
 
 def _same_bits(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Which rows are equal in all their bytes."""
     rows = len(one)
+    if not rows:
+        return np.ones(0, np.bool_)
     bits = [np.ascontiguousarray(values).reshape(rows, -1).view(np.uint8) for values in (one, other)]
     equal: npt.NDArray[np.bool_] = (bits[0] == bits[1]).all(axis=1)
     return equal
 
 
+def _kind(rows: Rows) -> tuple[Any, ...]:
+    values = values_of(rows)
+    return form_of(rows), len(rows), values.dtype, values.shape[1:]
+
+
 def _shown(value: Any) -> str:
     # repr of a float shows every bit; numpy's own adds its type.
-    return repr(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
+    text = repr(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

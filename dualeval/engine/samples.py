@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from dualeval.engine.identity.values import Values
+from dualeval.engine.identity.values import Values, attributes_of
 from dualeval.errors import UsageError
 from dualeval.tasks import Dataset
 
@@ -23,7 +23,7 @@ _IN_MEMORY = (Tensor, np.ndarray, list, tuple, range, TensorDataset)
 _WANTED = "expected a tensor (a row a sample), a list or a map-style data set, with __len__ and __getitem__"
 
 
-def wrap(dataset: Any, *, ids: Ids = None, fingerprint: str | None = None) -> Dataset:
+def wrap(dataset: Any, *, ids: Ids = None, fingerprint: str | None = None) -> Samples:
     """Give ids and a fingerprint to a data set that has none.
 
     Args:
@@ -49,10 +49,13 @@ def as_dataset(data: Any) -> Dataset:
     Raises:
         UsageError: it has no length or no samples by index.
     """
-    if all(hasattr(data, name) for name in ("id", "fingerprint", "__getitems__", "__len__")):
+    if not all(callable(getattr(data, name, None)) for name in ("id", "fingerprint")):
+        return wrap(data)
+    if hasattr(data, "__getitems__"):
         found: Dataset = data
         return found
-    return wrap(data)
+    check_samples(data)
+    return OneByOne(data)
 
 
 def check_samples(data: Any) -> None:
@@ -77,16 +80,17 @@ class Samples:
     """A data set as the engine reads it; see ``wrap``.
 
     Attributes:
+        wrapped: the data set that was given; its class is part of the job's identity.
         is_hashed: whether the fingerprint says all of its contents.
         in_memory: whether reading a sample costs nothing.
         kind: the name of its class, for people.
     """
 
     def __init__(self, data: Any, *, ids: Ids = None, fingerprint: str | None = None) -> None:
-        self._data = data
+        self._data = self.wrapped = data
         self._ids = ids
         self._given = fingerprint
-        self.in_memory = isinstance(data, _IN_MEMORY)
+        self.in_memory = isinstance(data, _IN_MEMORY) and not isinstance(data, np.memmap)
         self.is_hashed = fingerprint is not None or self.in_memory
         self.kind = type(data).__name__
         if isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) != len(data):
@@ -114,6 +118,9 @@ class Samples:
             raise UsageError(f"ids={name!r} names a column, and sample {index} {has}")
         return sample[name]
 
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]
+
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         many = getattr(self._data, "__getitems__", None)
         return [self._data[index] for index in indices] if many is None else list(many(list(indices)))
@@ -130,12 +137,22 @@ class Samples:
         return first if first == again else None
 
     def fingerprint(self, count: int) -> str:
-        contents = self._given or ""
-        if self._given is None and self.is_hashed:
-            data = self._data.tensors if isinstance(self._data, TensorDataset) else self._data
-            contents = Values().digest(data).hex()
+        contents = self._contents() if self._given is None else self._given
         said = f"{type(self._data).__module__}.{self.kind} {len(self)} {count} {contents}"
         return hashlib.sha256(said.encode()).hexdigest()
+
+    def _contents(self) -> str:
+        """A hash of what lies in memory; of an object, of its public attributes."""
+        if self.in_memory:
+            data = self._data.tensors if isinstance(self._data, TensorDataset) else self._data
+            return Values().digest(data).hex()
+        # Dicts and private ones may be caches, which fill while samples are read; a mapped file may be large.
+        attributes = {
+            name: value
+            for name, value in attributes_of(self._data).items()
+            if not name.startswith("_") and not isinstance(value, (dict, np.memmap))
+        }
+        return Values().attributes(attributes).hex()
 
 
 class HuggingFaceSamples(Samples):
@@ -167,6 +184,19 @@ class HuggingFaceSamples(Samples):
             return self._given
         columns = self._stored[samples.start : samples.stop].to_pydict()
         return Values().digest([sorted(columns), [_stored(columns[name]) for name in sorted(columns)]]).hex()
+
+
+class OneByOne(Samples):
+    """A data set with ids and a fingerprint of its own, whose samples are read one by one."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data, ids=data.id)
+        for name in ("content_fingerprint", "placeholder"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
+
+    def fingerprint(self, count: int) -> str:
+        return str(self._data.fingerprint(count))
 
 
 def _stored(value: Any) -> Any:

@@ -399,7 +399,8 @@ class Session:
 
         Args:
             batch: what the loop has given last, or a part of it.
-            columns: by name, one row a sample: tensors on any device, arrays or lists. They are copied.
+            columns: by name, one row a sample: tensors on any device, arrays or lists. For rows that differ
+                in length a ``dualeval.Ragged`` or a list of tensors, for text a list of str. They are copied.
 
         Raises:
             UsageError: it is not that batch, it was added before, or a column is not as it must be.

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.engine.folder.predictions import WINDOW_ROWS
+from dualeval.columns import Rows, offsets_of, rows_of
+from dualeval.engine.folder.predictions import COLUMN_OF_TEXT, WINDOW_ROWS
 from dualeval.errors import DualevalError, UsageError
 
 # Of every task's file, and never null.
@@ -28,12 +29,12 @@ class Window:
         columns: by name, the rows of the samples that could, in order, first dimension these samples.
         ids: each row's, where they were asked for.
         indices: likewise.
-        texts: by name, the columns of text of all rows, where they were asked for.
+        texts: by name, the texts of all rows, where they were asked for.
     """
 
     start: int
     evaluated: npt.NDArray[np.bool_]
-    columns: Mapping[str, npt.NDArray[Any]]
+    columns: Mapping[str, Rows]
     ids: Sequence[str]
     indices: npt.NDArray[np.int64]
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
@@ -47,7 +48,7 @@ class StoredRows:
 
     Attributes:
         path: as given.
-        names: the columns of the task and of its metrics, which are numbers; without id, index and texts.
+        names: the columns of the task and of its metrics; without id, index and the task's ``texts``.
 
     Raises:
         DualevalError: it cannot be read, or is no file of a run.
@@ -63,32 +64,34 @@ class StoredRows:
         if any(name not in schema.names for name in _IDS):
             raise DualevalError(f"{path} is damaged: it has no column {' or '.join(_IDS)}")
         self.names = tuple(
-            field.name
-            for field in schema
-            if field.name not in _IDS and not pyarrow.types.is_string(field.type)
+            field.name for field in schema if field.name not in _IDS and not _is_of_texts(field)
         )
 
-    def windows(self, names: Sequence[str], *, with_ids: bool = False) -> Iterator[Window]:
-        """Read columns of numbers, a window of rows at a time: memory does not grow with their number.
+    def windows(
+        self, names: Sequence[str], *, with_ids: bool = False, multiple_of: int = 1
+    ) -> Iterator[Window]:
+        """Read columns, a window of rows at a time: memory does not grow with their number.
 
         Args:
             names: the columns; at least one, which tells which samples could be read.
             with_ids: read ids and indices too.
+            multiple_of: the number of rows of each window but the last is a multiple of this one.
 
         Raises:
-            UsageError: the file has no such column of numbers.
+            UsageError: the file has no such column, or the task's ``texts`` have made it.
             DualevalError: it is damaged.
         """
         for name in names:
             if name not in self.names:
                 raise UsageError(
-                    f"{self.path} has no column of numbers {name!r}; it has {', '.join(self.names)}"
+                    f"{self.path} has no column {name!r} that a metric could read; it has "
+                    f"{', '.join(self.names)}"
                 )
         start = 0
-        for batch in self._batches([*(_IDS if with_ids else ()), *names]):
+        for batch in self._batches([*(_IDS if with_ids else ()), *names], multiple_of):
             evaluated = self._evaluated(batch, names, start)
             with self._readable():
-                columns = {name: _numbers(batch.column(name)) for name in names}
+                columns = {name: _rows(batch.column(name)) for name in names}
             yield Window(
                 start=start,
                 evaluated=evaluated,
@@ -99,7 +102,7 @@ class StoredRows:
             start += len(evaluated)
 
     def batch(self, samples: range) -> Window:
-        """Read the rows of consecutive samples, all columns of numbers and texts.
+        """Read the rows of consecutive samples, all columns and texts.
 
         Args:
             samples: their indices in the data set.
@@ -121,7 +124,7 @@ class StoredRows:
             names = [name for name in file.schema_arrow.names if name not in _IDS]
             table = file.read_row_groups(groups, columns=names)
             [batch] = table.slice(samples.start - first, len(samples)).combine_chunks().to_batches()
-            columns = {name: _numbers(batch.column(name)) for name in self.names}
+            columns = {name: _rows(batch.column(name)) for name in self.names}
             texts = {name: batch.column(name).to_pylist() for name in names if name not in self.names}
         return Window(
             start=samples.start,
@@ -150,12 +153,15 @@ class StoredRows:
             raise DualevalError(f"{self.path} is damaged: a row has no {name}")
         return column
 
-    def _batches(self, names: Sequence[str]) -> Iterator[Any]:
+    def _batches(self, names: Sequence[str], multiple_of: int) -> Iterator[Any]:
         import pyarrow.parquet
 
+        rows = max(1, WINDOW_ROWS // multiple_of) * multiple_of
         with self._readable(), pyarrow.parquet.ParquetFile(self.path) as file:
-            for batch in file.iter_batches(WINDOW_ROWS, columns=list(names)):
-                yield batch.select(list(names))
+            # Group by group: those of long rows are small, and so are the windows. Each begins with a batch.
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(rows, row_groups=[group], columns=list(names)):
+                    yield batch.select(list(names))
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -168,8 +174,39 @@ class StoredRows:
             raise DualevalError(f"{self.path} cannot be read: {str(error).partition(chr(10))[0]}") from error
 
 
+def _is_of_texts(field: Any) -> bool:
+    """Whether a field holds what the task's ``texts`` have made of other columns."""
+    import pyarrow
+
+    metadata = field.metadata or {}
+    return pyarrow.types.is_string(field.type) and not COLUMN_OF_TEXT.items() <= metadata.items()
+
+
+def _rows(array: Any) -> Rows:
+    """The rows that are there, of the column's own dtype; a copy of its own."""
+    import pyarrow
+
+    kind = array.type
+    if pyarrow.types.is_string(kind):
+        lengths, encoded = _encoded(array.drop_null())
+        return rows_of("text", encoded, offsets_of(lengths))
+    if pyarrow.types.is_list(kind):
+        # Without the lists that are null; of the others the values that belong to these rows.
+        lengths = array.drop_null().value_lengths().to_numpy(zero_copy_only=False)
+        return rows_of("ragged", _numbers(array.flatten()), offsets_of(lengths))
+    return _numbers(array)
+
+
+def _encoded(strings: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+    """The lengths of strings in bytes, and their UTF-8."""
+    _, offsets, data = strings.buffers()
+    ends = np.frombuffer(offsets, np.int32)[strings.offset : strings.offset + len(strings) + 1]
+    if not len(strings) or data is None:
+        return np.zeros(len(strings), np.int32), np.empty(0, np.uint8)
+    return np.diff(ends), np.frombuffer(data, np.uint8)[ends[0] : ends[-1]].copy()
+
+
 def _numbers(array: Any) -> npt.NDArray[Any]:
-    """The values that are there, as the column's own dtype; a copy of its own."""
     import pyarrow
 
     if pyarrow.types.is_fixed_size_list(array.type):

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dualeval.columns import Column, of_parts, parts_of
 from dualeval.engine.accelerator import Accelerator, Event
 from dualeval.engine.nests import NestError, map_values, name_of_type, own_attributes
 from dualeval.errors import UsageError
 
-Columns = Mapping[str, Tensor]
+Columns = Mapping[str, Column]
 # Waits until a batch's columns are complete, and returns them.
 Pending = Callable[[], Columns]
 
@@ -127,40 +128,51 @@ class Downloads:
         """
         if self._accelerator.is_host or not isinstance(columns, Mapping):
             return lambda: columns
-        copied = [name for name, column in columns.items() if _is_plain(column, self._accelerator.device)]
-        buffer = self._ring.take([columns[name] for name in copied])
-        for name, pinned in zip(copied, buffer.tensors, strict=True):
-            self._accelerator.start_copy(columns[name], pinned)
-        other = {name: _on_host(column) for name, column in columns.items() if name not in copied}
-        download = _Download(
-            list(columns),
-            dict(zip(copied, buffer.tensors, strict=True)),
-            other,
-            self._accelerator.record_event(),
-        )
+        download = _Download(columns)
+        device = self._accelerator.device
+        copied = [
+            (name, place, part)
+            for name, parts in download.parts.items()
+            for place, part in enumerate(parts)
+            if _is_plain(part, device)
+        ]
+        buffer = self._ring.take([part for _, _, part in copied])
+        for (name, place, part), pinned in zip(copied, buffer.tensors, strict=True):
+            self._accelerator.start_copy(part, pinned)
+            download.parts[name][place] = pinned
+        pinned_now = set(map(id, buffer.tensors))
+        for parts in download.parts.values():
+            parts[:] = [part if id(part) in pinned_now else _on_host(part) for part in parts]
+        download.begun([(name, place) for name, place, _ in copied], self._accelerator.record_event())
         buffer.free = download.wait
         return download.wait
 
 
 class _Download:
-    """A batch's columns on their way."""
+    """A batch's columns on their way.
 
-    def __init__(
-        self, names: Sequence[str], pinned: dict[str, Tensor], other: dict[str, Any], arrived: Event
-    ) -> None:
-        self._names = names
-        self._pinned = pinned
-        self._found = other
-        self._arrived: Event | None = arrived
+    Attributes:
+        parts: by name, the tensors that each column is made of.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self.parts: dict[str, list[Any]] = {name: parts_of(column) for name, column in columns.items()}
+        self._kinds = {name: type(column) for name, column in columns.items()}
+        self._pinned: Sequence[tuple[str, int]] = ()
+        self._arrived: Event | None = None
+
+    def begun(self, pinned: Sequence[tuple[str, int]], arrived: Event) -> None:
+        """Note which parts are in pinned memory, by name and place, and when they have arrived there."""
+        self._pinned, self._arrived = pinned, arrived
 
     def wait(self) -> Columns:
         """Wait, and take the columns out of the pinned memory, which another batch may then have."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
-            self._found.update((name, pinned.clone()) for name, pinned in self._pinned.items())
-            self._pinned.clear()
-        return {name: self._found[name] for name in self._names}
+            for name, place in self._pinned:
+                self.parts[name][place] = self.parts[name][place].clone()
+        return {name: of_parts(self._kinds[name], parts) for name, parts in self.parts.items()}
 
 
 class _Buffer:

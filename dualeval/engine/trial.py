@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualeval.columns import Column, Ragged, Rows, to_rows
 from dualeval.engine.columns import columns_of
+from dualeval.engine.folder.mapped_columns import copied, read_only
 from dualeval.engine.folder.predictions import EVALUATED, json_entries, parquet_bytes
 from dualeval.engine.measured import check_keys, plain
 from dualeval.errors import DualevalError, UsageError, named
@@ -71,7 +72,7 @@ def try_first_batch(
     metrics: Sequence[Metric],
     row_metrics: Sequence[RowMetric],
     kept: Sequence[str],
-    columns: Mapping[str, Tensor],
+    columns: Mapping[str, Column],
     samples: range,
     evaluated: Tensor,
     *,
@@ -97,11 +98,8 @@ def try_first_batch(
         UsageError: a column or a metric is not as it must be; names it.
     """
     present = {name: column[evaluated] for name, column in columns.items()}
-    rows = {name: present[name].numpy() for name in kept}
     tried = [_try_metric(metric, present) for metric in metrics]
-    for row_metric in row_metrics:
-        own = columns_of(row_metric, rows)
-        tried.append(_try_compute(row_metric.name, partial(row_metric.compute, own)))
+    tried += [_try_row_metric(metric, {name: present[name] for name in kept}) for metric in row_metrics]
     check_keys(measured for measured, _ in tried if measured is not None)
     if writes:
         _try_files(task, dataset, kept, columns, samples, evaluated)
@@ -109,7 +107,7 @@ def try_first_batch(
 
 
 def check_columns(
-    columns: Mapping[str, Tensor],
+    columns: Mapping[str, Column],
     kept: Sequence[str],
     samples: int,
     metrics: Sequence[Metric | RowMetric] = (),
@@ -130,12 +128,12 @@ def check_columns(
             f"observe and postprocess gave a {type(columns).__name__}, expected a dict of columns by name"
         )
     for name, column in columns.items():
-        if not isinstance(column, Tensor):
+        if not isinstance(column, (Tensor, Ragged)):
             raise UsageError(
                 f"the column {name!r} is a {type(column).__name__}, expected a torch.Tensor with one row a "
-                "sample"
+                "sample; or, for rows that differ in length, a dualeval.Ragged, a list of tensors or of str"
             )
-        if column.ndim == 0:
+        if isinstance(column, Tensor) and column.ndim == 0:
             raise UsageError(
                 f"the column {name!r} is one number for a batch of {samples} samples, expected one row a "
                 "sample"
@@ -148,25 +146,31 @@ def check_columns(
                 f"the column {name!r} is in the task's rows, but observe and postprocess gave only: "
                 f"{', '.join(columns) or 'none'}"
             )
-        column = columns[name]
-        if column.layout is not torch.strided or 0 in column.shape[1:]:
-            raise UsageError(
-                f"the column {name!r} has layout {column.layout} and shape {tuple(column.shape)}, expected a "
-                "dense tensor with at least one value a sample"
-            )
-        if column.ndim > _LARGEST_RANK:
-            raise UsageError(
-                f"the column {name!r} has shape {tuple(column.shape)}, expected (samples,) or (samples, "
-                "values): flatten the rest"
-            )
-        if column.dtype not in _WRITABLE:
-            raise UsageError(
-                f"the column {name!r} is of {column.dtype}, which cannot be written: expected bool, "
-                "integers, float16, float32 or float64. Cast it, as with .float()."
-            )
+        _check_values(name, columns[name])
 
 
-def _try_metric(metric: Metric, columns: Mapping[str, Tensor]) -> tuple[Measured | None, list[str]]:
+def _check_values(name: str, column: Column) -> None:
+    """Check that a column can be written."""
+    is_ragged = isinstance(column, Ragged)
+    values, rows = (column.values, "total") if isinstance(column, Ragged) else (column, "samples")
+    if values.layout is not torch.strided or 0 in values.shape[1:]:
+        raise UsageError(
+            f"the column {name!r} has layout {values.layout} and shape {tuple(values.shape)}, expected a "
+            f"dense tensor with at least one value {'an entry of a row' if is_ragged else 'a sample'}"
+        )
+    if values.ndim > _LARGEST_RANK:
+        raise UsageError(
+            f"the column {name!r} has shape {tuple(values.shape)}, expected ({rows},) or ({rows}, values): "
+            "flatten the rest"
+        )
+    if values.dtype not in _WRITABLE:
+        raise UsageError(
+            f"the column {name!r} is of {values.dtype}, which cannot be written: expected bool, "
+            "integers, float16, float32 or float64. Cast it, as with .float()."
+        )
+
+
+def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:
     """What a metric says of one batch, and what did not work on so few samples."""
     slots = torch.zeros(metric.size, dtype=torch.int64)
     own = columns_of(metric, columns)
@@ -182,6 +186,21 @@ def _try_metric(metric: Metric, columns: Mapping[str, Tensor]) -> tuple[Measured
             f"{tuple(slots.shape)}: update adds to it in place"
         )
     return _try_compute(metric.name, lambda: metric.compute(slots))
+
+
+def _try_row_metric(metric: RowMetric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:
+    """What a metric of all rows says of one batch; it gets its columns read-only, as after the last one."""
+    rows = {name: read_only(to_rows(column)) for name, column in columns.items()}
+    tried = _try_compute(metric.name, partial(metric.compute, columns_of(metric, rows)))
+    if tried[0] is None:
+        # Is it that, and not the few samples?
+        own = columns_of(metric, {name: copied(column) for name, column in rows.items()})
+        if _try_compute(metric.name, partial(metric.compute, own))[0] is not None:
+            raise UsageError(
+                f"metric {metric.name!r} writes into its columns, which are read-only: {tried[1][0]}. Have "
+                "it copy what it changes, as with numpy.array(column)"
+            )
+    return tried
 
 
 def _try_compute(name: str, compute: Callable[[], Measured]) -> tuple[Measured | None, list[str]]:
@@ -203,12 +222,12 @@ def _try_files(
     task: Task,
     dataset: Dataset,
     kept: Sequence[str],
-    columns: Mapping[str, Tensor],
+    columns: Mapping[str, Column],
     samples: range,
     evaluated: Tensor,
 ) -> None:
     """Write the batch's part of predictions.parquet and of the task's own files, in memory."""
-    rows: dict[str, npt.NDArray[Any]] = {name: columns[name].numpy() for name in kept}
+    rows: dict[str, Rows] = {name: to_rows(columns[name]) for name in kept}
     rows[EVALUATED] = evaluated.numpy().astype(np.uint8)
     for name in task.texts(rows, samples.start):
         if name in (*_RESERVED, *kept):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     # The options of a task stand beside it, and 'dualeval run --help' has to be fast.
-    import numpy.typing as npt
     import torch
     from torch import nn
 
@@ -140,7 +139,13 @@ class Task(ABC):
 
     @abstractmethod
     def observe(self, outputs: Any, batch: Any) -> Mapping[str, Any]:
-        """Per-sample columns on the device, first dimension the samples. No host synchronisation."""
+        """Per-sample columns on the device. No host synchronisation.
+
+        Returns:
+            By name a tensor, first dimension the samples. Where samples have more or fewer values, as boxes
+            or tokens, a ``dualeval.Ragged(values, lengths)`` or a list of tensors, one a sample; for text a
+            list of str.
+        """
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
         """Per-sample columns on the host, of those that ``observe`` gave: what takes more than tensors.
@@ -148,8 +153,12 @@ class Task(ABC):
         Called by one thread. The rows of samples that could not be read mean nothing, and must not fail.
 
         Args:
-            columns: of one batch, on the CPU.
+            columns: of one batch, on the CPU; lists have become ``dualeval.Ragged`` and ``dualeval.Text``,
+                which are sequences of the samples' tensors and strings.
             samples: the batch's indices in the data set.
+
+        Returns:
+            Columns of the same kinds as those of ``observe``.
         """
         return columns
 
@@ -160,11 +169,12 @@ class Task(ABC):
     def metrics(self) -> Sequence[Metric | RowMetric]:
         """The metrics, which read the columns by name. Called after ``build_model``."""
 
-    def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> Mapping[str, Sequence[str | None]]:
+    def texts(self, rows: Mapping[str, Any], first: int) -> Mapping[str, Sequence[str | None]]:
         """Columns of text for predictions.parquet, behind ``rows``; made only when it is written.
 
         Args:
-            rows: some samples' ``rows``, consecutive; zeros where a sample could not be read.
+            rows: some samples' ``rows``, consecutive: arrays, or sequences of arrays or of str; what stands
+                where a sample could not be read means nothing.
             first: the first one's index in the data set.
         """
         return {}

@@ -4,12 +4,13 @@ A file holds the chunks finished since the last one: their numbers, one ledger d
 their per-sample rows. It is written beside its place, checksummed, synced and renamed, so a file that is
 there under its name is whole. Layout, integers little-endian:
 
-    8 bytes   magic "DUALEVL3"
+    8 bytes   magic "DUALEVL3"; "DUALEVL4" where a column is ragged or text: older versions leave it out
     8 bytes   length of the header
     header    UTF-8 JSON: fingerprint, machine, chunks, rows (a count per chunk), failed, failures (index and
               error of each failed sample), entries, columns
     entries   int64 ledger slots, then int64 values: the non-zero entries of the delta
-    columns   each in C order, one after the other
+    columns   each in C order, one after the other; a ragged one or one of text as ``rows + 1`` int64
+              offsets of its rows' values, and then these
     32 bytes  sha256 of everything before
 """
 
@@ -29,37 +30,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualeval.columns import Column, Rows
 from dualeval.engine.folder.layout import SUFFIX, file_name, fingerprint_there
+from dualeval.engine.folder.stored_columns import StoredColumn, describe_columns, place_columns
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 from dualeval.result import partial_of, sync_folder
 
 _MAGIC = b"DUALEVL3"
+_MAGIC_OF_RAGGED = b"DUALEVL4"
 _CHECKSUM_BYTES = 32
 # Letters of a failed sample's text; an error may hold a whole file.
 MOST_OF_AN_ERROR = 500
-
-
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """Where a column lies in a file.
-
-    Attributes:
-        name: the column's name.
-        dtype: its little-endian numpy dtype.
-        row_shape: the shape of one row; () for a scalar column.
-        offset: bytes from the start of the file.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    row_shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return int(self.dtype.itemsize * np.prod(self.row_shape, dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +72,19 @@ class JournalFile:
     failures: tuple[tuple[int, str], ...]
     slots: npt.NDArray[np.int64]
     values: npt.NDArray[np.int64]
-    columns: dict[str, Column]
+    columns: dict[str, StoredColumn]
 
-    def read_rows(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Rows ``start`` to ``stop`` of a column, shape (stop - start, *row_shape)."""
-        where = self.columns[column]
-        count = (stop - start) * where.row_bytes // where.dtype.itemsize
+    def read_rows(self, column: str, start: int, stop: int) -> Rows:
+        """Rows ``start`` to ``stop`` of a column: shape (stop - start, *row_shape), or ragged ones."""
+        return self.columns[column].read(self._read, start, stop)
+
+    def read_offsets(self, column: str) -> npt.NDArray[np.int64]:
+        """Where the values of each row of a ragged column begin, and the last one's end."""
+        return self.columns[column].offsets(self._read, 0, sum(self.rows))
+
+    def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
         # fromfile, not a memory map: mapped pages would count as this process's memory.
-        values = np.fromfile(
-            self.path, where.dtype, count=count, offset=where.offset + start * where.row_bytes
-        )
-        return values.reshape(stop - start, *where.row_shape)
+        return np.fromfile(self.path, dtype, count=count, offset=offset)
 
 
 class JournalWriter:
@@ -125,7 +109,7 @@ class JournalWriter:
         chunks: Sequence[int],
         rows: Sequence[int],
         delta: Tensor,
-        columns: Mapping[str, Tensor],
+        columns: Mapping[str, Column],
         failures: Sequence[tuple[int, str]] = (),
     ) -> None:
         """Write one file and wait until it is on the disk.
@@ -141,8 +125,8 @@ class JournalWriter:
             OSError: it could not be written; nothing of it is left, or a whole file that counts once.
         """
         slots = delta.nonzero().flatten()
-        arrays = [slots.numpy(), delta[slots].numpy(), *(column.numpy() for column in columns.values())]
-        arrays = [np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for array in arrays]
+        described, arrays = describe_columns(columns)
+        entries = [np.ascontiguousarray(part.numpy(), "<i8") for part in (slots, delta[slots])]
         header = json.dumps(
             {
                 "fingerprint": self._fingerprint,
@@ -152,10 +136,7 @@ class JournalWriter:
                 "failed": len(failures),
                 "failures": list(failures),
                 "entries": len(slots),
-                "columns": [
-                    {"name": name, "dtype": array.dtype.str, "shape": list(array.shape[1:])}
-                    for name, array in zip(columns, arrays[2:], strict=True)
-                ],
+                "columns": described,
             }
         ).encode()
         path = self.folder / file_name(self._prefix, len(self.written))
@@ -169,10 +150,10 @@ class JournalWriter:
             self._write_whole(
                 partial,
                 [
-                    _MAGIC,
+                    _MAGIC if all("form" not in entry for entry in described) else _MAGIC_OF_RAGGED,
                     len(header).to_bytes(8, "little"),
                     header,
-                    *(array.reshape(-1).view(np.uint8).data for array in arrays),
+                    *(array.reshape(-1).view(np.uint8).data for array in (*entries, *arrays)),
                 ],
             )
             partial.rename(path)
@@ -206,7 +187,7 @@ def read_journal_file(path: Path) -> JournalFile:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(len(_MAGIC) + 8)
-        if size < len(start) + _CHECKSUM_BYTES or not start.startswith(_MAGIC):
+        if size < len(start) + _CHECKSUM_BYTES or not start.startswith((_MAGIC, _MAGIC_OF_RAGGED)):
             raise DualevalError(f"{path} is no journal file of this version, or is cut short")
         digest = hashlib.sha256(start)
         left = size - len(start) - _CHECKSUM_BYTES
@@ -225,16 +206,6 @@ def read_journal_file(path: Path) -> JournalFile:
     entries = described["entries"]
     delta = np.fromfile(path, "<i8", count=2 * entries, offset=len(start) + header_length)
     offset = len(start) + header_length + 2 * 8 * entries
-    columns = {}
-    for entry in described["columns"]:
-        column = Column(
-            name=entry["name"],
-            dtype=np.dtype(entry["dtype"]),
-            row_shape=tuple(entry["shape"]),
-            offset=offset,
-        )
-        columns[column.name] = column
-        offset += total * column.row_bytes
     return JournalFile(
         path=path,
         checksum=checksum,
@@ -247,7 +218,7 @@ def read_journal_file(path: Path) -> JournalFile:
         failures=tuple((index, error) for index, error in described.get("failures", ())),
         slots=delta[:entries],
         values=delta[entries:],
-        columns=columns,
+        columns=place_columns(described["columns"], total, offset),
     )
 
 

@@ -7,12 +7,14 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.engine.folder.journal import Column
+from dualeval.columns import RaggedRows, Rows, TextRows, concatenated_rows, rows_of, spread_rows
+from dualeval.engine.folder.mapped_columns import HeldColumns, MappedColumns
+from dualeval.engine.folder.stored_columns import PLAIN, StoredColumn
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 
@@ -22,11 +24,16 @@ if TYPE_CHECKING:
 # Rows held at once; also the row group size of the Parquet file.
 WINDOW_ROWS = 16_384
 
+# Bytes of values of ragged columns and text in them, at most, or one chunk's.
+WINDOW_BYTES = 256 << 20
+# Of a field of the schema whose strings are a column, and not what the task's ``texts`` has made of others.
+COLUMN_OF_TEXT = {b"dualeval": b"column of text"}
+
 # The journal's own column: 1 where the sample was evaluated, 0 where it could not be read.
 EVALUATED = "evaluated"
 
 
-class Rows(Protocol):
+class RowsOfChunks(Protocol):
     """Rows of some chunks, on the disk (``JournalFile``) or in memory (``MemoryRows``)."""
 
     @property
@@ -39,9 +46,11 @@ class Rows(Protocol):
     def rows(self) -> tuple[int, ...]: ...
 
     @property
-    def columns(self) -> dict[str, Column]: ...
+    def columns(self) -> dict[str, StoredColumn]: ...
 
-    def read_rows(self, column: str, start: int, stop: int) -> npt.NDArray[Any]: ...
+    def read_rows(self, column: str, start: int, stop: int) -> Rows: ...
+
+    def read_offsets(self, column: str) -> npt.NDArray[np.int64]: ...
 
 
 def load_library() -> None:
@@ -51,7 +60,7 @@ def load_library() -> None:
 
 def write_predictions(
     path: Path,
-    files: Sequence[Rows],
+    files: Sequence[RowsOfChunks],
     plan: EvalPlan,
     task: Task,
     dataset: Dataset,
@@ -109,7 +118,7 @@ def write_predictions(
 
 
 def parquet_bytes(
-    task: Task, dataset: Dataset, kept: Sequence[str], rows: Mapping[str, npt.NDArray[Any]], start: int
+    task: Task, dataset: Dataset, kept: Sequence[str], rows: Mapping[str, Rows], start: int
 ) -> int:
     """Write rows as ``write_predictions`` would, into memory; returns the file's size.
 
@@ -132,14 +141,14 @@ def _table(
     task: Task,
     dataset: Dataset,
     kept: Sequence[str],
-    rows: Mapping[str, npt.NDArray[Any]],
+    rows: Mapping[str, Rows],
     start: int,
 ) -> Any:
     """Consecutive rows as an Arrow table."""
-    evaluated = rows[EVALUATED].astype(bool)
+    evaluated = evaluated_of(rows)
     stop = start + len(evaluated)
     missing = None if evaluated.all() else ~evaluated
-    return pyarrow.table(
+    table = pyarrow.table(
         {
             "id": pyarrow.array([dataset.id(i) for i in range(start, stop)], pyarrow.string()),
             "index": pyarrow.array(np.arange(start, stop, dtype=np.int64)),
@@ -150,11 +159,18 @@ def _table(
             },
         }
     )
+    of_text = [name for name in kept if isinstance(rows[name], TextRows)]
+    if not of_text:
+        return table
+    fields = [
+        field.with_metadata(COLUMN_OF_TEXT) if field.name in of_text else field for field in table.schema
+    ]
+    return pyarrow.Table.from_arrays(table.columns, schema=pyarrow.schema(fields))
 
 
 def write_json_file(
     path: Path,
-    files: Sequence[Rows],
+    files: Sequence[RowsOfChunks],
     plan: EvalPlan,
     task: Task,
     dataset: Dataset,
@@ -190,7 +206,7 @@ def write_json_file(
 
 
 def json_entries(
-    task: Task, dataset: Dataset, rows: Mapping[str, npt.NDArray[Any]], start: int, column: str
+    task: Task, dataset: Dataset, rows: Mapping[str, Rows], start: int, column: str
 ) -> Iterator[str]:
     """The lines of ``write_json_file`` for consecutive rows, without commas; failed samples have none.
 
@@ -203,27 +219,37 @@ def json_entries(
         yield json.dumps({dataset.id(start + place): values[place]}, allow_nan=False)[1:-1]
 
 
+def evaluated_of(rows: Mapping[str, Rows]) -> npt.NDArray[np.bool_]:
+    """Which of some rows' samples could be read."""
+    return np.asarray(rows[EVALUATED]).astype(bool)
+
+
 def read_columns(
-    files: Sequence[Rows],
+    files: Sequence[RowsOfChunks],
     plan: EvalPlan,
     columns: Sequence[str],
+    folder: Path | None,
     step: Callable[[], None] = lambda: None,
-) -> dict[str, npt.NDArray[Any]]:
+) -> dict[str, Rows]:
     """Read columns of all evaluated samples, in data-set order.
 
     Args:
         files: as for ``write_predictions``, as ``plan`` and ``step``.
         columns: their names.
+        folder: where they are written to be mapped; None where nothing is written, and all lies in memory.
 
     Returns:
-        By name, arrays whose first dimension is the evaluated samples.
+        By name, arrays whose first dimension is the evaluated samples, or as many ragged rows; read-only.
+
+    Raises:
+        OSError: they cannot be written.
     """
-    parts: list[dict[str, npt.NDArray[Any]]] = []
-    for _, rows in _windows(files, plan, columns):
-        evaluated = rows[EVALUATED].astype(bool)
-        parts.append({name: rows[name][evaluated] for name in columns})
-        step()
-    return {name: np.concatenate([part[name] for part in parts]) for name in columns}
+    with MappedColumns(folder) if folder is not None else HeldColumns() as found:
+        for _, rows in _windows(files, plan, columns):
+            evaluated = evaluated_of(rows)
+            found.append({name: rows[name][evaluated] for name in columns})
+            step()
+        return found.columns()
 
 
 def _partial_of_its_own(path: Path) -> Path:
@@ -231,62 +257,138 @@ def _partial_of_its_own(path: Path) -> Path:
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
 
 
-def _arrow(pyarrow: Any, values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | None) -> Any:
-    if values.ndim == 1:
-        return pyarrow.array(values, mask=missing)
-    flat = pyarrow.array(values.reshape(-1))
+def _arrow(pyarrow: Any, rows: Rows, missing: npt.NDArray[np.bool_] | None) -> Any:
+    if isinstance(rows, RaggedRows):
+        return _ragged_arrow(pyarrow, rows, missing)
+    if rows.ndim == 1:
+        return pyarrow.array(rows, mask=missing)
     mask = None if missing is None else pyarrow.array(missing)
-    return pyarrow.FixedSizeListArray.from_arrays(flat, values.shape[1], mask=mask)
+    return pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows.reshape(-1)), rows.shape[1], mask=mask)
+
+
+def _ragged_arrow(pyarrow: Any, rows: RaggedRows, missing: npt.NDArray[np.bool_] | None) -> Any:
+    if missing is not None:
+        # A row that is null has no values.
+        rows = cast(RaggedRows, spread_rows(rows[~missing], ~missing))
+    offsets = rows.offsets.astype(np.int32)
+    if isinstance(rows, TextRows):
+        valid = None if missing is None else pyarrow.py_buffer(np.packbits(~missing, bitorder="little"))
+        data = pyarrow.py_buffer(np.ascontiguousarray(rows.values))
+        return pyarrow.StringArray.from_buffers(len(rows), pyarrow.py_buffer(offsets), data, valid)
+    mask = None if missing is None else pyarrow.array(missing)
+    return pyarrow.ListArray.from_arrays(
+        pyarrow.array(offsets), _arrow(pyarrow, rows.values, None), mask=mask
+    )
 
 
 def _windows(
-    files: Sequence[Rows], plan: EvalPlan, columns: Sequence[str]
-) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
+    files: Sequence[RowsOfChunks], plan: EvalPlan, columns: Sequence[str]
+) -> Iterator[tuple[int, dict[str, Rows]]]:
     """Yield (index of the first sample, columns) for consecutive chunks of about ``WINDOW_ROWS`` rows."""
     where = _places(files, plan)
-    # A file whose samples all failed has no columns but EVALUATED.
-    known: dict[str, Column] = {}
-    for file in files:
-        for name, column in file.columns.items():
-            like = known.setdefault(name, column)
-            if (like.dtype, like.row_shape) != (column.dtype, column.row_shape):
-                raise DualevalError(
-                    f"column {name!r} is {column.dtype} with rows of shape {column.row_shape} in "
-                    f"{file.path}, and {like.dtype} with rows of shape {like.row_shape} in another file: "
-                    "each batch must give the same columns, of the same dtype and row shape. Mend the task "
-                    "and start over with --fresh."
-                )
+    known = _known_columns(files)
+    wanted = {name: known[name] for name in (EVALUATED, *columns)}
+    sizes = _ragged_bytes(files, plan, where, wanted)
     chunk = 0
     while chunk < plan.num_chunks:
         first = plan.chunk_samples(chunk).start
-        last = chunk
-        while last + 1 < plan.num_chunks and plan.chunk_samples(last + 1).stop - first <= WINDOW_ROWS:
+        last, size = chunk, sizes[chunk]
+        while (
+            last + 1 < plan.num_chunks
+            and plan.chunk_samples(last + 1).stop - first <= WINDOW_ROWS
+            and size + sizes[last + 1] <= WINDOW_BYTES
+        ):
             last += 1
-        stop = plan.chunk_samples(last).stop
-        rows = {
-            name: np.zeros((stop - first, *known[name].row_shape), known[name].dtype)
-            for name in (EVALUATED, *columns)
-        }
-        for file_number in sorted(set(where[chunk : last + 1, 0].tolist())):
-            file = files[file_number]
-            # One read a column and file: a file's chunks of this window lie close together.
-            wanted = [c for c in range(chunk, last + 1) if where[c, 0] == file_number]
-            low = min(int(where[c, 1]) for c in wanted)
-            high = max(int(where[c, 1]) + len(plan.chunk_samples(c)) for c in wanted)
-            for name in set(rows) & set(file.columns):
-                block = file.read_rows(name, low, high)
-                for c in wanted:
-                    samples = plan.chunk_samples(c)
-                    source = int(where[c, 1]) - low
-                    rows[name][samples.start - first : samples.stop - first] = block[
-                        source : source + len(samples)
-                    ]
-        yield first, rows
-        del rows
+            size += sizes[last]
+        yield first, _window(files, plan, where, range(chunk, last + 1), wanted)
         chunk = last + 1
 
 
-def _places(files: Sequence[Rows], plan: EvalPlan) -> npt.NDArray[np.int64]:
+def _known_columns(files: Sequence[RowsOfChunks]) -> dict[str, StoredColumn]:
+    """A column of each name: a file whose samples all failed has none but ``EVALUATED``."""
+    known: dict[str, StoredColumn] = {}
+    for file in files:
+        for name, column in file.columns.items():
+            like = known.setdefault(name, column)
+            if like.kind != column.kind:
+                raise DualevalError(
+                    f"column {name!r} is {_described(column)} in {file.path}, and {_described(like)} in "
+                    "another file: each batch must give the same columns, of the same dtype and row shape. "
+                    "Mend the task and start over with --fresh."
+                )
+    return known
+
+
+def _described(column: StoredColumn) -> str:
+    form = "" if column.form == PLAIN else f"{column.form}, "
+    return f"{form}{column.dtype} with rows of shape {column.row_shape}"
+
+
+def _ragged_bytes(
+    files: Sequence[RowsOfChunks],
+    plan: EvalPlan,
+    where: npt.NDArray[np.int64],
+    wanted: Mapping[str, StoredColumn],
+) -> npt.NDArray[np.int64]:
+    """Bytes of values of ragged columns in each chunk, shape (chunks,): the same for any number of ranks."""
+    sizes = np.zeros(plan.num_chunks, np.int64)
+    ragged = [name for name, column in wanted.items() if column.form != PLAIN]
+    for file in files if ragged else ():
+        chunks = np.array(file.chunks, np.int64)
+        first = where[chunks, 1]
+        for name in ragged:
+            if name in file.columns:
+                offsets = file.read_offsets(name)
+                values = offsets[first + np.array(file.rows, np.int64)] - offsets[first]
+                sizes[chunks] += values * wanted[name].row_bytes
+    return sizes
+
+
+def _window(
+    files: Sequence[RowsOfChunks],
+    plan: EvalPlan,
+    where: npt.NDArray[np.int64],
+    chunks: range,
+    wanted: Mapping[str, StoredColumn],
+) -> dict[str, Rows]:
+    """Columns of consecutive chunks; zeros, or ragged rows of length 0, where no sample could be read."""
+    first, stop = plan.chunk_samples(chunks[0]).start, plan.chunk_samples(chunks[-1]).stop
+    plain = {
+        name: np.zeros((stop - first, *column.row_shape), column.dtype)
+        for name, column in wanted.items()
+        if column.form == PLAIN
+    }
+    ragged: dict[str, dict[int, Rows]] = {name: {} for name in wanted if name not in plain}
+    for file_number in sorted(set(where[chunks.start : chunks.stop, 0].tolist())):
+        file = files[file_number]
+        # One read a column and file: a file's chunks of this window lie close together.
+        own = [c for c in chunks if where[c, 0] == file_number]
+        low = min(int(where[c, 1]) for c in own)
+        high = max(int(where[c, 1]) + len(plan.chunk_samples(c)) for c in own)
+        for name in set(wanted) & set(file.columns):
+            block = file.read_rows(name, low, high)
+            for c in own:
+                samples = plan.chunk_samples(c)
+                source = int(where[c, 1]) - low
+                part = block[source : source + len(samples)]
+                if name in ragged:
+                    ragged[name][c] = part
+                else:
+                    plain[name][samples.start - first : samples.stop - first] = part
+    for name, parts in ragged.items():
+        for c in chunks:
+            parts.setdefault(c, _without_values(wanted[name], len(plan.chunk_samples(c))))
+    return {
+        **plain,
+        **{name: concatenated_rows([parts[c] for c in chunks]) for name, parts in ragged.items()},
+    }
+
+
+def _without_values(like: StoredColumn, rows: int) -> RaggedRows:
+    return rows_of(like.form, np.empty((0, *like.row_shape), like.dtype), np.zeros(rows + 1, np.int64))
+
+
+def _places(files: Sequence[RowsOfChunks], plan: EvalPlan) -> npt.NDArray[np.int64]:
     """For each chunk the number of its file and of its first row there, shape (chunks, 2)."""
     where = np.full((plan.num_chunks, 2), -1, np.int64)
     for number, file in enumerate(files):

@@ -65,9 +65,10 @@ def job_identity(
     values = ModelValues(model)
     structure = structure_fingerprint(model, values)
     measures: list[Metric | RowMetric] = [*metrics, *row_metrics]
+    objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules(), *measures]
     return {
         "task": task.name,
-        **_sources([task, dataset, *model.modules(), *measures], task.sources(), values),
+        **_sources(objects, [*task.sources(), *_functions(measures)], values),
         "task_options": _as_json(task.fingerprint(), f"task {task.name!r}"),
         # Those that the command line has made the task of, whatever its fingerprint says.
         **({"options": _as_json(dict(task.given), f"task {task.name!r}")} if task.given else {}),
@@ -78,7 +79,7 @@ def job_identity(
         # Says which of a module's attributes differs.
         "structure_attributes": structure_by_name(model, values),
         # What the source of classes leaves open: it may come from the environment, or a caller.
-        "constants": constants([task, dataset, *model.modules(), *measures], values),
+        "constants": constants(objects, values),
         # Their order is that of their slots in the ledger.
         "metrics": [metric.name for metric in measures],
         "metric_options": _by_name(measures),
@@ -99,6 +100,11 @@ def _sources(
     # Whatever the order: a model may hold its modules in another one.
     joined = {module: b"".join(sorted(digests)) for module, digests in code.items()}
     return source_fingerprints({*modules_of([*objects, *named]), *values.modules}, joined)
+
+
+def _functions(metrics: Iterable[Metric | RowMetric]) -> list[Any]:
+    """What else than their classes has source that decides what metrics give, as they say it."""
+    return [item for metric in metrics if hasattr(metric, "sources") for item in metric.sources()]
 
 
 def _by_name(metrics: Iterable[Metric | RowMetric]) -> dict[str, Any]:

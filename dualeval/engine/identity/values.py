@@ -217,7 +217,9 @@ class Values:
         if value.dtype.hasobject:
             return self.all("objects", [value.shape, *value.reshape(-1).tolist()])
         header = f"{value.dtype.descr if value.dtype.names else value.dtype.str} {value.shape}"
-        return _hash("array", header.encode(), np.ascontiguousarray(value).tobytes())
+        # As they lie in memory: a data set may be an array.
+        values = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return _hash("array", header.encode(), values.data)
 
     def _tensor(self, value: Tensor) -> bytes:
         return _hash("tensor", tensor_digest("that is an attribute", value, self.digest))
@@ -389,11 +391,12 @@ def _names_in(names: Any, kind: type) -> set[str]:
     )
 
 
-def _hash(kind: str, *parts: bytes) -> bytes:
+def _hash(kind: str, *parts: bytes | memoryview) -> bytes:
     digest = hashlib.sha256(kind.encode())
     for part in parts:
         # With its length: parts must not run into each other.
-        digest.update(len(part).to_bytes(8, "big") + part)
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
     return digest.digest()
 
 

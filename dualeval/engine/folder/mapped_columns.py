@@ -1,0 +1,167 @@
+"""All rows of some columns for metrics of all rows: written once to files without a name, and mapped.
+
+What a metric reads is then in the system's page cache, which gives it up where memory is short; this
+process holds none of it. The files have no name any more before the first row is in them: whatever ends the
+process, the system takes their room back.
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.columns import RaggedRows, Rows, concatenated_rows, form_of, rows_of, values_of
+from dualeval.result import PREDICTIONS
+
+
+class MappedColumns:
+    """Takes columns a piece at a time, and gives them back whole, mapped and read-only.
+
+    Args:
+        folder: an output folder, where the files are written; None: the system's folder for temporary files.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._files = ExitStack()
+        self._values: dict[str, _Array] = {}
+        # Of each ragged column; its form too.
+        self._offsets: dict[str, tuple[str, _Array]] = {}
+
+    def __enter__(self) -> MappedColumns:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._files.close()
+
+    def append(self, columns: Mapping[str, Rows]) -> None:
+        """Take the next rows; each time of the same columns, of the same kinds."""
+        for name, rows in columns.items():
+            values = values_of(rows)
+            if name not in self._values:
+                self._values[name] = self._array(values)
+                if isinstance(rows, RaggedRows):
+                    self._offsets[name] = form_of(rows), self._array(rows.offsets)
+                    self._offsets[name][1].append(np.zeros(1, np.int64))
+            if isinstance(rows, RaggedRows):
+                self._offsets[name][1].append(rows.offsets[1:] + self._values[name].rows)
+            self._values[name].append(values)
+
+    def columns(self) -> dict[str, Rows]:
+        """All that was taken, by name; valid also when the files are closed."""
+        found: dict[str, Rows] = {}
+        for name, array in self._values.items():
+            values = array.mapped()
+            if name not in self._offsets:
+                found[name] = values
+                continue
+            form, offsets = self._offsets[name]
+            found[name] = rows_of(form, values, offsets.mapped())
+        return found
+
+    def _array(self, like: npt.NDArray[Any]) -> _Array:
+        return _Array(self._files.enter_context(_nameless(self._folder)), like.dtype, like.shape[1:])
+
+
+class HeldColumns:
+    """The same in memory: where nothing is written, all rows lie there already."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Rows]] = {}
+
+    def __enter__(self) -> HeldColumns:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._parts.clear()
+
+    def append(self, columns: Mapping[str, Rows]) -> None:
+        """As ``MappedColumns.append``."""
+        for name, rows in columns.items():
+            self._parts.setdefault(name, []).append(rows)
+
+    def columns(self) -> dict[str, Rows]:
+        """As ``MappedColumns.columns``; what was taken is not kept beside it."""
+        return {name: read_only(concatenated_rows(self._parts.pop(name))) for name in [*self._parts]}
+
+
+def read_only(rows: Rows) -> Rows:
+    """The same rows, which cannot be written to."""
+    if isinstance(rows, RaggedRows):
+        return rows_of(rows.form, _read_only(rows.values), _read_only(rows.offsets))
+    return _read_only(rows)
+
+
+def copied(rows: Rows) -> Rows:
+    """The same rows in memory of their own, which can be written to."""
+    if isinstance(rows, RaggedRows):
+        return rows_of(rows.form, rows.values.copy(), rows.offsets.copy())
+    return rows.copy()
+
+
+class _Array:
+    """An array that grows in a file.
+
+    Attributes:
+        rows: how many rows it has.
+    """
+
+    def __init__(self, file: IO[bytes], dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
+        self._file = file
+        self._dtype = dtype
+        self._row_shape = row_shape
+        self.rows = 0
+
+    def append(self, rows: npt.NDArray[Any]) -> None:
+        if rows.size:
+            self._file.write(np.ascontiguousarray(rows).data)
+        self.rows += len(rows)
+
+    def mapped(self) -> npt.NDArray[Any]:
+        self._file.flush()
+        shape = (self.rows, *self._row_shape)
+        if 0 in shape:  # nothing is no file that could be mapped
+            return _read_only(np.empty(shape, self._dtype))
+        # A plain array over the mapping: what is computed of numpy's own kind would be of that kind, too.
+        return np.asarray(np.memmap(self._file, self._dtype, mode="r", shape=shape))
+
+
+def _nameless(folder: Path | None) -> IO[bytes]:
+    if folder is None:
+        return tempfile.TemporaryFile()
+    # As a partial file is called: the next run removes one whose process ended on these two lines.
+    path = folder / f"{PREDICTIONS}.{secrets.token_hex(4)}.partial"
+    file = path.open("x+b")
+    try:
+        path.unlink()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    found = array.view()
+    found.flags.writeable = False
+    return found
