@@ -20,6 +20,7 @@ import signal
 import torch
 
 import dualeval
+from dualeval.metrics import Mean
 from helper_beside_it import MODULUS
 
 
@@ -30,7 +31,7 @@ class Mine(dualeval.Task):
         self.size, self.threshold, self.kill_at = size, threshold, kill_at
 
     def dataset(self):
-        return Numbers(self.size, self.kill_at if os.path.exists("kill") else -1)
+        return Numbers(self.size, self.kill_at)
 
     def build_model(self, device):
         torch.manual_seed(0)
@@ -43,9 +44,7 @@ class Mine(dualeval.Task):
         return {"right": (outputs > self.threshold) == batch[1], "output": outputs}
 
     def metrics(self):
-        from dualeval.metrics.columns import mean_of
-
-        return [mean_of("right", torch.bool), mean_of("output", torch.float32)]
+        return [Mean("right"), Mean("output")]
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -56,7 +55,7 @@ class Numbers(torch.utils.data.Dataset):
         return self.size
 
     def __getitem__(self, index):
-        if index == self.kill_at:
+        if index == self.kill_at and os.path.exists("kill"):
             os.kill(os.getpid(), signal.SIGTERM)
         return torch.tensor([index / MODULUS]), index % MODULUS == 0
 """

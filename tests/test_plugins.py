@@ -26,6 +26,7 @@ TASK = """
 
     import torch
     import dualeval
+    import dualeval.metrics
 
     class Mine(dualeval.Task):
         '''Tells even numbers from odd ones.
@@ -50,8 +51,7 @@ TASK = """
             return {"right": outputs.argmax(1) == batch[1], "large": outputs[:, 1] > 0.5}
 
         def metrics(self):
-            from dualeval.metrics.columns import mean_of
-            return [mean_of("right", torch.bool), mean_of("large", torch.bool)]
+            return [dualeval.metrics.Mean("right"), dualeval.metrics.Mean("large")]
 
     @dataclass
     class Asked:
@@ -266,15 +266,13 @@ def package(here: Path) -> Path:
         f"cracked = {NAME}_broken:Metric\n"
     )
     metric = """
-    from dualeval.metrics.columns import ExactMean
-
-    class Rightness(ExactMean):
+    class Rightness(dualeval.metrics.Mean):
         '''How much is right.'''
 
         def __init__(self):
-            super().__init__("rightness", "right")
+            super().__init__("right", name="rightness")
     """
-    text = textwrap.dedent(TASK) + textwrap.dedent(metric).replace("metrics.columns", "metrics.exact")
+    text = textwrap.dedent(TASK) + textwrap.dedent(metric)
     (site / f"{NAME}_package.py").write_text(text)
     (site / f"{NAME}_broken.py").write_text("import no_such_library\n")
     sys.path.append(str(site))
@@ -323,6 +321,10 @@ def test_metrics_by_name(package: Path) -> None:
         UsageError, match=r"no metric 'rightnes' here\. Nearest: rightness\. Metrics: loss, top1, "
     ):
         chosen_metrics(("rightnes",), own)
+    [mean] = chosen_metrics(("size",), own, ["size"])
+    assert (mean.name, mean.columns) == ("size", ("size",))
+    [taken] = chosen_metrics(("torchmetrics:MeanAbsoluteError()",), own, ["prediction", "target"])
+    assert set(taken.columns) == {"prediction", "target"}
     with pytest.raises(LibraryError, match="cracked"):
         chosen_metrics(("cracked",), own)
 

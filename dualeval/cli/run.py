@@ -345,7 +345,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
         model = task.build_model(cpu)
     if task.rows is not None:
         # Else its metrics are known when its columns are, which takes a forward.
-        check_names(chosen_metrics(job.metric_of_run, task.metrics()), task.rows)
+        check_names(chosen_metrics(job.metric_of_run, task.metrics(), task.rows), task.rows)
     if world.is_main:
         for sentence in [*task.notes(), *set_evaluation_mode(model)]:
             click.echo(f"dualeval: note: {sentence}", err=True)

@@ -84,7 +84,7 @@ class Execution:
         self._proof: str | None = None
         self.said: list[str] = []
         self._plan = plan_of(dataset, context)
-        metrics, row_metrics = in_two(chosen_metrics(self._options.metric, task.metrics()))
+        metrics, row_metrics = in_two(chosen_metrics(self._options.metric, task.metrics(), rows))
         self._columns = kept_columns(rows, metrics, row_metrics)
         trial.check_names([*metrics, *row_metrics], self._columns)
         # What nobody reads again is not kept where nothing is written.
