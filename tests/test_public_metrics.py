@@ -42,10 +42,6 @@ def test_public_names() -> None:
         "TopK",
         "Value",
         "from_torchmetrics",
-        "in_two",
-        "is_of_rows",
-        "keeps_rows",
-        "per_batch",
     ]
     for name in dualeval.metrics.__all__:
         assert getattr(dualeval.metrics, name) is not None

@@ -355,8 +355,7 @@ def _first_difference(there: Rows, now: Rows, tolerance: float | None) -> int | 
     if isinstance(there, RaggedRows) and isinstance(now, RaggedRows):
         wrong = _differing_rows(there, now, tolerance)
     else:
-        equal = _equal(values_of(there), values_of(now), tolerance)
-        wrong = np.flatnonzero(~equal.reshape(len(there), -1).all(axis=1))
+        wrong = np.flatnonzero(~_equal_rows(values_of(there), values_of(now), tolerance))
     allowed = 0 if tolerance is None else int(_OUTSIDE * len(there))
     return int(wrong[0]) if len(wrong) > allowed else None
 
@@ -365,19 +364,21 @@ def _differing_rows(there: RaggedRows, now: RaggedRows, tolerance: float | None)
     """Rows of another length or with other values; lengths and text have no tolerance."""
     same_length = there.lengths == now.lengths
     one, other = there[same_length], now[same_length]
-    equal = _equal(one.values, other.values, tolerance)
-    wrong = ~equal.reshape(len(one.values), -1).all(axis=1)
     row_of_value = np.repeat(np.flatnonzero(same_length), one.lengths)
-    return np.union1d(np.flatnonzero(~same_length), row_of_value[wrong])
+    wrong = row_of_value[~_equal_rows(one.values, other.values, tolerance)]
+    return np.union1d(np.flatnonzero(~same_length), wrong)
 
 
-def _equal(there: npt.NDArray[Any], now: npt.NDArray[Any], tolerance: float | None) -> npt.NDArray[np.bool_]:
-    """Which values, or which rows of them, are equal."""
+def _equal_rows(
+    there: npt.NDArray[Any], now: npt.NDArray[Any], tolerance: float | None
+) -> npt.NDArray[np.bool_]:
     if tolerance is None:
         return _same_bits(there, now)
     if there.dtype.kind == "f":
-        return np.asarray(np.isclose(there, now, rtol=tolerance, atol=tolerance, equal_nan=True))
-    return np.asarray(there == now)
+        equal = np.isclose(there, now, rtol=tolerance, atol=tolerance, equal_nan=True)
+    else:
+        equal = np.asarray(there == now)
+    return np.asarray(equal.all(axis=tuple(range(1, equal.ndim))))
 
 
 def _same_bits(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

@@ -138,17 +138,6 @@ def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[M
     return measured
 
 
-def check_columns(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> None:
-    """Check that metrics say which columns they read, and that the rows have them.
-
-    Raises:
-        UsageError: one does not, or they have not.
-    """
-    check_declarations(metrics)
-    for metric in metrics:
-        _check_columns(rows, metric)
-
-
 @contextmanager
 def _temporary() -> Iterator[None]:
     try:
@@ -171,6 +160,17 @@ def _batch_size(rows: StoredRows) -> int:
             f"{job} cannot be read ({type(error).__name__}: {error}). It says how the samples were divided "
             "into batches, which a metric of these has to know."
         ) from error
+
+
+def check_columns(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> None:
+    """Check that metrics say which columns they read, and that the rows have them.
+
+    Raises:
+        UsageError: one does not, or they have not.
+    """
+    check_declarations(metrics)
+    for metric in metrics:
+        _check_columns(rows, metric)
 
 
 def _check_columns(rows: StoredRows, metric: Metric | RowMetric) -> None:

@@ -50,10 +50,6 @@ __all__ = [
     "TopK",
     "Value",
     "from_torchmetrics",
-    "in_two",
-    "is_of_rows",
-    "keeps_rows",
-    "per_batch",
 ]
 
 DIRECTIONS = ("higher", "lower")
@@ -99,9 +95,6 @@ class Metric(Protocol):
     ``update`` gets the samples of many batches at once. A metric that rounds within ``update``, so that the
     way in which samples are grouped shows in its bits, has an attribute ``per_batch = True``: each of its
     updates gets the samples of one batch, and these are the same at every number of processes.
-
-    A metric made of functions or classes of the user's own may have a method ``sources()`` that returns them:
-    a change of their source makes another job.
     """
 
     @property
@@ -185,6 +178,11 @@ def keeps_rows(metric: Metric | RowMetric) -> bool:
     return bool(getattr(metric, "keeps_rows", True))
 
 
+def per_batch(metric: Metric | RowMetric) -> bool:
+    """Whether each update of a metric gets the samples of one batch alone."""
+    return bool(getattr(metric, "per_batch", False))
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -195,8 +193,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def per_batch(metric: Metric | RowMetric) -> bool:
-    """Whether each update of a metric gets the samples of one batch alone."""
-    return bool(getattr(metric, "per_batch", False))

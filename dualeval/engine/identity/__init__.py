@@ -68,12 +68,10 @@ def job_identity(
     objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules(), *measures]
     return {
         "task": task.name,
-        **_sources(
-            objects,
-            [*task.sources(), *(item for metric in measures for item in _sources_of(metric))],
-            values,
-        ),
+        **_sources(objects, [*task.sources(), *_functions(measures)], values),
         "task_options": _as_json(task.fingerprint(), f"task {task.name!r}"),
+        # Those that the command line has made the task of, whatever its fingerprint says.
+        **({"options": _as_json(dict(task.given), f"task {task.name!r}")} if task.given else {}),
         "data": dataset.fingerprint(samples),
         "samples": samples,
         "weights": model_fingerprint(model),
@@ -86,12 +84,6 @@ def job_identity(
         "metrics": [metric.name for metric in measures],
         "metric_options": _by_name(measures),
     }
-
-
-def _sources_of(metric: Metric | RowMetric) -> Sequence[Any]:
-    """What a metric says it is made of, besides its own class."""
-    said = getattr(metric, "sources", None)
-    return said() if callable(said) else ()
 
 
 def _sources(
@@ -108,6 +100,11 @@ def _sources(
     # Whatever the order: a model may hold its modules in another one.
     joined = {module: b"".join(sorted(digests)) for module, digests in code.items()}
     return source_fingerprints({*modules_of([*objects, *named]), *values.modules}, joined)
+
+
+def _functions(metrics: Iterable[Metric | RowMetric]) -> list[Any]:
+    """What else than their classes has source that decides what metrics give, as they say it."""
+    return [item for metric in metrics if hasattr(metric, "sources") for item in metric.sources()]
 
 
 def _by_name(metrics: Iterable[Metric | RowMetric]) -> dict[str, Any]:
