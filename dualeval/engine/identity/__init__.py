@@ -102,6 +102,11 @@ def _sources(
     return source_fingerprints({*modules_of([*objects, *named]), *values.modules}, joined)
 
 
+def _functions(metrics: Iterable[Metric | RowMetric]) -> list[Any]:
+    """What else than their classes has source that decides what metrics give, as they say it."""
+    return [item for metric in metrics if hasattr(metric, "sources") for item in metric.sources()]
+
+
 def _by_name(metrics: Iterable[Metric | RowMetric]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for metric in metrics:
