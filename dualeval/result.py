@@ -47,7 +47,9 @@ class Result:
             the number of its ``chunks``.
         timing: seconds; total, setup, evaluate, and the split of each rank.
         samples_per_s: evaluated samples over evaluate seconds.
-        units: by metric, "percent" for values of 0 to 100.
+        units: by metric, "fraction" for values of 0 to 1, "percent" for values of 0 to 100, or another text;
+            nothing for plain numbers.
+        directions: by metric, whether "higher" or "lower" is better; nothing where neither is.
         work: what the metrics took, as counts, where a task counts something.
         description: what was evaluated, in words for people, by label.
         warnings: what a reader of the numbers should know.
@@ -80,6 +82,7 @@ class Result:
     warnings: list[str]
     folder: str | None
     units: dict[str, str] = field(default_factory=dict)
+    directions: dict[str, str] = field(default_factory=dict)
     work: dict[str, int] = field(default_factory=dict)
     machines: list[dict[str, Any]] = field(default_factory=list)
     finished_at: str | None = None

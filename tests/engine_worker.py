@@ -27,6 +27,8 @@ from dualeval.engine.options import RunOptions
 from dualeval.errors import DualevalError
 from dualeval.launch import detect
 from dualeval.metrics import Measured, Metric, RowMetric
+from dualeval.result import Result
+from tests.ragged_task import RaggedTask
 from tests.tiny import TinyDataset, TinyTask
 
 TEN = ["loss", *(f"top{k}" for k in range(1, 7)), "precision_recall", "confusion", "ece"]
@@ -302,6 +304,30 @@ def _writes(event: str, args: tuple[Any, ...]) -> bool:
     return event in ("os.mkdir", "os.rename", "os.link", "os.symlink")
 
 
+RAGGED_SAMPLES = 203
+# One alone, a whole batch, and the last one.
+BROKEN_ROWS = [3, *range(40, 48), 202]
+
+
+def ragged(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """Ragged columns and text: two ranks share a folder, of three rank 0 has its own; and without one."""
+    out = folder / f"disk-of-{min(backend.world.rank, backend.world.size - 2)}" / "out"
+    recorder.FLUSH_ROWS = 24
+
+    def run(out: Path | None) -> Result:
+        task = RaggedTask(RAGGED_SAMPLES, BROKEN_ROWS)
+        options = RunOptions(out=out, batch_size=8, on_error="skip")
+        return Evaluator(task, backend, control, options).run()
+
+    results = [run(out), run(None)]
+    return {
+        "digests": [result.metrics_digest for result in results],
+        "resumed": results[0].chunks["resumed"],
+        "out": str(out),
+        "left": sorted(path.name for path in out.glob("**/*")),
+    }
+
+
 def told(run: Callable[[], Any], control: ControlPlane) -> dict[str, Any]:
     """What this rank raised, and which failure it would report."""
     try:
@@ -333,6 +359,7 @@ SCENARIOS = {
         rank_in_the_model,
         contents,
         nothing_written,
+        ragged,
     )
 }
 

@@ -22,8 +22,8 @@ from dualeval.metrics.classification import (
     classification_metric,
     default_metrics,
     observe_logits,
-    wilson_interval,
 )
+from dualeval.metrics.intervals import wilson_interval
 from dualeval.vision_library import torchvision
 
 ALL_TEN = ("loss", "top1", "top3", "top5", "precision_recall", "confusion", "ece", "nonfinite_logits")
@@ -361,7 +361,10 @@ def test_ece_against_torchmetrics(torchmetrics: ModuleType) -> None:
 def test_ece_with_nan_confidence_is_none_and_counted() -> None:
     columns = columns_of([0, 1, 1], [0, -1, 1], [0.75, math.nan, 0.5])
     assert measure("ece", 2, columns) == Measured(
-        values={"ece": None}, nonfinite={"ece": {"nan": 1, "pos_inf": 0, "neg_inf": 0}}
+        values={"ece": None},
+        nonfinite={"ece": {"nan": 1, "pos_inf": 0, "neg_inf": 0}},
+        units={"ece": "fraction"},
+        directions={"ece": "lower"},
     )
     assert int(ledger_of("ece", 2, columns)[3::12].sum()) == 2
 
@@ -395,7 +398,7 @@ def test_no_samples_give_none() -> None:
     empty = {name: column[:0] for name, column in observe_logits(logits, target, 5).items()}
     for batches in ([], [empty]):
         for name in ("loss", "top1", "ece"):
-            assert measure(name, 10, *batches) == Measured(values={name: None})
+            assert measure(name, 10, *batches).values == {name: None}
         values = measure("precision_recall", 10, *batches).values
         assert [
             values[f"{average}_{key}"] for average in ("micro", "macro") for key in ("precision", "f1")

@@ -14,9 +14,10 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dualeval.errors import UsageError
-from dualeval.metrics import Measured
-from dualeval.metrics.exact import NORMAL_95, ExactMean, from_limbs
+from dualeval.metrics import Mean, Measured
+from dualeval.metrics.exact import ExactColumn, from_limbs
+from dualeval.metrics.intervals import NORMAL_95
+from dualeval.metrics.means import mean_of_sums, sums_of
 from tests.measuring import ledger_of, measure, same_bits
 
 # Whose squares are float64 numbers, or smaller than all of these; smallest and largest among them.
@@ -35,8 +36,8 @@ def doubles(values: Sequence[float]) -> dict[str, Tensor]:
     return {"value": torch.tensor(values, dtype=torch.float64)}
 
 
-def mean_of(factor: float = 1.0) -> ExactMean:
-    return ExactMean("mean", "value", torch.float64, factor)
+def mean_of() -> Mean:
+    return Mean("value", name="mean")
 
 
 def expected_half_width(values: Sequence[float]) -> float:
@@ -52,16 +53,18 @@ def expected_half_width(values: Sequence[float]) -> float:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(moderate, min_size=1, max_size=30), st.sampled_from([1.0, 100.0, 0.3]), st.integers(0, 1000))
-def test_mean_of_doubles_and_its_interval(values: list[float], factor: float, seed: int) -> None:
-    measured = measure(mean_of(factor), doubles(values), seed)
+@given(st.lists(moderate, min_size=1, max_size=30), st.sampled_from([1.0, 100.0, 0.3]))
+def test_mean_of_doubles_and_its_interval(values: list[float], factor: float) -> None:
+    sums = sums_of(doubles(values)["value"])
+    mean, ends = mean_of_sums(len(values), sums.sums[0], sums.products[0], factor)
     expected = factor * math.fsum(values) / len(values)
-    assert same_bits(measured.values["mean"], expected)
+    assert same_bits(mean, expected)
     if len(values) == 1:
-        assert measured.intervals == {}
+        assert ends is None
         return
+    assert ends is not None
+    low, high = ends
     half_width = factor * expected_half_width(values)
-    low, high = measured.intervals["mean"]
     tolerance = 4 * math.ulp(max(abs(low), abs(high), half_width))
     assert low == pytest.approx(expected - half_width, rel=0, abs=tolerance)
     assert high == pytest.approx(expected + half_width, rel=0, abs=tolerance)
@@ -73,11 +76,11 @@ def test_ledgers_of_doubles_hold_the_rational_sums(values: list[float], seed: in
     # All that are finite: sums here may exceed the largest float64.
     for random in (None, Random(seed)):
         ledger = ledger_of(mean_of(), doubles(values), random).tolist()
-        assert ledger[:4] == [len(values), 0, 0, 0]
+        assert ledger[:5] == [len(values), 0, 0, 0, 0]
         exact = [Fraction(value) for value in values]
-        assert Fraction(from_limbs(ledger[4:71]), 2**1074) == sum(exact, Fraction())
+        assert Fraction(from_limbs(ledger[5:72]), 2**1074) == sum(exact, Fraction())
         squares = sum((value * value for value in exact), Fraction())
-        assert Fraction(from_limbs(ledger[71:]), 2**2148) == squares
+        assert Fraction(from_limbs(ledger[72:]), 2**2148) == squares
 
 
 @pytest.mark.parametrize(
@@ -129,7 +132,7 @@ def test_nonfinite_doubles_are_counted() -> None:
     )
     ledger = ledger_of(mean_of(), doubles(values))
     assert ledger[0] == 7
-    assert torch.equal(ledger[4:], ledger_of(mean_of(), doubles([1.0, -2.5]))[4:])
+    assert torch.equal(ledger[5:], ledger_of(mean_of(), doubles([1.0, -2.5]))[5:])
     for value, kind in ((math.nan, "nan"), (math.inf, "pos_inf"), (-math.inf, "neg_inf")):
         measured = measure(mean_of(), doubles([1.0, value]))
         counts = dict.fromkeys(("nan", "pos_inf", "neg_inf"), 0) | {kind: 1}
@@ -148,14 +151,41 @@ def test_a_billion_ledgers_of_doubles_add_up() -> None:
     found = merged.tolist()
     exact = [Fraction(value) for value in values]
     assert found[0] == 7 * (2**30 + 1)
-    assert Fraction(from_limbs(found[4:71]), 2**1074) == sum(exact, Fraction()) * (2**30 + 1)
-    assert Fraction(from_limbs(found[71:]), 2**2148) == (2**30 + 1) * sum(one * one for one in exact)
-    for limbs in (found[4:71], found[71:]):
+    assert Fraction(from_limbs(found[5:72]), 2**1074) == sum(exact, Fraction()) * (2**30 + 1)
+    assert Fraction(from_limbs(found[72:]), 2**2148) == (2**30 + 1) * sum(one * one for one in exact)
+    for limbs in (found[5:72], found[72:]):
         assert all(0 <= limb < 2**32 for limb in limbs[:-1])
         assert -(2**31) <= limbs[-1] < 2**31
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_a_column_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(UsageError, match="float64"):
-        ledger_of(mean_of(), {"value": torch.ones(3, dtype=dtype)})
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(finite, finite), max_size=20))
+def test_sums_of_products_are_the_rational_ones(pairs: list[tuple[float, float]]) -> None:
+    one, two = (
+        ExactColumn(torch.tensor(side, dtype=torch.float64))
+        for side in (zip(*pairs, strict=True) if pairs else ([], []))
+    )
+    expected = sum((Fraction(x) * Fraction(y) for x, y in pairs), Fraction())
+    assert Fraction(one.dot(two), 2**2148) == Fraction(two.dot(one), 2**2148) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))
+def test_sums_of_any_int64_are_the_whole_ones(values: list[int]) -> None:
+    column = ExactColumn(torch.tensor(values))
+    assert Fraction(column.total(), 2**1074) == sum(values)
+    assert Fraction(column.dot(column), 2**2148) == sum(value * value for value in values)
+
+
+def test_more_doubles_than_are_summed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.tensor([LARGEST, -0.1, 5e-324, 3.0, -LARGEST, 0.1, 7.0], dtype=torch.float64)
+    whole = ExactColumn(values)
+    expected = whole.total(), whole.dot(whole)
+    monkeypatch.setattr("dualeval.metrics.exact._DOUBLE_PIECE", 3)
+    assert (whole.total(), whole.dot(whole)) == expected
+
+
+def test_a_full_piece_of_the_largest_fractions_does_not_overflow() -> None:
+    values = torch.full((2**20,), LARGEST, dtype=torch.float64)
+    column = ExactColumn(values)
+    assert column.dot(column) == int(LARGEST) ** 2 * 2**20 * 2**2148

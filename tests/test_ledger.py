@@ -8,7 +8,7 @@ import torch
 from dualeval.engine.ledger import Ledger
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import ExactlyOnceError
-from dualeval.metrics.exact import ExactMean
+from dualeval.metrics import Mean
 
 PLAN = EvalPlan(num_samples=10, batch_size=4)
 
@@ -64,8 +64,8 @@ def test_many_wrong_chunks_are_cut() -> None:
 
 def test_metrics_have_slots_of_their_own() -> None:
     columns = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([10.0, 30.0])}
-    ledger = Ledger(PLAN, [ExactMean("first", "a"), ExactMean("second", "b")])
-    ledger.update(columns)
+    ledger = Ledger(PLAN, [Mean("a", name="first"), Mean("b", name="second")])
+    ledger.update(columns, [2])
     values = {}
     for metric, slots in ledger.parts():
         values.update(metric.compute(slots).values)

@@ -21,7 +21,7 @@ from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.own_loop import OwnLoop
 from dualeval.errors import UsageError
-from dualeval.metrics.exact import ExactMean
+from dualeval.metrics import Mean
 from dualeval.result import Result, read_status
 from dualeval.world import World
 from tests.conftest import ROOT, Launch
@@ -170,7 +170,7 @@ def test_columns_of_other_kinds_and_metrics_of_ones_own() -> None:
             loop.add(batch, double=batch.double(), half=half, listed=batch.tolist(), count=batch.int())
         result = loop.result()
     assert result.metrics == dict.fromkeys(("double", "half", "listed", "count"), 9.5)
-    with opened(data, metrics=[ExactMean("mine", "value")]) as loop:
+    with opened(data, metrics=[Mean("value", name="mine")]) as loop:
         for batch in loop.batches():
             loop.add(batch, value=batch.float(), wide=torch.zeros(len(batch), 3))
         assert loop.result().metrics == {"mine": 9.5}

@@ -63,7 +63,7 @@ def test_pairs_of_input_and_number(tmp_path: Path) -> None:
     model, inputs, targets = linear(5, 1), numbers(SAMPLES, 5), numbers(SAMPLES)
     result = evaluate(model=model, data=TensorDataset(inputs, targets), out=tmp_path)
     errors = (model(inputs).squeeze(1) - targets).abs()
-    assert result.metrics["absolute_error"] == pytest.approx(errors.mean().item(), rel=1e-6)
+    assert result.metrics["mae"] == pytest.approx(errors.mean().item(), rel=1e-6)
     rows = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")
     assert rows.column_names == [
         *("id", "index", "prediction", "target", "error", "absolute_error", "squared_error")

@@ -13,7 +13,7 @@ from dualeval.engine import recorder
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
-from dualeval.metrics.exact import ExactMean
+from dualeval.metrics import Mean
 
 
 def sliced() -> Tensor:
@@ -49,9 +49,7 @@ def test_columns_keep_no_memory_of_others(
         return finished(**values)
 
     monkeypatch.setattr(recorder, "_Finished", noted)
-    taking = Recorder(
-        EvalPlan(num_samples=12, batch_size=4), [ExactMean("m", "m")], ["kept"], MemoryWriter(keeps=True)
-    )
+    taking = Recorder(EvalPlan(num_samples=12, batch_size=4), [Mean("m")], ["kept"], MemoryWriter(keeps=True))
     for batch in range(3):
         # Column "other" is read by nobody.
         taking.add(batch, batch, {"m": make(), "kept": make().int(), "other": torch.zeros(4, 5000)}, [])
@@ -70,7 +68,7 @@ def test_a_column_that_needs_no_copy_is_none() -> None:
 
 def test_row_metrics_columns_alone_are_kept_in_memory() -> None:
     writer = MemoryWriter(keeps=False)
-    taking = Recorder(EvalPlan(num_samples=8, batch_size=4), [ExactMean("m", "m")], [], writer)
+    taking = Recorder(EvalPlan(num_samples=8, batch_size=4), [Mean("m")], [], writer)
     for batch in range(2):
         taking.add(batch, batch, {"m": whole()}, [])
     taking.flush()

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from dualeval.report.progress import Progress, progress_line
-from dualeval.report.table import print_result
+from dualeval.report.table import print_result, shown_numbers
 from dualeval.result import Result
 
 
@@ -112,6 +112,7 @@ def result(**changes: Any) -> Result:
         },
         "intervals": {"top1": (0.9196, 0.93), "loss": (0.2, 0.3)},
         "nonfinite": {"mean_logit": {"nan": 3, "pos_inf": 1, "neg_inf": 0}},
+        "units": dict.fromkeys(("top1", "macro_f1", "ece"), "fraction"),
         "samples": {"total": 10_000, "evaluated": 9_998, "failed": 2},
         "failed": [],
         "chunks": {"total": 157, "evaluated_now": 157, "resumed": 0},
@@ -166,6 +167,38 @@ def test_percent_and_counts() -> None:
     }
     work = {"windows": 1234, "padded_tokens": 5}
     assert "work            1,234 windows, 5 padded tokens" in printed(result(work=work)).splitlines()
+
+
+def test_no_name_makes_a_number_a_percentage() -> None:
+    shown = result(metrics={"topic_coherence": 3.2, "psnr": 31.25}, intervals={}, units={"psnr": "dB"})
+    assert rows(printed(shown)) == {"topic_coherence": ["3.20000", ""], "psnr": ["31.2500 dB", ""]}
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "texts"),
+    [
+        ((0.191676, 0.17936, 0.203995), None, ["0.191676", "0.179360", "0.203995"]),
+        # The last digits of a value and of its interval stand for the same power of ten.
+        ((3.2e-8, 3e-8, 3.4e-8), None, ["3.20000e-08", "3.00000e-08", "3.40000e-08"]),
+        ((9.98e-8, 9e-8, 1.02e-7), None, ["9.9800e-08", "9.0000e-08", "1.02000e-07"]),
+        ((320.0,), None, ["320.000"]),
+        ((123456.789, 1.0, 200000.0), None, ["123457", "1", "200000"]),
+        ((1.7e308,), None, ["1.70000e+308"]),
+        ((5e-324,), None, ["4.94066e-324"]),
+        ((0.0,), None, ["0.00000"]),
+        ((-0.00012,), None, ["-0.000120000"]),
+        ((12345,), "tokens", ["12,345 tokens"]),
+        ((0.9305, 0.9253, 0.9353), "fraction", ["93.05 %", "92.53 %", "93.53 %"]),
+        ((3e-6,), "fraction", ["0.000300 %"]),
+        ((0.0, 0.0, 3e-4), "fraction", ["0.0000 %", "0.0000 %", "0.0300 %"]),
+        ((0.0,), "percent", ["0.00 %"]),
+        ((100.0,), "percent", ["100.00 %"]),
+    ],
+)
+def test_numbers_of_any_size_are_readable(
+    values: tuple[float, ...], unit: str | None, texts: list[str]
+) -> None:
+    assert shown_numbers(*values, unit=unit) == texts
 
 
 def test_the_lines_below() -> None:

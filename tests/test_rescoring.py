@@ -20,9 +20,8 @@ import dualeval
 from dualeval.engine import stored_rows
 from dualeval.engine.folder import predictions
 from dualeval.errors import DualevalError, UsageError
-from dualeval.metrics import Measured, Metric, RowMetric
+from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.metrics.classification import LARGEST_CONFUSION, TopK, classification_metric, default_metrics
-from dualeval.metrics.exact import ExactMean
 from dualeval.tasks.given_answers import GivenAnswers
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.question_answering import QuestionAnswering
@@ -319,7 +318,7 @@ def test_a_task_of_ones_own_is_scored_from_python(tmp_path: Path) -> None:
 
 
 def test_runs_that_cannot_be_scored(tmp_path: Path) -> None:
-    metrics = [ExactMean("loss", "loss")]
+    metrics = [Mean("loss")]
     with pytest.raises(UsageError, match="there is no folder"):
         dualeval.rescore(tmp_path / "nowhere", metrics=metrics)
     with pytest.raises(UsageError, match=r"no status\.json"):

@@ -399,8 +399,8 @@ def test_metrics_that_break_in_the_midst_count_nothing_twice(
 ) -> None:
     update, calls = Ledger.update, list[int]()
 
-    def broken(self: Ledger, columns: dict[str, Tensor]) -> None:
-        update(self, columns)
+    def broken(self: Ledger, columns: dict[str, Tensor], batches: list[int]) -> None:
+        update(self, columns, batches)
         calls.append(len(calls))
         if len(calls) == 3:
             raise MemoryError("after some metrics have taken the rows")

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dualeval.metrics import Measured
-from dualeval.metrics.classification import wilson_interval
-from dualeval.metrics.exact import NORMAL_95
+from dualeval.metrics.intervals import NORMAL_95, wilson_interval
 from dualeval.metrics.squad import F1, AnswerCounts, BestThresholds, ExactMatch, score_answer
 from tests.measuring import measure, same_bits
 from tests.test_squad_metrics import many_questions, scored, texts
@@ -241,7 +240,11 @@ def test_without_samples_there_is_no_value() -> None:
         (ExactMatch(parts=True), ("exact_match", "HasAns_exact", "NoAns_exact")),
         (F1(parts=True), ("f1", "HasAns_f1", "NoAns_f1")),
     ):
-        nothing = Measured(values=dict.fromkeys(keys), units=dict.fromkeys(keys, "percent"))
+        nothing = Measured(
+            values=dict.fromkeys(keys),
+            units=dict.fromkeys(keys, "percent"),
+            directions=dict.fromkeys(keys, "higher"),
+        )
         assert measure(metric, columns) == nothing
     columns = columns_of([right(0.0), wrong(0.0)])
     assert measure(ExactMatch(parts=True), columns).values == {

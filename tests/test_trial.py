@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from dualeval.engine import trial
 from dualeval.engine.measured import plain
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured, Metric, RowMetric
-from dualeval.metrics.exact import ExactMean
+from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from tests.test_evaluator import evaluate
 from tests.tiny import TinyTask
 
@@ -98,7 +97,7 @@ class Custom(TinyTask):
         return {**super().observe(outputs, batch), **self._columns}
 
     def metrics(self) -> list[Metric | RowMetric]:
-        return [ExactMean("loss", "loss"), *self._own_metrics, *self._own_row_metrics]
+        return [Mean("loss"), *self._own_metrics, *self._own_row_metrics]
 
     def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> Mapping[str, Sequence[str]]:
         return self._texts

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from torch import Tensor
+
+from dualeval.columns import Column
 from dualeval.errors import UsageError
-from dualeval.metrics import Metric, RowMetric, keeps_rows
+from dualeval.metrics import Metric, RowMetric, keeps_rows, per_batch
 
 Values = TypeVar("Values")
 
@@ -70,3 +73,27 @@ def columns_of(metric: Metric | RowMetric, columns: Mapping[str, Values]) -> Map
             f"{', '.join(columns)}."
         )
     return _Declared(metric.name, {name: columns[name] for name in metric.columns})
+
+
+def update(metric: Metric, slots: Tensor, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
+    """Add the samples of consecutive batches to a metric, one batch at a time where it asks for that.
+
+    Args:
+        metric: gets the columns that it has declared.
+        slots: its part of a ledger.
+        columns: of all these samples.
+        batches: how many samples of each batch could be read; their sum is the number of rows.
+
+    Raises:
+        UsageError: as ``columns_of``.
+    """
+    own = columns_of(metric, columns)
+    if not per_batch(metric):
+        metric.update(slots, own)
+        return
+    start = 0
+    for count in batches:
+        if count:
+            part = {name: values[start : start + count] for name, values in own.items()}
+            metric.update(slots, columns_of(metric, part))
+        start += count

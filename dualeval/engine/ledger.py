@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dualeval.columns import Column
-from dualeval.engine.columns import columns_of
+from dualeval.engine.columns import update
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import ExactlyOnceError
 from dualeval.metrics import Metric
@@ -40,14 +40,18 @@ class Ledger:
         self.values[chunks + chunk] += evaluated
         self.values[2 * chunks + chunk] += failed
 
-    def update(self, columns: Mapping[str, Column]) -> None:
-        """Add evaluated samples to every metric; ``columns`` are on the CPU, first dimension the samples.
+    def update(self, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
+        """Add the evaluated samples of consecutive batches to every metric.
+
+        Args:
+            columns: on the CPU, first dimension the samples.
+            batches: how many of them are of each batch.
 
         Raises:
             UsageError: a metric reads a column that the task does not make, or that it has not declared.
         """
         for metric, part in zip(self._metrics, self._slices, strict=True):
-            metric.update(self.values[part], columns_of(metric, columns))
+            update(metric, self.values[part], columns, batches)
 
     def parts(self) -> list[tuple[Metric, Tensor]]:
         """Each metric with its slots."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured
+from dualeval.metrics import DIRECTIONS, Measured
 
 
 def plain(metric: str, measured: Measured) -> Measured:
@@ -37,7 +37,10 @@ def plain(metric: str, measured: Measured) -> Measured:
         values=values.mapping("values", measured.values, at_top=True),
         intervals=values.intervals(measured.intervals, measured.values),
         nonfinite=values.mapping("nonfinite", measured.nonfinite, each=values.counts),
-        units=values.mapping("units", measured.units, each=values.text),
+        units=values.of_values("units", measured.units, measured.values, each=values.text),
+        directions=values.of_values(
+            "directions", measured.directions, measured.values, each=values.direction
+        ),
         work=values.counts("work", measured.work),
         warnings=values.warnings(measured.warnings),
     )
@@ -114,6 +117,26 @@ class _Values:
             if not isinstance(count, int):
                 raise self._unexpected(f"{where}.{key}", count, "a whole number")
         return found
+
+    def of_values(
+        self, where: str, given: Any, values: Mapping[str, Any], *, each: Callable[[str, Any], Any]
+    ) -> dict[str, Any]:
+        """A mapping of texts whose keys are some of ``values``."""
+        for key in (found := self.mapping(where, given, each=each)):
+            if key not in values:
+                raise UsageError(
+                    f"metric {self._metric!r} gave {where} for {key!r}, and no value of that name"
+                )
+        return found
+
+    def direction(self, where: str, value: Any) -> str:
+        """One of the two."""
+        if value not in DIRECTIONS:
+            raise UsageError(
+                f"metric {self._metric!r} gave {value!r} for {where}, expected {' or '.join(DIRECTIONS)}: "
+                "which values are better"
+            )
+        return str(value)
 
     def text(self, where: str, value: Any) -> str:
         """A text."""

@@ -202,6 +202,7 @@ class Outcome:
             intervals={name: interval for part in measured for name, interval in part.intervals.items()},
             nonfinite={name: counts for part in measured for name, counts in part.nonfinite.items()},
             units={name: unit for part in measured for name, unit in part.units.items()},
+            directions={name: better for part in measured for name, better in part.directions.items()},
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
             failed=[{"id": of.dataset.id(index), "error": error} for index, error in failures],
             chunks={

@@ -392,7 +392,7 @@ def _as_column(name: str, values: Any) -> Column:
     """What ``add`` was given as a column, on its device."""
     if isinstance(values, np.ndarray) and values.dtype.kind == "U":
         values = values.tolist()
-    if isinstance(values, (list, tuple)) and values and isinstance(values[0], (str, Tensor)):
+    if isinstance(values, (list, tuple)) and any(map(_is_row, values)):
         values = as_column(name, values)
     if isinstance(values, Ragged):
         return values if values.values.dtype not in _HALF else Ragged(values.values.float(), values.lengths)
@@ -405,6 +405,11 @@ def _as_column(name: str, values: Any) -> Column:
             f"list of tensors or a list of str: {error}"
         ) from error
     return column.float() if column.dtype in _HALF else column
+
+
+def _is_row(entry: Any) -> bool:
+    """Whether an entry of a list is a row that may have another length than the others."""
+    return isinstance(entry, str) or (isinstance(entry, Tensor) and entry.ndim > 0)
 
 
 def _named(samples: range) -> str:

@@ -15,7 +15,7 @@ from dualeval.engine.guest import unwrapped
 from dualeval.engine.samples import Samples, wrap
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.columns import mean_of
+from dualeval.metrics.means import Mean
 from dualeval.tasks import Task
 
 
@@ -93,7 +93,7 @@ class LoopTask(Task):
                     f"the column {name!r} has {kind.ndim} dimensions, and a mean takes one number a sample. "
                     "Add one, or give the metrics that read it: batches(..., metrics=[...])"
                 )
-            self._metrics.append(mean_of(name, kind.dtype))
+            self._metrics.append(Mean(name))
         if not self._metrics:
             raise UsageError(
                 f"the columns {', '.join(self.kinds)} are ragged or text, which have no mean. Add a column "

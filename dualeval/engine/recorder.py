@@ -94,8 +94,10 @@ class _Part:
         if evaluated.any():
             whole = bool(evaluated.all())
             before = [slots.clone() for _, slots in self.delta.parts()]
+            batches = [int(finished.evaluated.sum()) for finished in self._unfolded]
+            read = columns if whole else {name: column[evaluated] for name, column in columns.items()}
             try:
-                self.delta.update(columns if whole else {name: c[evaluated] for name, c in columns.items()})
+                self.delta.update(read, batches)
             except BaseException:
                 # Some metrics have taken these rows, others have not; and they stay to be folded.
                 for (_, slots), kept in zip(self.delta.parts(), before, strict=True):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from dualeval.columns import RaggedRows, Rows, form_of, spread_rows, to_column, values_of
-from dualeval.engine.columns import columns_of
+from dualeval.engine.columns import columns_of, update
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.predictions import EVALUATED, evaluated_of
@@ -297,12 +297,13 @@ def metric_digests(
     row_metrics: Sequence[RowMetric],
     columns: Mapping[str, Rows],
 ) -> dict[str, str]:
-    """What each metric makes of rows, as a hash by its name; without those whose columns are not kept."""
+    """What each metric makes of a batch's rows, as a hash by its name; without those of columns not kept."""
     found = {}
     tensors = {name: to_column(values) for name, values in columns.items()}
+    samples = next((len(values) for values in columns.values()), 0)
     for metric in filter(keeps_rows, metrics):
         slots = torch.zeros(metric.size, dtype=torch.int64)
-        metric.update(slots, columns_of(metric, tensors))
+        update(metric, slots, tensors, [samples])
         found[metric.name] = _digest_of(slots.tolist(), partial(metric.compute, slots))
     for row_metric in row_metrics:
         own = columns_of(row_metric, columns)
@@ -325,17 +326,28 @@ def _metrics_of_another_ledger(file: JournalFile, metrics: Sequence[Metric], pla
     evaluated = evaluated_of({EVALUATED: file.read_rows(EVALUATED, 0, rows)})
     there = torch.zeros(3 * plan.num_chunks + sum(metric.size for metric in metrics), dtype=torch.int64)
     there.index_add_(0, torch.from_numpy(file.slots), torch.from_numpy(file.values))
+    batches = _evaluated_by_batch(file, evaluated, plan)
     start = 3 * plan.num_chunks
     differing = []
     for metric in metrics:
         slots = torch.zeros(metric.size, dtype=torch.int64)
         if keeps_rows(metric):
             columns = {name: to_column(file.read_rows(name, 0, rows)[evaluated]) for name in metric.columns}
-            metric.update(slots, columns_of(metric, columns))
+            update(metric, slots, columns, batches)
             if not torch.equal(slots, there[start : start + metric.size]):
                 differing.append(metric.name)
         start += metric.size
     return differing
+
+
+def _evaluated_by_batch(file: JournalFile, evaluated: npt.NDArray[np.bool_], plan: EvalPlan) -> list[int]:
+    """How many samples of each batch of a file's chunks could be read, in the order of its rows."""
+    found, start = [], 0
+    for batch in (batch for chunk in file.chunks for batch in plan.chunk_batches(chunk)):
+        stop = start + len(plan.batch_samples(batch))
+        found.append(int(evaluated[start:stop].sum()))
+        start = stop
+    return found
 
 
 def _first_difference(there: Rows, now: Rows, tolerance: float | None) -> int | None:
@@ -343,8 +355,7 @@ def _first_difference(there: Rows, now: Rows, tolerance: float | None) -> int | 
     if isinstance(there, RaggedRows) and isinstance(now, RaggedRows):
         wrong = _differing_rows(there, now, tolerance)
     else:
-        equal = _equal(values_of(there), values_of(now), tolerance)
-        wrong = np.flatnonzero(~equal.reshape(len(there), -1).all(axis=1))
+        wrong = np.flatnonzero(~_equal_rows(values_of(there), values_of(now), tolerance))
     allowed = 0 if tolerance is None else int(_OUTSIDE * len(there))
     return int(wrong[0]) if len(wrong) > allowed else None
 
@@ -353,19 +364,21 @@ def _differing_rows(there: RaggedRows, now: RaggedRows, tolerance: float | None)
     """Rows of another length or with other values; lengths and text have no tolerance."""
     same_length = there.lengths == now.lengths
     one, other = there[same_length], now[same_length]
-    equal = _equal(one.values, other.values, tolerance)
-    wrong = ~equal.reshape(len(one.values), -1).all(axis=1)
     row_of_value = np.repeat(np.flatnonzero(same_length), one.lengths)
-    return np.union1d(np.flatnonzero(~same_length), row_of_value[wrong])
+    wrong = row_of_value[~_equal_rows(one.values, other.values, tolerance)]
+    return np.union1d(np.flatnonzero(~same_length), wrong)
 
 
-def _equal(there: npt.NDArray[Any], now: npt.NDArray[Any], tolerance: float | None) -> npt.NDArray[np.bool_]:
-    """Which values, or which rows of them, are equal."""
+def _equal_rows(
+    there: npt.NDArray[Any], now: npt.NDArray[Any], tolerance: float | None
+) -> npt.NDArray[np.bool_]:
     if tolerance is None:
         return _same_bits(there, now)
     if there.dtype.kind == "f":
-        return np.asarray(np.isclose(there, now, rtol=tolerance, atol=tolerance, equal_nan=True))
-    return np.asarray(there == now)
+        equal = np.isclose(there, now, rtol=tolerance, atol=tolerance, equal_nan=True)
+    else:
+        equal = np.asarray(there == now)
+    return np.asarray(equal.all(axis=tuple(range(1, equal.ndim))))
 
 
 def _same_bits(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from dualeval.columns import to_column
-from dualeval.engine.columns import check_declarations, columns_of
+from dualeval.engine.columns import check_declarations, columns_of, update
 from dualeval.engine.folder.mapped_columns import MappedColumns
 from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
-from dualeval.metrics import Measured, Metric, RowMetric, in_two, keeps_rows
-from dualeval.result import PREDICTIONS, RESULT, Result, checksum_of, read_result, read_status
+from dualeval.metrics import Measured, Metric, RowMetric, in_two, keeps_rows, per_batch
+from dualeval.result import JOB, PREDICTIONS, RESULT, Result, checksum_of, read_result, read_status
 
 
 def rescore(folder: str | Path, *, metrics: Sequence[Metric | RowMetric]) -> Result:
@@ -89,6 +91,7 @@ def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
         intervals={name: interval for part in measured for name, interval in part.intervals.items()},
         nonfinite={name: counts for part in measured for name, counts in part.nonfinite.items()},
         units={name: unit for part in measured for name, unit in part.units.items()},
+        directions={name: better for part in measured for name, better in part.directions.items()},
         warnings=list(dict.fromkeys(warnings)),
     )
 
@@ -105,21 +108,23 @@ def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[M
         UsageError: a metric reads a column that is not there.
         DualevalError: the rows are damaged, or there is no room for a temporary file.
     """
-    check_declarations(metrics)
-    for metric in metrics:
-        _check_columns(rows, metric)
+    check_columns(rows, metrics)
     of_ledger, row_metrics = in_two(metrics)
     ledgers = [torch.zeros(metric.size, dtype=torch.int64) for metric in of_ledger]
     names = list(dict.fromkeys(name for metric in metrics for name in metric.columns))
     kept = {name for metric in row_metrics for name in metric.columns}
+    batch = _batch_size(rows) if any(map(per_batch, of_ledger)) else 1
     with MappedColumns(None) as mapped:
-        for window in rows.windows(names):
+        for window in rows.windows(names, multiple_of=batch):
             with _temporary():
                 mapped.append({name: window.columns[name] for name in names if name in kept})
             if window.evaluated.any():
                 columns = {name: to_column(values) for name, values in window.columns.items()}
+                batches = np.add.reduceat(
+                    window.evaluated, np.arange(0, len(window.evaluated), batch), dtype=np.int64
+                )
                 for metric, ledger in zip(of_ledger, ledgers, strict=True):
-                    metric.update(ledger, columns_of(metric, columns))
+                    update(metric, ledger, columns, batches.tolist())
         with _temporary():
             whole = mapped.columns()
     measured = [
@@ -143,6 +148,29 @@ def _temporary() -> Iterator[None]:
             f"{tempfile.gettempdir()}: {error.strerror or error}. Make room there, or name another folder by "
             "the variable TMPDIR."
         ) from error
+
+
+def _batch_size(rows: StoredRows) -> int:
+    """Samples of a batch of the run that has written the rows."""
+    job = rows.path.parent / JOB
+    try:
+        return int(json.loads(job.read_text("utf-8"))["job"]["batch_size"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DualevalError(
+            f"{job} cannot be read ({type(error).__name__}: {error}). It says how the samples were divided "
+            "into batches, which a metric of these has to know."
+        ) from error
+
+
+def check_columns(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> None:
+    """Check that metrics say which columns they read, and that the rows have them.
+
+    Raises:
+        UsageError: one does not, or they have not.
+    """
+    check_declarations(metrics)
+    for metric in metrics:
+        _check_columns(rows, metric)
 
 
 def _check_columns(rows: StoredRows, metric: Metric | RowMetric) -> None:

@@ -67,12 +67,15 @@ class StoredRows:
             field.name for field in schema if field.name not in _IDS and not _is_of_texts(field)
         )
 
-    def windows(self, names: Sequence[str], *, with_ids: bool = False) -> Iterator[Window]:
+    def windows(
+        self, names: Sequence[str], *, with_ids: bool = False, multiple_of: int = 1
+    ) -> Iterator[Window]:
         """Read columns, a window of rows at a time: memory does not grow with their number.
 
         Args:
             names: the columns; at least one, which tells which samples could be read.
             with_ids: read ids and indices too.
+            multiple_of: the number of rows of each window but the last is a multiple of this one.
 
         Raises:
             UsageError: the file has no such column, or the task's ``texts`` have made it.
@@ -85,7 +88,7 @@ class StoredRows:
                     f"{', '.join(self.names)}"
                 )
         start = 0
-        for batch in self._batches([*(_IDS if with_ids else ()), *names]):
+        for batch in self._batches([*(_IDS if with_ids else ()), *names], multiple_of):
             evaluated = self._evaluated(batch, names, start)
             with self._readable():
                 columns = {name: _rows(batch.column(name)) for name in names}
@@ -150,13 +153,14 @@ class StoredRows:
             raise DualevalError(f"{self.path} is damaged: a row has no {name}")
         return column
 
-    def _batches(self, names: Sequence[str]) -> Iterator[Any]:
+    def _batches(self, names: Sequence[str], multiple_of: int) -> Iterator[Any]:
         import pyarrow.parquet
 
+        rows = max(1, WINDOW_ROWS // multiple_of) * multiple_of
         with self._readable(), pyarrow.parquet.ParquetFile(self.path) as file:
-            # Group by group: those of long rows are small, and so are the windows.
+            # Group by group: those of long rows are small, and so are the windows. Each begins with a batch.
             for group in range(file.num_row_groups):
-                for batch in file.iter_batches(WINDOW_ROWS, row_groups=[group], columns=list(names)):
+                for batch in file.iter_batches(rows, row_groups=[group], columns=list(names)):
                     yield batch.select(list(names))
 
     @contextmanager

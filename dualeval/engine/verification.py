@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.engine.rescoring import recompute, with_measured
+from dualeval.engine.rescoring import check_columns, recompute, with_measured
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -66,17 +66,22 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
     try:
         rows = StoredRows(folder / PREDICTIONS)
         failed, checks = _sample_checks(rows, result)
-        yield from checks
-        measured = recompute(rows, metrics)
     except UsageError:
         raise
     except DualevalError as error:
-        yield Check(name="rows", says="they can be read", differences=(str(error),))
+        yield _unreadable(error)
         return
-    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+    yield from checks
+    check_columns(rows, metrics)
+    try:
+        measured = recompute(rows, metrics)
+    except (UsageError, ArithmeticError, LookupError, RuntimeError, ValueError) as error:
         # Such as a class beyond the number of classes: values that no run has written.
         said = f"the metrics cannot be computed from these rows: {type(error).__name__}: {error}"
         yield Check(name="metrics", says="they can be computed", differences=(said,))
+        return
+    except DualevalError as error:
+        yield _unreadable(error)
         return
     found = replace(with_measured(result, measured), failed=[{"id": name} for name in failed])
     yield _metrics_check(result, found)
@@ -85,6 +90,10 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
         says=f"{digest}, from the rows too",
         differences=tuple(_differences("metrics_digest", digest, found.metrics_digest)),
     )
+
+
+def _unreadable(error: DualevalError) -> Check:
+    return Check(name="rows", says="they can be read", differences=(str(error),))
 
 
 def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
@@ -158,10 +167,12 @@ def _ids_twice(rows: StoredRows, hashes: Sequence[npt.NDArray[np.uint64]]) -> li
 
 def _metrics_check(result: Result, found: Result) -> Check:
     differences: list[str] = []
-    for field in ("metrics", "intervals", "nonfinite", "units"):
+    for field in ("metrics", "intervals", "nonfinite", "units", "directions"):
         of_field = "" if field == "metrics" else f"{field}."
         one, other = asdict(result)[field], asdict(found)[field]
-        for name in dict.fromkeys((*one, *other)):
+        # A run of an earlier version has written no directions, and units of percent alone.
+        known = (*one, *other) if field not in ("units", "directions") or result.directions else one
+        for name in dict.fromkeys(known):
             differences += _few(list(_differences(f"{of_field}{name}", one.get(name), other.get(name))))
     return Check(
         name="metrics",

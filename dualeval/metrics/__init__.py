@@ -8,11 +8,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
 from torch import Tensor
 
-__all__ = ["Measured", "Metric", "RowMetric", "Value", "in_two", "is_of_rows", "keeps_rows"]
+if TYPE_CHECKING:
+    from dualeval.metrics.classification import TopK as TopK
+    from dualeval.metrics.confusion import Confusion as Confusion
+    from dualeval.metrics.confusion import IoU as IoU
+    from dualeval.metrics.confusion import PrecisionRecall as PrecisionRecall
+    from dualeval.metrics.means import Count as Count
+    from dualeval.metrics.means import Mean as Mean
+    from dualeval.metrics.means import Ratio as Ratio
+    from dualeval.metrics.rows import Rows as Rows
+
+# Where the metrics are, which are imported at their first use.
+_HOME = {
+    "Confusion": "dualeval.metrics.confusion",
+    "Count": "dualeval.metrics.means",
+    "IoU": "dualeval.metrics.confusion",
+    "Mean": "dualeval.metrics.means",
+    "PrecisionRecall": "dualeval.metrics.confusion",
+    "Ratio": "dualeval.metrics.means",
+    "Rows": "dualeval.metrics.rows",
+    "TopK": "dualeval.metrics.classification",
+}
+
+__all__ = [
+    "Confusion",
+    "Count",
+    "IoU",
+    "Mean",
+    "Measured",
+    "Metric",
+    "PrecisionRecall",
+    "Ratio",
+    "RowMetric",
+    "Rows",
+    "TopK",
+    "Value",
+    "in_two",
+    "is_of_rows",
+    "keeps_rows",
+    "per_batch",
+]
+
+DIRECTIONS = ("higher", "lower")
 
 # Plain JSON, without NaN and infinities: these are not JSON, and are written as None plus counts.
 Value: TypeAlias = "float | int | str | list[Value] | dict[str, Value] | None"
@@ -26,7 +67,9 @@ class Measured:
         values: the metric's values by key; None where there is no finite value.
         intervals: 95 % intervals (low, high) by key, for the keys that have one.
         nonfinite: by key, how many samples were ``nan``, ``pos_inf`` and ``neg_inf``; only keys with any.
-        units: by key, "percent" for values of 0 to 100; a key without one is a fraction, or has no unit.
+        units: by key, "fraction" for values of 0 to 1, which are shown in percent; "percent" for values of 0
+            to 100; any other text is shown behind the value. A key without one is a plain number.
+        directions: by key, whether "higher" or "lower" is better; a key without one is neither.
         warnings: what a reader of the values should know, a sentence each.
         work: what the values took, as counts; no part of the metrics or their digest.
     """
@@ -35,6 +78,7 @@ class Measured:
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     nonfinite: dict[str, dict[str, int]] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
+    directions: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     work: dict[str, int] = field(default_factory=dict)
 
@@ -43,10 +87,18 @@ class Metric(Protocol):
     """Samples to integers to values; merging two states is adding their ledgers.
 
     Its class and its attributes tell one metric from another; where they tell too much or too little, it has
-    a method ``fingerprint()`` that returns plain values, as JSON has them. So has a ``RowMetric``.
+    a method ``fingerprint()`` that returns plain values, as JSON has them. So has a ``RowMetric``. What else
+    has source that decides the values a method ``sources()`` returns: functions, classes and modules.
 
     A run keeps the columns that its metrics read, so that they can be computed again without a forward. A
     metric whose numbers nobody will want again has an attribute ``keeps_rows = False``.
+
+    ``update`` gets the samples of many batches at once. A metric that rounds within ``update``, so that the
+    way in which samples are grouped shows in its bits, has an attribute ``per_batch = True``: each of its
+    updates gets the samples of one batch, and these are the same at every number of processes.
+
+    A metric made of functions or classes of the user's own may have a method ``sources()`` that returns them:
+    a change of their source makes another job.
     """
 
     @property
@@ -128,3 +180,20 @@ def _has_ledger(metric: Metric | RowMetric) -> TypeGuard[Metric]:
 def keeps_rows(metric: Metric | RowMetric) -> bool:
     """Whether a run keeps the columns that a metric reads; it does where the metric does not say no."""
     return bool(getattr(metric, "keeps_rows", True))
+
+
+def per_batch(metric: Metric | RowMetric) -> bool:
+    """Whether each update of a metric gets the samples of one batch alone."""
+    return bool(getattr(metric, "per_batch", False))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,29 +14,30 @@ The columns, one value per sample, are made by ``observe_logits``:
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from dualeval.choices import check_kind
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured, Metric, Value
+from dualeval.metrics import Measured, Metric
+from dualeval.metrics.confusion import NO_CLASS, Confusion, PrecisionRecall
+from dualeval.metrics.described import FRACTION, Described
 from dualeval.metrics.exact import (
     NONFINITE_KINDS,
-    NORMAL_95,
     SUM_LIMBS,
     SUM_UNIT_BITS,
-    ExactMean,
     exact_sums,
     from_limbs,
     nonfinite_counts,
     to_limbs,
 )
+from dualeval.metrics.intervals import wilson_interval
+from dualeval.metrics.means import Mean
 from dualeval.metrics.ordering import order_keys_in_place
 
-NO_CLASS = -1  # the predicted class of a sample with a NaN logit
 LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows with the square
 
 _NO_RANK = 2**31 - 1
@@ -140,32 +141,36 @@ def default_metrics(num_classes: int) -> tuple[str, ...]:
     )
 
 
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """The 95 % score interval of a proportion, for trials >= 1.
-
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927), with
-    numerator and denominator multiplied by the number of trials.
-    """
-    z_squared = NORMAL_95 * NORMAL_95
-    centre = successes + z_squared / 2
-    half_width = NORMAL_95 * math.sqrt(successes * (trials - successes) / trials + z_squared / 4)
-    # The ends are exactly 0 and 1 there; the subtraction would leave a rounding error.
-    low = 0.0 if successes == 0 else (centre - half_width) / (trials + z_squared)
-    high = 1.0 if successes == trials else (centre + half_width) / (trials + z_squared)
-    return low, high
-
-
-class TopK:
+class TopK(Described):
     """The fraction of samples with fewer than k classes ahead of the target, with its Wilson interval.
 
+    Reads the column ``rank``, the number of these classes.
+
     Ledger: the number of samples, the number of them that are right.
+
+    Args:
+        k: at least 1.
+        name: of metric and value; without one as ``top5``.
+        unit: as in ``Measured``.
+        higher_is_better: None where neither is better.
+
+    Raises:
+        UsageError: k is no whole number of at least 1.
     """
 
     columns = ("rank",)
     size = 2
 
-    def __init__(self, k: int) -> None:
-        self.name = f"top{k}"
+    def __init__(
+        self,
+        k: int,
+        *,
+        name: str | None = None,
+        unit: str | None = FRACTION,
+        higher_is_better: bool | None = True,
+    ) -> None:
+        check_kind("k", k, isinstance(k, int) and k >= 1, "a whole number of at least 1")
+        super().__init__(f"top{k}" if name is None else name, unit, higher_is_better)
         self.k = k
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
@@ -178,95 +183,11 @@ class TopK:
         """The fraction under the metric's name; None without samples."""
         samples, correct = ledger.tolist()
         if samples == 0:
-            return Measured(values={self.name: None})
-        return Measured(
-            values={self.name: correct / samples},
-            intervals={self.name: wilson_interval(correct, samples)},
-        )
+            return self.measured(None)
+        return self.measured(correct / samples, wilson_interval(correct, samples))
 
 
-class PrecisionRecall:
-    """Precision, recall and F1: of each class, over all samples (micro), and averaged over classes (macro).
-
-    With t the samples of a class that are predicted as it: precision is t / predicted, recall t / support,
-    F1 2 t / (predicted + support), and 0 where the divisor is 0. Micro uses the sums of the counts over all
-    classes; macro is the plain mean over the classes that occur as target or prediction.
-
-    Ledger: t, support and predicted, num_classes slots each. A prediction of -1 is predicted as no class.
-    """
-
-    name = "precision_recall"
-    columns = ("target", "prediction")
-
-    def __init__(self, num_classes: int) -> None:
-        self.num_classes = num_classes
-        self.size = 3 * num_classes
-
-    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add the samples of columns ``target`` and ``prediction``."""
-        target, prediction = columns["target"], columns["prediction"]
-        counts = ledger.view(3, self.num_classes)
-        counts[0] += torch.bincount(target[target == prediction], minlength=self.num_classes)
-        counts[1] += torch.bincount(target, minlength=self.num_classes)
-        counts[2] += torch.bincount(prediction - NO_CLASS, minlength=self.num_classes + 1)[1:]
-
-    def compute(self, ledger: Tensor) -> Measured:
-        """Keys micro_*, macro_* (None without samples) and per_class, for precision, recall and f1."""
-        right, support, predicted = ledger.view(3, self.num_classes).tolist()
-        occurs = [bool(s or p) for s, p in zip(support, predicted, strict=True)]
-        micro = _precision_recall_f1(sum(right), sum(support), sum(predicted))
-        each = [_precision_recall_f1(*counts) for counts in zip(right, support, predicted, strict=True)]
-        values: dict[str, Value] = {}
-        per_class: dict[str, Value] = {}
-        for place, key in enumerate(("precision", "recall", "f1")):
-            of_class = [scores[place] for scores in each]
-            present = [score for score, seen in zip(of_class, occurs, strict=True) if seen]
-            values[f"micro_{key}"] = micro[place] if present else None
-            values[f"macro_{key}"] = math.fsum(present) / len(present) if present else None
-            per_class[key] = list(of_class)
-        per_class["support"] = support
-        per_class["predicted"] = predicted
-        values["per_class"] = per_class
-        return Measured(values=values)
-
-
-def _precision_recall_f1(right: int, support: int, predicted: int) -> tuple[float, float, float]:
-    return (
-        right / predicted if predicted else 0.0,
-        right / support if support else 0.0,
-        2 * right / (predicted + support) if predicted + support else 0.0,
-    )
-
-
-class Confusion:
-    """How often each target was predicted as each class, as the non-zero entries of the matrix.
-
-    Ledger: a row per target; in it a column for prediction -1, then one per class.
-    """
-
-    name = "confusion"
-    columns = ("target", "prediction")
-
-    def __init__(self, num_classes: int) -> None:
-        self.num_classes = num_classes
-        self.size = num_classes * (num_classes + 1)
-
-    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add the samples of columns ``target`` and ``prediction``."""
-        index = columns["target"] * (self.num_classes + 1) + (columns["prediction"] - NO_CLASS)
-        ledger.index_add_(0, index, torch.ones(len(index), dtype=torch.int64))
-
-    def compute(self, ledger: Tensor) -> Measured:
-        """Key confusion_matrix: classes, and entries [target, prediction, count] in ascending order."""
-        places = ledger.nonzero().squeeze(1)
-        entries: list[Value] = []
-        for place, count in zip(places.tolist(), ledger[places].tolist(), strict=True):
-            target, column = divmod(place, self.num_classes + 1)
-            entries.append([target, column + NO_CLASS, count])
-        return Measured(values={"confusion_matrix": {"classes": self.num_classes, "entries": entries}})
-
-
-class CalibrationError:
+class CalibrationError(Described):
     """The expected calibration error over 15 equal bins of confidence, ((m - 1) / 15, m / 15].
 
     The sum over bins of |samples that are right - sum of confidence|, over the number of samples (C. Guo et
@@ -276,9 +197,11 @@ class CalibrationError:
     Ledger: the counts of NaN, +inf and -inf, then for each bin the samples, the right ones and 10 limbs.
     """
 
-    name = "ece"
     columns = ("confidence", "prediction", "target")
     size = len(NONFINITE_KINDS) + _ECE_BINS * (2 + SUM_LIMBS)
+
+    def __init__(self) -> None:
+        super().__init__("ece", FRACTION, higher_is_better=False)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the samples of columns ``confidence``, ``prediction`` and ``target``.
@@ -307,12 +230,12 @@ class CalibrationError:
         """Key ece; None without samples."""
         nonfinite, per_bin = self._read(ledger)
         if any(nonfinite):
-            return Measured(values={self.name: None}, nonfinite={self.name: nonfinite_counts(nonfinite)})
+            return self.measured(None, nonfinite=nonfinite_counts(nonfinite))
         samples = sum(count for count, _, _ in per_bin)
         if samples == 0:
-            return Measured(values={self.name: None})
+            return self.measured(None)
         gaps = sum(abs((correct << SUM_UNIT_BITS) - total) for _, correct, total in per_bin)
-        return Measured(values={self.name: gaps / (samples << SUM_UNIT_BITS)})
+        return self.measured(gaps / (samples << SUM_UNIT_BITS))
 
     @staticmethod
     def _read(ledger: Tensor) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -348,7 +271,7 @@ class NonfiniteLogits:
 
 
 _BY_NAME: dict[str, Callable[[int], Metric]] = {
-    "loss": lambda num_classes: ExactMean("loss", "loss"),
+    "loss": lambda num_classes: Mean("loss", higher_is_better=False),
     "precision_recall": PrecisionRecall,
     "confusion": Confusion,
     "ece": lambda num_classes: CalibrationError(),

@@ -1,4 +1,4 @@
-"""Exact sums of floats and of their squares, held as integers and rounded once at the end.
+"""Exact sums of numbers, of their squares and of products, held as integers and rounded once at the end.
 
 Every finite float32 is an integer times 2**-149, and its square an integer times 2**-298; a float64 likewise,
 with 2**-1074 and 2**-2148. A sum of such integers does not depend on the order of its terms. In the ledger it
@@ -10,28 +10,24 @@ before any carry is propagated (Kulisch's long accumulator; U. Kulisch, "Compute
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured
 
 # The largest float32 is below 2**277 units: 9 limbs, and one above them for the sign and 2**43 terms.
 SUM_LIMBS = 10
-# Its square is below 2**554 units: 18 limbs, and likewise.
-SQUARE_LIMBS = 20
 SUM_UNIT_BITS = 149
-# The largest float64 is below 2**2098 units, its square below 2**4196.
+# The largest float64 is below 2**2098 units, its square below 2**4196; likewise.
+DOUBLE_SUM_LIMBS = 67
+DOUBLE_PRODUCT_LIMBS = 133
 DOUBLE_UNIT_BITS = 1074
-_DOUBLE_SUM_LIMBS = 67
-_DOUBLE_SQUARE_LIMBS = 133
 
 NONFINITE_KINDS = ("nan", "pos_inf", "neg_inf")
-NORMAL_95 = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
 
 _LIMB_BITS = 32
 _LIMB_MASK = (1 << _LIMB_BITS) - 1
@@ -42,14 +38,22 @@ _SIGN = 0x100
 _PATTERNS = 0x200  # sign and exponent together
 _PIECE = 1 << 17  # a squared fraction is below 2**46: so many of them stay below 2**63
 
+_DOUBLE_FRACTION_BITS = 52
+_DOUBLE_EXPONENT_MASK = 0x7FF
+# A fraction of 53 bits lies in three parts. Up to three products of two of them stay below 2**38.
+_PART_BITS = 18
+_PART_MASK = (1 << _PART_BITS) - 1
+_DOUBLE_PIECE = 1 << 24
+_WHOLE_DOUBLES = 1 << 53  # integers up to here are float64 numbers
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExactSums:
-    """Exact sums of float values, by group.
+    """Exact sums of float32 values, by group.
 
     Attributes:
-        sums: per group, the sum of the finite values in units of 2**-149 (of float64: 2**-1074).
-        square_sums: per group, the sum of their squares in units of 2**-298 (2**-2148).
+        sums: per group, the sum of the finite values in units of 2**-149.
+        square_sums: per group, the sum of their squares in units of 2**-298.
         nonfinite: over all groups, how many values were NaN, +inf and -inf; they are in no sum.
     """
 
@@ -107,11 +111,12 @@ def exact_sums(values: Tensor, groups: Tensor | None = None, group_count: int = 
     return ExactSums(
         sums=sums,
         square_sums=square_sums,
-        nonfinite=_count_nonfinite(values) if has_nonfinite else (0, 0, 0),
+        nonfinite=count_nonfinite(values) if has_nonfinite else (0, 0, 0),
     )
 
 
-def _count_nonfinite(values: Tensor) -> tuple[int, int, int]:
+def count_nonfinite(values: Tensor) -> tuple[int, int, int]:
+    """How many of some floats are NaN, +inf and -inf."""
     return (
         int(values.isnan().sum()),
         int((values == math.inf).sum()),
@@ -134,8 +139,9 @@ def to_limbs(value: int, count: int) -> list[int]:
 
     2**30 such limbs add up to less than 2**62, so ledgers are merged by plain int64 addition.
     """
-    limbs = [(value >> (_LIMB_BITS * place)) & _LIMB_MASK for place in range(count - 1)]
-    return [*limbs, value >> (_LIMB_BITS * (count - 1))]
+    top = value >> (_LIMB_BITS * (count - 1))
+    rest = (value - (top << (_LIMB_BITS * (count - 1)))).to_bytes(_LIMB_BITS // 8 * (count - 1), "little")
+    return [*np.frombuffer(rest, dtype="<u4").tolist(), top]
 
 
 def units_of_double(value: float) -> int:
@@ -145,100 +151,86 @@ def units_of_double(value: float) -> int:
     return numerator << (DOUBLE_UNIT_BITS + 1 - denominator.bit_length())
 
 
-def _exact_sums_of_doubles(values: Tensor) -> ExactSums:
-    if values.dtype != torch.float64:
-        raise UsageError(f"these exact sums are made of float64 values, found {values.dtype}: use .double()")
-    finite = values.isfinite()
-    terms = [units_of_double(value) for value in values[finite].tolist()]
-    return ExactSums(
-        sums=[sum(terms)],
-        square_sums=[sum(term * term for term in terms)],
-        nonfinite=(0, 0, 0) if finite.all() else _count_nonfinite(values),
+@dataclass(frozen=True, kw_only=True)
+class _Doubles:
+    """Finite float64 values as fractions of 53 bits, times 2**(shift - 1074).
+
+    Attributes:
+        shift: int64 of shape (values,), 0 to 2045.
+        parts: the fractions' 18 bits from below, the next 18 and the rest, with the fraction's sign.
+    """
+
+    shift: Tensor
+    parts: tuple[Tensor, Tensor, Tensor]
+
+
+class ExactColumn:
+    """Finite numbers, one a sample, whose sums and sums of products are exact.
+
+    Args:
+        values: of shape (samples,), on the CPU: bool, an integer type, or a float type of at most 64 bits.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        # Integers that are no float64 number are the sum of two that are.
+        terms = [values]
+        if values.dtype == torch.int64 and len(values) and _largest(values) > _WHOLE_DOUBLES:
+            terms = [values >> _LIMB_BITS << _LIMB_BITS, values & _LIMB_MASK]
+        self._terms = [_split(term.to(torch.float64)) for term in terms]
+
+    def total(self) -> int:
+        """The sum, in units of 2**-1074."""
+        return sum(_collect(term.shift, term.parts) for term in self._terms)
+
+    def dot(self, other: ExactColumn) -> int:
+        """The sum of the products with another column of the same samples, in units of 2**-2148."""
+        return sum(_dot(one, two) for one in self._terms for two in other._terms)
+
+
+def _largest(values: Tensor) -> int:
+    # The absolute value of -2**63 is no int64.
+    least, most = torch.aminmax(values)
+    return max(-int(least), int(most))
+
+
+def _split(values: Tensor) -> _Doubles:
+    bits = values.view(torch.int64)
+    exponent = (bits >> _DOUBLE_FRACTION_BITS).bitwise_and_(_DOUBLE_EXPONENT_MASK)
+    fraction = bits & ((1 << _DOUBLE_FRACTION_BITS) - 1)
+    # A subnormal value has no 2**52, and the unit of the smallest normal ones.
+    fraction += (exponent > 0).to(torch.int64) << _DOUBLE_FRACTION_BITS
+    fraction = torch.where(bits < 0, -fraction, fraction)
+    return _Doubles(
+        shift=exponent.sub_(1).clamp_(min=0),
+        parts=(
+            fraction & _PART_MASK,
+            (fraction >> _PART_BITS) & _PART_MASK,
+            fraction >> (2 * _PART_BITS),
+        ),
     )
 
 
-def _square_root(value: Fraction) -> float:
-    """Of a rational number that may itself be beyond a float64."""
-    if value == 0:
-        return 0.0
-    shift = (value.numerator.bit_length() - value.denominator.bit_length()) // 2
-    return math.ldexp(math.sqrt(value / Fraction(4) ** shift), shift)
+def _dot(one: _Doubles, two: _Doubles) -> int:
+    (a, b, c), (x, y, z) = one.parts, two.parts
+    products = (a * x, a * y + b * x, a * z + b * y + c * x, b * z + c * y, c * z)
+    return _collect(one.shift + two.shift, products)
 
 
-class ExactMean:
-    """The mean of a float column, equal to ``factor * math.fsum(values) / N`` to the last bit.
+def _collect(shifts: Tensor, parts: Sequence[Tensor]) -> int:
+    """The sum of the numbers whose bits from 18 * place on are in ``parts[place]``, times 2**shift.
 
-    Its 95 % interval is mean ± 1.959963984540054 * sqrt(s**2 / N), the normal approximation, with s**2 the
-    sample variance (divisor N - 1) from the exact integers: s**2 / N is rounded once. N < 2 has none.
-    With any NaN or infinity in the column the value is None and the three counts are given.
-
-    Ledger: the number of samples, the counts of NaN, +inf and -inf, the limbs of the sum, of the squares: 10
-    and 20 for float32; 67 and 133 for float64, whose sums are made in Python, about 1 us a value.
-
-    Args:
-        name: the key of the value.
-        column: the column's name.
-        dtype: the column's, float32 or float64.
-        factor: of value and interval: 100 for percent.
+    Parts of equal shift are summed as int64 by one indexed addition; only these sums become Python integers.
     """
-
-    def __init__(
-        self, name: str, column: str, dtype: torch.dtype = torch.float32, factor: float = 1.0
-    ) -> None:
-        self.name = name
-        self.column = column
-        self.columns = (column,)
-        self._factor = factor
-        self._sum: Callable[[Tensor], ExactSums] = exact_sums
-        self._unit_bits, self._limbs = SUM_UNIT_BITS, (SUM_LIMBS, SQUARE_LIMBS)
-        if dtype == torch.float64:
-            self._sum = _exact_sums_of_doubles
-            self._unit_bits, self._limbs = DOUBLE_UNIT_BITS, (_DOUBLE_SUM_LIMBS, _DOUBLE_SQUARE_LIMBS)
-        self.size = 1 + len(NONFINITE_KINDS) + sum(self._limbs)
-
-    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add the samples of the column.
-
-        Raises:
-            UsageError: the column is not of the metric's dtype.
-        """
-        values = columns[self.column]
-        added = self._sum(values)
-        count, nonfinite, total, squares = self._read(ledger)
-        slots = [
-            count + len(values),
-            *(before + new for before, new in zip(nonfinite, added.nonfinite, strict=True)),
-            *to_limbs(total + added.sums[0], self._limbs[0]),
-            *to_limbs(squares + added.square_sums[0], self._limbs[1]),
-        ]
-        ledger.copy_(torch.tensor(slots, dtype=torch.int64))
-
-    def compute(self, ledger: Tensor) -> Measured:
-        """The mean under the metric's name, and its interval."""
-        count, nonfinite, total, squares = self._read(ledger)
-        if any(nonfinite):
-            return Measured(values={self.name: None}, nonfinite={self.name: nonfinite_counts(nonfinite)})
-        if count == 0:
-            return Measured(values={self.name: None})
-        # Python's int / int rounds correctly; the sum is rounded before the division, as fsum does it.
-        mean = self._factor * (total / (1 << self._unit_bits)) / count
-        if count < 2:
-            return Measured(values={self.name: mean})
-        spread = Fraction(
-            count * squares - total * total, count * count * (count - 1) << (2 * self._unit_bits)
-        )
-        half_width = self._factor * (NORMAL_95 * _square_root(spread))
-        return Measured(
-            values={self.name: mean}, intervals={self.name: (mean - half_width, mean + half_width)}
-        )
-
-    def _read(self, ledger: Tensor) -> tuple[int, list[int], int, int]:
-        """Sample count, non-finite counts, sum in its units, sum of squares in theirs."""
-        slots: list[int] = ledger.tolist()
-        limbs = 1 + len(NONFINITE_KINDS)
-        return (
-            slots[0],
-            slots[1:limbs],
-            from_limbs(slots[limbs : limbs + self._limbs[0]]),
-            from_limbs(slots[limbs + self._limbs[0] :]),
-        )
+    total = 0
+    for start in range(0, len(shifts), _DOUBLE_PIECE):
+        piece = slice(start, start + _DOUBLE_PIECE)
+        least, most = map(int, torch.aminmax(shifts[piece]))
+        index = shifts[piece] - least
+        table = torch.zeros((len(parts), most - least + 1), dtype=torch.int64)
+        for row, part in zip(table, parts, strict=True):
+            row.index_add_(0, index, part[piece])
+        occupied = table.any(dim=0).nonzero().squeeze(1)
+        for place, sums in zip(occupied.tolist(), table[:, occupied].t().tolist(), strict=True):
+            number = sum(part << (_PART_BITS * at) for at, part in enumerate(sums))
+            total += number << (least + place)
+    return total

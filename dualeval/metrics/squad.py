@@ -31,8 +31,11 @@ import torch
 from torch import Tensor
 
 from dualeval.metrics import Measured, Value
-from dualeval.metrics.classification import wilson_interval
-from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactMean, units_of_double
+from dualeval.metrics.described import PERCENT, direction
+from dualeval.metrics.exact import DOUBLE_UNIT_BITS, units_of_double
+from dualeval.metrics.intervals import wilson_interval
+from dualeval.metrics.means import mean_of_sums, sums_of
+from dualeval.metrics.moments import Moments
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -110,47 +113,52 @@ class ExactMatch:
             if samples:
                 low, high = wilson_interval(right, samples)
                 intervals[key] = (_PERCENT * low, _PERCENT * high)
-        return Measured(values=values, intervals=intervals, units=dict.fromkeys(values, "percent"))
+        return _in_percent(values, intervals)
 
 
 class F1:
     """The mean F1 in percent, equal to ``100 * math.fsum(f1) / N``, with its interval, cut at 0 and 100.
 
-    Ledger: an ``ExactMean`` of float64; with ``parts`` two more, of the questions that have an answer and of
+    Ledger: the ``Moments`` of a mean; with ``parts`` two more, of the questions that have an answer and of
     those that have none.
     """
 
     name = "f1"
 
     def __init__(self, *, parts: bool) -> None:
-        keys = (self.name, *(f"{part}f1" for part in _PARTS)) if parts else (self.name,)
+        self._keys = (self.name, *(f"{part}f1" for part in _PARTS)) if parts else (self.name,)
         self.columns = (self.name, "has_answer") if parts else (self.name,)
-        self._means = [ExactMean(key, self.name, torch.float64, _PERCENT) for key in keys]
-        self.size = sum(mean.size for mean in self._means)
+        self._moments = Moments(counts=2, sums=1, products=1)
+        self.size = len(self._keys) * self._moments.size
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the samples of column ``f1``, and of ``has_answer`` with parts."""
-        count = len(self._means)
-        for mean, slots, chosen in zip(
-            self._means, ledger.view(count, -1), _groups(columns, count), strict=True
-        ):
-            mean.update(slots, {self.name: columns[self.name][chosen]})
+        count = len(self._keys)
+        for slots, chosen in zip(ledger.view(count, -1), _groups(columns, count), strict=True):
+            self._moments.add(slots, sums_of(columns[self.name][chosen]))
 
     def compute(self, ledger: Tensor) -> Measured:
         """Key f1; with parts HasAns_f1 and NoAns_f1 too. None without samples."""
-        measured = [
-            mean.compute(slots)
-            for mean, slots in zip(self._means, ledger.view(len(self._means), -1), strict=True)
-        ]
-        return Measured(
-            units={mean.name: "percent" for mean in self._means},
-            values={key: value for part in measured for key, value in part.values.items()},
-            intervals={
-                key: (max(0.0, low), min(_PERCENT, high))
-                for part in measured
-                for key, (low, high) in part.intervals.items()
-            },
-        )
+        values: dict[str, Value] = {}
+        intervals = {}
+        for key, slots in zip(self._keys, ledger.view(len(self._keys), -1), strict=True):
+            found = self._moments.read(slots)
+            values[key] = None
+            if samples := found.counts[0]:
+                values[key], ends = mean_of_sums(samples, found.sums[0], found.products[0], _PERCENT)
+                if ends is not None:
+                    intervals[key] = (max(0.0, ends[0]), min(_PERCENT, ends[1]))
+        return _in_percent(values, intervals)
+
+
+def _in_percent(values: Mapping[str, Value], intervals: Mapping[str, tuple[float, float]]) -> Measured:
+    better = direction(higher_is_better=True)
+    return Measured(
+        values=dict(values),
+        intervals=dict(intervals),
+        units=dict.fromkeys(values, PERCENT),
+        directions=dict.fromkeys(values, better),
+    )
 
 
 def _groups(columns: Mapping[str, Tensor], count: int) -> list[Tensor | slice]:
@@ -215,7 +223,11 @@ class BestThresholds:
                     best, threshold = current, float(odds[place])
             values[f"best_{key}"] = _PERCENT * (best / whole) / len(odds)
             values[f"best_{key}_thresh"] = threshold
-        return Measured(values=values, units={"best_exact": "percent", "best_f1": "percent"})
+        scores = ("best_exact", "best_f1")
+        better = direction(higher_is_better=True)
+        return Measured(
+            values=values, units=dict.fromkeys(scores, PERCENT), directions=dict.fromkeys(scores, better)
+        )
 
 
 class WindowWork:

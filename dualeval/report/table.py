@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 from rich.console import Console
@@ -14,8 +15,9 @@ from dualeval.result import Result
 _LABEL_WIDTH = 16
 # Of a table that a launcher or a file takes, however wide the terminals of this process are.
 _WIDTH = 80
-# Metrics that are proportions of samples, or averages of such; shown in percent, stored as fractions.
-_FRACTIONS = ("top", "micro_", "macro_", "ece")
+_DIGITS = 6
+# From here on, and below this, a power of ten is easier to read than zeros.
+_LARGE, _SMALL = 1e9, 1e-4
 
 
 def print_result(result: Result, console: Console | None = None) -> None:
@@ -28,8 +30,8 @@ def print_result(result: Result, console: Console | None = None) -> None:
     table = Table("metric", "value", "95 % interval")
     for name, value in result.metrics.items():
         if isinstance(value, (int, float)):
-            ends = [_shown(name, end, result) for end in result.intervals.get(name, ())]
-            table.add_row(name, _shown(name, value, result), " to ".join(ends))
+            first, *ends = shown_numbers(value, *result.intervals.get(name, ()), unit=result.units.get(name))
+            table.add_row(name, first, " to ".join(ends))
         elif value is None:
             counts = ", ".join(f"{n} {kind}" for kind, n in result.nonfinite.get(name, {}).items() if n)
             table.add_row(name, f"not finite ({counts})" if counts else "none", "")
@@ -101,9 +103,28 @@ def _comparable(result: Result) -> str:
     return f" (comparable with none: {len(result.machines)} kinds of machine)"
 
 
-def _shown(name: str, value: float, result: Result) -> str:
-    if result.units.get(name) == "percent":
-        return f"{value:.2f} %"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{100 * value:.2f} %" if name.startswith(_FRACTIONS) else f"{value:.6f}"
+def shown_numbers(*values: float, unit: str | None = None) -> list[str]:
+    """A value and the ends of its interval as texts, with equally many decimals.
+
+    Args:
+        values: the value, and the ends where there are any.
+        unit: as in ``Measured.units``.
+    """
+    if unit == "fraction":
+        values, unit = tuple(100 * value for value in values), "percent"
+    behind = {None: "", "percent": " %"}.get(unit, f" {unit}")
+    if all(isinstance(value, int) for value in values):
+        return [f"{value:,}{behind}" for value in values]
+    largest = max(map(abs, values))
+    power = math.floor(math.log10(largest)) if largest else 0
+    if unit == "percent" and power >= -1:
+        return [f"{value:.2f}{behind}" for value in values]
+    digits = _DIGITS if unit != "percent" else _DIGITS // 2
+    if largest and not _SMALL <= largest < _LARGE:
+        return [f"{value:.{_decimals(value, power - digits + 1)}e}{behind}" for value in values]
+    return [f"{value:.{max(0, digits - 1 - power)}f}{behind}" for value in values]
+
+
+def _decimals(value: float, last: int) -> int:
+    """Decimals of a number with a power of ten, down to the digit that stands for 10**last."""
+    return max(0, math.floor(math.log10(abs(value))) - last) if value else 0

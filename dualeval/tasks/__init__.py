@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     # The options of a task stand beside it, and 'dualeval run --help' has to be fast.
-    import numpy.typing as npt
     import torch
     from torch import nn
 

@@ -18,7 +18,7 @@ from dualeval.metrics.classification import (
     default_metrics,
     observe_logits,
 )
-from dualeval.metrics.columns import mean_of
+from dualeval.metrics.means import Mean
 from dualeval.tasks import Task
 
 _TOP = 5
@@ -222,21 +222,24 @@ class ModelTask(Task):
 
     def metrics(self) -> list[Metric | RowMetric]:
         if self._metrics is None:
-            return [self._named(name) for name in self._default_names()]
+            return self._default()
         return [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
 
-    def _default_names(self) -> Sequence[str]:
+    def _default(self) -> list[Metric | RowMetric]:
         if "rank" in self._kinds and self._classes is not None:
-            return default_metrics(self._classes)
+            return [classification_metric(name, self._classes) for name in default_metrics(self._classes)]
         if "squared_error" in self._kinds:
-            return ("absolute_error", "squared_error")
+            return [
+                Mean("absolute_error", name="mae", higher_is_better=False),
+                Mean("squared_error", transform="sqrt", name="rmse", higher_is_better=False),
+            ]
         found = [name for name, column in self._kinds.items() if _is_number(column)]
         if not found:
             raise UsageError(
                 f"the columns are {', '.join(self._kinds)}, none with one number a sample: give "
                 "metrics=[...] (docs/metrics.md)"
             )
-        return found
+        return [Mean(name) for name in found]
 
     def _named(self, name: str) -> Metric | RowMetric:
         column = self._kinds.get(name)
@@ -248,7 +251,7 @@ class ModelTask(Task):
                 f"(columns: {', '.join(self._kinds)}), or that of a metric of classification where the "
                 "outputs are logits. Give a metric (docs/metrics.md)."
             )
-        return mean_of(name, column.dtype)
+        return Mean(name)
 
     def sources(self) -> Sequence[Any]:
         functions = (self._collate, self._forward, self._observe, self._model)

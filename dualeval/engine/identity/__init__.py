@@ -68,7 +68,7 @@ def job_identity(
     objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules(), *measures]
     return {
         "task": task.name,
-        **_sources(objects, task.sources(), values),
+        **_sources(objects, [*task.sources(), *_functions(measures)], values),
         "task_options": _as_json(task.fingerprint(), f"task {task.name!r}"),
         "data": dataset.fingerprint(samples),
         "samples": samples,
@@ -98,6 +98,11 @@ def _sources(
     # Whatever the order: a model may hold its modules in another one.
     joined = {module: b"".join(sorted(digests)) for module, digests in code.items()}
     return source_fingerprints({*modules_of([*objects, *named]), *values.modules}, joined)
+
+
+def _functions(metrics: Iterable[Metric | RowMetric]) -> list[Any]:
+    """What else than their classes has source that decides what metrics give, as they say it."""
+    return [item for metric in metrics if hasattr(metric, "sources") for item in metric.sources()]
 
 
 def _by_name(metrics: Iterable[Metric | RowMetric]) -> dict[str, Any]:

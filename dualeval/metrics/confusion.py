@@ -1,0 +1,306 @@
+"""Counts of targets and predictions by class: of one label a sample, or of many, such as one a pixel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualeval.choices import check_kind
+from dualeval.errors import UsageError
+from dualeval.metrics import Measured, Value
+from dualeval.metrics.described import FRACTION, direction
+
+NO_CLASS = -1  # the predicted class of a sample with a NaN logit
+
+
+class _Labels:
+    """A metric of two columns of classes, whose elements are counted.
+
+    Args:
+        name: of the metric.
+        num_classes: the classes are 0 to num_classes - 1.
+        prediction: the column of predicted classes; -1 for none.
+        target: the column of true classes, with as many elements: one label a sample, ``(samples, k)``, or
+            ragged.
+        ignore: a target whose elements are left out.
+        keeps_rows: whether the run keeps the two columns, in predictions.parquet.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_classes: int,
+        prediction: str,
+        target: str,
+        ignore: int | None,
+        *,
+        keeps_rows: bool,
+    ) -> None:
+        check_kind("name", name, isinstance(name, str) and bool(name), "a text")
+        check_kind("num_classes", num_classes, _is_whole(num_classes) and num_classes >= 1, "a whole number")
+        check_kind("ignore", ignore, ignore is None or _is_whole(ignore), "a class, or None")
+        self.name = name
+        self.num_classes = num_classes
+        self.prediction = prediction
+        self.target = target
+        self.ignore = ignore
+        self.keeps_rows = keeps_rows
+        self.columns = (target, prediction)
+
+    def _labels(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Target and prediction of every element that counts, int64 of shape (elements,).
+
+        Raises:
+            UsageError: they are no classes, or not equally many.
+        """
+        target, prediction = (_elements(self.name, name, columns[name]) for name in self.columns)
+        if len(target) != len(prediction) or not _alike(*(columns[name] for name in self.columns)):
+            raise UsageError(
+                f"metric {self.name!r}: the column {self.target!r} has {len(target):,} elements and "
+                f"{self.prediction!r} has {len(prediction):,} in the same samples: give both the same shape"
+            )
+        if self.ignore is not None:
+            counts = target != self.ignore
+            target, prediction = target[counts], prediction[counts]
+        self._check_classes(self.target, target, 0)
+        self._check_classes(self.prediction, prediction, NO_CLASS)
+        return target, prediction
+
+    def _check_classes(self, column: str, classes: Tensor, least: int) -> None:
+        if not len(classes):
+            return
+        found = [int(end) for end in torch.aminmax(classes)]
+        if found[0] < least or found[1] >= self.num_classes:
+            raise UsageError(
+                f"metric {self.name!r}: the column {column!r} has classes from {found[0]} to {found[1]}, "
+                f"expected {least} to {self.num_classes - 1}: give the right num_classes"
+                + (", or ignore=CLASS for targets that do not count" if least == 0 else "")
+            )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _elements(metric: str, column: str, values: Any) -> Tensor:
+    # A ragged column has the elements of all samples one behind the other.
+    elements = values if isinstance(values, Tensor) else getattr(values, "values", None)
+    if not isinstance(elements, Tensor) or elements.is_floating_point() or elements.is_complex():
+        kind = elements.dtype if isinstance(elements, Tensor) else type(values).__name__
+        raise UsageError(
+            f"metric {metric!r} reads the column {column!r}, which is of {kind}: expected classes as "
+            "integers, such as logits.argmax(dim=1)"
+        )
+    return elements.reshape(-1).to(torch.int64)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether ragged columns have samples of the same lengths."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return True
+    return torch.equal(one.lengths, other.lengths)
+
+
+class Confusion(_Labels):
+    """How often each target was predicted as each class, as the non-zero entries of the matrix.
+
+    Ledger: a row per target; in it a column for prediction -1, then one per class.
+
+    Args:
+        num_classes: the classes are 0 to num_classes - 1.
+        prediction: the column of predicted classes; -1 for none.
+        target: the column of true classes, with as many elements: one label a sample, ``(samples, k)``, or
+            ragged.
+        name: the metric's; its value is called ``NAME_matrix``.
+        ignore: a target whose elements are left out.
+        keeps_rows: whether the run keeps the two columns, in predictions.parquet.
+
+    Raises:
+        UsageError: an argument is of another kind.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        prediction: str = "prediction",
+        target: str = "target",
+        *,
+        name: str = "confusion",
+        ignore: int | None = None,
+        keeps_rows: bool = True,
+    ) -> None:
+        super().__init__(name, num_classes, prediction, target, ignore, keeps_rows=keeps_rows)
+        self.size = num_classes * (num_classes + 1)
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the elements of the two columns.
+
+        Raises:
+            UsageError: they are no classes, or not equally many.
+        """
+        target, prediction = self._labels(columns)
+        index = target * (self.num_classes + 1) + (prediction - NO_CLASS)
+        if len(index) > self.size:
+            ledger += torch.bincount(index, minlength=self.size)
+        else:
+            ledger.index_add_(0, index, torch.ones(len(index), dtype=torch.int64))
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """The matrix: classes, and entries [target, prediction, count] in ascending order."""
+        places = ledger.nonzero().squeeze(1)
+        entries: list[Value] = []
+        for place, count in zip(places.tolist(), ledger[places].tolist(), strict=True):
+            target, column = divmod(place, self.num_classes + 1)
+            entries.append([target, column + NO_CLASS, count])
+        return Measured(values={f"{self.name}_matrix": {"classes": self.num_classes, "entries": entries}})
+
+
+class _ClassCounts(_Labels):
+    """Ledger: of each class the elements that are rightly predicted as it, its targets, its predictions."""
+
+    def __init__(
+        self,
+        name: str,
+        num_classes: int,
+        prediction: str,
+        target: str,
+        ignore: int | None,
+        *,
+        keeps_rows: bool,
+    ) -> None:
+        super().__init__(name, num_classes, prediction, target, ignore, keeps_rows=keeps_rows)
+        self.size = 3 * num_classes
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Add the elements of the two columns.
+
+        Raises:
+            UsageError: they are no classes, or not equally many.
+        """
+        target, prediction = self._labels(columns)
+        counts = ledger.view(3, self.num_classes)
+        counts[0] += torch.bincount(target[target == prediction], minlength=self.num_classes)
+        counts[1] += torch.bincount(target, minlength=self.num_classes)
+        counts[2] += torch.bincount(prediction - NO_CLASS, minlength=self.num_classes + 1)[1:]
+
+    def _counts(self, ledger: Tensor) -> tuple[list[int], list[int], list[int]]:
+        right, support, predicted = ledger.view(3, self.num_classes).tolist()
+        return right, support, predicted
+
+
+class PrecisionRecall(_ClassCounts):
+    """Precision, recall and F1: of each class, over all samples (micro), and averaged over classes (macro).
+
+    With t the samples of a class that are predicted as it: precision is t / predicted, recall t / support,
+    F1 2 t / (predicted + support), and 0 where the divisor is 0. Micro uses the sums of the counts over all
+    classes; macro is the plain mean over the classes that occur as target or prediction.
+
+    Ledger: t, support and predicted, num_classes slots each. A prediction of -1 is predicted as no class.
+
+    Args:
+        num_classes: the classes are 0 to num_classes - 1.
+        prediction: as for ``Confusion``; likewise ``target``, ``ignore`` and ``keeps_rows``.
+        target: the column of true classes.
+        name: the metric's.
+        ignore: a target whose elements are left out.
+        keeps_rows: whether the run keeps the two columns.
+
+    Raises:
+        UsageError: an argument is of another kind.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        prediction: str = "prediction",
+        target: str = "target",
+        *,
+        name: str = "precision_recall",
+        ignore: int | None = None,
+        keeps_rows: bool = True,
+    ) -> None:
+        super().__init__(name, num_classes, prediction, target, ignore, keeps_rows=keeps_rows)
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Keys micro_*, macro_* (None without samples) and per_class, for precision, recall and f1."""
+        right, support, predicted = self._counts(ledger)
+        occurs = [bool(s or p) for s, p in zip(support, predicted, strict=True)]
+        micro = _precision_recall_f1(sum(right), sum(support), sum(predicted))
+        each = [_precision_recall_f1(*counts) for counts in zip(right, support, predicted, strict=True)]
+        values: dict[str, Value] = {}
+        per_class: dict[str, Value] = {}
+        for place, key in enumerate(("precision", "recall", "f1")):
+            of_class = [scores[place] for scores in each]
+            present = [score for score, seen in zip(of_class, occurs, strict=True) if seen]
+            values[f"micro_{key}"] = micro[place] if present else None
+            values[f"macro_{key}"] = math.fsum(present) / len(present) if present else None
+            per_class[key] = list(of_class)
+        units = dict.fromkeys(values, FRACTION)
+        directions = dict.fromkeys(values, direction(higher_is_better=True))
+        per_class["support"] = list(support)
+        per_class["predicted"] = list(predicted)
+        values["per_class"] = per_class
+        return Measured(values=values, units=units, directions=directions)
+
+
+def _precision_recall_f1(right: int, support: int, predicted: int) -> tuple[float, float, float]:
+    return (
+        right / predicted if predicted else 0.0,
+        right / support if support else 0.0,
+        2 * right / (predicted + support) if predicted + support else 0.0,
+    )
+
+
+class IoU(_ClassCounts):
+    """Intersection over union of each class, and the mean over the classes that occur: mIoU.
+
+    With t the elements of a class that are predicted as it: t / (support + predicted - t), over all elements
+    of all samples. A class that is neither a target nor predicted has none, and is not in the mean.
+
+    Ledger: t, support and predicted, num_classes slots each. A prediction of -1 is predicted as no class.
+
+    Args:
+        num_classes: the classes are 0 to num_classes - 1.
+        prediction: the column of predicted classes, one a sample, ``(samples, pixels)``, or ragged.
+        target: the column of true classes, with as many elements.
+        name: the metric's; its values are called ``mean_NAME`` and ``NAME_per_class``.
+        ignore: a target whose elements are left out, such as 255.
+        keeps_rows: whether the run keeps the two columns, in predictions.parquet.
+
+    Raises:
+        UsageError: an argument is of another kind.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        prediction: str = "prediction",
+        target: str = "target",
+        *,
+        name: str = "iou",
+        ignore: int | None = None,
+        keeps_rows: bool = True,
+    ) -> None:
+        super().__init__(name, num_classes, prediction, target, ignore, keeps_rows=keeps_rows)
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """The mean, and the list of all classes, with None for those that do not occur."""
+        of_class = [
+            right / union if (union := support + predicted - right) else None
+            for right, support, predicted in zip(*self._counts(ledger), strict=True)
+        ]
+        present = [value for value in of_class if value is not None]
+        key = f"mean_{self.name}"
+        each: list[Value] = list(of_class)
+        return Measured(
+            values={
+                key: math.fsum(present) / len(present) if present else None,
+                f"{self.name}_per_class": each,
+            },
+            units={key: FRACTION},
+            directions={key: direction(higher_is_better=True)},
+        )

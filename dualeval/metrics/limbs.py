@@ -1,0 +1,133 @@
+"""Exact sums of many floats side by side: what ``exact`` does for one column, for every element of a tensor.
+
+A sum is a fixed-point integer of 32-bit limbs, lowest first, as in ``exact``: float32 values count units of
+2**-149 in 10 limbs, float64 values units of 2**-1074 in 67. Beside each stand the counts of NaN, +inf and
+-inf.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualeval.metrics.exact import (
+    DOUBLE_SUM_LIMBS,
+    DOUBLE_UNIT_BITS,
+    NONFINITE_KINDS,
+    SUM_LIMBS,
+    SUM_UNIT_BITS,
+    from_limbs,
+)
+
+_LIMB_BITS = 32
+_LIMB_MASK = (1 << _LIMB_BITS) - 1
+# A piece of a fraction, shifted by less than a limb, has less than 63 bits.
+_PIECE_BITS = 24
+_PIECE_MASK = (1 << _PIECE_BITS) - 1
+_COUNTS = len(NONFINITE_KINDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumKind:
+    """How sums of one dtype lie in a ledger.
+
+    Attributes:
+        dtype: of the values.
+        bits: the integer dtype of the same width.
+        fraction_bits: of a value, without the leading one.
+        limbs: of a sum.
+        unit_bits: a sum counts units of 2**-unit_bits.
+    """
+
+    dtype: torch.dtype
+    bits: torch.dtype
+    fraction_bits: int
+    limbs: int
+    unit_bits: int
+
+    @property
+    def slots(self) -> int:
+        """Slots of the ledger for one sum."""
+        return _COUNTS + self.limbs
+
+
+FLOAT_SUMS = SumKind(
+    dtype=torch.float32, bits=torch.int32, fraction_bits=23, limbs=SUM_LIMBS, unit_bits=SUM_UNIT_BITS
+)
+DOUBLE_SUMS = SumKind(
+    dtype=torch.float64,
+    bits=torch.int64,
+    fraction_bits=52,
+    limbs=DOUBLE_SUM_LIMBS,
+    unit_bits=DOUBLE_UNIT_BITS,
+)
+
+
+def add_exactly(slots: Tensor, values: Tensor, kind: SumKind) -> None:
+    """Add one value to each of several sums, in place.
+
+    Args:
+        slots: int64 of shape (sums, kind.slots): of each sum the counts of NaN, +inf and -inf, then its
+            limbs, each in [0, 2**32) but the last one, which has the sign. It stays so.
+        values: of the kind's dtype, shape (sums,).
+        kind: of the sums.
+    """
+    slots[:, 0] += values.isnan()
+    slots[:, 1] += values == math.inf
+    slots[:, 2] += values == -math.inf
+    values = values.masked_fill(~values.isfinite(), 0.0)
+    pattern = values.view(kind.bits).to(torch.int64)
+    exponent_mask = (1 << (8 * values.element_size() - 1 - kind.fraction_bits)) - 1
+    exponent = (pattern >> kind.fraction_bits) & exponent_mask
+    fraction = pattern & ((1 << kind.fraction_bits) - 1)
+    # A normal value has a leading one; a subnormal one the unit of the smallest exponent.
+    fraction = torch.where(exponent > 0, fraction | (1 << kind.fraction_bits), fraction)
+    fraction = torch.where(pattern < 0, -fraction, fraction)
+    unit = (exponent - 1).clamp_(min=0)
+    limbs = slots[:, _COUNTS:]
+    sign, fraction = fraction.sign(), fraction.abs()
+    for offset in range(0, kind.fraction_bits + 1, _PIECE_BITS):
+        piece = (fraction >> offset) & _PIECE_MASK
+        place, shift = (unit + offset) // _LIMB_BITS, (unit + offset) % _LIMB_BITS
+        piece = piece << shift
+        # The top limb is far above any value's: its place holds the sign and the carries alone.
+        limbs.scatter_add_(1, place[:, None], (sign * (piece & _LIMB_MASK))[:, None])
+        limbs.scatter_add_(1, place[:, None] + 1, (sign * (piece >> _LIMB_BITS))[:, None])
+    _carry(limbs)
+
+
+def _carry(limbs: Tensor) -> None:
+    """Bring every limb but the last one into [0, 2**32): one sum, one pattern of bits."""
+    while True:
+        carries = limbs[:, :-1] >> _LIMB_BITS  # floors, and so borrows for a negative limb
+        if not carries.any():
+            return
+        limbs[:, :-1] &= _LIMB_MASK
+        limbs[:, 1:] += carries
+
+
+def rounded_sums(slots: Tensor, kind: SumKind) -> Tensor:
+    """The sums as float64, each rounded once, of shape (sums,): also NaN and infinities, as IEEE arithmetic
+    has them.
+
+    Args:
+        slots: as for ``add_exactly``, or any sum of such.
+        kind: of the sums.
+    """
+    return torch.tensor([_rounded(row, kind) for row in slots.tolist()], dtype=torch.float64)
+
+
+def _rounded(row: list[int], kind: SumKind) -> float:
+    nan, positive, negative = row[:_COUNTS]
+    if nan or (positive and negative):
+        return math.nan
+    if positive or negative:
+        return math.inf if positive else -math.inf
+    total = from_limbs(row[_COUNTS:])
+    try:
+        return total / (1 << kind.unit_bits)  # Python's int / int rounds correctly
+    except OverflowError:
+        return math.copysign(math.inf, total)

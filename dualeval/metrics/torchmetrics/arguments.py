@@ -1,0 +1,187 @@
+"""From columns to the arguments of a TorchMetrics metric's ``update``."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualeval.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A column of text with one JSON value a sample, such as a list of as many references as the sample has.
+
+    Attributes:
+        column: its name.
+    """
+
+    column: str
+
+
+# What an argument is made of: a column as a whole; a list with one entry, which stands for a list with such
+# an entry for each sample; a dict of such. Within an entry a name stands for the sample's own value.
+Shape: TypeAlias = "str | Parsed | list[Any] | dict[str, Any]"
+Columns: TypeAlias = "str | Parsed | Sequence[Shape] | Mapping[str, Shape]"
+
+_KINDS = "a column's name, a list [...] of one entry a sample, a dict {...} or parsed(column)"
+# TorchMetrics is written for int64 classes: some of its kernels take no other integer.
+_WIDENED = (torch.int8, torch.int16, torch.int32)
+
+
+class Arguments:
+    """How a metric's columns become the arguments of its ``update``.
+
+    Args:
+        columns: shapes in the order of the arguments, or by the arguments' names.
+        update: the metric's method.
+        name: the metric's, for messages.
+
+    Attributes:
+        columns: names of the columns that are read, each once.
+        shapes: by argument.
+
+    Raises:
+        UsageError: they do not fit ``update``.
+    """
+
+    def __init__(self, columns: Columns, update: Any, name: str) -> None:
+        self.shapes = _by_argument(columns, update, name)
+        for argument, shape in self.shapes.items():
+            _check_shape(shape, f"{name}: columns of {argument!r}")
+        self.columns = tuple(
+            dict.fromkeys(found for shape in self.shapes.values() for found in _read_by(shape))
+        )
+
+    def of(self, columns: Mapping[str, Any], samples: range) -> dict[str, Any]:
+        """The arguments for some consecutive samples.
+
+        Args:
+            columns: by name: a tensor or an array with one row a sample, or a sequence with one tensor, array
+                or text a sample.
+            samples: their places in the columns.
+
+        Raises:
+            UsageError: a column is not of the kind that its argument asks for.
+        """
+        read = {name: _part(columns[name], samples) for name in self.columns}
+        return {argument: _whole(shape, read, len(samples)) for argument, shape in self.shapes.items()}
+
+
+def _by_argument(columns: Columns, update: Any, name: str) -> dict[str, Shape]:
+    parameters = list(inspect.signature(update).parameters.values())
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes = ", ".join(str(p) for p in parameters)
+    if isinstance(columns, (str, Parsed)):
+        columns = [columns]
+    if isinstance(columns, Mapping):
+        found = dict(columns)
+        unknown = [key for key in found if key not in [p.name for p in named]]
+        if unknown and not any_name:
+            raise UsageError(f"{name}: update has no argument {unknown[0]!r}; it takes ({takes})")
+    elif isinstance(columns, Sequence):
+        positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
+        if len(columns) > len(positional):
+            raise UsageError(
+                f"{name}: {len(columns)} columns for update({takes}). Give one for each argument, or a dict "
+                "of argument to column"
+            )
+        found = {p.name: shape for p, shape in zip(positional, columns, strict=False)}
+    else:
+        raise UsageError(
+            f"{name}: columns is a {type(columns).__name__}, expected names of columns in the order of "
+            f"update({takes}), or a dict of argument to column"
+        )
+    missing = [p.name for p in named if p.default is p.empty and p.name not in found]
+    if missing or not found:
+        raise UsageError(
+            f"{name}: no column for {' and '.join(map(repr, missing)) or 'any argument'} of update({takes})"
+        )
+    return found
+
+
+def _check_shape(shape: Any, where: str) -> None:
+    if isinstance(shape, (str, Parsed)):
+        return
+    if isinstance(shape, Mapping) and all(isinstance(key, str) for key in shape):
+        inner = list(shape.values())
+    elif isinstance(shape, list) and shape:
+        inner = shape
+    else:
+        raise UsageError(f"{where}: found {shape!r}, expected {_KINDS}")
+    for part in inner:
+        _check_shape(part, where)
+
+
+def _read_by(shape: Shape) -> Iterator[str]:
+    if isinstance(shape, str):
+        yield shape
+    elif isinstance(shape, Parsed):
+        yield shape.column
+    else:
+        for part in shape.values() if isinstance(shape, dict) else shape:
+            yield from _read_by(part)
+
+
+def _part(column: Any, samples: range) -> Tensor | list[Any]:
+    """Some samples of a column: a tensor, or a list with an entry a sample."""
+    if isinstance(column, (Tensor, np.ndarray)):
+        return _tensor(column[samples.start : samples.stop])
+    return [
+        value if isinstance(value, str) else _tensor(value) for value in (column[place] for place in samples)
+    ]
+
+
+def _tensor(value: Any) -> Tensor:
+    # A copy: what is mapped from a file cannot be written to, and torch has no such tensors.
+    tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    return tensor.to(torch.int64) if tensor.dtype in _WIDENED else tensor
+
+
+def _whole(shape: Shape, read: Mapping[str, Tensor | list[Any]], samples: int) -> Any:
+    """An argument of all samples."""
+    if isinstance(shape, str):
+        return _joined(shape, read[shape])
+    if isinstance(shape, dict):
+        return {key: _whole(part, read, samples) for key, part in shape.items()}
+    if isinstance(shape, list):
+        if len(shape) != 1:
+            raise UsageError(f"a list of one entry a sample has one entry in 'columns', found {shape!r}")
+        return [_single(shape[0], read, place) for place in range(samples)]
+    return [_single(shape, read, place) for place in range(samples)]
+
+
+def _single(shape: Shape, read: Mapping[str, Tensor | list[Any]], place: int) -> Any:
+    """What belongs to one sample."""
+    if isinstance(shape, str):
+        return read[shape][place]
+    if isinstance(shape, dict):
+        return {key: _single(part, read, place) for key, part in shape.items()}
+    if isinstance(shape, list):
+        return [_single(part, read, place) for part in shape]
+    text = read[shape.column][place]
+    if not isinstance(text, str):
+        raise UsageError(f"parsed({shape.column!r}): the column holds numbers, expected a column of text")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"parsed({shape.column!r}): {text!a} is no JSON ({error})") from error
+
+
+def _joined(name: str, column: Tensor | list[Any]) -> Any:
+    if isinstance(column, Tensor) or not column or isinstance(column[0], str):
+        return column
+    if len({value.shape for value in column}) > 1:
+        raise UsageError(
+            f"the samples of column {name!r} differ in shape, and the metric takes one tensor of them all. "
+            f"For a list with one entry a sample write [{name!r}] in 'columns'"
+        )
+    return torch.stack(column)

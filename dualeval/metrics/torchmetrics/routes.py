@@ -1,0 +1,179 @@
+"""A TorchMetrics metric as one of this package: sums in the ledger, or all rows in data-set order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualeval.metrics import Measured
+from dualeval.metrics.limbs import add_exactly, rounded_sums
+from dualeval.metrics.torchmetrics.arguments import Arguments
+from dualeval.metrics.torchmetrics.results import measured_of
+from dualeval.metrics.torchmetrics.states import State, StateKind, check_additive, checked, fresh, isolated
+
+# Rows of one update. Fixed: the bits of a metric that rounds within an update depend on it.
+_PIECE_ROWS = 4_096
+_SEED = 0
+
+
+@contextmanager
+def _same_everywhere() -> Iterator[None]:
+    """Compute as on every other machine, whatever the process is set to.
+
+    A sum over several threads is rounded otherwise. And where torch is asked for deterministic algorithms
+    TorchMetrics counts by comparing each value with each class, also on a CPU: gigabytes for a thousand
+    classes.
+    """
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    if threads != 1:
+        torch.set_num_threads(1)
+    if mode:
+        torch.set_deterministic_debug_mode(0)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if threads != 1:
+            torch.set_num_threads(threads)
+        if mode:
+            torch.set_deterministic_debug_mode(mode)
+
+
+class _Wrapped:
+    """What both routes share.
+
+    Args:
+        metric: one that has seen nothing; see ``isolated``.
+        arguments: of its updates.
+        name: of the metric.
+        own_name: whether the name was given, and not its class's.
+        version: TorchMetrics'.
+        keeps_rows: whether the run keeps the columns.
+    """
+
+    # What is made of the metric, and no part of what it is.
+    dualeval_identity_ignores = ("_checked",)
+
+    def __init__(
+        self,
+        metric: Any,
+        arguments: Arguments,
+        *,
+        name: str,
+        own_name: bool,
+        version: str,
+        keeps_rows: bool = True,
+    ) -> None:
+        self.metric = metric
+        self.name = name
+        self.columns = arguments.columns
+        self.keeps_rows = keeps_rows
+        self.torchmetrics = version
+        self._arguments = arguments
+        self._own_name = own_name
+
+    def sources(self) -> Sequence[Any]:
+        """The classes of the metric and of those inside it."""
+        return list({type(part): None for part in self.metric.modules()})
+
+    def _measured(self, computed: Any) -> Measured:
+        return measured_of(self.name, computed, prefix=self._own_name)
+
+
+class InLedger(_Wrapped):
+    """A metric whose states are sums: an update of a copy for each batch, and its states into the ledger.
+
+    Ledger: the number of updates; then the states one after the other: of integers a slot each; of floats the
+        number of
+    updates that gave float64, then 3 counts of what is not finite and 10 or 67 limbs each.
+
+    Args:
+        states: the metric's.
+    """
+
+    # Floats are rounded within an update, and a metric may average over one.
+    per_batch = True
+
+    def __init__(self, metric: Any, arguments: Arguments, states: list[State], **common: Any) -> None:
+        super().__init__(metric, arguments, **common)
+        self.size = 1 + sum(state.size for state in states)
+        self._states = states
+        self._checked = False
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Any]) -> None:
+        """Add the samples of one batch.
+
+        Raises:
+            UsageError: the metric does not add to its states, or a column is not as it must be.
+        """
+        samples = len(columns[self.columns[0]])
+        with _same_everywhere():
+            if not self._checked and samples > 1:
+                check_additive(
+                    self.metric, self._states, lambda own, part: self._update(own, columns, part), samples
+                )
+                self._checked = True
+            metric = fresh(self.metric)
+            self._update(metric, columns, range(samples))
+            # All of them first: an error must leave the ledger as it was.
+            values = [checked(metric, state).reshape(-1) for state in self._states]
+        ledger[0] += 1
+        for state, part, value in zip(self._states, self._parts(ledger), values, strict=True):
+            if state.kind is StateKind.INTEGER:
+                part += value.to(torch.int64)
+            elif state.sums is not None:
+                part[0] += value.dtype == torch.float64
+                add_exactly(part[1:].view(-1, state.sums.slots), value.to(state.sums.dtype), state.sums)
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Put the sums into a copy of the metric, and let it compute; without samples a None."""
+        updates = int(ledger[0])
+        if not updates:
+            return Measured(values={self.name: None})
+        metric = fresh(self.metric)
+        for state, part in zip(self._states, self._parts(ledger), strict=True):
+            if state.kind is StateKind.INTEGER:
+                setattr(
+                    metric,
+                    state.name,
+                    _integers(part.clone(), metric._defaults[state.name]).view(state.shape),
+                )
+            elif state.sums is not None:
+                total = rounded_sums(part[1:].view(-1, state.sums.slots), state.sums)
+                dtype = torch.float64 if part[0] else metric._defaults[state.name].dtype
+                setattr(metric, state.name, total.to(dtype).view(state.shape))
+        metric._update_count = updates
+        with _same_everywhere():
+            return self._measured(metric.compute())
+
+    def _update(self, metric: Any, columns: Mapping[str, Any], samples: range) -> None:
+        metric.update(**self._arguments.of(columns, samples))
+
+    def _parts(self, ledger: Tensor) -> list[Tensor]:
+        return list(torch.split(ledger[1:], [state.size for state in self._states]))
+
+
+def _integers(total: Tensor, like: Tensor) -> Tensor:
+    """Totals in the state's own dtype where it can hold them."""
+    own = total.to(like.dtype)
+    return own if torch.equal(own.to(torch.int64), total) else total
+
+
+class FromRows(_Wrapped):
+    """A metric of all rows: updated on rank 0 with pieces of 4,096 rows, in the order of the data set."""
+
+    def compute(self, columns: Mapping[str, Any]) -> Measured:
+        """Update a copy of the metric with all rows, and let it compute."""
+        rows = len(columns[self.columns[0]])
+        metric = isolated(self.metric)
+        # What draws, as a bootstrap, draws the same each time.
+        with _same_everywhere(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            for start in range(0, rows, _PIECE_ROWS):
+                piece = range(start, min(start + _PIECE_ROWS, rows))
+                metric.update(**self._arguments.of(columns, piece))
+            return self._measured(metric.compute())

@@ -1,0 +1,252 @@
+"""What a TorchMetrics metric keeps between updates, and by which route it can be computed."""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.errors import UsageError
+from dualeval.metrics.limbs import DOUBLE_SUMS, FLOAT_SUMS, SumKind
+
+# Sums of float32 states have room for float64 values too, as a state becomes float64 with such columns,
+# unless a metric has very many: 560 bytes each.
+_MOST_WIDE = 4_096
+# What TorchMetrics' base class keeps besides states, and what torch does.
+_BASE = {
+    *(
+        "_update_count",
+        "_computed",
+        "_forward_cache",
+        "_cache",
+        "_is_synced",
+        "_update_signature",
+        "update",
+        "compute",
+    ),
+    *("_to_sync", "_should_unsync", "_enable_grad", "_dtype_convert"),
+}
+
+
+class Route(enum.Enum):
+    """How a metric is computed; see docs/torchmetrics.md."""
+
+    INTEGERS = "integer sums in the ledger"
+    SUMS = "exact sums of floats in the ledger"
+    ROWS = "from the rows"
+
+
+class StateKind(enum.Enum):
+    """How a state is merged."""
+
+    INTEGER = "sum of integers"
+    FLOAT = "sum of floats"
+    CONSTANT = "set once"
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """A state that is kept in the ledger.
+
+    Attributes:
+        name: the attribute of the metric.
+        kind: how it is merged.
+        shape: of its tensor.
+        sums: how its floats are summed; None for integers and constants.
+    """
+
+    name: str
+    kind: StateKind
+    shape: torch.Size
+    sums: SumKind | None = None
+
+    @property
+    def size(self) -> int:
+        """Its slots of the ledger; of float sums one more, which counts the updates that gave float64."""
+        elements = self.shape.numel()
+        if self.kind is StateKind.CONSTANT:
+            return 0
+        return elements if self.sums is None else 1 + elements * self.sums.slots
+
+
+def isolated(metric: Any) -> Any:
+    """A copy of a metric that has seen nothing, lies on the CPU, and never speaks with other processes.
+
+    In a process that has a torch process group TorchMetrics' own ``compute`` would merge the ranks' states a
+    second time, and wait for ranks that do not compute.
+    """
+    own = copy.deepcopy(metric).to("cpu")
+    for part in own.modules():
+        if hasattr(part, "distributed_available_fn"):
+            part.distributed_available_fn = _no_processes
+    own.reset()
+    return own
+
+
+def _no_processes() -> bool:
+    return False
+
+
+def fresh(pristine: Any) -> Any:
+    """A copy of a metric without metrics inside it, in microseconds; its states are its own."""
+    own = copy.copy(pristine)
+    own.reset()
+    return own
+
+
+def networks_in(metric: Any) -> list[str]:
+    """Classes of modules with weights inside a metric, which would be evaluated within ``update``."""
+    kind = type_of_metrics(metric)
+    return [
+        type(part).__name__
+        for part in metric.modules()
+        if not isinstance(part, kind) and (part._parameters or part._buffers)
+    ]
+
+
+def type_of_metrics(metric: Any) -> type:
+    """TorchMetrics' ``Metric``, from which a metric's class is derived."""
+    return next(kind for kind in type(metric).__mro__ if kind.__module__ == "torchmetrics.metric")
+
+
+def states_of(metric: Any) -> list[State] | None:
+    """The states of a metric, to be kept as sums in the ledger; None where one cannot be."""
+    found: list[State] = []
+    inner = [part for part in metric.modules() if part is not metric]
+    if any(hasattr(part, "_reductions") for part in inner):
+        return None  # a wrapper's update decides what reaches the states of the metric inside it
+    floats = sum(
+        default.numel()
+        for default in metric._defaults.values()
+        if isinstance(default, Tensor) and default.is_floating_point()
+    )
+    for name, default in metric._defaults.items():
+        merged = getattr(metric._reductions[name], "__name__", None)
+        if not isinstance(default, Tensor) or default.is_complex():
+            return None
+        whole = not default.is_floating_point()
+        if merged == "dim_zero_mean" and default.any():
+            # Such as a parameter that is kept as a state; that update leaves it alone is checked each time.
+            found.append(State(name=name, kind=StateKind.CONSTANT, shape=default.shape))
+        elif merged != "dim_zero_sum" or default.any():
+            return None
+        elif whole:
+            found.append(State(name=name, kind=StateKind.INTEGER, shape=default.shape))
+        else:
+            wide = default.dtype == torch.float64 or floats <= _MOST_WIDE
+            sums = DOUBLE_SUMS if wide else FLOAT_SUMS
+            found.append(State(name=name, kind=StateKind.FLOAT, shape=default.shape, sums=sums))
+    return found if any(state.size for state in found) else None
+
+
+def route_of(states: list[State] | None) -> Route:
+    """The route of a metric with such states in the ledger."""
+    if states is None:
+        return Route.ROWS
+    return Route.SUMS if any(state.kind is StateKind.FLOAT for state in states) else Route.INTEGERS
+
+
+def check_additive(
+    metric: Any, states: list[State], update: Callable[[Any, range], None], samples: int
+) -> None:
+    """Check on some samples that an update adds to the states, and to nothing else.
+
+    Args:
+        metric: one that has seen nothing.
+        states: its states.
+        update: updates a metric with a part of the samples.
+        samples: their number, at least 2.
+
+    Raises:
+        UsageError: it is not so; says what to type.
+    """
+    halves = range(samples // 2), range(samples // 2, samples)
+    alone = [copy.deepcopy(metric) for _ in halves]
+    both = copy.deepcopy(metric)
+    before = _others(both, states)
+    for own, half in zip(alone, halves, strict=True):
+        update(own, half)
+        update(both, half)
+    name = type(metric).__name__
+    for attribute, (value, held) in before.items():
+        now = vars(both).get(attribute)
+        if not (_equal(now, held) if now is value else _equal(now, value)):
+            raise UsageError(
+                f"update of {name} changes its attribute {attribute!r}, which is no state (add_state): sums "
+                f"of its states do not hold all that it has seen. {HOW_BY_ROWS}"
+            )
+    for state in states:
+        if state.kind is StateKind.CONSTANT:
+            continue
+        parts = [checked(own, state) for own in alone]
+        together, added = checked(both, state).to(torch.float64), parts[0].to(torch.float64) + parts[1]
+        # Floats are rounded within an update; the sums of one batch differ by no more than that.
+        if not torch.allclose(together, added, rtol=1e-3, atol=1e-6 * _largest(added), equal_nan=True):
+            raise UsageError(
+                f"update of {name} does not add to its state {state.name!r}, though that is merged by a sum: "
+                f"two updates one after the other give {together.tolist()}, and the sum of both alone "
+                f"{added.tolist()}. {HOW_BY_ROWS}"
+            )
+
+
+HOW_BY_ROWS = "Give by_rows=True: the metric is then computed from all rows, on rank 0."
+
+
+def checked(metric: Any, state: State) -> Tensor:
+    """A state's tensor after an update.
+
+    Raises:
+        UsageError: it has become another kind of thing than it was before the first update.
+    """
+    value = getattr(metric, state.name)
+    wanted = f"a tensor of shape {tuple(state.shape)}"
+    if not isinstance(value, Tensor):
+        found = f"a {type(value).__name__}"
+    elif value.shape != state.shape:
+        found = f"of shape {tuple(value.shape)}"
+    elif state.kind is StateKind.INTEGER and (value.is_floating_point() or value.is_complex()):
+        found, wanted = f"of {value.dtype}", "integers"
+    elif state.sums is FLOAT_SUMS and value.dtype == torch.float64:
+        found, wanted = "of float64", "float32: cast the columns with .float()"
+    elif state.kind is StateKind.CONSTANT and not torch.equal(
+        value, metric._defaults[state.name].to(value.dtype)
+    ):
+        found, wanted = f"{value.tolist()}", f"{metric._defaults[state.name].tolist()}, as before the update"
+    else:
+        return value
+    raise UsageError(
+        f"the state {state.name!r} of {type(metric).__name__} is {found} after an update, expected {wanted}. "
+        f"Where the metric has an argument that fixes it, such as num_classes, give that. {HOW_BY_ROWS}"
+    )
+
+
+def _largest(values: Tensor) -> float:
+    finite = values[values.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _others(metric: Any, states: list[State]) -> dict[str, tuple[Any, Any]]:
+    """A metric's attributes besides its states, each with a copy of what it holds."""
+    left_out = {*_BASE, *(state.name for state in states), *vars(nn.Module())}
+    return {
+        name: (value, copy.deepcopy(value) if isinstance(value, (Tensor, list, dict, set)) else value)
+        for name, value in vars(metric).items()
+        if name not in left_out
+    }
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    return bool(one == other)

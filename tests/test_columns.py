@@ -1,0 +1,389 @@
+"""Ragged columns and text: indexing, the same rows in torch and numpy, their files, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import dualeval
+from dualeval.columns import (
+    Ragged,
+    RaggedRows,
+    Rows,
+    Text,
+    TextRows,
+    as_column,
+    as_columns,
+    concatenated,
+    concatenated_rows,
+    host_columns,
+    kind_of,
+    spread_rows,
+    to_column,
+    to_rows,
+    values_of,
+)
+from dualeval.engine.feed import FailedSample
+from dualeval.engine.folder import predictions
+from dualeval.engine.folder.journal import JournalWriter, read_journal_file
+from dualeval.engine.folder.layout import partial_files
+from dualeval.engine.folder.mapped_columns import HeldColumns, MappedColumns
+from dualeval.engine.in_memory import MemoryWriter
+from dualeval.engine.plan import EvalPlan
+from dualeval.engine.recorder import Recorder
+from dualeval.engine.transfer import Downloads
+from dualeval.engine.trial import check_columns
+from dualeval.errors import DualevalError, UsageError
+from tests.played_device import Played
+from tests.ragged_task import WORDS
+
+ROWS = [[1.0, 2.0], [], [3.0], [4.0, 5.0, 6.0], []]
+
+
+def ragged() -> Ragged:
+    return Ragged(torch.arange(1.0, 7.0), torch.tensor([2, 0, 1, 3, 0], dtype=torch.int32))
+
+
+INDICES: dict[str, Any] = {
+    "mask": torch.tensor([True, False, True, True, False]),
+    "none": torch.zeros(5, dtype=torch.bool),
+    "slice": slice(1, 4),
+    "steps": slice(None, None, 2),
+    "empty slice": slice(4, 1),
+    "places": [4, 3, 3, 0],
+}
+
+
+@pytest.mark.parametrize("chosen", INDICES.values(), ids=INDICES)
+@pytest.mark.parametrize("entries", [ROWS, WORDS[:5]], ids=["ragged", "text"])
+def test_chosen_samples_are_those_of_a_list(entries: list[Any], chosen: Any) -> None:
+    column = ragged() if entries is ROWS else Text(entries)
+    places = torch.arange(5)[chosen].tolist()
+    found, rows = (
+        column[chosen],
+        to_rows(column)[np.asarray(chosen) if isinstance(chosen, Tensor) else chosen],
+    )
+    wanted = [entries[place] for place in places]
+    assert type(found) is type(column)
+    assert found.tolist() == rows.tolist() == wanted
+    assert len(found) == len(rows) == len(wanted)
+    assert isinstance(rows, RaggedRows)
+    assert rows.offsets[0] == 0 and rows.offsets[-1] == len(rows.values)
+
+
+def test_one_sample_is_a_tensor_an_array_or_a_string() -> None:
+    column, words = ragged(), Text(WORDS)
+    assert column[3].tolist() == column[-2].tolist() == [4, 5, 6]
+    assert [row.tolist() for row in column] == ROWS
+    assert words[2] == words[-6] == list(words)[2] == "𝄞 clef"
+    rows, strings = to_rows(column), to_rows(words)
+    assert isinstance(strings, TextRows)
+    assert [row.tolist() for row in rows] == [rows[place].tolist() for place in range(5)] == ROWS
+    assert list(strings) == [strings[place] for place in range(len(WORDS))] == WORDS
+    assert (strings[-1], strings.index("é"), "plain" in strings) == ("\0", 1, True)
+    for sequence in (column, words, rows, strings):
+        with pytest.raises(IndexError):
+            sequence[len(sequence)]
+
+
+@pytest.mark.parametrize("column", [ragged(), Text(WORDS), torch.arange(6.0).view(3, 2)])
+def test_columns_are_the_same_in_torch_and_numpy(column: Any) -> None:
+    twice = concatenated([column, column])
+    assert kind_of(twice) == kind_of(column)
+    assert twice.tolist() == 2 * column.tolist()
+    again = concatenated_rows([to_rows(column), to_rows(column)])
+    assert to_column(again).tolist() == twice.tolist()
+    evaluated = np.array([False, *len(column) * [True], False])
+    spread = spread_rows(to_rows(column), evaluated)
+    assert len(spread) == len(column) + 2
+    assert spread[evaluated].tolist() == column.tolist()
+
+
+# -- what a task may give ----------------------------------------------------------------------------
+
+
+def test_lists_become_columns() -> None:
+    made = as_columns(
+        {
+            "boxes": [torch.zeros(2, 4), torch.ones(0, 4), torch.ones(1, 4)],
+            "words": ("é", ""),
+            "single": [torch.tensor(3), torch.tensor(4)],
+            "plain": torch.ones(3),
+        }
+    )
+    assert (type(made["boxes"]), made["boxes"].lengths.tolist()) == (Ragged, [2, 0, 1])
+    assert made["boxes"].values.shape == (3, 4)
+    assert list(made["words"]) == ["é", ""]
+    assert made["single"].tolist() == [3, 4]
+    assert as_columns([1]) == [1]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "nothing": ([], r"'c' is a list of nothing, expected a tensor"),
+    "numbers": ([1.0, 2.0], r"'c' is a list of float"),
+    "lists": ([[1], [2, 3]], r"'c' is a list of list"),
+    "mixed": (["a", torch.ones(1)], r"'c' is a list of Tensor, str"),
+    "no box": ([torch.ones(1, 4), torch.zeros(0)], r"'c'.* entry 1 is .* of shape \(0,\).*zeros\(\(0, 4"),
+    "dtype": ([torch.ones(1), torch.ones(1).long()], r"'c'.* entry 1 is torch.int64"),
+    "0-d": ([torch.ones(1), torch.tensor(1.0)], r"'c'.* entry 1"),
+    "surrogate": (["a", "\ud800"], r"'c': the text of sample 1 of the batch is no Unicode .*'\\ud800'"),
+}
+
+
+@pytest.mark.parametrize(("entries", "message"), REFUSED.values(), ids=REFUSED)
+def test_odd_lists_are_refused_by_name(entries: Sequence[Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        as_column("c", entries)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([2, 0, 1, 2, 0], "'c' of samples 10 to 14 has lengths that add up to 5, and 6 values"),
+        ([2, 0, -1, 3, 2], "'c' of samples 10 to 14 has the length -1 at place 2"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(lengths: list[int], message: str) -> None:
+    column = Ragged(torch.arange(6.0), torch.tensor(lengths))
+    with pytest.raises(UsageError, match=message):
+        host_columns({"plain": torch.ones(5), "c": column}, range(10, 15))
+
+
+@pytest.mark.parametrize(
+    ("values", "lengths", "message"),
+    [
+        (torch.tensor(1.0), torch.tensor([1]), "values of a ragged column are one number"),
+        ([1.0], torch.tensor([1]), "values of a ragged column are a list"),
+        (torch.ones(2), torch.tensor([[1, 1]]), r"lengths of a ragged column have shape \(1, 2\)"),
+        (torch.ones(2), torch.tensor([0.5, 1.5]), r"lengths of a ragged column .*torch.float32"),
+        (torch.ones(2), torch.tensor([True, True]), r"lengths of a ragged column .*torch.bool"),
+    ],
+)
+def test_no_ragged_column_is_made_of_these(values: Any, lengths: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Ragged(values, lengths)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.ones(3, dtype=torch.bfloat16), "'c' is of torch.bfloat16, which cannot be written"),
+        (torch.ones(3, 2, 2), r"'c' has shape \(3, 2, 2\), expected \(total,\) or \(total, values\)"),
+        (torch.ones(3, 0), "'c' .*at least one value an entry of a row"),
+    ],
+)
+def test_values_that_cannot_be_written_are_refused(values: Tensor, message: str) -> None:
+    columns = {"c": Ragged(values, torch.tensor([1, 2])), "read": Text(["a", "b"])}
+    check_columns(columns, ["read"], 2)
+    with pytest.raises(UsageError, match=message):
+        check_columns(columns, ["c"], 2)
+
+
+def test_the_recorder_refuses_another_kind_and_another_number() -> None:
+    plan = EvalPlan(num_samples=12, batch_size=4)
+    taking = Recorder(plan, [], ["c"], MemoryWriter(keeps=True))
+    taking.add(0, 0, {"c": Ragged(torch.ones(2), torch.tensor([2, 0, 0, 0]))}, [])
+    others: list[tuple[Any, str]] = [
+        (torch.ones(4), r"is torch.float32 with rows of shape \(\)"),
+        (Text(["a"] * 4), "is text"),
+        (Ragged(torch.ones(4, 2), torch.ones(4).long()), r"is ragged, of .* with values of shape \(2,\)"),
+    ]
+    for column, found in others:
+        with pytest.raises(
+            UsageError, match=rf"'c' of batch 1 \(samples 4 to 7\) {found}, and in the first .*ragged"
+        ):
+            taking.add(1, 1, {"c": column}, [])
+    with pytest.raises(DualevalError, match=r"'c' of batch 1 .* has 3 values, expected 4"):
+        taking.add(1, 1, {"c": Ragged(torch.ones(2), torch.tensor([2, 0, 0]))}, [])
+
+
+def test_waiting_rows_keep_no_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualeval.engine.recorder.FLUSH_BYTES", 60)
+    writer = MemoryWriter(keeps=True)
+    taking = Recorder(EvalPlan(num_samples=12, batch_size=4), [], ["c"], writer)
+    large = torch.arange(1000)
+    for batch in range(3):
+        taking.add(batch, batch, {"c": Ragged(large[batch * 4 :][:4], torch.tensor([4, 0, 0, 0]))}, [])
+        assert len(writer.written) == batch // 2 + batch % 2, "two batches' values are more than 60 bytes"
+        assert all(
+            part.base is None or part.base.nbytes < 100 for _, parts in writer.written for part in parts
+        )
+
+
+# -- to the host -------------------------------------------------------------------------------------
+
+
+def test_both_tensors_come_to_the_host_without_a_wait() -> None:
+    device = Played()
+    values, lengths = device.empty(torch.zeros(6)), device.empty(torch.zeros(5, dtype=torch.int64))
+    plain = device.empty(torch.zeros(5))
+
+    def kernel(*memory: Tensor) -> None:
+        for tensor, numbers in zip(memory, (ragged().values, ragged().lengths, torch.ones(5)), strict=True):
+            tensor.copy_(numbers)
+
+    device.launch(kernel, values, lengths, plain)
+    downloads = Downloads(device, 1)
+    pending = downloads.start({"r": Ragged(values, lengths), "p": plain, "t": Text(WORDS[:5])})
+    assert device.computing.done == 0, "the host has waited"
+    found = pending()
+    assert list(found) == ["r", "p", "t"]
+    assert (type(found["r"]), type(found["t"])) == (Ragged, Text)
+    assert (found["r"].tolist(), found["t"].tolist()) == (ROWS, WORDS[:5])
+    downloads.start({"r": Ragged(torch.zeros(6), torch.zeros(5).long())})()
+    downloads.start({"r": Ragged(torch.zeros(6), torch.zeros(5).long())})()
+    assert found["r"].tolist() == ROWS, "the pinned memory that another batch now has"
+
+
+# -- files -------------------------------------------------------------------------------------------
+
+
+def columns() -> dict[str, Any]:
+    return {
+        "evaluated": torch.ones(5, dtype=torch.uint8),
+        "boxes": Ragged(torch.arange(12.0).view(6, 2), ragged().lengths),
+        "loss": torch.arange(5.0),
+        "words": Text(WORDS[:5]),
+        "nothing": Ragged(torch.zeros(0, dtype=torch.bool), torch.zeros(5).long()),
+    }
+
+
+def write(folder: Path, made: dict[str, Any], prefix: str = "t-00000") -> Path:
+    folder.mkdir(exist_ok=True)
+    writer = JournalWriter(folder, fingerprint="f" * 64, machine={"model": "m"}, prefix=prefix)
+    delta = torch.zeros(50, dtype=torch.int64)
+    delta[3] = 7
+    writer.write([4, 9], [2, 3], delta, made)
+    return writer.written[0]
+
+
+def test_what_is_written_is_read_from_disk_and_memory(tmp_path: Path) -> None:
+    file = read_journal_file(write(tmp_path, columns()))
+    memory = MemoryWriter(keeps=True)
+    memory.write([4, 9], [2, 3], torch.zeros(50, dtype=torch.int64), columns())
+    with dualeval.connect(None, dualeval.World.alone(), "cpu") as backend:
+        [held] = memory.collect(backend, 1)
+    for name, column in columns().items():
+        for start in range(6):
+            for stop in range(start, 6):
+                for source in (file, held):
+                    assert source.read_rows(name, start, stop).tolist() == column[start:stop].tolist()
+    assert file.read_offsets("boxes").tolist() == held.read_offsets("boxes").tolist() == [0, 2, 2, 3, 6, 6]
+
+
+def test_flipped_bytes_and_cuts_are_noticed(tmp_path: Path) -> None:
+    content = bytearray(write(tmp_path, columns()).read_bytes())
+    damaged = tmp_path / "damaged.journal"
+    for position in range(0, len(content), 9):
+        content[position] ^= 0x40
+        damaged.write_bytes(content)
+        with pytest.raises(DualevalError):
+            read_journal_file(damaged)
+        content[position] ^= 0x40
+        damaged.write_bytes(content[:position])
+        with pytest.raises(DualevalError):
+            read_journal_file(damaged)
+
+
+def test_plain_columns_have_the_files_of_old(tmp_path: Path) -> None:
+    made = columns()
+    assert write(tmp_path / "new", made).read_bytes().startswith(b"DUALEVL4")
+    old = write(tmp_path / "old", {name: made[name] for name in ("evaluated", "loss")}).read_bytes()
+    assert old.startswith(b"DUALEVL3")
+    header = (
+        b'{"fingerprint": "' + b"f" * 64 + b'", "machine": {"model": "m"}, "chunks": [4, 9], "rows": [2, 3], '
+        b'"failed": 0, "failures": [], "entries": 1, "columns": [{"name": "evaluated", "dtype": "|u1", '
+        b'"shape": []}, {"name": "loss", "dtype": "<f4", "shape": []}]}'
+    )
+    body = np.array([3, 7], "<i8").tobytes() + b"\1" * 5 + np.arange(5, dtype="<f4").tobytes()
+    assert old[8:-32] == len(header).to_bytes(8, "little") + header + body
+
+
+def test_windows_are_small_where_rows_are_long_whoever_wrote_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predictions, "WINDOW_BYTES", 40)
+    plan = EvalPlan(num_samples=10, batch_size=1)
+    lengths = [3, 0, 9, 1, 12, 0, 0, 2, 2, 2]
+    found = []
+    for ranks in (1, 2, 3):
+        files = []
+        for rank in range(ranks):
+            own = list(range(rank, 10, ranks))
+            writer = JournalWriter(tmp_path, fingerprint="f" * 64, machine={}, prefix=f"{ranks}-{rank:05d}")
+            count = torch.tensor([lengths[chunk] for chunk in own])
+            made: dict[str, Any] = {
+                "evaluated": torch.ones(len(own), dtype=torch.uint8),
+                "c": Ragged(torch.arange(int(count.sum())).float(), count),
+            }
+            writer.write(own, len(own) * [1], torch.zeros(30, dtype=torch.int64), made)
+            files.append(read_journal_file(writer.written[0]))
+        windows = vars(predictions)["_windows"](files, plan, ["c"])
+        found.append([(first, rows["c"].lengths.tolist()) for first, rows in windows])
+    assert found == 3 * [[(0, [3, 0]), (2, [9, 1]), (4, [12]), (5, [0, 0, 2, 2, 2])]]
+
+
+def test_a_file_without_columns_has_empty_rows() -> None:
+    plan = EvalPlan(num_samples=6, batch_size=3)
+    writer = MemoryWriter(keeps=True)
+    taking = Recorder(plan, [], ["c"], writer)
+    taking.add(0, 0, None, [FailedSample(index=index, error="OSError") for index in range(3)])
+    taking.flush()
+    taking.add(1, 1, {"c": Text(["a", "", "é"])}, [])
+    taking.flush()
+    with dualeval.connect(None, dualeval.World.alone(), "cpu") as backend:
+        files = writer.collect(backend, 2)
+    assert [sorted(file.columns) for file in files] == [["evaluated"], ["c", "evaluated"]]
+    [(_, rows)] = vars(predictions)["_windows"](files, plan, ["c"])
+    assert rows["c"].tolist() == ["", "", "", "a", "", "é"]
+    assert predictions.read_columns(files, plan, ["c"], None)["c"].tolist() == ["a", "", "é"]
+
+
+# -- mapped columns ----------------------------------------------------------------------------------
+
+
+def pieces() -> list[dict[str, Rows]]:
+    whole = {name: to_rows(column) for name, column in columns().items()}
+    return [
+        {name: rows[part] for name, rows in whole.items()} for part in (slice(0, 2), slice(2, 2), slice(2, 5))
+    ]
+
+
+@pytest.mark.parametrize("where", ["folder", "temporary", "memory"])
+def test_columns_come_back_whole_and_read_only(tmp_path: Path, where: str) -> None:
+    taking = HeldColumns() if where == "memory" else MappedColumns(tmp_path if where == "folder" else None)
+    with taking as held:
+        for piece in pieces():
+            held.append(piece)
+        assert list(tmp_path.iterdir()) == [], "the files have no names"
+        found = held.columns()
+    for name, column in columns().items():
+        assert found[name].tolist() == column.tolist(), name
+        assert type(found[name]) is type(to_rows(column))
+        assert values_of(found[name]).dtype == values_of(to_rows(column)).dtype
+        assert type(values_of(found[name])) is np.ndarray
+        with pytest.raises(ValueError, match="read-only"):
+            values_of(found[name])[...] = 0
+
+
+def test_no_file_outlives_what_goes_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError), MappedColumns(tmp_path) as held:
+        held.append(pieces()[0])
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+    # A process that ends between the two lines that make a file: its name is one that the next run removes.
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", killed)
+    with pytest.raises(KeyboardInterrupt), MappedColumns(tmp_path) as held:
+        held.append(pieces()[0])
+    monkeypatch.undo()
+    assert partial_files(tmp_path) == list(tmp_path.iterdir()) != []

@@ -1,0 +1,315 @@
+"""Mean, Ratio and Count, against rational arithmetic; their intervals, by simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dualeval.errors import UsageError
+from dualeval.metrics import Count, Mean, Measured, Ratio
+from dualeval.metrics.intervals import NORMAL_95, wilson_interval
+from tests.measuring import measure, same_bits
+
+moderate = st.one_of(st.floats(-1e6, 1e6), st.floats(-1.0, 1.0), st.sampled_from([5e-324, 1e-300, 1 / 3]))
+weights = st.integers(0, 2**20)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def doubles(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def total(values: Sequence[float | int | Fraction]) -> Fraction:
+    return sum(map(Fraction, values), Fraction())
+
+
+# -- values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
+def test_the_mean_of_any_dtype_is_fsum_over_n(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = (torch.rand(500, generator=generator) * 100).to(dtype)
+    found = measure(Mean("x"), {"x": values})
+    assert same_bits(found.values["x"], math.fsum(values.tolist()) / 500)
+    assert found.units == {}
+    # The ledger's size does not depend on the dtype: ranks and resumed runs have the same.
+    assert Mean("x").size == 205
+
+
+def test_the_mean_of_bools_is_a_fraction_with_wilsons_interval() -> None:
+    found = measure(Mean("right"), {"right": torch.arange(20) < 18})
+    assert found == Measured(
+        values={"right": 0.9}, intervals={"right": wilson_interval(18, 20)}, units={"right": "fraction"}
+    )
+    given_unit = measure(Mean("right", unit="hits a shot"), {"right": torch.tensor([True])})
+    assert given_unit.units == {"right": "hits a shot"}
+
+
+def test_a_mean_whose_sum_is_beyond_a_double() -> None:
+    largest = 1.7976931348623157e308
+    found = measure(Mean("x"), {"x": doubles([largest, largest, 0.0])})
+    assert same_bits(found.values["x"], float(Fraction(largest) * 2 / 3))
+    # Its interval is beyond one, and is left out.
+    assert measure(Mean("x"), {"x": doubles([largest, -largest])}) == Measured(values={"x": 0.0})
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(moderate, weights), min_size=1, max_size=20), st.integers(0, 100))
+def test_a_weighted_mean_is_the_rational_one_rounded_once(pairs: list[tuple[float, int]], seed: int) -> None:
+    values, counts = ([pair[side] for pair in pairs] for side in (0, 1))
+    assume(sum(counts))
+    expected = total([Fraction(x) * w for x, w in pairs]) / sum(counts)
+    columns = {"x": doubles(values), "w": torch.tensor(counts)}
+    found = measure(Mean("x", weight="w"), columns, seed)
+    assert same_bits(found.values["x"], float(expected))
+    # As the ratio of two columns, one of which holds products; here these are rounded.
+    check_interval(found, "x", [Fraction(x * float(w)) for x, w in pairs], counts, expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(moderate, moderate), min_size=1, max_size=20), st.integers(0, 100))
+def test_a_ratio_is_the_rational_one_rounded_once(pairs: list[tuple[float, float]], seed: int) -> None:
+    above, below = ([pair[side] for pair in pairs] for side in (0, 1))
+    assume(total(below) and abs(total(above) / total(below)) < 1e200)
+    expected = total(above) / total(below)
+    found = measure(Ratio("y", "x"), {"y": doubles(above), "x": doubles(below)}, seed)
+    assert same_bits(found.values["y_per_x"], float(expected))
+    check_interval(found, "y_per_x", above, below, expected)
+
+
+def check_interval(
+    found: Measured,
+    key: str,
+    above: Sequence[float | Fraction],
+    below: Sequence[float | int],
+    ratio: Fraction,
+) -> None:
+    """Against the definition, sample by sample."""
+    count = len(above)
+    if count < 2:
+        assert found.intervals == {}
+        return
+    residuals = [Fraction(y) - ratio * Fraction(x) for y, x in zip(above, below, strict=True)]
+    mean = total(below) / count
+    variance = total([value * value for value in residuals]) / (count - 1) / count / (mean * mean)
+    with localcontext() as context:
+        context.prec = 60
+        half_width = NORMAL_95 * float((Decimal(variance.numerator) / Decimal(variance.denominator)).sqrt())
+    if not math.isfinite(half_width):
+        return
+    low, high = found.intervals[key]
+    tolerance = 1e-12 * max(abs(low), abs(high), half_width)
+    assert low == pytest.approx(float(ratio) - half_width, rel=0, abs=tolerance)
+    assert high == pytest.approx(float(ratio) + half_width, rel=0, abs=tolerance)
+
+
+def test_perplexity_two_ways() -> None:
+    tokens = torch.tensor([3, 5, 11])
+    mean_loss = doubles([1.5, 0.25, 2.0])
+    expected = math.exp((3 * 1.5 + 5 * 0.25 + 11 * 2.0) / 19)
+    of_means = measure(
+        Mean("loss", "tokens", "exp", name="perplexity"), {"loss": mean_loss, "tokens": tokens}
+    )
+    of_sums = measure(
+        Ratio("loss", "tokens", "exp", name="perplexity"), {"loss": mean_loss * tokens, "tokens": tokens}
+    )
+    assert of_means == of_sums
+    assert of_sums.values["perplexity"] == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("transform", "function", "slope"),
+    [
+        ("exp", math.exp, math.exp),
+        ("sqrt", math.sqrt, lambda x: 0.5 / math.sqrt(x)),
+        ("log", math.log, lambda x: 1 / x),
+    ],
+)
+def test_transforms(
+    transform: str, function: Callable[[float], float], slope: Callable[[float], float]
+) -> None:
+    values = doubles([0.5, 1.25, 0.75, 1.5, 1.75])
+    plain = measure(Mean("x"), {"x": values})
+    mean = plain.values["x"]
+    assert isinstance(mean, float)
+    half_width = (plain.intervals["x"][1] - mean) * slope(mean)
+    found = measure(Mean("x", transform=transform), {"x": values})
+    [(key, value)] = found.values.items()
+    assert key == f"{transform}_x"
+    assert value == pytest.approx(function(mean), rel=1e-15)
+    assert found.intervals[key] == pytest.approx((function(mean) - half_width, function(mean) + half_width))
+
+
+def test_the_exponential_is_rounded_right() -> None:
+    # 60 digits of exp(1/3), of mpmath; the mean of these three is no float64 number.
+    exact = Decimal("1.39561242508608952862812531960258683759790651519940698261751671")
+    found = measure(Mean("x", transform="exp"), {"x": torch.tensor([0, 0, 1])})
+    assert same_bits(found.values["exp_x"], float(exact))
+
+
+@pytest.mark.parametrize(
+    ("transform", "values", "said"),
+    [
+        ("sqrt", [-1.0, -2.0], "it is sqrt of -1.5"),
+        ("log", [0.0], "it is log of 0"),
+        ("exp", [1e4], "it is exp of 10000"),
+        ("exp", [1e308, 1.7e308], "it is exp of 1.35e+308"),
+    ],
+)
+def test_a_transform_without_a_value_says_so(transform: str, values: list[float], said: str) -> None:
+    found = measure(Mean("x", transform=transform), {"x": doubles(values)})
+    assert found.values == {f"{transform}_x": None}
+    assert found.intervals == {}
+    assert said in found.warnings[0]
+
+
+def test_the_ends_of_an_interval_stay_where_the_function_has_values() -> None:
+    found = measure(Mean("x", transform="sqrt"), {"x": doubles([-1.0, 3.0])})
+    assert found.intervals["sqrt_x"][0] == 0.0
+    # Where the slope is infinite there is none.
+    assert measure(Mean("x", transform="sqrt"), {"x": doubles([0.0, 0.0])}) == Measured(
+        values={"sqrt_x": 0.0}
+    )
+
+
+@pytest.mark.parametrize("column", ["y", "x"])
+@pytest.mark.parametrize("metric", [Ratio("y", "x", name="m"), Mean("y", "x", name="m")])
+def test_what_is_not_finite_in_either_column_is_counted(metric: Mean | Ratio, column: str) -> None:
+    columns = {"y": doubles([1.0, 2.0, 3.0, 4.0]), "x": doubles([1.0, 1.0, 1.0, 1.0])}
+    columns[column] = doubles([1.0, math.nan, math.inf, -math.inf])
+    assert measure(metric, columns) == Measured(
+        values={"m": None}, nonfinite={"m": {"nan": 1, "pos_inf": 1, "neg_inf": 1}}
+    )
+
+
+def test_no_samples_and_no_weight() -> None:
+    nothing = {"y": doubles([]), "x": doubles([])}
+    for metric in (Mean("y"), Mean("y", "x"), Ratio("y", "x"), Mean("y", transform="exp")):
+        assert measure(metric, nothing) == Measured(values={metric.name: None})
+    zeros = {"y": doubles([1.0]), "x": doubles([0.0])}
+    assert measure(Mean("y", "x"), zeros).warnings == ("metric 'y': its weights add up to 0",)
+    assert measure(Ratio("y", "x"), zeros).warnings == ("metric 'y_per_x': the column 'x' adds up to 0",)
+    assert measure(Ratio("y", "x"), zeros).values == {"y_per_x": None}
+
+
+def test_products_beyond_a_double_leave_the_value_and_no_interval() -> None:
+    columns = {"y": doubles([1e200, 2e200]), "x": doubles([1e200, 1e200])}
+    assert measure(Mean("y", "x"), columns) == Measured(values={"y": 1.5e200})
+
+
+def test_counts() -> None:
+    assert measure(Count("right"), {"right": torch.tensor([True, False, True])}).values == {"right_count": 2}
+    large = torch.tensor([2**63 - 1] * 5 + [-7])
+    assert measure(Count("tokens", unit="tokens"), {"tokens": large}) == Measured(
+        values={"tokens_count": 5 * (2**63 - 1) - 7}, units={"tokens_count": "tokens"}
+    )
+    assert measure(Count("right"), {"right": torch.tensor([], dtype=torch.bool)}).values == {"right_count": 0}
+    with pytest.raises(UsageError, match=r"is of torch\.float32: expected bool or integers"):
+        measure(Count("x"), {"x": torch.zeros(2)})
+
+
+def test_units_directions_and_names() -> None:
+    metric = Mean("x", name="rmse", transform="sqrt", unit="m", higher_is_better=False)
+    found = measure(metric, {"x": doubles([4.0])})
+    assert found == Measured(values={"rmse": 2.0}, units={"rmse": "m"}, directions={"rmse": "lower"})
+    assert Ratio("y", "x", "exp").name == "exp_y_per_x"
+    assert measure(Count("n", higher_is_better=True), {"n": torch.tensor([1])}).directions == {
+        "n_count": "higher"
+    }
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (torch.zeros(3, 2), r"has shape \(3, 2\): it takes one number a sample"),
+        (torch.zeros(3, dtype=torch.complex64), r"is of torch\.complex64: expected bool"),
+        (["a", "b", "c"], r"is list: it takes one number a sample"),
+    ],
+)
+def test_a_column_without_a_mean_is_refused(column: Any, said: str) -> None:
+    metric = Mean("x")
+    with pytest.raises(UsageError, match=said):
+        metric.update(torch.zeros(metric.size, dtype=torch.int64), {"x": column})
+
+
+def test_one_number_a_sample_may_have_a_dimension_of_its_own() -> None:
+    assert measure(Mean("x"), {"x": doubles([1.0, 2.0]).unsqueeze(1)}).values == {"x": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: Mean("x", transform="exponential"),
+            "transform 'exponential': expected one of exp, sqrt, log",
+        ),
+        (lambda: Mean("x", name=""), "name '': expected a text"),
+        (lambda: Mean("x", unit=3), "unit 3: expected a text, or None"),  # type: ignore[arg-type]
+        (lambda: Mean("x", higher_is_better="yes"), "higher_is_better 'yes'"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments_are_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make()
+
+
+# -- intervals, by simulation ----------------------------------------------------------------------------
+
+
+def covered(
+    draw: Callable[[np.random.Generator], dict[str, Tensor]], metric: Mean | Ratio, truth: float
+) -> float:
+    """The part of 2,000 samples whose interval holds the value of the population."""
+    generator = np.random.default_rng(7)
+    hits = 0
+    for _ in range(2_000):
+        ledger = torch.zeros(metric.size, dtype=torch.int64)
+        metric.update(ledger, draw(generator))
+        low, high = metric.compute(ledger).intervals[metric.name]
+        hits += low <= truth <= high
+    return hits / 2_000
+
+
+def texts(generator: np.random.Generator) -> dict[str, Tensor]:
+    """200 texts: a mean loss of each, which falls with its number of tokens; and the sum."""
+    tokens = 1 + generator.poisson(40, 200)
+    loss = 2.0 + 8.0 / tokens + 0.5 * generator.standard_normal(200)
+    return {"loss": doubles(loss), "sum": doubles(loss * tokens), "tokens": torch.from_numpy(tokens)}
+
+
+# The sum of losses over the sum of tokens: 2 + 8 / (mean of tokens).
+_LOSS_A_TOKEN = 2.0 + 8.0 / 41
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("metric", "draw", "truth"),
+    [
+        (Ratio("sum", "tokens"), texts, _LOSS_A_TOKEN),
+        (Mean("loss", "tokens"), texts, _LOSS_A_TOKEN),
+        (Ratio("sum", "tokens", "exp"), texts, math.exp(_LOSS_A_TOKEN)),
+        (Ratio("sum", "tokens", "log"), texts, math.log(_LOSS_A_TOKEN)),
+        (Mean("x", transform="sqrt"), lambda g: {"x": doubles(g.standard_normal(200) ** 2)}, 1.0),
+        (Mean("x", transform="sqrt"), lambda g: {"x": doubles(g.standard_normal(30) ** 2)}, 1.0),
+        (Mean("x", transform="exp"), lambda g: {"x": doubles(g.exponential(2.0, 200))}, math.exp(2.0)),
+    ],
+    ids=["ratio", "weighted mean", "perplexity", "log", "rmse of 200", "rmse of 30", "exp of a mean"],
+)
+def test_intervals_cover_what_they_say(
+    metric: Mean | Ratio, draw: Callable[[np.random.Generator], dict[str, Tensor]], truth: float
+) -> None:
+    found = covered(draw, metric, truth)
+    print(f"{metric.name}: {found:.4f}")
+    assert 0.89 <= found <= 0.965
