@@ -92,7 +92,7 @@ def fitted(seeds: range) -> Detector:
     return model.float().eval()
 
 
-detector = fitted(range(1000, 1500))
+detr = fitted(range(1000, 1500))
 pictures = [picture(seed) for seed in range(200)]
 
 # -- for dualeval ----------------------------------------------------------------------------------------
@@ -120,8 +120,6 @@ def average_precision(boxes: Any, scores: Any, labels: Any, true_boxes: Any, tru
 
 columns = ["boxes", "scores", "labels", "true_boxes", "true_labels"]
 metrics = [Rows(average_precision, columns, higher_is_better=True)]
-rectangles = dualeval.ModelTask(
-    model=detector, data=pictures, collate=collate, observe=observe, metrics=metrics, name="rectangles"
-)
+rectangles = dualeval.ModelTask(model=detr, data=pictures, collate=collate, observe=observe, metrics=metrics)
 if __name__ == "__main__":
     print(dualeval.evaluate(rectangles, out="runs/rectangles").metrics)

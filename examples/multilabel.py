@@ -1,4 +1,4 @@
-"""Area under the ROC curve and mean average precision of several labels a sample; 9 lines are for dualeval.
+"""Area under the ROC curve and mean average precision of several labels a sample; 10 lines are for dualeval.
 
     python examples/multilabel.py
     torchrun --nproc-per-node 2 examples/multilabel.py

@@ -3,11 +3,12 @@
     python examples/perplexity.py MODEL TEXT
     torchrun --nproc-per-node 2 examples/perplexity.py MODEL TEXT
     horovodrun -np 2 python examples/perplexity.py MODEL TEXT
-    dualeval run --task examples/perplexity.py:perplexity -T model=MODEL -T text=TEXT --nproc 2 --out runs/text
+    dualeval run --task examples/perplexity.py:perplexity -T model=MODEL -T text=TEXT --nproc 2 --out runs/a
 
 MODEL is a folder that transformers has written, with its tokenizer. Each token of the text is predicted once,
-from the tokens before it in its window: all but the first window begin with ``length - stride`` tokens that an
-earlier one has predicted. Killed or stopped, it goes on when the same is typed again. Needs transformers.
+from the tokens before it in its window: of every window but the first the ``length - stride`` tokens that it
+begins with are there to be seen, and were predicted in an earlier one. Killed or stopped, it goes on when the
+same is typed again. Needs transformers.
 """
 
 import sys
@@ -15,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 
 import dualeval
 from dualeval.metrics import Count, Ratio
@@ -29,29 +27,35 @@ from dualeval.vision_library import torchvision
 torchvision()
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+
+def read(model: str, text: str) -> tuple[Any, torch.Tensor]:
+    """The language model in a folder, and the tokens of a text file."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokens = tokenizer(Path(text).read_text("utf-8"), return_tensors="pt", verbose=False)["input_ids"][0]
+    return AutoModelForCausalLM.from_pretrained(model), tokens
+
+
 # -- for dualeval ----------------------------------------------------------------------------------------
 
 
-def collate(windows: Any) -> dict[str, Tensor]:
-    tokens, labels = zip(*windows, strict=True)
-    return {"input_ids": pad_sequence(tokens, True), "labels": pad_sequence(labels, True, padding_value=-100)}
+def collate(windows: Any) -> dict[str, torch.Tensor]:
+    tokens, seen = zip(*windows, strict=True)
+    padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=-100)
+    is_seen = torch.arange(padded.shape[1]) < torch.tensor(seen)[:, None]
+    return {"input_ids": padded.clamp(min=0), "labels": padded.masked_fill(is_seen, -100)}
 
 
-def observe(outputs: Any, batch: Any) -> dict[str, Tensor]:
+def observe(outputs: Any, batch: Any) -> dict[str, torch.Tensor]:
     labels = batch["labels"][:, 1:]
-    losses = cross_entropy(outputs.logits[:, :-1].mT.float(), labels, reduction="none")
+    losses = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].mT.float(), labels, reduction="none")
     return {"loss": losses.double().sum(1), "tokens": (labels != -100).sum(1)}
 
 
 def perplexity(model: str, text: str, length: int = 256, stride: int = 128) -> dualeval.Task:
-    tokenizer, causal = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
-    tokens = tokenizer(Path(text).read_text("utf-8"), return_tensors="pt", verbose=False)["input_ids"][0]
-    windows = []
-    for start in range(0, max(len(tokens) - length + stride, 1), stride):
-        window = tokens[start : start + length]
-        known = torch.arange(len(window)) < (length - stride if start else 1)
-        windows.append((window, window.masked_fill(known, -100)))
-    metrics = [Ratio("loss", "tokens", transform="exp", name="perplexity"), Count("tokens")]
+    causal, tokens = read(model, text)
+    starts = range(0, max(len(tokens) - length + stride, 1), stride)
+    windows = [(tokens[start : start + length], length - stride if start else 1) for start in starts]
+    metrics = [Ratio("loss", "tokens", transform="exp", name="perplexity"), Count("tokens", name="tokens")]
     return dualeval.ModelTask(model=causal, data=windows, metrics=metrics, collate=collate, observe=observe)
 
 

@@ -1,4 +1,4 @@
-"""Mean absolute error, root mean squared error and R2 of a fitted line; 10 lines of it are for dualeval.
+"""Mean absolute error, root mean squared error and R2 of a fitted line; 11 lines are for dualeval.
 
     python examples/regression.py
     torchrun --nproc-per-node 2 examples/regression.py

@@ -5,8 +5,8 @@
     horovodrun -np 2 python examples/segmentation.py
     dualeval run --task examples/segmentation.py:shapes --nproc 2 --out runs/shapes
 
-The counts are integers in the ledger: nothing of a picture's size travels between ranks. Killed or stopped, it
-goes on when the same is typed again.
+What the ranks add up are counts of pixels by class, and no pictures. Killed or stopped, it goes on when the
+same is typed again.
 """
 
 import torch

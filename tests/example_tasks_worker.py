@@ -26,9 +26,10 @@ def run(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-if KILL in os.environ:
-    recorder.FLUSH_EVERY_S = 0.0
-    if detect(os.environ).rank == int(os.environ[KILL]):
-        _end_at("rename", 1)
-for command in sys.argv[1:]:
-    run(shlex.split(command))
+if __name__ == "__main__":
+    if KILL in os.environ:
+        recorder.FLUSH_EVERY_S = 0.0
+        if detect(os.environ).rank == int(os.environ[KILL]):
+            _end_at("rename", 1)
+    for command in sys.argv[1:]:
+        run(shlex.split(command))
