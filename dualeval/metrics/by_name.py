@@ -1,0 +1,58 @@
+"""Metrics that are asked for by name, of any task."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+
+from dualeval.errors import UsageError
+from dualeval.metrics import Metric, RowMetric
+from dualeval.plugins import METRIC_GROUP, entry_points_of, plugin_metric
+
+
+def chosen_metrics(
+    asked: Sequence[str], own: Sequence[Metric | RowMetric], columns: Collection[str] = ()
+) -> list[Metric | RowMetric]:
+    """The metrics of a task that were asked for; all of them where nobody asked.
+
+    Args:
+        asked: names of the task's own metrics, or what ``named`` takes.
+        own: the task's.
+        columns: that the task keeps.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    known = {metric.name: metric for metric in own}
+    if not asked:
+        return list(own)
+    return [known[text] if text in known else named(text, own, columns) for text in asked]
+
+
+def named(text: str, own: Sequence[Metric | RowMetric], columns: Collection[str]) -> Metric | RowMetric:
+    """A metric that is none of the task's.
+
+    Args:
+        text: the name of an installed package's entry point; that of a column, for its mean; or
+            "torchmetrics:Class(argument=value)", see ``dualeval.metrics.torchmetrics``.
+        own: the task's, for messages and for the columns that they read.
+        columns: that the task keeps.
+
+    Raises:
+        UsageError: there is none of that name, or the task does not make what it reads.
+    """
+    if text.startswith("torchmetrics:"):
+        from dualeval.metrics.torchmetrics import from_text
+
+        return from_text(text, sorted({*columns, *(name for metric in own for name in metric.columns)}))
+    found: Metric | RowMetric | None = plugin_metric(text)
+    if found is not None:
+        return found
+    if text in columns:
+        from dualeval.metrics.means import Mean
+
+        return Mean(text)
+    known = [*(metric.name for metric in own), *entry_points_of(METRIC_GROUP), *columns]
+    near = difflib.get_close_matches(text, known)
+    hint = f" Nearest: {', '.join(near)}." if near else ""
+    raise UsageError(f"there is no metric {text!r} here.{hint} Metrics: {', '.join(known)}")
