@@ -122,4 +122,4 @@ columns = ["boxes", "scores", "labels", "true_boxes", "true_labels"]
 metrics = [Rows(average_precision, columns, higher_is_better=True)]
 rectangles = dualeval.ModelTask(model=detr, data=pictures, collate=collate, observe=observe, metrics=metrics)
 if __name__ == "__main__":
-    print(dualeval.evaluate(rectangles, out="runs/rectangles").metrics)
+    print(dualeval.evaluate(rectangles, out="runs/detection").metrics)

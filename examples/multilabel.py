@@ -38,4 +38,4 @@ metrics = [
 ]
 digits = dualeval.ModelTask(model=lines, data=pictures, metrics=metrics, name="digits")
 if __name__ == "__main__":
-    print(dualeval.evaluate(digits, out="runs/digits").metrics)
+    print(dualeval.evaluate(digits, out="runs/multilabel").metrics)

@@ -3,7 +3,7 @@
     python examples/perplexity.py MODEL TEXT
     torchrun --nproc-per-node 2 examples/perplexity.py MODEL TEXT
     horovodrun -np 2 python examples/perplexity.py MODEL TEXT
-    dualeval run --task examples/perplexity.py:perplexity -T model=MODEL -T text=TEXT --nproc 2 --out runs/a
+    dualeval run --task examples/perplexity.py:perplexity -T model=MODEL -T text=TEXT --nproc 2 --out runs/b
 
 MODEL is a folder that transformers has written, with its tokenizer. Each token of the text is predicted once,
 from the tokens before it in its window: of every window but the first the ``length - stride`` tokens that it
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import dualeval
-from dualeval.metrics import Count, Ratio
+from dualeval.metrics import Ratio
 from dualeval.vision_library import torchvision
 
 # -- model and data --------------------------------------------------------------------------------------
@@ -55,8 +55,8 @@ def perplexity(model: str, text: str, length: int = 256, stride: int = 128) -> d
     causal, tokens = read(model, text)
     starts = range(0, max(len(tokens) - length + stride, 1), stride)
     windows = [(tokens[start : start + length], length - stride if start else 1) for start in starts]
-    metrics = [Ratio("loss", "tokens", transform="exp", name="perplexity"), Count("tokens", name="tokens")]
-    return dualeval.ModelTask(model=causal, data=windows, metrics=metrics, collate=collate, observe=observe)
+    ratio = Ratio("loss", "tokens", transform="exp", name="perplexity", higher_is_better=False)
+    return dualeval.ModelTask(model=causal, data=windows, metrics=[ratio], collate=collate, observe=observe)
 
 
 if __name__ == "__main__":

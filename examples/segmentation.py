@@ -55,4 +55,4 @@ pictures = [picture(seed) for seed in range(300)]
 metrics = [IoU(CLASSES)]
 shapes = dualeval.ModelTask(model=model, data=pictures, metrics=metrics, name="shapes")
 if __name__ == "__main__":
-    print(dualeval.evaluate(shapes, out="runs/shapes").metrics)
+    print(dualeval.evaluate(shapes, out="runs/segmentation").metrics)

@@ -32,7 +32,7 @@ WORKER = ROOT / "tests/example_tasks_worker.py"
 
 @dataclass(frozen=True)
 class Example:
-    """An example: its file, the name of its task there and in ``runs``, and the most lines it may take."""
+    """An example: its file, the name of its task there, and the most lines it may take."""
 
     file: str
     task: str
@@ -162,7 +162,7 @@ def perplexity(defined: dict[str, Any], model: Path) -> dict[str, float]:
         if end == tokens.shape[1]:
             break
     assert count == tokens.shape[1] - 1
-    return {"perplexity": math.exp(total / count), "tokens": count}
+    return {"perplexity": math.exp(total / count)}
 
 
 def detection(defined: dict[str, Any], model: Path) -> dict[str, float]:
@@ -247,12 +247,13 @@ def script(example: Example, model: Path) -> list[str]:
 
 def command_line(example: Example, model: Path, *more: str) -> list[str]:
     task = f"{example.path}:{example.task}"
-    out = f"runs/{example.task}"
+    out = f"runs/{example.file}"
     return ["dualeval", "run", "--task", task, *example.options(model), "--out", out, *more]
 
 
-def digest_of(folder: Path, example: Example) -> str:
-    return str(read(folder / f"runs/{example.task}/result.json")["metrics_digest"])
+def result_of(folder: Path, example: Example) -> dict[str, Any]:
+    """What lies where the script writes, and where the command lines above do."""
+    return read(folder / f"runs/{example.file}/result.json")
 
 
 def test_two_ranks_give_the_same_bits(
@@ -263,8 +264,9 @@ def test_two_ranks_give_the_same_bits(
     done = launch([*start("torchrun", 2), sys.executable, WORKER, *commands], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for example in ALL:
-        assert digest_of(tmp_path, example) == alone[example.file][0].metrics_digest, example
-        assert read(tmp_path / f"runs/{example.task}/result.json")["world"]["size"] == 2
+        result = result_of(tmp_path, example)
+        assert result["metrics_digest"] == alone[example.file][0].metrics_digest, example
+        assert result["world"]["size"] == 2
 
 
 WAYS = [
@@ -296,8 +298,9 @@ def test_each_way_gives_the_same_bits(
         words = [sys.executable, "-m", *command_line(example, model)]
     done = launch([*(start(launcher, size) if size > 1 else []), *words], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert digest_of(tmp_path, example) == alone[example.file][0].metrics_digest
-    assert read(tmp_path / f"runs/{example.task}/result.json")["world"]["size"] == size
+    result = result_of(tmp_path, example)
+    assert result["metrics_digest"] == alone[example.file][0].metrics_digest
+    assert result["world"]["size"] == size
     if way == "script":
         assert re.search(r"^(\[.*\]<stdout>: ?)?\{'", done.stdout, re.MULTILINE)
 
@@ -315,7 +318,7 @@ def test_one_command_starts_ranks_over_horovod(
     words = command_line(example, model, "--nproc", "2", "--backend", "horovod")
     done = launch([sys.executable, "-m", *words], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert digest_of(tmp_path, example) == alone[example.file][0].metrics_digest
+    assert result_of(tmp_path, example)["metrics_digest"] == alone[example.file][0].metrics_digest
 
 
 @pytest.mark.long
@@ -347,8 +350,8 @@ def test_a_killed_example_goes_on(
         done = launch(words, cwd=tmp_path, variables=variables)
         if variables:
             assert done.returncode != 0
-            assert not (tmp_path / f"runs/{example.task}/result.json").exists()
+            assert not (tmp_path / f"runs/{example.file}/result.json").exists()
     assert done.returncode == 0, done.stderr
-    result = read(tmp_path / f"runs/{example.task}/result.json")
+    result = result_of(tmp_path, example)
     assert result["metrics_digest"] == alone[example.file][0].metrics_digest
     assert result["chunks"]["resumed"] > 0
