@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -26,12 +27,12 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def doubles(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+def doubles(values: Sequence[float] | npt.NDArray[np.float64]) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float64)
 
 
 def total(values: Sequence[float | int | Fraction]) -> Fraction:
-    return sum(map(Fraction, values), Fraction())
+    return sum((Fraction(value) for value in values), Fraction())
 
 
 # -- values --------------------------------------------------------------------------------------------
@@ -94,9 +95,10 @@ def check_interval(
     key: str,
     above: Sequence[float | Fraction],
     below: Sequence[float | int],
-    ratio: Fraction,
+    ratio: Fraction | float,
 ) -> None:
     """Against the definition, sample by sample."""
+    ratio = Fraction(ratio)
     count = len(above)
     if count < 2:
         assert found.intervals == {}

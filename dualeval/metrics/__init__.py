@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dualeval.metrics.means import Mean as Mean
     from dualeval.metrics.means import Ratio as Ratio
     from dualeval.metrics.rows import Rows as Rows
+    from dualeval.metrics.torchmetrics import from_torchmetrics as from_torchmetrics
 
 # Where the metrics are, which are imported at their first use.
 _HOME = {
@@ -32,6 +33,7 @@ _HOME = {
     "Ratio": "dualeval.metrics.means",
     "Rows": "dualeval.metrics.rows",
     "TopK": "dualeval.metrics.classification",
+    "from_torchmetrics": "dualeval.metrics.torchmetrics",
 }
 
 __all__ = [
@@ -47,10 +49,7 @@ __all__ = [
     "Rows",
     "TopK",
     "Value",
-    "in_two",
-    "is_of_rows",
-    "keeps_rows",
-    "per_batch",
+    "from_torchmetrics",
 ]
 
 DIRECTIONS = ("higher", "lower")
@@ -96,9 +95,6 @@ class Metric(Protocol):
     ``update`` gets the samples of many batches at once. A metric that rounds within ``update``, so that the
     way in which samples are grouped shows in its bits, has an attribute ``per_batch = True``: each of its
     updates gets the samples of one batch, and these are the same at every number of processes.
-
-    A metric made of functions or classes of the user's own may have a method ``sources()`` that returns them:
-    a change of their source makes another job.
     """
 
     @property

@@ -46,24 +46,25 @@ class Arguments:
 
     Attributes:
         columns: names of the columns that are read, each once.
-        shapes: by argument.
+        positional: what the arguments without a name are made of, in their order.
+        named: what the others are made of.
 
     Raises:
         UsageError: they do not fit ``update``.
     """
 
     def __init__(self, columns: Columns, update: Any, name: str) -> None:
-        self.shapes = _by_argument(columns, update, name)
-        for argument, shape in self.shapes.items():
-            _check_shape(shape, f"{name}: columns of {argument!r}")
-        self.columns = tuple(
-            dict.fromkeys(found for shape in self.shapes.values() for found in _read_by(shape))
-        )
+        self.positional, self.named = _by_argument(columns, update, name)
+        shapes = [*self.positional, *self.named.values()]
+        for shape in shapes:
+            _check_shape(shape, f"the columns of {name}")
+        self.columns = tuple(dict.fromkeys(found for shape in shapes for found in _read_by(shape)))
 
-    def of(self, columns: Mapping[str, Any], samples: range) -> dict[str, Any]:
-        """The arguments for some consecutive samples.
+    def update(self, metric: Any, columns: Mapping[str, Any], samples: range) -> None:
+        """Update a metric with some consecutive samples.
 
         Args:
+            metric: TorchMetrics' own.
             columns: by name: a tensor or an array with one row a sample, or a sequence with one tensor, array
                 or text a sample.
             samples: their places in the columns.
@@ -72,10 +73,13 @@ class Arguments:
             UsageError: a column is not of the kind that its argument asks for.
         """
         read = {name: _part(columns[name], samples) for name in self.columns}
-        return {argument: _whole(shape, read, len(samples)) for argument, shape in self.shapes.items()}
+        metric.update(
+            *(_whole(shape, read, len(samples)) for shape in self.positional),
+            **{argument: _whole(shape, read, len(samples)) for argument, shape in self.named.items()},
+        )
 
 
-def _by_argument(columns: Columns, update: Any, name: str) -> dict[str, Shape]:
+def _by_argument(columns: Columns, update: Any, name: str) -> tuple[list[Shape], dict[str, Shape]]:
     parameters = list(inspect.signature(update).parameters.values())
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -87,6 +91,8 @@ def _by_argument(columns: Columns, update: Any, name: str) -> dict[str, Shape]:
         unknown = [key for key in found if key not in [p.name for p in named]]
         if unknown and not any_name:
             raise UsageError(f"{name}: update has no argument {unknown[0]!r}; it takes ({takes})")
+    elif isinstance(columns, Sequence) and columns and any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return list(columns), {}  # of a wrapper, which passes them on
     elif isinstance(columns, Sequence):
         positional = [p for p in named if p.kind is not p.KEYWORD_ONLY]
         if len(columns) > len(positional):
@@ -105,7 +111,7 @@ def _by_argument(columns: Columns, update: Any, name: str) -> dict[str, Shape]:
         raise UsageError(
             f"{name}: no column for {' and '.join(map(repr, missing)) or 'any argument'} of update({takes})"
         )
-    return found
+    return [], found
 
 
 def _check_shape(shape: Any, where: str) -> None:
@@ -135,9 +141,8 @@ def _part(column: Any, samples: range) -> Tensor | list[Any]:
     """Some samples of a column: a tensor, or a list with an entry a sample."""
     if isinstance(column, (Tensor, np.ndarray)):
         return _tensor(column[samples.start : samples.stop])
-    return [
-        value if isinstance(value, str) else _tensor(value) for value in (column[place] for place in samples)
-    ]
+    part = column[samples.start : samples.stop]
+    return [value if isinstance(value, str) else _tensor(value) for value in part]
 
 
 def _tensor(value: Any) -> Tensor:

@@ -14,7 +14,7 @@ from dualeval.metrics import Measured, Value
 from dualeval.metrics.exact import NONFINITE_KINDS
 
 
-def measured_of(name: str, computed: Any, *, prefix: bool) -> Measured:
+def measured_of(name: str, computed: Any, *, prefix: bool, direction: str | None = None) -> Measured:
     """A result as values: a number under the metric's name, a tensor as lists, a dict by its keys.
 
     NaN and infinities become None, and are counted under ``nonfinite``; a warning says that the metric gave
@@ -24,6 +24,7 @@ def measured_of(name: str, computed: Any, *, prefix: bool) -> Measured:
         name: the metric's.
         computed: what ``compute`` returned.
         prefix: whether the keys of a dict get the metric's name in front of them.
+        direction: "higher" or "lower", whichever is better; None where neither is.
 
     Raises:
         UsageError: it is of another kind.
@@ -43,7 +44,13 @@ def measured_of(name: str, computed: Any, *, prefix: bool) -> Measured:
         f"TorchMetrics' own {name} gives this for these samples"
         for key, counts in nonfinite.items()
     )
-    return Measured(values=values, nonfinite=nonfinite, warnings=warnings)
+    one_number = [key for key, value in values.items() if not isinstance(value, (list, dict, str))]
+    return Measured(
+        values=values,
+        nonfinite=nonfinite,
+        directions={} if direction is None else dict.fromkeys(one_number, direction),
+        warnings=warnings,
+    )
 
 
 def _plain(name: str, value: Any, counts: dict[str, int]) -> Value:

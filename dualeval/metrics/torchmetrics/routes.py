@@ -81,7 +81,9 @@ class _Wrapped:
         return list({type(part): None for part in self.metric.modules()})
 
     def _measured(self, computed: Any) -> Measured:
-        return measured_of(self.name, computed, prefix=self._own_name)
+        better = self.metric.higher_is_better
+        direction = None if better is None else "higher" if better else "lower"
+        return measured_of(self.name, computed, prefix=self._own_name, direction=direction)
 
 
 class InLedger(_Wrapped):
@@ -151,7 +153,7 @@ class InLedger(_Wrapped):
             return self._measured(metric.compute())
 
     def _update(self, metric: Any, columns: Mapping[str, Any], samples: range) -> None:
-        metric.update(**self._arguments.of(columns, samples))
+        self._arguments.update(metric, columns, samples)
 
     def _parts(self, ledger: Tensor) -> list[Tensor]:
         return list(torch.split(ledger[1:], [state.size for state in self._states]))
@@ -175,5 +177,5 @@ class FromRows(_Wrapped):
             torch.manual_seed(_SEED)
             for start in range(0, rows, _PIECE_ROWS):
                 piece = range(start, min(start + _PIECE_ROWS, rows))
-                metric.update(**self._arguments.of(columns, piece))
+                self._arguments.update(metric, columns, piece)
             return self._measured(metric.compute())

@@ -115,7 +115,7 @@ def type_of_metrics(metric: Any) -> type:
 
 
 def states_of(metric: Any) -> list[State] | None:
-    """The states of a metric, to be kept as sums in the ledger; None where one cannot be."""
+    """The states of a metric that become sums in the ledger; None where one cannot, or there is none."""
     found: list[State] = []
     inner = [part for part in metric.modules() if part is not metric]
     if any(hasattr(part, "_reductions") for part in inner):
@@ -173,8 +173,8 @@ def check_additive(
         update(own, half)
         update(both, half)
     name = type(metric).__name__
-    for attribute, (value, held) in before.items():
-        now = vars(both).get(attribute)
+    for attribute, (now, _) in _others(both, states).items():
+        value, held = before.get(attribute, (None, None))
         if not (_equal(now, held) if now is value else _equal(now, value)):
             raise UsageError(
                 f"update of {name} changes its attribute {attribute!r}, which is no state (add_state): sums "
