@@ -61,7 +61,8 @@ class Detector(nn.Module):
     def look(self, images: Tensor) -> Tensor:
         """What each query sees, shape (n, 4, WIDTH)."""
         attention = (self.queries @ self.places.T).softmax(dim=1)
-        return attention @ self.backbone(images).relu().flatten(2).mT
+        seen: Tensor = attention @ self.backbone(images).relu().flatten(2).mT
+        return seen
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         seen = self.look(images)

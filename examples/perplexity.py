@@ -40,7 +40,7 @@ def read(model: str, text: str) -> tuple[Any, torch.Tensor]:
 
 def collate(windows: Any) -> dict[str, torch.Tensor]:
     tokens, seen = zip(*windows, strict=True)
-    padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=-100)
+    padded = torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True, padding_value=-100)
     is_seen = torch.arange(padded.shape[1]) < torch.tensor(seen)[:, None]
     return {"input_ids": padded.clamp(min=0), "labels": padded.masked_fill(is_seen, -100)}
 
@@ -60,4 +60,4 @@ def perplexity(model: str, text: str, length: int = 256, stride: int = 128) -> d
 
 
 if __name__ == "__main__":
-    print(dualeval.evaluate(perplexity(*sys.argv[1:]), out="runs/perplexity").metrics)
+    print(dualeval.evaluate(perplexity(sys.argv[1], sys.argv[2]), out="runs/perplexity").metrics)

@@ -27,11 +27,11 @@ patients = TensorDataset(torch.tensor(x[300:]).float(), torch.tensor(y[300:]).fl
 
 # -- for dualeval ----------------------------------------------------------------------------------------
 
-metrics = [
+metrics = (
     Mean("absolute_error", name="mae", higher_is_better=False),
     Mean("squared_error", transform="sqrt", name="rmse", higher_is_better=False),
     Rows(r2_score, ["target", "prediction"], name="r2", higher_is_better=True),
-]
+)
 diabetes = dualeval.ModelTask(model=line, data=patients, metrics=metrics, name="diabetes")
 if __name__ == "__main__":
     print(dualeval.evaluate(diabetes, out="runs/regression").metrics)

@@ -170,7 +170,8 @@ def detection(defined: dict[str, Any], model: Path) -> dict[str, float]:
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    truth, found = [], []
+    truth: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for number, (image, target) in enumerate(defined["pictures"]):
         outputs = defined["detr"](image[None])
         chances = outputs["logits"][0].softmax(1)[:, :3]
@@ -345,8 +346,9 @@ def test_a_killed_example_goes_on(
     then: tuple[str, int],
 ) -> None:
     command = shlex.join((script if way == "script" else command_line)(example, model))
-    for (launcher, size), variables in ((first, {KILL: "0"}), (then, {})):
-        words = [*(start(launcher, size) if size > 1 else []), sys.executable, WORKER, command]
+    killed: dict[str, str] = {KILL: "0"}
+    for (launcher, size), variables in ((first, killed), (then, {})):
+        words = [*(start(launcher, size) if size > 1 else []), sys.executable, str(WORKER), command]
         done = launch(words, cwd=tmp_path, variables=variables)
         if variables:
             assert done.returncode != 0
