@@ -215,5 +215,8 @@ class Task(ABC):
         return {}
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """What the task adds to the run's fingerprint: plain values, preprocessing among them."""
+        """What the task adds to the run's fingerprint: plain values, preprocessing among them.
+
+        Of a class that does not say it, the plain values in the task's attributes are in the fingerprint.
+        """
         return {}

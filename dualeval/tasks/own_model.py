@@ -264,6 +264,10 @@ class ModelTask(Task):
             )
         return Mean(name)
 
+    def fingerprint(self) -> Mapping[str, Any]:
+        # Model, data, metrics and functions are looked at by themselves; the name is not what it depends on.
+        return {}
+
     def sources(self) -> Sequence[Any]:
         functions = (self._collate, self._forward, self._observe, self._model)
         return [each for each in functions if each is not None and not isinstance(each, nn.Module)]
