@@ -137,15 +137,6 @@ class Job:
         values = {} if path is None else _from_file(path, content, kind)
         return cls._made(kind, {**values, **given, **_of_texts(texts or {}, kind, given)})
 
-    def given(self) -> dict[str, Any]:
-        """The options of the task alone that differ from their defaults."""
-        values = {field.name: getattr(self.options, field.name) for field in self.kind.fields}
-        return {
-            field.name: values[field.name]
-            for field in self.kind.fields
-            if field.name not in COMMON and (field.is_required or values[field.name] != field.default)
-        }
-
     def make_task(self) -> Task:
         """The task that is evaluated.
 
@@ -155,7 +146,7 @@ class Job:
         task = made_task(self.kind, self.options)
         if self.kind.origin != BUILT_IN:
             # Before the user's own attributes of that name.
-            object.__setattr__(task, "given", self._decisive())
+            object.__setattr__(task, "given_options", self._decisive())
         return task
 
     def _decisive(self) -> dict[str, Any]:

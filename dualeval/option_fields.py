@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import re
 import types
 import typing
@@ -265,7 +266,8 @@ def as_json(options: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    is_no_json = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if is_no_json else value
 
 
 def _giving(value: Any) -> Callable[[], Any]:

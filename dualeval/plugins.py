@@ -193,7 +193,7 @@ def made_task(kind: TaskKind, options: Any) -> Task:
 
 def summary_of(source: Any) -> str:
     """The first sentence of what a class says of itself, not of what it is derived from."""
-    own = vars(source).get("__doc__") if hasattr(source, "__dict__") else None
+    own = vars(source).get("__doc__") if isinstance(source, type) else getattr(source, "__doc__", None)
     said = (own or "").strip().split("\n\n")[0]
     # What a dataclass writes itself.
     return "" if said.startswith(f"{getattr(source, '__name__', '')}(") else " ".join(said.split())

@@ -28,7 +28,13 @@ def test_metrics_of_all_rows_hold_none_of_them(launch: Launch, tmp_path: Path) -
     """In a run and in computing them again: 36 bytes of 3,600,000 samples more would be 130 MB."""
     found = {}
     for count in (400_000, 4_000_000):
-        command = [sys.executable, "-m", "tests.mapped_worker", str(count), tmp_path / str(count)]
+        command: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "tests.mapped_worker",
+            str(count),
+            tmp_path / str(count),
+        ]
         done = launch(command, cwd=ROOT, timeout=240)
         assert done.returncode == 0, done.stderr
         found[count] = json.loads(done.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -136,8 +137,8 @@ def test_bounds_are_checked() -> None:
 
 
 def test_json_has_what_can_be_typed() -> None:
-    plain = as_json(Options(folder=Path("a"), hook=print))
-    assert (plain["folder"], plain["pair"], plain["words"]) == ("a", [1, 0.5], [])
+    plain = as_json(Options(folder=Path("a"), hook=print, share=math.inf))
+    assert (plain["folder"], plain["pair"], plain["words"], plain["share"]) == ("a", [1, 0.5], [], "inf")
     assert "hook" not in plain
 
 

@@ -110,6 +110,7 @@ def test_a_stopped_run_goes_on_from_elsewhere_with_more_ranks(
     assert "options.threshold: 0.4 there, 0.5 now" in other.stderr
 
 
+@pytest.mark.long
 def test_a_metric_by_name(home: Path, alone: dict[str, Any], launch: Launch, tmp_path: Path) -> None:
     words: list[str | Path] = ["--task", "tasks.mine:Mine", "-T", "threshold=0.4", "--metric", "right"]
     variables = {"PYTHONPATH": f"{home}/tasks"}

@@ -16,8 +16,10 @@ from dualeval.job import Job
 from dualeval.metrics import in_two
 from dualeval.metrics.by_name import chosen_metrics
 from dualeval.metrics.classification import classification_metric
+from dualeval.option_fields import check_fields, fields_of
 from dualeval.plugins import BUILT_IN, TASKS, made_task, task_kind
 from dualeval.vision_library import torchvision
+from tests.conftest import ROOT
 
 TASK = """
     from __future__ import annotations
@@ -140,8 +142,8 @@ def test_a_task_of_a_file(mine: str, name: str) -> None:
     task = job.make_task()
     assert task.threshold == 0.5  # type: ignore[attr-defined]
     assert type(task).__module__ == NAME, "the same name on every rank, wherever the file lies"
-    assert task.given["threshold"] == 0.5
-    assert "data" not in task.given, "where the data lie decides nothing"
+    assert task.given_options["threshold"] == 0.5
+    assert "data" not in task.given_options, "where the data lie decides nothing"
     assert job.to_json()["threshold"] == 0.5
 
 
@@ -159,7 +161,7 @@ def test_a_task_that_is_ready(mine: str) -> None:
 def test_an_option_with_the_name_of_a_run_s_gets_its_value(mine: str) -> None:
     task = Job.of(f"{mine}:WithOptions", threshold=1.0, batch_size=7).make_task()
     assert task.size == 7  # type: ignore[attr-defined]
-    assert "batch_size" not in task.given
+    assert "batch_size" not in task.given_options
 
 
 def test_paths_of_a_job_file_count_from_it(mine: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +246,21 @@ def test_a_file_that_would_hide_a_module(here: Path) -> None:
     (here / "json.py").write_text("")
     with pytest.raises(UsageError, match="would hide the module 'json'"):
         task_kind("json.py:Mine")
+
+
+def test_the_page_s_own_examples(here: Path) -> None:
+    page = (ROOT / "docs/command-line.md").read_text("utf-8")
+    function, written = (part.partition("```")[0] for part in page.split("```python\n")[1:])
+    (here / f"{NAME}.py").write_text(function + written.replace("def __init__(self, options): ...", "pass"))
+    job = Job.read(None, {"task": f"{NAME}.py:numbers", "limit": 5}, {"scale": "2"})
+    assert len(job.make_task().dataset()) == 100
+    assert job.kind.summary.startswith("Regression on numbers")
+    module = sys.modules[NAME]
+    assert [field.name for field in fields_of(module.Options)] == ["scale", "count", "kind"]
+    with pytest.raises(ValueError, match="--scale -1: expected a number above 0"):
+        module.Options(scale=-1)
+    with pytest.raises(UsageError, match="--count 0: expected a whole number of at least 1"):
+        check_fields(module.Options(count=0))
 
 
 # -- packages ------------------------------------------------------------------------------------------

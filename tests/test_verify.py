@@ -195,6 +195,14 @@ RESULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda content: content["units"].update(top1="percent"),
         'units.top1: "percent" in result.json',
     ),
+    "a missing unit": (
+        lambda content: content["units"].pop("top1"),
+        'units.top1: null in result.json, "fraction" from the rows',
+    ),
+    "a direction": (
+        lambda content: content["directions"].update(top1="lower"),
+        'directions.top1: "lower" in result.json, "higher" from the rows',
+    ),
 }
 
 

@@ -71,7 +71,7 @@ def job_identity(
         **_sources(objects, [*task.sources(), *_functions(measures)], values),
         "task_options": _as_json(task.fingerprint(), f"task {task.name!r}"),
         # Those that the command line has made the task of, whatever its fingerprint says.
-        **({"options": _as_json(dict(task.given), f"task {task.name!r}")} if task.given else {}),
+        **({"options": dict(task.given_options)} if task.given_options else {}),
         "data": dataset.fingerprint(samples),
         "samples": samples,
         "weights": model_fingerprint(model),
