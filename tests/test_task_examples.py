@@ -225,7 +225,9 @@ def test_an_example_measures_what_others_do(
     with torch.no_grad():
         expected = REFERENCES[example.file](defined, model)
     for name, value in expected.items():
-        assert result.metrics[name] == pytest.approx(value, rel=2e-6), name
+        # Ranks and classes of near ties may differ where pictures are computed one by one.
+        exact = example.file in ("regression", "perplexity")
+        assert result.metrics[name] == pytest.approx(value, rel=2e-6 if exact else 1e-4), name
         assert value > 0.05 and not math.isclose(value, 1)
     assert result.samples["failed"] == 0 and result.samples["total"] > 128
 

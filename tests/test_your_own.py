@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import dualeval
 from tests.conftest import ROOT, Launch
 from tests.test_endings import read
 from tests.test_task_examples import ALL
@@ -47,7 +48,11 @@ def test_python_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     file = tmp_path / (file_of(PYTHON[number]) or "block.py")
     file.write_text(PYTHON[number], "utf-8")
-    runpy.run_path(str(file), run_name="__main__")
+    defined = runpy.run_path(str(file), run_name="__main__")
+    if file.name == "ranking.py":
+        task, result = defined["Ranking"](), defined["result"]
+        again = dualeval.rescore("runs/ranking", metrics=task.metrics())
+        assert again.metrics_digest == result.metrics_digest
 
 
 def run(launch: Launch, line: str, folder: Path, **variables: str) -> str:
