@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dualeval
 from dualeval.errors import UsageError
+from dualeval.metrics import Mean
 from dualeval.metrics.torchmetrics import library
 from dualeval.result import Result
 
@@ -244,6 +245,12 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(model=nn.Sequential(linear(5, 7), nn.Softmax(1))), "the model returned probabilities"),
     (lambda: wrong(forward=lambda model, batch: "text"), "the model returned a str, expected a tensor"),
     (lambda: wrong(model=nn.Identity(), data=numbers(4, 3)), r"none with one number a sample: give metrics"),
+    (lambda: wrong(metrics=[3]), "metrics has a int, which is no metric"),
+    (lambda: wrong(metrics=[Mean]), r"metrics has Mean, which is the class of a metric: give an object"),
+    (
+        lambda: wrong(metrics=[TORCHMETRICS.classification.MulticlassAUROC(num_classes=7)]),
+        r"a MulticlassAUROC of TorchMetrics: write dualeval\.metrics\.from_torchmetrics",
+    ),
     (lambda: wrong(modle=1), "'modle' is no option of an evaluation"),
 ]
 

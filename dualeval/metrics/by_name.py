@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.plugins import METRIC_GROUP, entry_points_of, plugin_metric
+from dualeval.plugins import is_metric_of_no_task as is_metric_of_no_task
 
 
 def chosen_metrics(
@@ -23,10 +25,37 @@ def chosen_metrics(
     Raises:
         UsageError: there is none of that name.
     """
+    check_metrics(own)
     known = {metric.name: metric for metric in own}
     if not asked:
         return list(own)
     return [known[text] if text in known else named(text, own, columns) for text in asked]
+
+
+def check_metrics(metrics: Sequence[Any]) -> None:
+    """Check that what was given as metrics are some.
+
+    Raises:
+        UsageError: one is none; says what to write.
+    """
+    for metric in metrics:
+        kind = type(metric)
+        if isinstance(metric, type):
+            said = (
+                f"{metric.__name__}, which is the class of a metric: give an object, {metric.__name__}(...)"
+            )
+        elif any(base.__module__ == "torchmetrics.metric" for base in kind.__mro__):
+            said = (
+                f"a {kind.__name__} of TorchMetrics: write dualeval.metrics.from_torchmetrics(metric, "
+                "['prediction', 'target']), with the columns that its update reads (docs/torchmetrics.md)"
+            )
+        elif isinstance(metric, str):
+            said = f"the text {metric!r}: names are for dualeval.evaluate(model=...) and --metric"
+        elif not all(hasattr(metric, name) for name in ("name", "columns", "compute")):
+            said = f"a {kind.__name__}, which is no metric"
+        else:
+            continue
+        raise UsageError(f"metrics has {said}. Metrics are in docs/metrics.md.")
 
 
 def named(text: str, own: Sequence[Metric | RowMetric], columns: Collection[str]) -> Metric | RowMetric:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.errors import UsageError
-from dualeval.metrics import Metric, RowMetric, torchmetrics
+from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.by_name import check_metrics, is_metric_of_no_task, named
 from dualeval.metrics.classification import (
     are_probabilities,
     classification_metric,
@@ -232,6 +233,7 @@ class ModelTask(Task):
     def metrics(self) -> list[Metric | RowMetric]:
         if self._metrics is None:
             return self._default()
+        check_metrics([metric for metric in self._metrics if not isinstance(metric, str)])
         return [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
 
     def _default(self) -> list[Metric | RowMetric]:
@@ -251,8 +253,8 @@ class ModelTask(Task):
         return [Mean(name) for name in found]
 
     def _named(self, name: str) -> Metric | RowMetric:
-        if name.startswith(torchmetrics.PREFIX):
-            return torchmetrics.from_text(name, self._kinds)
+        if is_metric_of_no_task(name):
+            return named(name, (), self._kinds)
         column = self._kinds.get(name)
         if self._classes is not None and (column is None or "rank" in self._kinds):
             return classification_metric(name, self._classes)
