@@ -692,7 +692,7 @@ def test_a_changed_pixel_is_refused_on_the_command_line(launch: Launch, tmp_path
 class Plain(TinyTask):
     """Says nothing of what it depends on, but in an attribute."""
 
-    fingerprint = Task.fingerprint
+    fingerprint = Task.fingerprint  # type: ignore[assignment]
 
     def __init__(self, threshold: float) -> None:
         super().__init__(20)
