@@ -206,7 +206,7 @@ OF_ARGUMENT: dict[str, Any] = {
     "stuffs": {1},
     "mouth_map": [0, 1, 2],
 }
-GIVEN = {
+GIVEN: dict[str, dict[str, Any]] = {
     "ROUGEScore": {"rouge_keys": ("rouge1", "rougeL")},
     "MeanIoU": {"num_classes": CLASSES},
     "RetrievalRecallAtFixedPrecision": {},
@@ -238,9 +238,10 @@ def all_classes() -> list[type]:
 
 def arguments_of(kind: type) -> dict[str, Any]:
     if kind.__name__ in GIVEN:
-        return dict(GIVEN[kind.__name__])
+        return {**GIVEN[kind.__name__]}
     package = torchmetrics()
-    parameters = dict(inspect.signature(kind.__init__).parameters)
+    made_by: Any = kind
+    parameters = dict(inspect.signature(made_by.__init__).parameters)
     by_task = inspect.signature(kind.__new__).parameters
     if "task" in by_task and "task" not in parameters:
         parameters = dict(by_task)

@@ -343,6 +343,16 @@ def told(run: Callable[[], Any], control: ControlPlane) -> dict[str, Any]:
     return {"raised": None}
 
 
+def torchmetrics(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """Metrics of TorchMetrics, with failed samples."""
+    from tests.torchmetrics_task import BATCH, ManyMetricsTask  # TorchMetrics: seconds
+
+    recorder.FLUSH_ROWS = 24
+    options = RunOptions(out=folder / "out", batch_size=BATCH, on_error="skip")
+    result = Evaluator(ManyMetricsTask(), backend, control, options).run()
+    return {"digest": result.metrics_digest, "failed": result.samples["failed"]}
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -360,6 +370,7 @@ SCENARIOS = {
         contents,
         nothing_written,
         ragged,
+        torchmetrics,
     )
 }
 

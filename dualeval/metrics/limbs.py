@@ -130,4 +130,4 @@ def _rounded(row: list[int], kind: SumKind) -> float:
     try:
         return total / (1 << kind.unit_bits)  # Python's int / int rounds correctly
     except OverflowError:
-        return math.copysign(math.inf, total)
+        return math.inf if total > 0 else -math.inf

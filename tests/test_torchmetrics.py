@@ -1,0 +1,457 @@
+"""Metrics of TorchMetrics: routes by states, columns to arguments, a line of text, and refusals."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dualeval.columns import Ragged, Text, to_rows
+from dualeval.errors import UsageError
+from dualeval.metrics import from_torchmetrics, is_of_rows
+from dualeval.metrics.torchmetrics import Parsed, from_text, library
+from dualeval.metrics.torchmetrics.library import torchmetrics
+from tests.conftest import ROOT
+from tests.torchmetrics_task import CLASSES
+
+PAIR = ["preds", "target"]
+
+
+@pytest.fixture(scope="module")
+def package() -> ModuleType:
+    return torchmetrics()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other take minutes on a machine that is in use."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Metric .* will save all")
+        yield
+
+
+def of_batches(metric: Any, *batches: dict[str, Any]) -> Any:
+    """The values after one update a batch."""
+    ledger = torch.zeros(metric.size, dtype=torch.int64)
+    for batch in batches:
+        metric.update(ledger, batch)
+    return metric.compute(ledger)
+
+
+def batch(*preds: float) -> dict[str, Any]:
+    return {"preds": torch.tensor(preds), "target": torch.zeros(len(preds))}
+
+
+# -- routes ------------------------------------------------------------------------------------------
+
+
+def metric_with(package: ModuleType, update: Any, **states: tuple[Any, Any]) -> Any:
+    """A metric of a user's own with these states: (default, reduction)."""
+
+    class Own(package.Metric):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            for name, (default, reduction) in states.items():
+                self.add_state(name, default=default, dist_reduce_fx=reduction)
+
+        def update(self, value: Tensor) -> None:
+            update(self, value)
+
+        def compute(self) -> Any:
+            return getattr(self, next(iter(states)))
+
+    return Own()
+
+
+def add_count(self: Any, value: Tensor) -> None:
+    self.total = self.total + len(value)
+
+
+ZERO = torch.tensor(0)
+
+
+@pytest.mark.parametrize(
+    ("default", "reduction", "of_rows"),
+    [
+        (ZERO, "sum", False),
+        (torch.tensor(0.0), "sum", False),
+        (torch.tensor(False), "sum", False),
+        (torch.tensor(1), "sum", True),
+        (ZERO, "max", True),
+        (ZERO, "min", True),
+        (ZERO.float(), "mean", True),
+        (ZERO, None, True),
+        (ZERO, torch.sum, True),
+        (torch.tensor(0j), "sum", True),
+        ([], "cat", True),
+        ([], "sum", True),
+    ],
+)
+def test_the_states_decide_the_route(
+    package: ModuleType, default: Any, reduction: Any, of_rows: bool
+) -> None:
+    metric = metric_with(package, add_count, total=(default, reduction))
+    assert is_of_rows(from_torchmetrics(metric, ["value"])) == of_rows
+    assert is_of_rows(from_torchmetrics(metric, ["value"], by_rows=True))
+
+
+def test_totals_beyond_a_states_own_type(package: ModuleType) -> None:
+    def update(self: Any, value: Tensor) -> None:
+        self.total += value.sum().to(torch.int32)
+
+    metric = from_torchmetrics(metric_with(package, update, total=(ZERO.int(), "sum")), ["value"])
+    large = {"value": torch.tensor([2**30, 2**29])}
+    assert of_batches(metric, large, large, large).values == {"Own": 3 * (2**30 + 2**29)}
+
+
+def test_a_float32_total_grows_beyond_its_fraction() -> None:
+    metric = from_torchmetrics("SumMetric()", ["value"])
+    found = of_batches(metric, {"value": torch.tensor([2.0**25])}, *[{"value": torch.tensor([1.0])}] * 8)
+    assert found.values == {"SumMetric": 2.0**25 + 8}
+
+
+def test_double_columns_keep_their_bits(package: ModuleType) -> None:
+    def update(self: Any, value: Tensor) -> None:
+        self.total = self.total + value.sum()
+
+    metric = from_torchmetrics(metric_with(package, update, total=(ZERO.float(), "sum")), ["value"])
+    values = [{"value": torch.tensor([value], dtype=torch.float64)} for value in (0.1, 0.2)]
+    assert of_batches(metric, *values).values == {"Own": 0.1 + 0.2}
+
+
+def test_what_is_kept_beside_the_states_is_refused() -> None:
+    metric = from_torchmetrics("RootMeanSquaredErrorUsingSlidingWindow()", PAIR)
+    pictures = {name: torch.rand(4, 3, 16, 16) for name in PAIR}
+    with pytest.raises(UsageError, match=r"changes its attribute 'rmse_map'.*by_rows=True"):
+        of_batches(metric, pictures)
+    whole: Any = from_torchmetrics("RootMeanSquaredErrorUsingSlidingWindow()", PAIR, by_rows=True)
+    assert whole.compute({name: values.numpy() for name, values in pictures.items()}).values
+
+
+def test_an_update_that_reads_the_state_is_refused(package: ModuleType) -> None:
+    def update(self: Any, value: Tensor) -> None:
+        self.total = self.total * 2 + value.sum()
+
+    metric = from_torchmetrics(metric_with(package, update, total=(ZERO, "sum")), ["value"])
+    with pytest.raises(UsageError, match=r"does not add to its state 'total'.*by_rows=True"):
+        of_batches(metric, {"value": torch.tensor([1, 2, 3])})
+
+
+@pytest.mark.parametrize(
+    ("default", "reduction", "becomes", "message"),
+    [
+        (ZERO, "sum", torch.tensor(0.5), r"is of torch.float32 after an update, expected integers"),
+        (ZERO, "sum", torch.tensor([1, 2]), r"is of shape \(2,\) after an update"),
+        (ZERO, "sum", 3, r"is a int after an update"),
+        (torch.tensor(1.0), "mean", torch.tensor(2.0), r"is 2.0 after an update, expected 1.0"),
+    ],
+)
+def test_a_state_that_becomes_another_is_refused(
+    package: ModuleType, default: Any, reduction: Any, becomes: Any, message: str
+) -> None:
+    def update(self: Any, value: Tensor) -> None:
+        self.total = becomes
+        self.count = self.count + len(value)
+
+    metric = metric_with(package, update, total=(default, reduction), count=(ZERO, "sum"))
+    with pytest.raises(UsageError, match=message):
+        of_batches(from_torchmetrics(metric, ["value"]), {"value": torch.tensor([1])})
+
+
+def test_an_error_leaves_the_ledger_as_it_was() -> None:
+    metric: Any = from_torchmetrics("MulticlassConfusionMatrix(3)", PAIR)
+    ledger = torch.zeros(metric.size, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        metric.update(ledger, {"preds": torch.tensor([0, 7]), "target": torch.tensor([0, 1])})
+    assert not ledger.any()
+
+
+def test_the_metric_that_was_given_is_left_alone(package: ModuleType) -> None:
+    given = package.classification.BinaryAccuracy()
+    given.update(torch.tensor([1, 1]), torch.tensor([1, 0]))
+    metric = from_torchmetrics(given, PAIR)
+    one = {"preds": torch.tensor([1, 0, 1]), "target": torch.tensor([1, 0, 1])}
+    assert of_batches(metric, one).values == {"BinaryAccuracy": 1.0}
+    assert float(given.compute()) == 0.5
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_process_group_is_never_asked(package: ModuleType, by_rows: bool) -> None:
+    """In a script's own process group the other ranks would be waited for, and they do not compute."""
+
+    def gather(*arguments: Any) -> Any:
+        raise AssertionError("this metric has spoken with other processes")
+
+    given = package.MeanMetric(distributed_available_fn=lambda: True, dist_sync_fn=gather)
+    metric: Any = from_torchmetrics(given, ["value"], by_rows=by_rows)
+    value = {"value": torch.tensor([1.0, 3.0])}
+    found = metric.compute(value) if by_rows else of_batches(metric, value)
+    assert found.values == {"MeanMetric": 2.0}
+
+
+def test_many_classes_are_counted_without_a_table_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With deterministic algorithms TorchMetrics compares each sample with each pair of classes."""
+    mode, threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
+    seen: list[tuple[int, int]] = []
+    count = torch.bincount
+
+    def bincount(*arguments: Any, **options: Any) -> Tensor:
+        seen.append((torch.get_deterministic_debug_mode(), torch.get_num_threads()))
+        return count(*arguments, **options)
+
+    monkeypatch.setattr(torch, "bincount", bincount)
+    torch.set_deterministic_debug_mode("warn")
+    torch.set_num_threads(2)
+    try:
+        metric = from_torchmetrics("MulticlassConfusionMatrix(1000)", PAIR)
+        classes = torch.arange(64)
+        of_batches(metric, {"preds": classes, "target": classes})
+        assert (torch.get_deterministic_debug_mode(), torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.set_num_threads(threads)
+    assert set(seen) == {(0, 1)}
+
+
+def test_rows_are_updated_in_pieces_of_one_size(package: ModuleType) -> None:
+    sizes: list[int] = []
+
+    def update(self: Any, value: Tensor) -> None:
+        sizes.append(len(value))
+        self.total = torch.maximum(self.total, value.max())
+
+    metric: Any = from_torchmetrics(metric_with(package, update, total=(ZERO, "max")), ["value"])
+    rows = torch.arange(9000).numpy()
+    rows.flags.writeable = False
+    assert metric.compute({"value": rows}).values == {"Own": 8999}
+    assert sizes == [4096, 4096, 808]
+
+
+def test_a_bootstrap_draws_the_same_each_time(package: ModuleType) -> None:
+    own = package.wrappers.BootStrapper(package.MeanMetric(), num_bootstraps=4)
+    metric: Any = from_torchmetrics(own, ["value"])
+    value = {"value": torch.arange(50.0)}
+    before = torch.get_rng_state()
+    found = metric.compute(value).values
+    assert found == metric.compute(value).values
+    assert torch.equal(before, torch.get_rng_state())
+    assert found["std"] > 0
+
+
+# -- values ------------------------------------------------------------------------------------------
+
+
+def test_values_by_key_and_what_is_not_finite() -> None:
+    said = {"preds": Text(["a b"]), "target": Text(["a b"]), "id": Text(["1"])}
+    columns = {
+        "preds": [{"prediction_text": "preds", "id": "id"}],
+        "target": [{"answers": {"answer_start": ["start"], "text": ["target"]}, "id": "id"}],
+    }
+    squad = {**said, "start": torch.tensor([0])}
+    assert of_batches(from_torchmetrics("SQuAD()", columns), squad).values == {
+        "exact_match": 100.0,
+        "f1": 100.0,
+    }
+    named = of_batches(from_torchmetrics("SQuAD()", columns, name="qa"), squad)
+    assert named.values == {"qa_exact_match": 100.0, "qa_f1": 100.0}
+    assert named.directions == {"qa_exact_match": "higher", "qa_f1": "higher"}
+
+    same = of_batches(from_torchmetrics("PeakSignalNoiseRatio(data_range=1.0)", PAIR), batch(0.0, 0.0))
+    assert same.values == {"PeakSignalNoiseRatio": None}
+    assert same.nonfinite == {"PeakSignalNoiseRatio": {"pos_inf": 1}}
+    assert "is not finite (1 pos_inf)" in same.warnings[0]
+    per_class = from_torchmetrics("MulticlassRecall(2, average=None)", PAIR)
+    classes = {name: torch.tensor([0, 1, 1]) for name in PAIR}
+    assert of_batches(per_class, classes).values == {"MulticlassRecall": [1.0, 1.0]}
+
+
+def test_without_samples_there_is_no_value() -> None:
+    metric: Any = from_torchmetrics("MeanMetric()", ["value"])
+    assert metric.compute(torch.zeros(metric.size, dtype=torch.int64)).values == {"MeanMetric": None}
+
+
+# -- columns -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["ledger", "rows"])
+def test_what_columns_become(package: ModuleType, mapped: bool) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Own(package.Metric):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("total", default=torch.tensor(0), dist_reduce_fx="sum")
+
+        def update(self, **arguments: Any) -> None:
+            seen.append(arguments)
+            self.total += 1
+
+        def compute(self) -> Tensor:
+            return self.total
+
+    columns: dict[str, Any] = {
+        "number": torch.tensor([5], dtype=torch.int32),
+        "boxes": Ragged(torch.arange(8.0).view(2, 4), torch.tensor([2])),
+        "said": Text(["é"]),
+        "json": Text(['["a", "b"]']),
+    }
+    shapes: Any = {
+        "plain": "number",
+        "text": "said",
+        "stacked": "boxes",
+        "each": [{"boxes": "boxes", "texts": ["said", "json"]}],
+        "nested": {"a": "number"},
+        "many": Parsed("json"),
+    }
+    metric: Any = from_torchmetrics(Own(), shapes, by_rows=mapped)
+    if mapped:
+        metric.compute({name: to_rows(column) for name, column in columns.items()})
+    else:
+        of_batches(metric, columns)
+    found = seen[-1]
+    assert found["plain"].tolist() == found["nested"]["a"].tolist() == [5]
+    assert found["plain"].dtype == torch.int64
+    assert found["text"] == ["é"]
+    assert found["stacked"].shape == (1, 2, 4)
+    [each] = found["each"]
+    assert each["boxes"].tolist() == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
+    assert each["texts"] == ["é", '["a", "b"]']
+    assert found["many"] == [["a", "b"]]
+    assert metric.columns == ("number", "said", "boxes", "json")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["a", "b", "c"], r"3 columns for update\(preds.*target"),
+        (["a"], r"no column for 'target'"),
+        ([], r"no column for 'preds' and 'target'"),
+        ({"preds": "a", "targets": "b"}, r"update has no argument 'targets'"),
+        (3, r"columns is a int"),
+        (["a", []], r"found \[\], expected a column's name"),
+        (["a", {"b": 3}], r"found 3, expected a column's name"),
+    ],
+)
+def test_columns_that_do_not_fit(columns: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_torchmetrics("MeanSquaredError()", columns)
+
+
+def test_values_of_columns_that_do_not_fit() -> None:
+    metric: Any = from_torchmetrics("MaxMetric()", ["boxes"])
+    ragged = to_rows(Ragged(torch.arange(3.0), torch.tensor([1, 2])))
+    with pytest.raises(UsageError, match=r"differ in shape.*\['boxes'\]"):
+        metric.compute({"boxes": ragged})
+    bleu: Any = from_torchmetrics("BLEUScore()", ["said", Parsed("gold")])
+    with pytest.raises(UsageError, match=r"parsed\('gold'\): 'no' is no JSON"):
+        of_batches(bleu, {"said": Text(["a"]), "gold": Text(["no"])})
+    with pytest.raises(UsageError, match="expected a column of text"):
+        of_batches(bleu, {"said": Text(["a"]), "gold": torch.tensor([1])})
+
+
+# -- a line of text ----------------------------------------------------------------------------------
+
+
+def test_a_metric_in_a_line() -> None:
+    known = ["prediction", "target", "loss"]
+    accuracy: Any = from_text(f"torchmetrics:MulticlassAccuracy({CLASSES}, average='micro')", known)
+    assert (accuracy.name, accuracy.columns) == ("MulticlassAccuracy", ("prediction", "target"))
+    assert accuracy.metric.average == "micro"
+    named: Any = from_text("torchmetrics:classification.BinaryAUROC@preds=p,target='a b' as auroc")
+    assert (named.name, named.columns) == ("auroc", ("p", "a b"))
+    spelled = '[{"boxes": b, "scores": s, "labels": l}],target=[{"boxes": gb, "labels": gl}]'
+    nested: Any = from_text(f"torchmetrics:MeanAveragePrecision(iou_thresholds=[0.5])@preds={spelled}")
+    assert nested.columns == ("b", "s", "l", "gb", "gl")
+    bleu: Any = from_text("torchmetrics:BLEUScore()@preds=said,target=parsed(gold)")
+    assert bleu.columns == ("said", "gold")
+    inside = "torchmetrics:ClasswiseWrapper(MulticlassAccuracy(3, average=None), labels=['a', 'b', 'c'])"
+    wrapped: Any = from_text(f"{inside}@preds=p,target=t")
+    assert wrapped.columns == ("p", "t")
+    same: Any = from_text("torchmetrics:MeanSquaredError()")
+    assert same.columns == ("preds", "target")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("MulticlasAccuracy(3)", r"no class 'MulticlasAccuracy'.*Nearest: MulticlassAccuracy"),
+        ("MulticlassAccuracy(nothing=3)", r"cannot make this metric"),
+        ("MulticlassAccuracy(num_classes=int('3'))", r"no class 'int'"),
+        ("MulticlassAccuracy(num_classes=x)", r"'x' is no literal"),
+        ("MulticlassAccuracy(**{'num_classes': 3})", r"\*\* stands for"),
+        ("__import__('os').system('true')", r"names no class"),
+        ("MulticlassAccuracy(3", r"cannot be read"),
+        ("MeanMetric()@value", r"behind @ expected argument=column"),
+        ("MeanMetric()@value=f(x)", r"'f\(x\)' is no column"),
+        ("MeanMetric()@value=3", r"'3' is no column"),
+        (
+            "MulticlassAUROC(7)",
+            r"does not take predicted classes.*column of scores.*@preds=COLUMN,target=target",
+        ),
+        ("BinaryCalibrationError()", r"does not take predicted classes"),
+        ("MeanMetric()@value=loss,nothing=loss", r"no argument 'nothing'"),
+        ("RetrievalMAP()", r"no column for 'indexes'.*The task makes loss, prediction, target"),
+        ("FrechetInceptionDistance()", r"evaluates a network of its own"),
+        ("LearnedPerceptualImagePatchSimilarity()", r"evaluates a network of its own"),
+        ("RunningMean()", r"the last few updates"),
+        ("MetricCollection([MeanMetric()])", r"no metric by itself"),
+    ],
+)
+def test_lines_that_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_text(f"torchmetrics:{text}", ["prediction", "target", "loss"])
+
+
+def test_objects_that_are_refused(package: ModuleType) -> None:
+    class Network(package.Metric):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = torch.nn.Linear(2, 2)
+
+        def update(self, value: Tensor) -> None: ...
+
+        def compute(self) -> Tensor:
+            return torch.zeros(())
+
+    for given, message in [
+        (Network(), r"Network evaluates a network of its own \(Linear\)"),
+        (package.MeanMetric, r"is the class of a metric: give an object of it, MeanMetric\(...\)"),
+        (package.MetricCollection([package.MeanMetric()]), "no metric by itself"),
+        (package.wrappers.Running(package.MeanMetric()), "the last few updates"),
+        (3, "int is no metric of TorchMetrics"),
+        (torch.nn.Linear(2, 2), "Linear is no metric of TorchMetrics"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            from_torchmetrics(given, ["value"])
+
+
+def test_without_torchmetrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"not installed\. Type: pip install torchmetrics"):
+        from_text("torchmetrics:MeanMetric()")
+
+
+@pytest.mark.long
+def test_the_page_of_all_classes_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import torchmetrics_routes
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = torchmetrics_routes.page()
+    assert text == torchmetrics_routes.PAGE.read_text("utf-8"), (
+        "type: python benchmarks/torchmetrics_routes.py"
+    )
