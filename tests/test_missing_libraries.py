@@ -26,7 +26,7 @@ from importlib.machinery import PathFinder
 find_spec = PathFinder.find_spec
 def hide(name, path=None, target=None):
     return None if name.partition('.')[0] in {hidden} else find_spec(name, path, target)
-PathFinder.find_spec = hide
+PathFinder.find_spec = staticmethod(hide)
 """
 
 
