@@ -3,7 +3,7 @@
     DualevalError            1   something failed; the message says what
     ├── UsageError           2   the caller's input is wrong: an option, a file, a folder, a name
     │   └── LaunchError      2   the launcher's variables and the wanted backend do not fit together
-    │       └── LibraryError 2   a library that the backend needs is missing or broken on this node
+    │       └── LibraryError 2   a library, or the code of a task, is missing or broken on this node
     ├── BackendError         1   a collective was asked for something that no backend does, or it broke
     ├── ExactlyOnceError     1   after the reduction a sample was counted never, or more than once
     ├── PeerError            *   another rank failed first; carries that rank's message and exit code
@@ -67,7 +67,7 @@ class LaunchError(UsageError):
 
 
 class LibraryError(LaunchError):
-    """A library that the backend needs is missing or broken on this node; on others it may be whole."""
+    """A library, or the code of a task, is missing or broken on this node; on others it may be whole."""
 
 
 class BackendError(DualevalError):

@@ -19,7 +19,15 @@ from dualeval.option_fields import (
     flag_of,
     option,
 )
-from dualeval.plugins import BUILT_IN, DEFAULT_TASK, TASKS, TaskKind, made_task, task_kind
+from dualeval.plugins import (
+    BUILT_IN,
+    DEFAULT_TASK,
+    TASKS,
+    TaskKind,
+    is_metric_of_no_task,
+    made_task,
+    task_kind,
+)
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task
@@ -72,6 +80,12 @@ class Job:
         """The task's name, as it was asked for."""
         return self.kind.name
 
+    @property
+    def metric_of_run(self) -> tuple[str, ...]:
+        """Those chosen of what the task has and of others; empty where the task has chosen itself."""
+        own = "metric" in {field.name for field in self.kind.fields}
+        return () if own and len(_of_task(self.metric)) == len(self.metric) else self.metric
+
     @classmethod
     def of(cls, task: str = DEFAULT_TASK, **values: Any) -> Job:
         """Make a job of options by name: those of every run, and those of the task.
@@ -92,6 +106,8 @@ class Job:
         for name in own.keys() & COMMON.keys():
             _check_kinds(kind, own[name])
             given[name] = shared.get(name, COMMON[name].default)
+        if "metric" in own:
+            given["metric"] = _of_task(given["metric"])
         if missing := [field for name, field in own.items() if field.is_required and name not in given]:
             needs = " and ".join(_described(field) for field in missing)
             raise UsageError(f"--task {kind.name} needs {needs}.")
@@ -121,15 +137,6 @@ class Job:
         values = {} if path is None else _from_file(path, content, kind)
         return cls._made(kind, {**values, **given, **_of_texts(texts or {}, kind, given)})
 
-    def given(self) -> dict[str, Any]:
-        """The options of the task alone that differ from their defaults."""
-        values = {field.name: getattr(self.options, field.name) for field in self.kind.fields}
-        return {
-            field.name: values[field.name]
-            for field in self.kind.fields
-            if field.name not in COMMON and (field.is_required or values[field.name] != field.default)
-        }
-
     def make_task(self) -> Task:
         """The task that is evaluated.
 
@@ -139,7 +146,7 @@ class Job:
         task = made_task(self.kind, self.options)
         if self.kind.origin != BUILT_IN:
             # Before the user's own attributes of that name.
-            object.__setattr__(task, "given", self._decisive())
+            object.__setattr__(task, "given_options", self._decisive())
         return task
 
     def _decisive(self) -> dict[str, Any]:
@@ -235,6 +242,11 @@ def _check_kinds(kind: TaskKind, field: OptionField) -> None:
             f"--task {kind.name}: its option {field.name} is a {names}, but {field.flag} is an option of "
             "every run, whose value the task gets. Give its own another name."
         )
+
+
+def _of_task(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of metrics that a task has to know itself."""
+    return tuple(name for name in names if not is_metric_of_no_task(name))
 
 
 def _has_path(value: Any) -> bool:

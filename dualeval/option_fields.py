@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import re
 import types
 import typing
@@ -24,10 +25,16 @@ _BOOLS = {
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 _ORDER = (int, float, bool, Path, str)
-_EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path", str: "text"}
-_EXAMPLES = {int: "whole numbers with commas between, such as 1,2,3"}
+_EXPECTED: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    Path: "a path",
+    str: "text",
+}
+_EXAMPLES: dict[Any, str] = {int: "whole numbers with commas between, such as 1,2,3"}
 _EXAMPLES[float] = "numbers with commas between, such as 0.5,0.5,0.5"
-_METAVARS = {int: "N", float: "X", bool: "BOOL", Path: "PATH", str: "TEXT"}
+_METAVARS: dict[Any, str] = {int: "N", float: "X", bool: "BOOL", Path: "PATH", str: "TEXT"}
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Attributes):\s*$")
 _ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)(?: *\([^)]*\))?: *(.*)$")
 
@@ -259,7 +266,8 @@ def as_json(options: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    is_no_json = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if is_no_json else value
 
 
 def _giving(value: Any) -> Callable[[], Any]:
@@ -267,6 +275,10 @@ def _giving(value: Any) -> Callable[[], Any]:
 
 
 def _kind_of_default(default: Any) -> Any:
+    """The type of an argument that has a default and no annotation."""
+    if isinstance(default, tuple | list) and default and len({type(item) for item in default}) == 1:
+        item = _kind_of_default(default[0])
+        return list[item] if isinstance(default, list) else tuple[item, ...]  # type: ignore[valid-type]
     return type(default) if isinstance(default, bool | int | float | str | Path) else Any
 
 

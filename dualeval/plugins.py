@@ -116,12 +116,12 @@ def _kind_of(source: Any, name: str, origin: str) -> TaskKind:
     from dualeval.tasks import Task
 
     said = f"--task {name}"
-    summary = _summary(source)
+    summary = summary_of(source)
     if isinstance(source, Task):
         return TaskKind(
             name=name,
             origin=origin,
-            summary=_summary(type(source)),
+            summary=summary_of(type(source)),
             options_class=make_dataclass("NoOptions", [], frozen=True),
             make=lambda options: source,
             source=source,
@@ -191,9 +191,9 @@ def made_task(kind: TaskKind, options: Any) -> Task:
     return task
 
 
-def _summary(source: Any) -> str:
+def summary_of(source: Any) -> str:
     """The first sentence of what a class says of itself, not of what it is derived from."""
-    own = vars(source).get("__doc__") if hasattr(source, "__dict__") else None
+    own = vars(source).get("__doc__") if isinstance(source, type) else getattr(source, "__doc__", None)
     said = (own or "").strip().split("\n\n")[0]
     # What a dataclass writes itself.
     return "" if said.startswith(f"{getattr(source, '__name__', '')}(") else " ".join(said.split())
@@ -356,3 +356,8 @@ def plugin_metric(name: str) -> Any:
         return None
     found = load_plugin(entry)
     return found() if isinstance(found, type) or inspect.isroutine(found) else found
+
+
+def is_metric_of_no_task(text: str) -> bool:
+    """Whether a metric is asked for by a package's name for it, or with its origin before a colon."""
+    return ":" in text or text in entry_points_of(METRIC_GROUP)

@@ -40,6 +40,10 @@ class IndexedDataset(TinyDataset):
     def _read(self, index: int) -> tuple[Tensor, int]:
         return super()._read(index)[0], index
 
+    def placeholder(self, index: int) -> tuple[Tensor, int]:
+        """In place of a failed sample: one with values and a word, none of which may get anywhere."""
+        return torch.ones(FEATURES), 11
+
 
 class CountedValues:
     """The number of values and bytes of all samples, and the sum of all tokens and letters; of the ledger."""

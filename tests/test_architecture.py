@@ -23,6 +23,7 @@ GROUND = {
 ALLOWED = {
     "door": {"engine", "tasks", "local_ranks", "result"},
     "cli": {
+        "metrics.by_name",
         "job",
         "plugins",
         "launch",

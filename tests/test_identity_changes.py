@@ -687,3 +687,20 @@ def test_a_changed_pixel_is_refused_on_the_command_line(launch: Launch, tmp_path
     done = launch(words)
     assert done.returncode == 2
     assert "job.contents" in done.stderr
+
+
+class Plain(TinyTask):
+    """Says nothing of what it depends on, but in an attribute."""
+
+    fingerprint = Task.fingerprint  # type: ignore[assignment]
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__(20)
+        self.threshold = threshold
+
+
+def test_a_value_of_a_tasks_own_is_part_of_the_job(tmp_path: Path) -> None:
+    evaluate(Plain(0.5), tmp_path)
+    assert evaluate(Plain(0.5), tmp_path).earlier
+    with pytest.raises(UsageError, match=r"task_attributes\.threshold"):
+        evaluate(Plain(0.6), tmp_path)

@@ -570,7 +570,9 @@ def test_a_moved_folder_holds_the_same_model(tmp_path: Path, monkeypatch: pytest
         assert structure(build(other, None)) != wanted[0], change
 
 
-@pytest.mark.parametrize("name", ["rank", "local_rank", "_rank", "RANK", "world_size"])
+@pytest.mark.parametrize(
+    "name", ["rank", "local_rank", "_rank", "RANK", "world_size", "_original_object_hash"]
+)
 def test_which_process_it_is_does_not_count(name: str) -> None:
     digests = set()
     for value in (0, 1):

@@ -263,7 +263,7 @@ def test_the_model_is_a_path_for_some_tasks(tmp_path: Path, in_file: bool) -> No
 def test_numbers_of_windows_and_answers(name: str, least: int) -> None:
     flag = "--" + name.replace("_", "-")
     with pytest.raises(UsageError, match=f"{flag} {least - 1}: expected a whole number of at least {least}"):
-        Job.of(**QUESTIONS, **{name: least - 1})
+        Job.of(**{**QUESTIONS, name: least - 1})
 
 
 @pytest.mark.parametrize("mean", [(72.9,), (0.5, -0.1), (float("nan"),), (float("inf"),)])

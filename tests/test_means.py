@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -18,7 +19,7 @@ from torch import Tensor
 from dualeval.errors import UsageError
 from dualeval.metrics import Count, Mean, Measured, Ratio
 from dualeval.metrics.intervals import NORMAL_95, wilson_interval
-from tests.measuring import measure, same_bits
+from tests.measuring import ledger_of, measure, same_bits
 
 moderate = st.one_of(st.floats(-1e6, 1e6), st.floats(-1.0, 1.0), st.sampled_from([5e-324, 1e-300, 1 / 3]))
 weights = st.integers(0, 2**20)
@@ -26,12 +27,12 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def doubles(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+def doubles(values: Sequence[float] | npt.NDArray[np.float64]) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float64)
 
 
 def total(values: Sequence[float | int | Fraction]) -> Fraction:
-    return sum(map(Fraction, values), Fraction())
+    return sum((Fraction(value) for value in values), Fraction())
 
 
 # -- values --------------------------------------------------------------------------------------------
@@ -94,9 +95,10 @@ def check_interval(
     key: str,
     above: Sequence[float | Fraction],
     below: Sequence[float | int],
-    ratio: Fraction,
+    ratio: Fraction | float,
 ) -> None:
     """Against the definition, sample by sample."""
+    ratio = Fraction(ratio)
     count = len(above)
     if count < 2:
         assert found.intervals == {}
@@ -192,6 +194,9 @@ def test_what_is_not_finite_in_either_column_is_counted(metric: Mean | Ratio, co
     assert measure(metric, columns) == Measured(
         values={"m": None}, nonfinite={"m": {"nan": 1, "pos_inf": 1, "neg_inf": 1}}
     )
+    # Their samples are in no sum.
+    first = {name: values[:1] for name, values in columns.items()}
+    assert torch.equal(ledger_of(metric, columns)[5:], ledger_of(metric, first)[5:])
 
 
 def test_no_samples_and_no_weight() -> None:

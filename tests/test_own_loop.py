@@ -244,7 +244,7 @@ def test_misuse_is_said_at_once() -> None:
         lambda loop, batch, number: loop.add(batch, value=batch.mean()), "has one number .* reduction='none'"
     )
     misuse(lambda loop, batch, number: loop.add(batch), "no column")
-    misuse(lambda loop, batch, number: loop.add(batch, value=["a"] * 16), "'value' is a list")
+    misuse(lambda loop, batch, number: loop.add(batch, value=[None] * 16), "'value' is a list")
     misuse(lambda loop, batch, number: loop.add(batch, wide=batch[:, None]), "'wide' has 2 dimensions")
     misuse(lambda loop, batch, number: loop.add(batch, id=batch), "the column 'id' is a name that is taken")
     misuse(other_columns, "samples 32 to 39 was added with the columns value, more")

@@ -16,9 +16,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dualeval
 from dualeval.errors import UsageError
+from dualeval.metrics import Mean
+from dualeval.metrics.torchmetrics import library
 from dualeval.result import Result
 
 SAMPLES = 70
+# Here: the import sets a variable.
+TORCHMETRICS = library.torchmetrics()
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +61,19 @@ def test_pairs_of_input_and_class() -> None:
     )
     assert list(two.metrics) == ["top2", "loss"]
     assert two.metrics["loss"] == result.metrics["loss"]
+
+
+def test_logits_are_kept_where_a_metric_reads_them(tmp_path: Path) -> None:
+    model, inputs, labels = linear(5, 7), numbers(SAMPLES, 5), torch.arange(SAMPLES) % 7
+    spelled = "torchmetrics:MulticlassAUROC(num_classes=7)@preds=logits,target=target as auroc"
+    result = evaluate(
+        model=model, data=TensorDataset(inputs, labels), metrics=["top1", spelled], out=tmp_path
+    )
+    wanted = TORCHMETRICS.classification.MulticlassAUROC(num_classes=7)(model(inputs), labels)
+    assert result.metrics["auroc"] == pytest.approx(wanted.item(), abs=1e-6)
+    assert "logits" in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
+    evaluate(model=model, data=TensorDataset(inputs, labels), metrics=["top1"], out=tmp_path, fresh=True)
+    assert "logits" not in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
 
 
 def test_pairs_of_input_and_number(tmp_path: Path) -> None:
@@ -228,6 +245,12 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(model=nn.Sequential(linear(5, 7), nn.Softmax(1))), "the model returned probabilities"),
     (lambda: wrong(forward=lambda model, batch: "text"), "the model returned a str, expected a tensor"),
     (lambda: wrong(model=nn.Identity(), data=numbers(4, 3)), r"none with one number a sample: give metrics"),
+    (lambda: wrong(metrics=[3]), "metrics has a int, which is no metric"),
+    (lambda: wrong(metrics=[Mean]), r"metrics has Mean, which is the class of a metric: give an object"),
+    (
+        lambda: wrong(metrics=[TORCHMETRICS.classification.MulticlassAUROC(num_classes=7)]),
+        r"a MulticlassAUROC of TorchMetrics: write dualeval\.metrics\.from_torchmetrics",
+    ),
     (lambda: wrong(modle=1), "'modle' is no option of an evaluation"),
 ]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ from sklearn.metrics import classification_report, confusion_matrix, jaccard_sco
 from torch import Tensor
 
 import dualeval
+from dualeval import Ragged, Text
 from dualeval.engine.identity import job_identity, metric_fingerprint
 from dualeval.engine.measured import plain
 from dualeval.errors import UsageError
 from dualeval.metrics import Confusion, IoU, Mean, Measured, Metric, PrecisionRecall, RowMetric, Rows, TopK
+from tests.conftest import ROOT
 from tests.measuring import measure
 from tests.tiny import TinyTask
 
@@ -58,15 +60,31 @@ def test_top_k_is_a_fraction_of_which_more_is_better() -> None:
         TopK(0)
 
 
+PAGE = (ROOT / "docs/metrics.md").read_text("utf-8")
+
+
+def test_the_page_shows_every_metric_as_it_is_written() -> None:
+    names = {**{name: getattr(dualeval.metrics, name) for name in dualeval.metrics.__all__}, **globals()}
+    table = PAGE.partition("## Metrics in a line")[2].partition("\n\nAll take")[0]
+    made = [
+        eval(example, names)
+        for example in re.findall(r"^\|[^|]*\| `([^`]+)` \|", table, re.MULTILINE)
+        if "torchmetrics" not in example  # docs/torchmetrics.md is about those
+    ]
+    assert len(made) == 10
+    assert {type(metric).__name__ for metric in made} >= {
+        *("Mean", "Ratio", "Count", "TopK", "Confusion", "PrecisionRecall", "IoU", "Rows")
+    }
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_pages_own_metrics_run(number: int) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    exec(compile(blocks[number], "docs/metrics.md", "exec"), {})
+
+
 # -- labels --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """As the engine gives a column whose samples differ in length."""
-
-    values: Tensor
-    lengths: Tensor
 
 
 def pixels(count: int, classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -82,11 +100,10 @@ def test_one_label_a_pixel(dtype: torch.dtype) -> None:
     target, prediction = pixels(8, 5)
     columns = {"target": target.to(dtype), "prediction": prediction.to(dtype)}
     flat = target.reshape(-1).numpy(), prediction.reshape(-1).numpy()
-    entries = measure(Confusion(5), columns).values["confusion_matrix"]
-    assert isinstance(entries, dict)
+    found: Any = measure(Confusion(5), columns).values["confusion_matrix"]
     matrix = np.zeros((5, 5), int)
-    for row, column, count in entries["entries"]:  # type: ignore[union-attr,misc]
-        matrix[row, column] = count  # type: ignore[call-overload]
+    for row, column, count in found["entries"]:
+        matrix[row, column] = count
     assert (matrix == confusion_matrix(*flat)).all()
     found = measure(IoU(5), columns)
     assert found.values["mean_iou"] == pytest.approx(jaccard_score(*flat, average="macro"), rel=1e-15)
@@ -130,6 +147,9 @@ def test_ragged_columns_count_by_element(make: Callable[[int], Metric]) -> None:
     assert torch.equal(*ledgers)
     ragged["target"] = Ragged(target.reshape(-1), torch.tensor([70, 50]))
     with pytest.raises(UsageError, match="give both the same shape"):
+        metric.update(ledgers[1], ragged)
+    ragged["target"] = Text(["cat", "dog"])
+    with pytest.raises(UsageError, match="of Text: expected classes"):
         metric.update(ledgers[1], ragged)
 
 

@@ -140,6 +140,14 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
         {"metrics": [Counting(1, warnings="careful")]},
         r"gave a str for warnings, expected a tuple",
     ),
+    "a unit of no value": (
+        {"metrics": [Counting(1, units={"counted_": "fraction"})]},
+        r"gave units for 'counted_', and no value of that name",
+    ),
+    "a direction that is none": (
+        {"metrics": [Counting(1, directions={"counted": "up"})]},
+        r"gave 'up' for directions\.counted, expected higher or lower",
+    ),
     "a unit that is no text": ({"metrics": [Counting(1, units={"counted": 3})]}, r"a int for units\.counted"),
     "a column without values": (
         {"columns": {"none": column(0)}, "rows": ("none",)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
 import struct
@@ -15,13 +16,15 @@ import click
 import pyarrow
 import pyarrow.parquet
 import pytest
+from rich.console import Console
 
 import dualeval
 from dualeval import cli
 from dualeval.engine import verification
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.classification import classification_metric, default_metrics
-from dualeval.result import checksum_of, sha256_of_json
+from dualeval.report.table import print_result
+from dualeval.result import checksum_of, read_result, sha256_of_json
 from dualeval.tasks.given_answers import GivenAnswers
 from dualeval.tasks.stored import metrics_of_run
 from tests import questions
@@ -192,6 +195,14 @@ RESULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda content: content["units"].update(top1="percent"),
         'units.top1: "percent" in result.json',
     ),
+    "a missing unit": (
+        lambda content: content["units"].pop("top1"),
+        'units.top1: null in result.json, "fraction" from the rows',
+    ),
+    "a direction": (
+        lambda content: content["directions"].update(top1="lower"),
+        'directions.top1: "lower" in result.json, "higher" from the rows',
+    ),
 }
 
 
@@ -202,6 +213,21 @@ def test_what_was_changed_in_the_result_is_named_with_both_values(run: Path, nam
     found = differences(run)
     assert said in " ".join(found["metrics"])
     assert "result.json" not in found, "its digest fits"
+
+
+def test_a_result_without_directions_is_read_shown_and_verified(run: Path) -> None:
+    """Those of earlier versions had units of percent alone."""
+
+    def change(content: dict[str, Any]) -> None:
+        assert content["directions"]["top1"] == "higher"
+        del content["directions"]
+        content["units"] = {}
+
+    rewrite_result(run, change)
+    assert differences(run) == {}
+    stream = io.StringIO()
+    print_result(read_result(run / "result.json"), Console(file=stream))
+    assert "top1" in stream.getvalue()
 
 
 def test_a_digest_that_does_not_fit_its_metrics(run: Path) -> None:

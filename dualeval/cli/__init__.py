@@ -19,6 +19,7 @@ import click
 from dualeval import __version__, process_start
 from dualeval.cli.conformance import conformance
 from dualeval.cli.doctor import doctor
+from dualeval.cli.listing import list_names
 from dualeval.cli.run import run
 from dualeval.cli.score import score
 from dualeval.cli.setup_horovod import setup_horovod
@@ -51,6 +52,7 @@ def dualeval() -> None:
 dualeval.add_command(run)
 dualeval.add_command(score)
 dualeval.add_command(verify)
+dualeval.add_command(list_names)
 dualeval.add_command(doctor)
 dualeval.add_command(conformance)
 dualeval.add_command(setup_horovod)

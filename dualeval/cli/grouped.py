@@ -27,7 +27,7 @@ class GroupedOption(click.Option):
         self.group = group
 
 
-class Words(click.ParamType):
+class Words(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic from click 8.4 on
     """A text that is one of a few words; what it may be is checked where all options are.
 
     Args:
@@ -41,7 +41,7 @@ class Words(click.ParamType):
         self._words = words
         self._metavar = metavar
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         return self._metavar
 
     def shell_complete(
@@ -50,14 +50,14 @@ class Words(click.ParamType):
         return [CompletionItem(word) for word in self._words if word.startswith(incomplete)]
 
 
-class _FieldType(click.ParamType):
+class _FieldType(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic from click 8.4 on
     """The type of a field's flag."""
 
     def __init__(self, field: OptionField) -> None:
         self.name = field.metavar
         self._field = field
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         return self._field.metavar
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -98,6 +98,16 @@ def flag_for(field: OptionField, *, name: str | None = None, multiple: bool = Fa
     return GroupedOption(declared, type=_FieldType(field), default=None, help=text, group=field.group)
 
 
+def with_flag(flag: click.Parameter) -> Callable[[Any], Any]:
+    """A decorator that gives a command this flag, as ``click.option`` does one of its own."""
+
+    def decorate(function: Any) -> Any:
+        function.__click_params__ = [*getattr(function, "__click_params__", []), flag]
+        return function
+
+    return decorate
+
+
 def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
@@ -132,7 +142,7 @@ class GroupedCommand(click.Command):
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in self._groups}
         last: dict[str, list[tuple[str, str]]] = {group: [] for group in self._last}
         for parameter in self.shown_params(ctx):
-            record = parameter.get_help_record(ctx)
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is None:
                 continue
             group = getattr(parameter, "group", None) or (self._last[-1] if self._last else "Options")

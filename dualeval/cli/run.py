@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 
 from dualeval.choices import SCHEDULES, check_choice
 from dualeval.cli import options
-from dualeval.cli.grouped import GroupedCommand, Words, flag_for, grouped
+from dualeval.cli.grouped import GroupedCommand, Words, flag_for, grouped, with_flag
 from dualeval.engine.options import check_timeout
 from dualeval.engine.session import Session
 from dualeval.engine.signals import numbers_of
@@ -41,9 +41,7 @@ from dualeval.world import World
 
 if TYPE_CHECKING:
     from dualeval.result import Result
-    from dualeval.tasks import Task
 
-_MOST_AUTOMATIC_WORKERS = 8
 _LAST_WORDS_S = 0.5
 _LEAST_TIMEOUT_S = 1.0
 _LONGEST_TIMEOUT_S = 1e6
@@ -158,15 +156,7 @@ class _Flags:
 
 def _of_job(name: str) -> Callable[[Any], Any]:
     """The flag of a field of Job."""
-    field = COMMON[name]
-    parameter = flag_for(field, multiple=name == "metric")
-
-    def decorate(function: Any) -> Any:
-        # As click's own decorators do.
-        function.__click_params__ = [*getattr(function, "__click_params__", []), parameter]
-        return function
-
-    return decorate
+    return with_flag(flag_for(COMMON[name], multiple=name == "metric"))
 
 
 def job_of(flags: Mapping[str, Any]) -> Job:
@@ -187,12 +177,12 @@ _BEFORE_TASK = 2
 _ALWAYS_SHOWN = tuple(f"{_OF_TASK}{name}" for name in ("model", "weights", "data"))
 
 
-class _TaskName(click.ParamType):
+class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic from click 8.4 on
     """The name of a task; the shell completes names, and files of one's own."""
 
     name = "task"
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         return "NAME"
 
     def shell_complete(
@@ -332,9 +322,12 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     from dualeval.devices import device_here
     from dualeval.engine import numerics
     from dualeval.engine.evaluation_mode import set_evaluation_mode
+    from dualeval.engine.evaluator import automatic_workers
     from dualeval.engine.folder.layout import check_path
+    from dualeval.engine.samples import as_dataset
     from dualeval.engine.trial import check_names
     from dualeval.local_ranks import last_rank
+    from dualeval.metrics.by_name import chosen_metrics
 
     # What every rank would find here.
     last = world if nproc is None else last_rank(nproc, world, invocation.backend)
@@ -350,16 +343,21 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     cpu = torch.device("cpu")
     with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
         model = task.build_model(cpu)
-    check_names(task.metrics(), task.rows or ())
+    if task.rows is not None:
+        # Else its metrics are known when its columns are, which takes a forward.
+        check_names(chosen_metrics(job.metric_of_run, task.metrics(), task.rows), task.rows)
     if world.is_main:
         for sentence in [*task.notes(), *set_evaluation_mode(model)]:
             click.echo(f"dualeval: note: {sentence}", err=True)
-    own = own_cores()
-    cores = share_of_cores(own, [own] * last.local_size)
-    return {**_as_used(job, device.type, _workers(job, task, cores)), **task.options()}
+    workers = job.workers
+    if workers is None:
+        own = own_cores()
+        cores = share_of_cores(own, [own] * last.local_size)
+        workers = automatic_workers(task, as_dataset(task.dataset()), cores)
+    return {**_as_used(job, device.type, workers), **task.options()}
 
 
-def _as_used(job: Job, device: str, workers: int) -> dict[str, Any]:
+def _as_used(job: Job, device: str, workers: int | None) -> dict[str, Any]:
     """The options as given, with what this machine decides where they are left open."""
     return {**job.to_json(), "device": job.device or device, "workers": workers}
 
@@ -422,7 +420,6 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
 
     _fetch(job, session)
     task = job.make_task()
-    workers = _workers(job, task, session.cores)
     stream = sys.stderr if invocation.as_json else sys.stdout
     shows = invocation.progress and session.world.is_main
     shown = Progress(stream, as_bar=on_screen(stream)) if shows else None
@@ -431,16 +428,16 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
             task,
             out=NEW_FOLDER if invocation.out is None else invocation.out,
             batch_size=job.batch_size,
+            metric=job.metric_of_run,
             limit=job.limit,
             precision=job.precision,
-            workers=workers,
-            fewer_workers=job.workers is None,
+            workers=job.workers,
             on_error=job.on_error,
             schedule=invocation.schedule,
             fresh=invocation.fresh,
             replay=invocation.replay,
             mix_machines=invocation.mix_machines,
-            job=_as_used(job, session.backend.device.type, workers),
+            job=_as_used(job, session.backend.device.type, job.workers),
             show=shown,
             started=invocation.started,
             last=True,
@@ -457,11 +454,3 @@ def _fetch(job: Job, session: Session) -> None:
         if session.world.local_rank == 0:
             fetch()
         session.control.meet()
-
-
-def _workers(job: Job, task: Task, cores: int) -> int:
-    if job.workers is not None:
-        return job.workers
-    if not task.wants_workers:
-        return 0
-    return min(_MOST_AUTOMATIC_WORKERS, cores)

@@ -11,29 +11,35 @@ from typing import Any
 import click
 
 from dualeval.cli import options
+from dualeval.cli.grouped import GroupedCommand, Words, flag_for, grouped, with_flag
 from dualeval.errors import EXIT_DONE, LaunchError, UsageError
+from dualeval.job import COMMON
 from dualeval.launch import examine
+from dualeval.option_fields import as_json
+from dualeval.plugins import SCORED, made_task, scored_kind
 
-_JOB = ("task", "data", "predictions", "null_odds")
-_REQUIRED = ("data", "predictions")
 # The kinds of evaluation whose answers can be had as a file.
-TASKS = ("question-answering",)
+TASKS = tuple(SCORED)
+_KIND = scored_kind(TASKS[0])
+_FIELDS = {field.name: field for field in _KIND.fields if field.name not in COMMON}
+_GROUP = "A file of answers"
 
 
-@click.command()
+def _flags_of_task(function: Any) -> Any:
+    for field in reversed(_FIELDS.values()):
+        function = with_flag(flag_for(replace(field, group=_GROUP)))(function)
+    return function
+
+
+@click.command(cls=GroupedCommand, groups=(_GROUP,))
 @click.argument("run", required=False, type=click.Path(path_type=Path))
-@click.option("--task", help=f"Kind of evaluation: {', '.join(TASKS)}.  [default: {TASKS[0]}]")
-@click.option("--data", type=click.Path(path_type=Path), help="Questions: JSON file of SQuAD.")
-@click.option(
-    "--predictions",
-    type=click.Path(path_type=Path),
-    help="Answers: JSON object, question id to text.",
+@grouped(
+    "--task",
+    group=_GROUP,
+    type=Words(TASKS, "NAME"),
+    help=f"Kind of evaluation: {', '.join(TASKS)}.  [default: {TASKS[0]}]",
 )
-@click.option(
-    "--null-odds",
-    type=click.Path(path_type=Path),
-    help="How little each question is believed to have an answer: JSON object; adds the best thresholds.",
-)
+@_flags_of_task
 @options.METRIC
 @click.option(
     "--out",
@@ -62,10 +68,13 @@ def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
     if run is not None:
         _score_rows(context, run, flags)
         return
+    if flags["task"] not in (None, *TASKS):
+        raise UsageError(f"--task {flags['task']!r}: expected one of {', '.join(TASKS)}.")
     for parameter in context.command.params:
-        if parameter.name in _REQUIRED and flags[parameter.name] is None:
+        field = _FIELDS.get(parameter.name or "")
+        if field is not None and field.is_required and flags[field.name] is None:
             raise click.MissingParameter(ctx=context, param=parameter)
-    _score_answers(context, {**flags, "task": flags["task"] or TASKS[0]})
+    _score_answers(context, flags)
 
 
 def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> None:
@@ -73,7 +82,7 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
     from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS, write_text
     from dualeval.tasks.stored import metrics_of_run
 
-    given = [f"--{name.replace('_', '-')}" for name in (*_JOB, "fresh") if flags[name]]
+    given = [f"--{name.replace('_', '-')}" for name in ("task", *_FIELDS, "fresh") if flags[name]]
     if given:
         raise UsageError(
             f"{', '.join(given)} belongs to a file of answers, and {run} was given as a run whose rows are "
@@ -103,25 +112,18 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
 def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
     from dualeval.engine.options import NEW_FOLDER
     from dualeval.engine.session import Session
-    from dualeval.tasks.given_answers import GivenAnswers
 
-    if flags["task"] not in TASKS:
-        raise UsageError(f"--task {flags['task']!r}: expected one of {', '.join(TASKS)}.")
     _keep_apart(flags)
-    task = GivenAnswers(
-        data=flags["data"],
-        predictions=flags["predictions"],
-        null_odds=flags["null_odds"],
-        metrics=flags["metric"],
-    )
-    job = {name: None if value is None else str(value) for name, value in flags.items() if name in _JOB}
+    given = {name: flags[name] for name in _FIELDS if flags[name] is not None}
+    chosen = _KIND.options_class(**given, metric=flags["metric"])
+    task = made_task(_KIND, chosen)
     code = options.evaluate_and_show(
         Session(launcher="none"),
         lambda session: session.evaluate(
             task,
             out=flags["out"] or NEW_FOLDER,
             fresh=flags["fresh"],
-            job={**job, "metric": list(flags["metric"])},
+            job={"task": _KIND.name, **as_json(chosen)},
             last=True,
             puts_back=False,
         ),
@@ -133,7 +135,7 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
 def _keep_apart(flags: Mapping[str, Any]) -> None:
     """Refuse an output folder that holds what is to be read: --fresh would remove it."""
     out = flags["out"]
-    for name in ("data", "predictions", "null_odds"):
+    for name in _FIELDS:
         if out is not None and flags[name] is not None and flags[name].resolve().parent == out.resolve():
             raise UsageError(
                 f"--{name.replace('_', '-')} {flags[name]} lies in the output folder {out}. Give another "

@@ -96,11 +96,12 @@ class Evaluator:
         context = self._context
         if context.options.workers is not None:
             return context
-        wanted = self._task.wants_workers
-        if wanted is None:
-            wanted = not getattr(dataset, "in_memory", False)
-        workers = min(_MOST_AUTOMATIC_WORKERS, context.cores) if wanted else 0
-        return replace(context, options=replace(context.options, workers=workers, fewer_workers=True))
+        workers = automatic_workers(self._task, dataset, context.cores)
+        return replace(
+            context,
+            options=replace(context.options, workers=workers, fewer_workers=True),
+            job={**context.job, "workers": workers} if "workers" in context.job else context.job,
+        )
 
     def run(self) -> Result:
         """Evaluate; every rank calls this and gets the same metrics.
@@ -151,6 +152,14 @@ class Evaluator:
             except BaseException as error:
                 execution.fail(error)
                 raise
+
+
+def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
+    """How many processes read for a rank where nobody says it: none where reading costs nothing."""
+    wanted = task.wants_workers
+    if wanted is None:
+        wanted = not getattr(dataset, "in_memory", False)
+    return min(_MOST_AUTOMATIC_WORKERS, cores) if wanted else 0
 
 
 def _moved(model: nn.Module, device: torch.device) -> nn.Module:

@@ -34,6 +34,7 @@ from dualeval.engine.recorder import Recorder
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.errors import PeerError, UsageError
 from dualeval.metrics import in_two
+from dualeval.metrics.by_name import chosen_metrics
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
 from dualeval.tasks import Dataset, Task
 
@@ -83,7 +84,7 @@ class Execution:
         self._proof: str | None = None
         self.said: list[str] = []
         self._plan = plan_of(dataset, context)
-        metrics, row_metrics = in_two(task.metrics())
+        metrics, row_metrics = in_two(chosen_metrics(self._options.metric, task.metrics(), rows))
         self._columns = kept_columns(rows, metrics, row_metrics)
         trial.check_names([*metrics, *row_metrics], self._columns)
         # What nobody reads again is not kept where nothing is written.

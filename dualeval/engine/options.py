@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
@@ -38,6 +38,7 @@ class RunOptions:
         out: folder for result.json and the rest, the same path on every rank; a run of the same job that
             was begun there is gone on with. ``NEW_FOLDER`` makes a new one, None writes nothing at all.
         batch_size: samples a batch.
+        metric: names of metrics: of the task's own, or those of installed packages; empty for the task's.
         limit: evaluate only the first samples; None for all.
         precision: one of ``choices.PRECISIONS``.
         workers: reading processes of each rank; 0 reads in the rank's own process. None: none where the
@@ -62,6 +63,7 @@ class RunOptions:
 
     out: Out = None
     batch_size: int = 64
+    metric: Sequence[str] = ()
     limit: int | None = None
     precision: str = "fp32"
     workers: int | None = None
@@ -77,6 +79,7 @@ class RunOptions:
         if self.batch_size is None:
             raise UsageError("batch_size: expected a whole number, found None")
         check_count("batch_size", self.batch_size, 1)
+        check_kind("metric", self.metric, _are_texts(self.metric), "names of metrics, as ('loss', 'top1')")
         check_count("limit", self.limit, 1)
         check_count("workers", self.workers, 0)
         check_choice("precision", self.precision, PRECISIONS)

@@ -15,6 +15,7 @@ from dualeval.engine.guest import unwrapped
 from dualeval.engine.samples import Samples, wrap
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.by_name import check_metrics
 from dualeval.metrics.means import Mean
 from dualeval.tasks import Task
 
@@ -77,12 +78,7 @@ class LoopTask(Task):
         """Make the metrics of the columns that are known now."""
         given = self._given
         if given is not None:
-            for metric in given:
-                if not hasattr(metric, "columns"):
-                    raise UsageError(
-                        f"metrics has {metric!r}, which is no metric: give objects (docs/metrics.md, 'A "
-                        "metric of your own'), or leave metrics out for the mean of every column"
-                    )
+            check_metrics(given)
             self._metrics = list(given)
             return
         for name, kind in self.kinds.items():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dualeval.choices import check_kind
+from dualeval.columns import Ragged, Text
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Value
 from dualeval.metrics.described import FRACTION, direction
@@ -87,8 +88,8 @@ def _is_whole(value: object) -> bool:
 
 
 def _elements(metric: str, column: str, values: Any) -> Tensor:
-    # A ragged column has the elements of all samples one behind the other.
-    elements = values if isinstance(values, Tensor) else getattr(values, "values", None)
+    is_ragged = isinstance(values, Ragged) and not isinstance(values, Text)
+    elements = values.values if is_ragged else values
     if not isinstance(elements, Tensor) or elements.is_floating_point() or elements.is_complex():
         kind = elements.dtype if isinstance(elements, Tensor) else type(values).__name__
         raise UsageError(
@@ -100,7 +101,7 @@ def _elements(metric: str, column: str, values: Any) -> Tensor:
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether ragged columns have samples of the same lengths."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
+    if not (isinstance(one, Ragged) and isinstance(other, Ragged)):
         return True
     return torch.equal(one.lengths, other.lengths)
 

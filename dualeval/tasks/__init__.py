@@ -72,11 +72,11 @@ class Task(ABC):
         libraries: installed packages, besides torch and numpy, whose version can change a result.
         exports: files beside predictions.parquet, each one JSON object of a column's values by sample id,
             without those that could not be read: file name to column, of ``rows`` or ``texts``.
-        given: the options that ``dualeval run`` has made it of, by name, without paths; they are part of the
-            run's identity, whatever ``fingerprint`` says.
+        given_options: the options that ``dualeval run`` has made it of, by name, without paths; they are part
+            of the run's identity, whatever ``fingerprint`` says.
     """
 
-    given: Mapping[str, Any] = MappingProxyType({})
+    given_options: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def name(self) -> str:
@@ -215,5 +215,8 @@ class Task(ABC):
         return {}
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """What the task adds to the run's fingerprint: plain values, preprocessing among them."""
+        """What the task adds to the run's fingerprint: plain values, preprocessing among them.
+
+        Of a class that does not say it, the plain values in the task's attributes are in the fingerprint.
+        """
         return {}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dualeval.choices import DATA_FINGERPRINTS, check_mean, check_std
 from dualeval.errors import UsageError
@@ -22,7 +23,20 @@ _PIXELS = ("resize", "crop", "interpolation", "mean", "std")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageClassificationOptions:
-    """One class an image: a folder of class folders, or idx files."""
+    """One class an image: a folder of class folders, or idx files.
+
+    Attributes:
+        known_metrics: the metrics that can be asked for by name, with a line each.
+    """
+
+    known_metrics: ClassVar[Mapping[str, str]] = {
+        "loss": "mean cross entropy",
+        "top1": "fraction of images whose class is the first; likewise top2, top3, ...",
+        "precision_recall": "precision, recall and F1, of each class and in the mean",
+        "confusion": "how often each class was predicted as each other",
+        "ece": "expected calibration error, 15 bins",
+        "nonfinite_logits": "how many images have a NaN or an infinity among their logits",
+    }
 
     model: str | None = option(
         None,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.by_name import check_metrics, is_metric_of_no_task, named
 from dualeval.metrics.classification import (
     are_probabilities,
     classification_metric,
@@ -41,7 +42,8 @@ class ModelTask(Task):
     ==================================  ===================================================================
     outputs, target (n samples)         columns
     ==================================  ===================================================================
-    floats (n, C), integers (n,)        those of ``observe_logits``: loss, confidence, prediction, target, ...
+    floats (n, C), integers (n,)        those of ``observe_logits``: loss, confidence, prediction, target,
+                                        ...; and logits, where a metric reads them
     floats (n,) or (n, 1), floats       prediction, target, error, absolute_error, squared_error
     floats (n, C, ...), integers (n,    prediction (the class of each place) and target, (n, places)
     ...); or floats (n, ..., C)
@@ -51,9 +53,10 @@ class ModelTask(Task):
     Args:
         model: a module, or a function without arguments that returns one (a class, for instance).
         data: what ``dualeval.wrap`` takes, or gives.
-        metrics: metrics, or names of some: of classification, as ``top1`` and ``loss``, or of a column, for
-            its mean. None: those of a classifier, mean absolute and root mean squared error, or the mean of
-            every column with one number a sample.
+        metrics: metrics, or names of some: of classification, as ``top1`` and ``loss``; of a column, for its
+            mean; or of TorchMetrics, as ``torchmetrics:MulticlassAUROC(num_classes=10)@preds=logits``. None:
+            those of a classifier, mean absolute and root mean squared error, or the mean of every column with
+            one number a sample.
         collate: makes a batch of a list of samples; torch's ``default_collate`` without it.
         forward: (model, batch) -> outputs.
         observe: (outputs, batch) -> columns by name, one row a sample.
@@ -98,6 +101,7 @@ class ModelTask(Task):
         self._name = name
         self._kinds: dict[str, Tensor] = {}
         self._classes: int | None = None
+        self._gives_logits = True
         self._first_look = threading.Lock()
         self._arguments: Mapping[str, inspect.Parameter] = {}
 
@@ -111,7 +115,7 @@ class ModelTask(Task):
     @property
     def rows(self) -> tuple[str, ...] | None:
         # None is answered with the first columns, which the metrics are chosen by.
-        return self._rows if self._kinds else None
+        return (self._rows or tuple(self._kinds)) if self._kinds else None
 
     @property
     def thread_safe(self) -> bool:
@@ -176,7 +180,8 @@ class ModelTask(Task):
                 self._look(outputs)
             # A label that no class has is refused on the host: nobody waits for the device here.
             known = target.clamp(0, outputs.shape[1] - 1)
-            return {**observe_logits(outputs, known, _TOP), "target": target.to(torch.int32)}
+            columns = {**observe_logits(outputs, known, _TOP), "target": target.to(torch.int32)}
+            return {**columns, "logits": outputs.float()} if self._gives_logits else columns
         if (at := _dimension_of_classes(outputs, target)) is not None:
             classes = outputs.argmax(at).to(torch.int32)
             return {"prediction": classes.flatten(1), "target": target.to(torch.int32).flatten(1)}
@@ -219,10 +224,16 @@ class ModelTask(Task):
 
     def see(self, columns: Mapping[str, Any]) -> None:
         self._kinds = dict(columns)
+        if self._classes is not None and self._observe is None:
+            # They are large, and few metrics read them.
+            self._gives_logits = any("logits" in metric.columns for metric in self.metrics())
+            if not self._gives_logits:
+                del self._kinds["logits"]
 
     def metrics(self) -> list[Metric | RowMetric]:
         if self._metrics is None:
             return self._default()
+        check_metrics([metric for metric in self._metrics if not isinstance(metric, str)])
         return [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
 
     def _default(self) -> list[Metric | RowMetric]:
@@ -242,6 +253,8 @@ class ModelTask(Task):
         return [Mean(name) for name in found]
 
     def _named(self, name: str) -> Metric | RowMetric:
+        if is_metric_of_no_task(name):
+            return named(name, (), self._kinds)
         column = self._kinds.get(name)
         if self._classes is not None and (column is None or "rank" in self._kinds):
             return classification_metric(name, self._classes)
@@ -252,6 +265,10 @@ class ModelTask(Task):
                 "outputs are logits. Give a metric (docs/metrics.md)."
             )
         return Mean(name)
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        # Model, data, metrics and functions are looked at by themselves; the name is not what it depends on.
+        return {}
 
     def sources(self) -> Sequence[Any]:
         functions = (self._collate, self._forward, self._observe, self._model)

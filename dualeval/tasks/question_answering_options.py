@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dualeval.option_fields import check_fields, option
 from dualeval.weights_name import is_path_of_weights
@@ -19,7 +20,20 @@ _WINDOWS = "Windows and answers"
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionAnsweringOptions:
-    """Answers in texts, in the format of SQuAD v1.1 and v2.0."""
+    """Answers in texts, in the format of SQuAD v1.1 and v2.0.
+
+    Attributes:
+        known_metrics: the metrics that can be asked for by name, with a line each.
+    """
+
+    known_metrics: ClassVar[Mapping[str, str]] = {
+        "exact_match": "percentage of questions whose answer is right",
+        "f1": "mean F1 of the words of the answers, in percent",
+        "answer_counts": "how many questions have an answer, and how many none (SQuAD v2.0)",
+        "nonfinite_logits": "how many questions have a NaN or an infinity among their logits",
+        "window_work": "windows and tokens that were computed; always there",
+        "best_thresholds": "the null thresholds that give the best exact match and F1 (SQuAD v2.0)",
+    }
 
     model: Path = option(
         help="A local folder with model and tokenizer, of the transformers library.",

@@ -7,12 +7,12 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.columns import RaggedRows, Rows, TextRows, concatenated_rows, rows_of, spread_rows
+from dualeval.columns import RaggedRows, Rows, TextRows, concatenated_rows, rows_of
 from dualeval.engine.folder.mapped_columns import HeldColumns, MappedColumns
 from dualeval.engine.folder.stored_columns import PLAIN, StoredColumn
 from dualeval.engine.plan import EvalPlan
@@ -267,9 +267,7 @@ def _arrow(pyarrow: Any, rows: Rows, missing: npt.NDArray[np.bool_] | None) -> A
 
 
 def _ragged_arrow(pyarrow: Any, rows: RaggedRows, missing: npt.NDArray[np.bool_] | None) -> Any:
-    if missing is not None:
-        # A row that is null has no values.
-        rows = cast(RaggedRows, spread_rows(rows[~missing], ~missing))
+    # What a failed sample's placeholder has in a row that is null, Arrow does not write.
     offsets = rows.offsets.astype(np.int32)
     if isinstance(rows, TextRows):
         valid = None if missing is None else pyarrow.py_buffer(np.packbits(~missing, bitorder="little"))

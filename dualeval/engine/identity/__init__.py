@@ -22,7 +22,7 @@ from dualeval.engine.identity.model import (
     structure_fingerprint,
 )
 from dualeval.engine.identity.source import has_source, modules_of, source_fingerprints
-from dualeval.engine.identity.values import attributes_of
+from dualeval.engine.identity.values import attributes_of, says_where
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.tasks import Dataset, Task
@@ -70,6 +70,9 @@ def job_identity(
         "task": task.name,
         **_sources(objects, [*task.sources(), *_functions(measures)], values),
         "task_options": _as_json(task.fingerprint(), f"task {task.name!r}"),
+        # Those that the command line has made the task of, whatever its fingerprint says.
+        **({"options": dict(task.given_options)} if task.given_options else {}),
+        **_attributes(task, values),
         "data": dataset.fingerprint(samples),
         "samples": samples,
         "weights": model_fingerprint(model),
@@ -98,6 +101,18 @@ def _sources(
     # Whatever the order: a model may hold its modules in another one.
     joined = {module: b"".join(sorted(digests)) for module, digests in code.items()}
     return source_fingerprints({*modules_of([*objects, *named]), *values.modules}, joined)
+
+
+def _attributes(task: Task, values: ModelValues) -> dict[str, Any]:
+    """The plain values in a task's attributes, where its class says nothing of what it depends on."""
+    if type(task).fingerprint is not Task.fingerprint:
+        return {}
+    plain = {
+        name: shown(value, values)
+        for name, value in sorted(attributes_of(task).items())
+        if isinstance(value, (bool, int, float, str, tuple)) and not says_where(name)
+    }
+    return {"task_attributes": plain} if plain else {}
 
 
 def _functions(metrics: Iterable[Metric | RowMetric]) -> list[Any]:

@@ -62,6 +62,8 @@ IGNORES = "dualeval_identity_ignores"
 _WHEREABOUTS = {"name_or_path"}
 # And those that say which process of how many this is: a job is the same in all of them.
 _PROCESS = {"rank", "global_rank", "local_rank", "node_rank", "group_rank", "world_size", "local_world_size"}
+# And a hash that Python has salted, another in each process; transformers keeps one of a model's options.
+_SALTED = {"original_object_hash"}
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu|tpu|xla)(:\d+)?")
 # Of two parts or more, or after "=" or "file://"; not in an address, nor a relative one.
 _PATH_INSIDE = re.compile(
@@ -359,8 +361,11 @@ def script_code(values: Values, method: Any) -> bytes:
 
 
 def says_where(name: str) -> bool:
-    """Whether a value of that name says where something lies or runs, and not what it is."""
-    return name.strip("_").lower() in _WHEREABOUTS | _PROCESS
+    """Whether a value of that name says where something lies or runs, and not what it is.
+
+    A salted hash says in which process it was made.
+    """
+    return name.strip("_").lower() in _WHEREABOUTS | _PROCESS | _SALTED
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""Metrics that are asked for by name, of any task."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from dualeval.errors import UsageError
+from dualeval.metrics import Metric, RowMetric
+from dualeval.plugins import METRIC_GROUP, entry_points_of, plugin_metric
+from dualeval.plugins import is_metric_of_no_task as is_metric_of_no_task
+
+
+def chosen_metrics(
+    asked: Sequence[str], own: Sequence[Metric | RowMetric], columns: Collection[str] = ()
+) -> list[Metric | RowMetric]:
+    """The metrics of a task that were asked for; all of them where nobody asked.
+
+    Args:
+        asked: names of the task's own metrics, or what ``named`` takes.
+        own: the task's.
+        columns: that the task keeps.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    check_metrics(own)
+    known = {metric.name: metric for metric in own}
+    if not asked:
+        return list(own)
+    return [known[text] if text in known else named(text, own, columns) for text in asked]
+
+
+def check_metrics(metrics: Sequence[Any]) -> None:
+    """Check that what was given as metrics are some.
+
+    Raises:
+        UsageError: one is none; says what to write.
+    """
+    for metric in metrics:
+        kind = type(metric)
+        if isinstance(metric, type):
+            said = (
+                f"{metric.__name__}, which is the class of a metric: give an object, {metric.__name__}(...)"
+            )
+        elif any(base.__module__ == "torchmetrics.metric" for base in kind.__mro__):
+            said = (
+                f"a {kind.__name__} of TorchMetrics: write dualeval.metrics.from_torchmetrics(metric, "
+                "['prediction', 'target']), with the columns that its update reads (docs/torchmetrics.md)"
+            )
+        elif isinstance(metric, str):
+            said = f"the text {metric!r}: names are for dualeval.evaluate(model=...) and --metric"
+        elif not all(hasattr(metric, name) for name in ("name", "columns", "compute")):
+            said = f"a {kind.__name__}, which is no metric"
+        else:
+            continue
+        raise UsageError(f"metrics has {said}. Metrics are in docs/metrics.md.")
+
+
+def named(text: str, own: Sequence[Metric | RowMetric], columns: Collection[str]) -> Metric | RowMetric:
+    """A metric that is none of the task's.
+
+    Args:
+        text: the name of an installed package's entry point; that of a column, for its mean; or
+            "torchmetrics:Class(argument=value)", see ``dualeval.metrics.torchmetrics``.
+        own: the task's, for messages and for the columns that they read.
+        columns: that the task keeps.
+
+    Raises:
+        UsageError: there is none of that name, or the task does not make what it reads.
+    """
+    if text.startswith("torchmetrics:"):
+        from dualeval.metrics.torchmetrics import from_text
+
+        return from_text(text, sorted({*columns, *(name for metric in own for name in metric.columns)}))
+    found: Metric | RowMetric | None = plugin_metric(text)
+    if found is not None:
+        return found
+    if text in columns:
+        from dualeval.metrics.means import Mean
+
+        return Mean(text)
+    known = [*(metric.name for metric in own), *entry_points_of(METRIC_GROUP), *columns]
+    near = difflib.get_close_matches(text, known)
+    hint = f" Nearest: {', '.join(near)}." if near else ""
+    raise UsageError(f"there is no metric {text!r} here.{hint} Metrics: {', '.join(known)}")

@@ -1,0 +1,191 @@
+"""Options as dataclasses: what texts, TOML and signatures are turned into, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from dualeval.errors import UsageError
+from dualeval.option_fields import (
+    OptionField,
+    as_json,
+    check_fields,
+    fields_of,
+    option,
+    options_of_call,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a task may ask for.
+
+    Args:
+        words: said in the docstring
+            on two lines.
+    """
+
+    folder: Path = option(help="Where it lies.", metavar="DIR")
+    count: int = option(3, "How many.", group="Numbers", least=1)
+    share: float | None = None
+    mode: Literal["a", "b"] = "a"
+    level: Literal[1, 2] = 1
+    deep: bool = False
+    pair: tuple[int, float] = (1, 0.5)
+    sizes: tuple[int, ...] = ()
+    words: list[str] = field(default_factory=list, metadata={"group": "Texts"})
+    either: int | str = 0
+    where: str | None = option(None, is_path=lambda text: text.endswith(".pt"))
+    step: str = option("x", choices=("x", "y"))
+    hook: object = None
+
+
+FIELDS = {each.name: each for each in fields_of(Options)}
+
+
+def test_what_a_field_says() -> None:
+    folder, count, words = FIELDS["folder"], FIELDS["count"], FIELDS["words"]
+    assert (folder.flag, folder.is_required, folder.help, folder.metavar) == (
+        *("--folder", True),
+        *("Where it lies.", "DIR"),
+    )
+    assert (count.default, count.group, count.least, count.metavar) == (3, "Numbers", 1, "N")
+    assert (words.default, words.group, words.help) == ([], "Texts", "Said in the docstring")
+    assert [each.name for each in FIELDS.values() if not each.is_settable] == ["hook"]
+    assert [each.name for each in FIELDS.values() if each.is_switch] == ["deep"]
+    assert FIELDS["mode"].metavar == "a|b"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("folder", "a/b", Path("a/b")),
+        ("count", "-7", -7),
+        ("share", "1e-3", 1e-3),
+        ("share", "none", None),
+        ("share", "2", 2.0),
+        ("mode", "b", "b"),
+        ("level", "2", 2),
+        ("deep", "Yes", True),
+        ("deep", "0", False),
+        ("pair", "2, 0.25", (2, 0.25)),
+        ("sizes", "1,2,3", (1, 2, 3)),
+        ("sizes", "", ()),
+        ("words", "a,b", ["a", "b"]),
+        ("either", "12", 12),
+        ("either", "1x", "1x"),
+        ("where", "none", "none"),
+        ("step", "y", "y"),
+    ],
+)
+def test_texts(name: str, text: str, value: Any) -> None:
+    parsed = FIELDS[name].parse(text, "-T x")
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("count", "1.5", "-T count '1.5': expected a whole number"),
+        ("share", "much", "expected a number"),
+        ("mode", "c", "expected one of a, b"),
+        ("level", "3", "expected one of 1, 2"),
+        ("deep", "maybe", "expected true or false"),
+        ("pair", "1", "expected 2 values with commas between"),
+        ("sizes", "1,x", "expected whole numbers with commas between, such as 1,2,3"),
+        ("step", "z", "expected one of x, y"),
+    ],
+)
+def test_texts_that_stand_for_nothing(name: str, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        FIELDS[name].parse(text, f"-T {name}")
+
+
+def test_toml_counts_paths_from_its_folder(tmp_path: Path) -> None:
+    def read(name: str, value: Any) -> Any:
+        return FIELDS[name].of_toml(value, "x", tmp_path)
+
+    assert read("folder", "a") == tmp_path / "a"
+    assert read("where", "w.pt") == str(tmp_path / "w.pt")
+    assert read("where", "DEFAULT") == "DEFAULT"
+    assert read("sizes", [1, 2]) == (1, 2)
+    assert read("share", 1) == 1.0
+    assert read("level", 2) == 2
+    assert read("either", "a") == "a"
+    for name, value, message in (
+        ("count", True, "expected a int, found a bool"),
+        ("folder", 3, "expected a str, found a int"),
+        ("either", 0.5, "expected a int or str, found a float"),
+        ("mode", "c", "expected one of a, b"),
+        ("deep", 1, "expected a bool, found a int"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read(name, value)
+
+
+def test_bounds_are_checked() -> None:
+    with pytest.raises(UsageError, match="--count 0: expected a whole number of at least 1"):
+        check_fields(Options(folder=Path(), count=0))
+    with pytest.raises(UsageError, match="--step 'z': expected one of x, y"):
+        check_fields(Options(folder=Path(), step="z"))
+
+
+def test_json_has_what_can_be_typed() -> None:
+    plain = as_json(Options(folder=Path("a"), hook=print, share=math.inf))
+    assert (plain["folder"], plain["pair"], plain["words"], plain["share"]) == ("a", [1, 0.5], [], "inf")
+    assert "hook" not in plain
+
+
+class Task:
+    """A class whose arguments are its options.
+
+    Args:
+        rate: how fast.
+        model: which one.
+    """
+
+    def __init__(  # type: ignore[no-untyped-def]
+        self, model: Path, rate: float = 0.1, names=("a",), count=2, *rest: int, hook=None, **more: int
+    ):
+        pass
+
+
+def described(fields: tuple[OptionField, ...]) -> list[tuple[Any, ...]]:
+    return [(each.name, each.kind, each.default, each.is_required, each.help) for each in fields]
+
+
+def test_arguments_are_options() -> None:
+    made = options_of_call(Task)
+    assert described(fields_of(made)) == [
+        ("model", Path, None, True, "Which one."),
+        ("rate", float, 0.1, False, "How fast."),
+        ("names", tuple[str, ...], ("a",), False, ""),
+        ("count", int, 2, False, ""),
+        ("hook", Any, None, False, ""),
+    ]
+    options = made(model=Path("m"))
+    assert (options.model, options.rate, options.names) == (Path("m"), 0.1, ("a",))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.rate = 3
+
+
+def test_an_annotation_that_only_a_type_checker_sees() -> None:
+    def make(good: int = 1, strange: Unseen = None) -> None:  # type: ignore[name-defined]  # noqa: F821
+        pass
+
+    good, strange = fields_of(options_of_call(make))
+    assert (good.kind, good.is_settable, strange.is_settable) == (int, True, False)
+
+
+def test_arguments_without_a_name_are_refused() -> None:
+    def make(first: int, /) -> None:
+        pass
+
+    with pytest.raises(UsageError, match="first by position alone"):
+        options_of_call(make)

@@ -1,0 +1,166 @@
+"""A task of one's own from the command line: any launcher, killed and resumed, reading processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Finished, Launch
+
+DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
+RUN: list[str | Path] = [*DUALEVAL, "run", "--no-progress"]
+TASK = """
+import os
+import signal
+
+import torch
+
+import dualeval
+from dualeval.metrics import Mean
+from helper_beside_it import MODULUS
+
+
+class Mine(dualeval.Task):
+    wants_workers = False
+
+    def __init__(self, size: int = 96, threshold: float = 0.5, kill_at: int = -1):
+        self.size, self.threshold, self.kill_at = size, threshold, kill_at
+
+    def dataset(self):
+        return Numbers(self.size, self.kill_at)
+
+    def build_model(self, device):
+        torch.manual_seed(0)
+        return torch.nn.Linear(1, 1).eval()
+
+    def forward(self, model, batch):
+        return model(batch[0])[:, 0].sigmoid()
+
+    def observe(self, outputs, batch):
+        return {"right": (outputs > self.threshold) == batch[1], "output": outputs}
+
+    def metrics(self):
+        return [Mean("right"), Mean("output")]
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, size, kill_at):
+        self.size, self.kill_at = size, kill_at
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index == self.kill_at and os.path.exists("kill"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return torch.tensor([index / MODULUS]), index % MODULUS == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "tasks").mkdir()
+    (folder / "tasks/mine.py").write_text(TASK)
+    (folder / "tasks/helper_beside_it.py").write_text("MODULUS = 7\n")
+    return folder
+
+
+def result(done: Finished, out: Path) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(home: Path, launch: Launch) -> dict[str, Any]:
+    """The result of one process."""
+    out = home / "alone"
+    words: list[str | Path] = ["--task", "tasks/mine.py:Mine", "--batch-size", "8", "--threshold", "0.4"]
+    return result(launch([*RUN, *words, "--out", out], cwd=home, timeout=120), out)
+
+
+def test_options_are_in_the_result(alone: dict[str, Any]) -> None:
+    assert alone["samples"]["evaluated"] == 96
+    job = alone["job"]
+    assert (job["task"], job["size"], job["threshold"], job["kill_at"]) == ("tasks/mine.py:Mine", 96, 0.4, -1)
+    assert set(alone["metrics"]) == {"right", "output"}
+
+
+def test_a_stopped_run_goes_on_from_elsewhere_with_more_ranks(
+    home: Path, alone: dict[str, Any], launch: Launch, tmp_path: Path
+) -> None:
+    words = ["--batch-size", "8", "-T", "threshold=0.4", "-T", "kill_at=60", "--out", "out"]
+    (tmp_path / "kill").touch()
+    done = launch([*RUN, "--task", home / "tasks/mine.py:Mine", *words], cwd=tmp_path, timeout=120)
+    assert done.returncode == 75, done.stderr
+    (tmp_path / "kill").unlink()
+    (tmp_path / "job.toml").write_text(f'task = "{home}/tasks/mine.py:Mine"\nthreshold = 0.4\nkill-at = 60\n')
+    words = ["--config", "job.toml", "--batch-size", "8", "--out", "out"]
+    done = launch([*RUN, *words, "--nproc", "2"], cwd=tmp_path, timeout=120)
+    found = result(done, tmp_path / "out")
+    assert found["chunks"]["resumed"] > 0
+    assert found["metrics_digest"] == alone["metrics_digest"]
+    other = launch([*RUN, *words, "-T", "threshold=0.5"], cwd=tmp_path, timeout=120)
+    assert other.returncode == 2
+    assert "options.threshold: 0.4 there, 0.5 now" in other.stderr
+
+
+@pytest.mark.long
+def test_a_metric_by_name(home: Path, alone: dict[str, Any], launch: Launch, tmp_path: Path) -> None:
+    words: list[str | Path] = ["--task", "tasks.mine:Mine", "-T", "threshold=0.4", "--metric", "right"]
+    variables = {"PYTHONPATH": f"{home}/tasks"}
+    done = launch([*RUN, *words, "--out", tmp_path / "out"], cwd=home, variables=variables, timeout=120)
+    assert result(done, tmp_path / "out")["metrics"] == {"right": alone["metrics"]["right"]}
+
+
+def test_a_broken_file_is_said_once_with_its_own_lines(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import torch\n\nx = torch.no_such_function()\n")
+    done = launch([*RUN, "--task", "broken.py:Mine", "--nproc", "2"], cwd=tmp_path, timeout=120)
+    assert done.returncode == 2
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith(
+        "dualeval: error: --task broken.py:Mine: broken.py cannot be imported: AttributeError"
+    )
+    assert f'  File "{tmp_path}/broken.py", line 3, in <module>' in rest
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["broken.py"]
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "dualeval"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "command",
+    [
+        TORCHRUN,
+        pytest.param(["horovodrun", "-np", "2", "dualeval"], marks=pytest.mark.needs("horovod")),
+        pytest.param(["mpirun", "-np", "2", "dualeval"], marks=pytest.mark.needs("mpi")),
+    ],
+    ids=["torchrun", "horovodrun", "mpirun"],
+)
+def test_every_launcher(
+    home: Path, alone: dict[str, Any], launch: Launch, tmp_path: Path, command: list[str]
+) -> None:
+    words: list[str | Path] = ["--task", "tasks/mine.py:Mine", "--batch-size", "8", "--threshold", "0.4"]
+    done = launch([*command, "run", *words, "--out", tmp_path / "out"], cwd=home, timeout=240)
+    assert result(done, tmp_path / "out")["metrics_digest"] == alone["metrics_digest"]
+
+
+@pytest.mark.long
+def test_reading_processes_that_are_started_anew(
+    home: Path, alone: dict[str, Any], launch: Launch, tmp_path: Path
+) -> None:
+    """They import the file under its name."""
+    start = "import multiprocessing\nif multiprocessing.parent_process() is None:\n"
+    spawn = f"{start}    multiprocessing.set_start_method('spawn')\n"
+    (tmp_path / "mine.py").write_text(spawn + TASK)
+    (tmp_path / "helper_beside_it.py").write_text("MODULUS = 7\n")
+    words = ["--task", "mine.py:Mine", "--batch-size", "8", "--threshold", "0.4", "--workers", "2"]
+    done = launch([*RUN, *words, "--out", tmp_path / "out"], cwd=tmp_path, timeout=280)
+    assert result(done, tmp_path / "out")["metrics_digest"] == alone["metrics_digest"]

@@ -1,0 +1,370 @@
+"""Tasks and metrics by name: of files, modules and installed packages, and what is said of broken ones."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dualeval.cli import dualeval
+from dualeval.errors import EXIT_USAGE, LibraryError, UsageError
+from dualeval.job import Job
+from dualeval.metrics import in_two
+from dualeval.metrics.by_name import chosen_metrics
+from dualeval.metrics.classification import classification_metric
+from dualeval.option_fields import check_fields, fields_of
+from dualeval.plugins import BUILT_IN, TASKS, made_task, task_kind
+from dualeval.vision_library import torchvision
+from tests.conftest import ROOT
+
+TASK = """
+    from __future__ import annotations
+    from dataclasses import dataclass, field
+    from pathlib import Path
+
+    import torch
+    import dualeval
+    import dualeval.metrics
+
+    class Mine(dualeval.Task):
+        '''Tells even numbers from odd ones.
+
+        Args:
+            threshold: above it a number is large.
+        '''
+
+        def __init__(self, threshold: float, data: Path = Path("here"), size=100):
+            self.threshold, self.data, self.size = threshold, data, size
+
+        def dataset(self):
+            return [(torch.tensor([float(i)]), i % 2) for i in range(self.size)]
+
+        def build_model(self, device):
+            return torch.nn.Linear(1, 2).requires_grad_(False).eval()
+
+        def forward(self, model, batch):
+            return model(batch[0]) * 0 + torch.tensor([0.0, self.threshold])
+
+        def observe(self, outputs, batch):
+            return {"right": outputs.argmax(1) == batch[1], "large": outputs[:, 1] > 0.5}
+
+        def metrics(self):
+            return [dualeval.metrics.Mean("right"), dualeval.metrics.Mean("large")]
+
+    @dataclass
+    class Asked:
+        threshold: float = field(metadata={"help": "Above it a number is large."})
+        metric: tuple[str, ...] = ()
+        batch_size: int = 1
+
+        def __post_init__(self):
+            if self.threshold > 9:
+                raise ValueError("threshold is at most 9")
+
+    class WithOptions(Mine):
+        options_class = Asked
+
+        def __init__(self, options):
+            super().__init__(options.threshold, size=options.batch_size)
+
+    class Annotated(Mine):
+        def __init__(self, options: Asked):
+            super().__init__(options.threshold)
+
+    def made(threshold: float = 0.25) -> dualeval.Task:
+        return Mine(threshold)
+
+    ready = Mine(0.75)
+
+    class Half(dualeval.Task):
+        def dataset(self):
+            return [1]
+
+        def build_model(self, device):
+            return torch.nn.Linear(1, 1)
+
+    class Untyped(Mine):
+        def __init__(self, model: torch.nn.Module):
+            pass
+
+    class Clash(Mine):
+        def __init__(self, limit: str = "no"):
+            pass
+
+    class Stranger:
+        pass
+
+    def number():
+        return 5
+
+    number_of_classes = 5
+"""
+# Imported here, not in the first test that needs it: the import sets an environment variable.
+torchvision()
+# The tests' own, so that no other module has it.
+NAME = "dualeval_test_mine"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to stand in, from which modules can be imported until the test is over."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
+    yield tmp_path
+    for name in {*sys.modules} - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def mine(here: Path) -> str:
+    """The file of a task, by its path."""
+    (here / "tasks").mkdir()
+    (here / f"tasks/{NAME}.py").write_text(textwrap.dedent(TASK))
+    return f"tasks/{NAME}.py"
+
+
+def refused(task: str, **options: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        Job.of(task, **options).make_task()
+    assert caught.value.exit_code == EXIT_USAGE
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Mine", "WithOptions", "Annotated", "made"])
+def test_a_task_of_a_file(mine: str, name: str) -> None:
+    job = Job.read(None, {"task": f"{mine}:{name}"}, {"threshold": "0.5"})
+    task = job.make_task()
+    assert task.threshold == 0.5  # type: ignore[attr-defined]
+    assert type(task).__module__ == NAME, "the same name on every rank, wherever the file lies"
+    assert task.given_options["threshold"] == 0.5
+    assert "data" not in task.given_options, "where the data lie decides nothing"
+    assert job.to_json()["threshold"] == 0.5
+
+
+def test_a_task_of_a_module(mine: str, here: Path) -> None:
+    task = Job.of(f"tasks.{NAME}:Mine", threshold=1.0).make_task()
+    assert type(task).__module__ == f"tasks.{NAME}"
+
+
+def test_a_task_that_is_ready(mine: str) -> None:
+    kind = task_kind(f"{mine}:ready")
+    assert (kind.fields, kind.summary) == ((), "Tells even numbers from odd ones.")
+    assert made_task(kind, kind.options_class()).threshold == 0.75  # type: ignore[attr-defined]
+
+
+def test_an_option_with_the_name_of_a_run_s_gets_its_value(mine: str) -> None:
+    task = Job.of(f"{mine}:WithOptions", threshold=1.0, batch_size=7).make_task()
+    assert task.size == 7  # type: ignore[attr-defined]
+    assert "batch_size" not in task.given_options
+
+
+def test_paths_of_a_job_file_count_from_it(mine: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "tasks/job.toml").write_text(f'task = "{NAME}.py:Mine"\nthreshold = 1\ndata = "val"\n')
+    job = Job.read(Path("tasks/job.toml"), {})
+    assert job.options.data == Path("tasks/val")
+    assert job.make_task().threshold == 1.0  # type: ignore[attr-defined]
+
+
+def test_options_that_are_wrong(mine: str) -> None:
+    task = f"{mine}:Mine"
+
+    def said(text: str, **flags: object) -> str:
+        with pytest.raises(UsageError) as caught:
+            Job.read(None, {"task": task, **flags}, dict([text.split("=")]))
+        return str(caught.value)
+
+    assert f"--task {task} needs --threshold X, above it a number is large." in refused(task)
+    assert "has no such option. Nearest: threshold. Its options: threshold, data, size." in said("treshold=1")
+    assert "-T threshold 'x': expected a number" in said("threshold=x")
+    assert "--limit is an option of every run: --limit 3" in said("limit=3")
+    assert "give the same option" in said("threshold=3", threshold=4.0)
+    assert "threshold is at most 9" in refused(f"{mine}:WithOptions", threshold=10.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Mien", ["has no 'Mien'. Nearest: Mine", "Tasks there: Mine, "]),
+        ("Half", ["Half does not say forward, metrics, observe"]),
+        ("Stranger", ["Stranger is no task", "derived from object"]),
+        ("number_of_classes", ["a int is no task"]),
+        ("number", ["it returned a int, expected a task"]),
+        ("Untyped", ["its option model has the type Module, which cannot be typed"]),
+        ("Clash", ["its option limit is a str, but --limit is an option of every run"]),
+    ],
+)
+def test_what_is_no_task(mine: str, name: str, words: list[str]) -> None:
+    message = refused(f"{mine}:{name}")
+    for word in words:
+        assert word in message
+
+
+def test_a_file_that_cannot_be_imported(here: Path) -> None:
+    file = here / f"{NAME}.py"
+    file.write_text("def f():\n    return nothing_here\n\nx = f()\n")
+    with pytest.raises(LibraryError) as caught:
+        task_kind(f"{NAME}.py:Mine")
+    first, *rest = str(caught.value).splitlines()
+    assert first.endswith(f"{NAME}.py cannot be imported: NameError: name 'nothing_here' is not defined")
+    assert rest[0] == f'  File "{file}", line 4, in <module>'
+    assert any("in f" in line for line in rest)
+    assert not [line for line in rest if "importlib" in line or "plugins.py" in line]
+    file.write_text("def f(:\n")
+    with pytest.raises(LibraryError, match=r"cannot be imported: SyntaxError(.|\n)*line 1\n +def f\(:"):
+        task_kind(f"{NAME}.py:Mine")
+    file.write_text("raise SystemExit(3)\n")
+    with pytest.raises(LibraryError, match="cannot be imported: SystemExit: 3"):
+        task_kind(f"{NAME}.py:Mine")
+    assert NAME not in sys.modules
+    file.write_text("import no_such_library\n")
+    with pytest.raises(LibraryError, match=f"module {NAME} cannot be imported: .*'no_such_library'"):
+        task_kind(f"{NAME}:Mine")
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("none.py:Mine", "there is no file .*none.py"),
+        ("no_such_package.mine:Mine", "there is no module 'no_such_package' in"),
+        ("a b:Mine", "expected package.module:Class or file.py:Class"),
+        ("mine.py", "expected a class behind the file, as in --task mine.py:Class"),
+        ("question-answring", "Did you mean question-answering?"),
+    ],
+)
+def test_names_that_lead_nowhere(here: Path, task: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        task_kind(task)
+
+
+def test_a_file_that_would_hide_a_module(here: Path) -> None:
+    (here / "json.py").write_text("")
+    with pytest.raises(UsageError, match="would hide the module 'json'"):
+        task_kind("json.py:Mine")
+
+
+def test_the_page_s_own_examples(here: Path) -> None:
+    page = (ROOT / "docs/command-line.md").read_text("utf-8")
+    function, written = (part.partition("```")[0] for part in page.split("```python\n")[1:])
+    (here / f"{NAME}.py").write_text(function + written.replace("def __init__(self, options): ...", "pass"))
+    job = Job.read(None, {"task": f"{NAME}.py:numbers", "limit": 5}, {"scale": "2"})
+    assert len(job.make_task().dataset()) == 100
+    assert job.kind.summary.startswith("Regression on numbers")
+    module = sys.modules[NAME]
+    assert [field.name for field in fields_of(module.Options)] == ["scale", "count", "kind"]
+    with pytest.raises(ValueError, match="--scale -1: expected a number above 0"):
+        module.Options(scale=-1)
+    with pytest.raises(UsageError, match="--count 0: expected a whole number of at least 1"):
+        check_fields(module.Options(count=0))
+
+
+# -- packages ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(here: Path) -> Path:
+    """An installed distribution with a task and metrics, whole ones and broken ones."""
+    site = here / "site-packages"
+    info = site / "dualeval_test_plugin-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dualeval-test-plugin\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(
+        "[dualeval.tasks]\n"
+        f"even-numbers = {NAME}_package:Mine\n"
+        f"broken = {NAME}_broken:Mine\n"
+        f"image-classification = {NAME}_package:Mine\n"
+        "[dualeval.metrics]\n"
+        f"rightness = {NAME}_package:Rightness\n"
+        f"cracked = {NAME}_broken:Metric\n"
+    )
+    metric = """
+    class Rightness(dualeval.metrics.Mean):
+        '''How much is right.'''
+
+        def __init__(self):
+            super().__init__("right", name="rightness")
+    """
+    text = textwrap.dedent(TASK) + textwrap.dedent(metric)
+    (site / f"{NAME}_package.py").write_text(text)
+    (site / f"{NAME}_broken.py").write_text("import no_such_library\n")
+    sys.path.append(str(site))
+    return site
+
+
+def test_a_task_of_a_package(package: Path) -> None:
+    job = Job.of("even-numbers", threshold=0.5)
+    assert job.kind.origin == "package dualeval-test-plugin 1.2"
+    assert type(job.make_task()).__name__ == "Mine"
+    assert task_kind("image-classification").origin == BUILT_IN
+    with pytest.raises(
+        UsageError, match=r"expected one of image-.*, even-numbers, broken.*mean even-numbers\?"
+    ):
+        task_kind("even-number")
+    with pytest.raises(
+        LibraryError, match=r"broken \(.*\) of package .* 1\.2 cannot be imported: .*no_such_li"
+    ):
+        task_kind("broken")
+
+
+def test_lists_name_what_is_broken_and_go_on(package: Path) -> None:
+    done = CliRunner().invoke(dualeval, ["list", "tasks"])
+    assert done.exit_code == 0
+    for line in (
+        "even-numbers          Tells even numbers from odd ones (package dualeval-test-plugin 1.2)",
+        "broken                cannot be imported: ModuleNotFoundError: No module named 'no_such_library'",
+    ):
+        assert line in done.stdout
+    assert all(f"\n{name} " in f"\n{done.stdout}" for name in TASKS)
+    assert "dualeval: note: broken (" in done.stderr
+    assert "has a built-in task's name: it is not used" in done.stderr
+    done = CliRunner().invoke(dualeval, ["list", "metrics"])
+    assert done.exit_code == 0
+    assert "  rightness  How much is right (package dualeval-test-plugin 1.2)" in done.stdout
+    assert "  cracked    cannot be imported" in done.stdout
+
+
+def test_metrics_by_name(package: Path) -> None:
+    own = [classification_metric(name, 3) for name in ("loss", "top1")]
+    assert chosen_metrics((), own) == own
+    assert chosen_metrics(("top1",), own) == [own[1]]
+    chosen = chosen_metrics(("rightness", "loss"), own)
+    assert [metric.name for metric in in_two(chosen)[0]] == ["rightness", "loss"]
+    with pytest.raises(
+        UsageError, match=r"no metric 'rightnes' here\. Nearest: rightness\. Metrics: loss, top1, "
+    ):
+        chosen_metrics(("rightnes",), own)
+    [mean] = chosen_metrics(("size",), own, ["size"])
+    assert (mean.name, mean.columns) == ("size", ("size",))
+    [taken] = chosen_metrics(("torchmetrics:MeanAbsoluteError()",), own, ["prediction", "target"])
+    assert set(taken.columns) == {"prediction", "target"}
+    with pytest.raises(LibraryError, match="cracked"):
+        chosen_metrics(("cracked",), own)
+
+
+def test_which_metrics_the_task_chooses_itself(package: Path, mine: str) -> None:
+    built_in = Job.of(metric=("top1", "rightness", "torchmetrics:X()"))
+    assert built_in.options.metric == ("top1",)
+    assert built_in.metric_of_run == built_in.metric
+    assert Job.of(metric=("top1",)).metric_of_run == ()
+    assert Job.of(f"{mine}:made", metric=("right",)).metric_of_run == ("right",)
+
+
+def test_built_in_metrics_are_listed_by_their_names() -> None:
+    from dualeval.metrics.classification import default_metrics
+    from dualeval.tasks.question_answering import _all_metrics
+
+    images, questions = (task_kind(name).source.known_metrics for name in TASKS)
+    assert set(default_metrics(10)) - {"top5"} == set(images)
+    assert {metric.name for metric in _all_metrics(True)} == set(questions)
+
+
+def test_models_are_listed() -> None:
+    done = CliRunner().invoke(dualeval, ["list", "models"])
+    assert done.exit_code == 0
+    assert "\nresnet50 " in done.stdout
+    assert "fashion-cnn" in done.stdout
