@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import dualeval
-from dualeval.engine import recorder
+from dualeval.engine import recorder, stored_rows
 from dualeval.engine.verification import verify
 from dualeval.errors import UsageError
-from dualeval.metrics import from_torchmetrics, is_of_rows
+from dualeval.metrics import Measured, from_torchmetrics, is_of_rows
 from dualeval.metrics.torchmetrics.spelled import read
 from dualeval.result import Result
 from tests.conftest import Launch
@@ -177,3 +177,30 @@ def test_another_argument_is_another_job(tmp_path: Path) -> None:
     ]
     assert options[0] != options[1]
     assert one.directions == {"squared": "lower"}
+
+
+class BatchSizes:
+    """The number of updates, and the sum of the squares of their sizes."""
+
+    name = "sizes"
+    columns = ("found",)
+    size = 2
+    per_batch = True
+
+    def update(self, ledger: torch.Tensor, columns: Mapping[str, Any]) -> None:
+        ledger += torch.tensor([1, len(columns["found"]) ** 2])
+
+    def compute(self, ledger: torch.Tensor) -> Measured:
+        return Measured(values={"updates": int(ledger[0]), "squares": int(ledger[1])})
+
+
+@pytest.mark.parametrize("window", [1, 20, 50, 16_384])
+def test_each_update_gets_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    class Sized(ManyMetricsTask):
+        def metrics(self) -> list[Any]:
+            return [BatchSizes()]
+
+    found = evaluate(Sized(), tmp_path, **OPTIONS)
+    assert found.metrics == {"updates": 15, "squares": 12 * 64 + 3 * 49}
+    monkeypatch.setattr(stored_rows, "WINDOW_ROWS", window)
+    assert dualeval.rescore(tmp_path, metrics=[BatchSizes()]).metrics == found.metrics

@@ -29,7 +29,7 @@ class Parsed:
 # What an argument is made of: a column as a whole; a list with one entry, which stands for a list with such
 # an entry for each sample; a dict of such. Within an entry a name stands for the sample's own value.
 Shape: TypeAlias = "str | Parsed | list[Any] | dict[str, Any]"
-Columns: TypeAlias = "str | Parsed | Sequence[Shape] | Mapping[str, Shape]"
+Columns: TypeAlias = "str | Parsed | Sequence[Any] | Mapping[str, Any]"
 
 _KINDS = "a column's name, a list [...] of one entry a sample, a dict {...} or parsed(column)"
 # TorchMetrics is written for int64 classes: some of its kernels take no other integer.
