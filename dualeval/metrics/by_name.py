@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.plugins import METRIC_GROUP, entry_points_of, plugin_metric
+from dualeval.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
 
 
 def chosen_metrics(
@@ -27,6 +27,11 @@ def chosen_metrics(
     if not asked:
         return list(own)
     return [known[text] if text in known else named(text, own, columns) for text in asked]
+
+
+def of_no_task(asked: Sequence[str]) -> list[str]:
+    """Those of the metrics that were asked for which no task has: of TorchMetrics, and of packages."""
+    return [text for text in asked if is_metric_of_no_task(text)]
 
 
 def named(text: str, own: Sequence[Metric | RowMetric], columns: Collection[str]) -> Metric | RowMetric:

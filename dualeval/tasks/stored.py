@@ -10,8 +10,7 @@ from typing import Any
 
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
-from dualeval.metrics.by_name import named
-from dualeval.plugins import is_metric_of_no_task
+from dualeval.metrics.by_name import named, of_no_task
 
 # Whose metrics follow from their options; each module has a function ``stored_metrics``.
 _TASKS = {
@@ -47,7 +46,7 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
             f"{job_file.parent} is a run of an earlier version of dualeval, which did not keep what its "
             f"metrics are computed from. Evaluate again: 'dualeval run ... --out {job_file.parent} --fresh'."
         )
-    others = [text for text in asked if is_metric_of_no_task(text)]
+    others = of_no_task(asked)
     if others and len(others) == len(asked):
         return _of_no_task(others, content)
     if task_class not in _TASKS:
