@@ -30,9 +30,10 @@ def check_choice(option: str, value: object, known: Sequence[str]) -> None:
         UsageError: it has another one; offers the nearest.
     """
     if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
+        words = [str(word) for word in known]
+        near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise UsageError(f"{option} {value!r}: expected one of {', '.join(known)}.{hint}")
+        raise UsageError(f"{option} {value!r}: expected one of {', '.join(words)}.{hint}")
 
 
 def check_kind(option: str, value: object, fits: bool, expected: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dualeval.choices import ON_ERROR, PRECISIONS
 from dualeval.errors import UsageError
 from dualeval.option_fields import (
+    Given,
     OptionField,
     as_json,
     check_fields,
@@ -118,7 +119,7 @@ class Job:
 
     @classmethod
     def read(cls, path: Path | None, flags: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> Job:
-        """Make a job of a TOML file and flags; a flag that is given (not None, not empty) wins.
+        """Make a job of a TOML file and flags; a flag that is given (not None, not empty; ``Given``) wins.
 
         Paths in the file count from the file's folder.
 
@@ -131,7 +132,11 @@ class Job:
             UsageError: the file is missing or malformed, or has an unknown key or a value of a wrong type; or
                 as ``of``.
         """
-        given = {name: value for name, value in flags.items() if value is not None and value != ()}
+        given = {
+            name: value.value if isinstance(value, Given) else value
+            for name, value in flags.items()
+            if value is not None and value != ()
+        }
         content = {} if path is None else _content(path)
         kind = task_kind(asked_task(path, given.pop("task", None), content))
         values = {} if path is None else _from_file(path, content, kind)
@@ -252,7 +257,10 @@ def _of_task(names: tuple[str, ...]) -> tuple[str, ...]:
 def _has_path(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return any(map(_has_path, value))
-    return isinstance(value, Path) or (isinstance(value, str) and value.startswith("/"))
+    if isinstance(value, str):
+        # A text may begin like a path, as a prompt does, and decide the numbers.
+        return value.startswith("/") and Path(value).exists()
+    return isinstance(value, Path)
 
 
 # -- -T and job files ----------------------------------------------------------------------------------

@@ -76,6 +76,13 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@dataclass(frozen=True)
+class Given:
+    """A value that was typed, where it looks like one that nobody gave: None, or an empty list or tuple."""
+
+    value: Any
+
+
 def flag_of(name: str) -> str:
     """The flag of the command line that belongs to a field."""
     return "--" + name.replace("_", "-")
@@ -376,23 +383,35 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     for kind in kinds:
         origin = typing.get_origin(kind) or kind
         if origin is Literal:
-            check_choice(where, value, typing.get_args(kind))
-            return value
+            words = typing.get_args(kind)
+            if any(type(value) is type(word) and value == word for word in words):
+                return value
+            if len(kinds) == 1:
+                near = [word for word in words if type(word) is type(value)]
+                # A text, as True and 1.0 are equal to 1.
+                check_choice(where, value if near else repr(value), near or words)
+            continue
         if origin in (tuple, list) and isinstance(value, list):
-            items = typing.get_args(kind) or (str,)
-            return origin(_typed(entry, items[0], where) for entry in value)
+            items = typing.get_args(kind) or (str, Ellipsis)
+            if origin is list or items[-1] is Ellipsis:
+                items = (items[0],) * len(value)
+            if len(items) != len(value):
+                raise UsageError(f"{where} = {value!r}: expected {len(items)} values, found {len(value)}")
+            return origin(_typed(entry, item, where) for entry, item in zip(value, items, strict=True))
         if origin is float and type(value) is int:
             return float(value)
         if origin is Path and type(value) is str:
             return Path(value)
         if type(value) is origin:
             return value
-    names = {tuple: "list", Path: "str"}
-    wanted = " or ".join(
-        names.get(origin, getattr(origin, "__name__", str(origin)))
-        for origin in (typing.get_origin(kind) or kind for kind in kinds)
-    )
-    raise UsageError(f"{where} = {value!r}: expected a {wanted}, found a {type(value).__name__}")
+    names: dict[Any, str] = {tuple: "a list", Path: "a str", int: "an int"}
+    wanted = []
+    for kind in kinds:
+        origin = typing.get_origin(kind) or kind
+        said = names.get(origin, f"a {getattr(origin, '__name__', origin)}")
+        wanted.append(" or ".join(map(repr, typing.get_args(kind))) if origin is Literal else said)
+    found = names.get(type(value), f"a {type(value).__name__}")
+    raise UsageError(f"{where} = {value!r}: expected {' or '.join(wanted)}, found {found}")
 
 
 # -- docstrings ----------------------------------------------------------------------------------------

@@ -154,11 +154,11 @@ def test_unknown_keys_get_the_nearest_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('batch-size = "64"', ["batch-size = '64'", "expected a int", "found a str"]),
-        ("batch-size = 64.0", ["expected a int", "found a float"]),
-        ("limit = true", ["expected a int", "found a bool"]),
-        ("download = 1", ["expected a bool", "found a int"]),
-        ("model = 18", ["expected a str", "found a int"]),
+        ('batch-size = "64"', ["batch-size = '64'", "expected an int", "found a str"]),
+        ("batch-size = 64.0", ["expected an int", "found a float"]),
+        ("limit = true", ["expected an int", "found a bool"]),
+        ("download = 1", ["expected a bool", "found an int"]),
+        ("model = 18", ["expected a str", "found an int"]),
         ("metric = 'top1'", ["expected a list", "found a str"]),
         ("metric = ['top1', 5]", ["metric = 5", "expected a str"]),
         ("mean = 0.5", ["expected a list", "found a float"]),

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from dualeval.cli import dualeval
 from tests.conftest import Finished, Launch
 
 DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
@@ -164,3 +166,20 @@ def test_reading_processes_that_are_started_anew(
     words = ["--task", "mine.py:Mine", "--batch-size", "8", "--threshold", "0.4", "--workers", "2"]
     done = launch([*RUN, *words, "--out", tmp_path / "out"], cwd=tmp_path, timeout=280)
     assert result(done, tmp_path / "out")["metrics_digest"] == alone["metrics_digest"]
+
+
+def test_none_and_an_empty_list_are_values_that_a_flag_gives(tmp_path: Path) -> None:
+    (tmp_path / "emptied.py").write_text(
+        "import dualeval\n"
+        "def made(most: int | None = 3, sizes: tuple[int, ...] = (1, 2)):\n"
+        "    raise dualeval.UsageError(f'most {most} sizes {sizes}')\n"
+    )
+    (tmp_path / "job.toml").write_text(f'task = "{tmp_path}/emptied.py:made"\nmost = 5\nlimit = 7\n')
+    for words, most, sizes in (
+        ([], "5", "(1, 2)"),
+        (["--most", "none", "--sizes", ""], "None", "()"),
+        (["-T", "most=none", "-T", "sizes="], "None", "()"),
+    ):
+        config = str(tmp_path / "job.toml")
+        done = CliRunner().invoke(dualeval, ["run", "--config", config, "--dry-run", *words])
+        assert f"most {most} sizes {sizes}" in str(done.exception) + done.output

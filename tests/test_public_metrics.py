@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -295,3 +296,15 @@ def test_the_module_of_a_function_is_part_of_the_job() -> None:
     assert __name__ in identity[largest_error]["source"]
     partials = [found for function, found in identity.items() if isinstance(function, functools.partial)]
     assert all("sklearn" in found["libraries"] for found in partials)
+
+
+@pytest.mark.parametrize("columns", ["preds=a, target=b) + 1 #", "preds=a) #", "preds=a).x("])
+def test_columns_that_close_their_own_bracket_are_refused(
+    columns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One of TorchMetrics' own imports sets it for the process.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    from dualeval.metrics.torchmetrics import from_text
+
+    with pytest.raises(UsageError, match=r"behind @ expected|no column for 'target'"):
+        from_text(f"torchmetrics:MeanSquaredError()@{columns}")

@@ -357,3 +357,21 @@ def test_what_job_json_says(tmp_path: Path) -> None:
     assert content["metrics"] == ["top1"]
     assert content["job"]["task_options"]["num_classes"] == 10
     assert content["job"]["columns"] == list(ImageClassification.rows)
+
+
+def test_a_metric_of_torchmetrics_is_scored_from_the_rows_of_any_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One of TorchMetrics' own imports sets it for the process.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    spelled = "torchmetrics:MeanAbsoluteError()@preds=prediction,target=target"
+    data = [(torch.tensor([float(value)]), float(value + 1)) for value in range(10)]
+    evaluate(dualeval.ModelTask(model=torch.nn.Identity(), data=data), tmp_path / "own")
+    found = metrics_of_run(tmp_path / "own/job.json", [spelled])
+    assert dualeval.rescore(tmp_path / "own", metrics=found).metrics == {"MeanAbsoluteError": 1.0}
+
+    evaluate(ImageClassification(metrics=["top1"]), tmp_path / "built", limit=20, metric=["top1", spelled])
+    found = metrics_of_run(tmp_path / "built/job.json", ["top1", spelled])
+    assert list(dualeval.rescore(tmp_path / "built", metrics=found).metrics) == ["top1", "MeanAbsoluteError"]
+    with pytest.raises(dualeval.UsageError, match="'MeanAbsoluteError' of TorchMetrics"):
+        metrics_of_run(tmp_path / "built/job.json")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import click
 from click.shell_completion import CompletionItem
 
-from dualeval.option_fields import OptionField
+from dualeval.option_fields import Given, OptionField
 
 _WIDTH = 110
 
@@ -61,7 +61,10 @@ class _FieldType(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # g
         return self._field.metavar
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self._field.parse(value, self._field.flag) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        parsed = self._field.parse(value, self._field.flag)
+        return Given(parsed) if parsed is None or parsed == () else parsed
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str

@@ -15,7 +15,7 @@ from dualeval.cli.grouped import GroupedCommand, Words, flag_for, grouped, with_
 from dualeval.errors import EXIT_DONE, LaunchError, UsageError
 from dualeval.job import COMMON
 from dualeval.launch import examine
-from dualeval.option_fields import as_json
+from dualeval.option_fields import Given, as_json
 from dualeval.plugins import SCORED, made_task, scored_kind
 
 # The kinds of evaluation whose answers can be had as a file.
@@ -59,6 +59,7 @@ def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
     RUN is a run's output folder, which is not changed: its own metrics, or those of --metric, come to the
     same bits as in a run. Answers are scored as the official scripts of SQuAD do.
     """
+    flags = {name: value.value if isinstance(value, Given) else value for name, value in flags.items()}
     found = examine(os.environ, None).place
     if found.size > 1:
         raise LaunchError(

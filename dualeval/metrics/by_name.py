@@ -58,6 +58,11 @@ def check_metrics(metrics: Sequence[Any]) -> None:
         raise UsageError(f"metrics has {said}. Metrics are in docs/metrics.md.")
 
 
+def of_no_task(asked: Sequence[str]) -> list[str]:
+    """Those of the metrics that were asked for which no task has: of TorchMetrics, and of packages."""
+    return [text for text in asked if is_metric_of_no_task(text)]
+
+
 def named(text: str, own: Sequence[Metric | RowMetric], columns: Collection[str]) -> Metric | RowMetric:
     """A metric that is none of the task's.
 

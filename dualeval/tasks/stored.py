@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
+from dualeval.metrics.by_name import named, of_no_task
 
 # Whose metrics follow from their options; each module has a function ``stored_metrics``.
 _TASKS = {
@@ -44,15 +46,33 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
             f"{job_file.parent} is a run of an earlier version of dualeval, which did not keep what its "
             f"metrics are computed from. Evaluate again: 'dualeval run ... --out {job_file.parent} --fresh'."
         )
+    others = of_no_task(asked)
+    if others and len(others) == len(asked):
+        return _of_no_task(others, content)
     if task_class not in _TASKS:
         raise UsageError(
             f"{job_file.parent} is a run of the task {task_class}, whose metrics only its own code knows. In "
             f"Python: dualeval.rescore({str(job_file.parent)!r}, metrics=[...]) computes "
             "metrics from the run's rows; given the run's own, its metrics_digest is that in result.json."
         )
+    for name, said in content.get("job", {}).get("metric_options", {}).items():
+        if not asked and isinstance(said, dict) and "torchmetrics" in said:
+            raise UsageError(
+                f"{job_file.parent} has the metric {name!r} of TorchMetrics, and {job_file.name} does not "
+                "say with which arguments. Name the metrics, as in 'dualeval score "
+                f"{job_file.parent} --metric torchmetrics:...', or in Python dualeval.rescore."
+            )
     make = importlib.import_module(_TASKS[task_class]).stored_metrics
     try:
-        metrics = make(content["job"]["task_options"], asked or content["metrics"])
+        own = [name for name in asked if name not in others]
+        metrics = [*make(content["job"]["task_options"], own or content["metrics"])]
     except (KeyError, TypeError) as error:
         raise DualevalError(f"{job_file} is damaged: {type(error).__name__}: {error}") from error
-    return [metric for metric in metrics if asked or is_of_rows(metric) or keeps_rows(metric)]
+    metrics = [metric for metric in metrics if asked or is_of_rows(metric) or keeps_rows(metric)]
+    return [*metrics, *_of_no_task(others, content)]
+
+
+def _of_no_task(texts: Sequence[str], content: Mapping[str, Any]) -> list[Metric | RowMetric]:
+    """Metrics of TorchMetrics and of packages, for the columns that a run has made."""
+    columns = content.get("job", {}).get("columns") or ()
+    return [named(text, (), columns) for text in texts]

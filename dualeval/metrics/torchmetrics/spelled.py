@@ -148,8 +148,14 @@ def _value(node: ast.expr, text: str) -> Any:
 
 def _columns(source: str, text: str) -> dict[str, Shape]:
     call = _parsed(f"columns({source})", text)
-    assert isinstance(call, ast.Call)
-    if call.args or not call.keywords or any(keyword.arg is None for keyword in call.keywords):
+    # What closes the bracket early is no call of columns any more.
+    is_call = isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    if (
+        not (is_call and isinstance(call, ast.Call))
+        or call.args
+        or not call.keywords
+        or any(keyword.arg is None for keyword in call.keywords)
+    ):
         raise UsageError(f"{text!r}: behind @ expected argument=column, separated by commas, as in {SYNTAX}")
     return {str(keyword.arg): _shape(keyword.value, text) for keyword in call.keywords}
 
