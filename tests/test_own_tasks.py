@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from dualeval.cli import dualeval
+from dualeval.job import Job
 from tests.conftest import Finished, Launch
 
 DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
@@ -183,3 +184,14 @@ def test_none_and_an_empty_list_are_values_that_a_flag_gives(tmp_path: Path) -> 
         config = str(tmp_path / "job.toml")
         done = CliRunner().invoke(dualeval, ["run", "--config", config, "--dry-run", *words])
         assert f"most {most} sizes {sizes}" in str(done.exception) + done.output
+
+
+def test_a_text_that_begins_like_a_path_decides(tmp_path: Path) -> None:
+    (tmp_path / "prompted.py").write_text(
+        "import dualeval, torch\n"
+        "def prompted(prefix: str = '', data: str = '') -> dualeval.Task:\n"
+        "    return dualeval.ModelTask(model=torch.nn.Identity(), data=[1.0])\n"
+    )
+    texts = {"prefix": "/think", "data": str(tmp_path)}
+    job = Job.read(None, {"task": f"{tmp_path / 'prompted.py'}:prompted"}, texts)
+    assert job.make_task().given_options == {"prefix": "/think"}

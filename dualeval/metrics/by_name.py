@@ -8,8 +8,7 @@ from typing import Any
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.plugins import METRIC_GROUP, entry_points_of, plugin_metric
-from dualeval.plugins import is_metric_of_no_task as is_metric_of_no_task
+from dualeval.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
 
 
 def chosen_metrics(

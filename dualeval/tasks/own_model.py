@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import check_metrics, is_metric_of_no_task, named
+from dualeval.metrics.by_name import check_metrics, named, of_no_task
 from dualeval.metrics.classification import (
     are_probabilities,
     classification_metric,
@@ -253,7 +253,7 @@ class ModelTask(Task):
         return [Mean(name) for name in found]
 
     def _named(self, name: str) -> Metric | RowMetric:
-        if is_metric_of_no_task(name):
+        if of_no_task([name]):
             return named(name, (), self._kinds)
         column = self._kinds.get(name)
         if self._classes is not None and (column is None or "rank" in self._kinds):
