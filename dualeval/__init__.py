@@ -71,10 +71,12 @@ __all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
+    if name == "metrics":  # as in dualeval.metrics.Mean
+        return importlib.import_module("dualeval.metrics")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

@@ -5,6 +5,7 @@ And what must not matter does not: the run goes on, or is printed again.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib
 import json
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import dualeval
 from dualeval.engine import agreement
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric
@@ -704,3 +706,70 @@ def test_a_value_of_a_tasks_own_is_part_of_the_job(tmp_path: Path) -> None:
     assert evaluate(Plain(0.5), tmp_path).earlier
     with pytest.raises(UsageError, match=r"task_attributes\.threshold"):
         evaluate(Plain(0.6), tmp_path)
+
+
+class Counting(Plain):
+    """Keeps in its attributes what it has seen."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(0.5)
+        self.given = given
+        self.seen: list[int] = []
+
+    def observe(self, outputs: Any, batch: Any) -> Any:
+        self.seen.append(len(outputs))
+        return super().observe(outputs, batch)
+
+
+@dataclass(frozen=True)
+class Limits:
+    low: float
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda value: [value],
+        lambda value: {"low": (value,)},
+        Limits,
+        torch.tensor,
+        lambda value: functools.partial(max, value),
+        lambda value: lambda: value,
+    ],
+)
+def test_lists_functions_and_dataclasses_of_a_tasks_own_are_part_of_the_job(of: Any, tmp_path: Path) -> None:
+    evaluate(Counting(of(0.5)), tmp_path)
+    assert evaluate(Counting(of(0.5)), tmp_path).earlier
+    with pytest.raises(UsageError, match=r"task_attributes\.given"):
+        evaluate(Counting(of(0.6)), tmp_path)
+
+
+def test_what_a_given_function_closes_over_or_reads_is_part_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(factor: float, name: str) -> Any:
+        return dualeval.evaluate(
+            model=nn.Identity(),
+            data=torch.arange(20.0),
+            observe=functools.partial(scaled, factor=factor),
+            batch_size=4,
+            launcher="none",
+            out=tmp_path / name,
+        )
+
+    run(1.0, "closure")
+    assert run(1.0, "closure").earlier
+    # Of the job, not of Python's library: that would be another machine, which may be allowed.
+    with pytest.raises(UsageError, match=r"holds another job \(job\.source"):
+        run(2.0, "closure")
+    run(1.0, "constant")
+    monkeypatch.setitem(globals(), "ADDED", 1.0)
+    with pytest.raises(UsageError, match=r"job\.constants\.tests.*scaled\.ADDED: 0\.0 there, 1\.0 now"):
+        run(1.0, "constant")
+
+
+ADDED = 0.0
+
+
+def scaled(outputs: Any, batch: Any, factor: float) -> dict[str, Any]:
+    return {"value": outputs * factor + ADDED}

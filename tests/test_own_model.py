@@ -137,6 +137,38 @@ def test_a_class_for_each_place(last: bool, tmp_path: Path) -> None:
     assert rows["target"].to_pylist() == labels.flatten(1).tolist()
 
 
+def test_classes_in_a_dimension_that_cannot_be_told() -> None:
+    labels = torch.arange(4).repeat(SAMPLES, 1)
+    with pytest.raises(UsageError, match=r"whether the classes are dimension 1 or 2 .* cannot be seen"):
+        evaluate(model=nn.Identity(), data=TensorDataset(torch.rand(SAMPLES, 4, 4), labels))
+
+
+@pytest.mark.parametrize("whole", [torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("flat", [True, False])
+def test_whole_numbers_as_targets_of_a_regression(flat: bool, whole: torch.dtype) -> None:
+    model: nn.Module = nn.Sequential(linear(5, 1), nn.Flatten(0)) if flat else linear(5, 1)
+    inputs, targets = numbers(SAMPLES, 5), (torch.arange(SAMPLES) % 2).to(whole)
+    result = evaluate(model=model.eval(), data=TensorDataset(inputs, targets))
+    errors = (model(inputs).flatten() - targets.float()).abs()
+    assert result.metrics["mae"] == pytest.approx(errors.mean().item(), rel=1e-6)
+
+
+def test_a_label_beyond_32_bits_is_no_other_label() -> None:
+    labels = torch.arange(SAMPLES) % 3
+    labels[5] += 2**32
+    with pytest.raises(UsageError, match="sample 5 has the label"):
+        evaluate(model=linear(5, 3), data=TensorDataset(numbers(SAMPLES, 5), labels), metrics=["top1"])
+
+
+def test_a_regression_in_half_precision_is_written(tmp_path: Path) -> None:
+    model = linear(5, 1)
+    data = TensorDataset(numbers(SAMPLES, 5), torch.full((SAMPLES,), 1000.0))
+    result = evaluate(model=model, data=data, precision="amp-bf16", out=tmp_path)
+    assert result.metrics["rmse"] == pytest.approx(1000, rel=0.01)
+    half = TensorDataset(*(tensor.half() for tensor in data.tensors))
+    assert evaluate(model=linear(5, 1).half(), data=half).metrics["rmse"] == pytest.approx(1000, rel=0.01)
+
+
 def test_functions_of_ones_own(tmp_path: Path) -> None:
     data = numbers(SAMPLES, 3)
     result = evaluate(
@@ -229,6 +261,10 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(model=3), "model is a int"),
     (lambda: wrong(model=lambda: 3), r"returned a int: expected an nn\.Module"),
     (lambda: wrong(metrics="top1"), r"metrics is a str: expected a list"),
+    (lambda: wrong(metrics=[dualeval.ModelTask]), r"metrics has ModelTask: expected metrics, as Mean"),
+    (lambda: wrong(metrics=[lambda t: 1.0]), r"metrics has a function: expected metrics, as Mean"),
+    (lambda: wrong(rows="target"), r"rows is the text 'target': expected a list"),
+    (lambda: wrong(observe=lambda outputs, batch: outputs), "observe returned a Tensor, expected a dict"),
     (lambda: wrong(collate=1), "collate is a int"),
     (lambda: wrong(metrics=["top8"]), "needs at least 8 classes, found 7"),
     (lambda: wrong(metrics=["nothing"]), "there is no metric 'nothing'"),

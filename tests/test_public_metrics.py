@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,9 @@ def test_ragged_columns_count_by_element(make: Callable[[int], Metric]) -> None:
     ragged["target"] = Ragged(target.reshape(-1), torch.tensor([70, 50]))
     with pytest.raises(UsageError, match="give both the same shape"):
         metric.update(ledgers[1], ragged)
+    # As many elements in all, but not in each sample.
+    with pytest.raises(UsageError, match="give both the same shape"):
+        metric.update(ledgers[1], {**ragged, "prediction": prediction.reshape(2, 60)})
     ragged["target"] = Text(["cat", "dog"])
     with pytest.raises(UsageError, match="of Text: expected classes"):
         metric.update(ledgers[1], ragged)
@@ -308,3 +313,8 @@ def test_columns_that_close_their_own_bracket_are_refused(
 
     with pytest.raises(UsageError, match=r"behind @ expected|no column for 'target'"):
         from_text(f"torchmetrics:MeanSquaredError()@{columns}")
+
+
+def test_metrics_are_an_attribute_of_the_package() -> None:
+    code = "import dualeval; assert dualeval.metrics.Mean('loss').name == 'loss'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import datasets
 import numpy as np
@@ -103,6 +106,14 @@ def of(data: Any, **options: Any) -> str:
         ([{"x": torch.zeros(2)}] * 2, [{"x": torch.ones(2)}] * 2),
         (rows(), rows().rename_column("x", "z")),
         (rows(), rows().with_format("torch")),
+        (["/a"], ["/b"]),
+        (["see /usr/a now"], ["see /usr/b now"]),
+        (["cpu"], ["cuda:0"]),
+        ([Path("/a/1.png")], [Path("/a/2.png")]),
+        ([date(2020, 1, 1)], [date(2020, 1, 2)]),
+        ([datetime(2020, 1, 1, 1)], [datetime(2020, 1, 1, 2)]),
+        ([UUID(int=1)], [UUID(int=2)]),
+        ([SimpleNamespace(rank=1)], [SimpleNamespace(rank=2)]),
         (Held(1), Held(2)),
         (Held(torch.zeros(2)), Held(torch.ones(2))),
     ],
@@ -140,6 +151,10 @@ def test_stored_values_of_hugging_face_are_the_contents() -> None:
     assert contents(rows()) != contents(rows(label=[0, 1, 0]))
     # Its order is an index beside the table.
     assert contents(rows()) != contents(rows().shuffle(seed=3))
+    # A text is what is evaluated, also where it looks like a path; likewise a time.
+    assert contents(rows(name=["/a", "b", "c"])) != contents(rows(name=["/b", "b", "c"]))
+    times = [[datetime(2020, 1, day)] * 3 for day in (1, 2)]
+    assert contents(rows(t=times[0])) != contents(rows(t=times[1]))
     pictures = [
         {"bytes": None, "path": "/here/a.png"},
         {"bytes": b"1", "path": None},

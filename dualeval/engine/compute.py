@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from dualeval.engine import numerics
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.settings_watch import is_compiled, watch_settings
 from dualeval.engine.transfer import Columns, Downloads, Pending
+from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task
@@ -154,7 +156,13 @@ class Compute:
         with self._gradients_off():
             with numerics.autocast(self._precision, self._device):
                 outputs = self._task.forward(model, data)
-            columns: Columns = as_columns(self._task.observe(outputs, data))
+            observed = self._task.observe(outputs, data)
+            if not isinstance(observed, Mapping):
+                raise UsageError(
+                    f"observe returned a {type(observed).__name__}, expected a dict of columns, one row a "
+                    "sample, as {'loss': losses}"
+                )
+            columns: Columns = as_columns(observed)
             return columns
 
 

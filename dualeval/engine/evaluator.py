@@ -18,6 +18,7 @@ from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns
 from dualeval.engine.guest import as_it_was
+from dualeval.engine.identity import task_attributes
 from dualeval.engine.options import RunOptions
 from dualeval.engine.samples import as_dataset
 from dualeval.engine.watch import Watch
@@ -130,12 +131,15 @@ class Evaluator:
             context.note_all([*self._task.notes()])
             dataset = as_dataset(self._task.dataset())
             context = self._with_workers(dataset)
+            attributes = task_attributes(self._task)
             rows = self._task.rows
             if rows is None:
                 first = first_columns(self._task, dataset, model, plan_of(dataset, context), context)
                 self._task.see(first)
                 rows = self._task.rows or tuple(first)
-            execution = Execution(self._task, dataset, model, context, rows, threads=threads)
+            execution = Execution(
+                self._task, dataset, model, context, rows, threads=threads, attributes=attributes
+            )
             # After all that a task's own code may have set. What this rank says of it is in the result.
             execution.said += [*said, *settings.notes, *settings.check_after_build()]
             context.note_all(execution.said)

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -49,6 +50,7 @@ class Execution:
         context: where it runs, and how.
         rows: the columns that the task wants kept.
         threads: what this rank may compute in.
+        attributes: the task's, for the job's identity.
 
     Attributes:
         evaluation: all that is the same for each batch; complete after ``begin``.
@@ -72,8 +74,10 @@ class Execution:
         rows: Sequence[str],
         *,
         threads: int,
+        attributes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._task = task
+        self._attributes = attributes
         self._context = context
         self._options = context.options
         self._backend = context.backend
@@ -134,6 +138,7 @@ class Execution:
                 of.metrics,
                 of.row_metrics,
                 self._plan.num_samples,
+                self._attributes,
             ),
             "columns": list(self._columns),
             "batch_size": self._plan.batch_size,

@@ -45,6 +45,12 @@ def rescore(folder: str | Path, *, metrics: Sequence[Metric | RowMetric]) -> Res
         )
     if not metrics:
         raise UsageError("no metric was given: there is nothing to compute")
+    wrong = [metric for metric in metrics if not hasattr(metric, "columns") or isinstance(metric, type)]
+    if wrong:
+        raise UsageError(
+            f"metrics has {wrong[0]!r}, expected metrics, as Mean('loss'): names of metrics are for "
+            "'dualeval score RUN --metric NAME'"
+        )
     result = read_result(folder / RESULT)
     recorded = result.files.get(PREDICTIONS)
     if recorded is not None and recorded != checksum_of(folder / PREDICTIONS):

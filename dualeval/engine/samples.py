@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from dualeval.engine.identity.values import Values, attributes_of
+from dualeval.engine.identity.values import Contents, Values, attributes_of
 from dualeval.errors import UsageError
 from dualeval.tasks import Dataset
 
@@ -131,7 +131,7 @@ class Samples:
 
     def _hash(self, index: int) -> str | None:
         try:
-            first, again = (Values().digest(self.__getitems__([index])).hex() for _ in range(2))
+            first, again = (Contents().digest(self.__getitems__([index])).hex() for _ in range(2))
         except Exception:  # noqa: BLE001 - what is wrong with a sample is said when it is evaluated
             return None
         return first if first == again else None
@@ -145,7 +145,7 @@ class Samples:
         """A hash of what lies in memory; of an object, of its public attributes."""
         if self.in_memory:
             data = self._data.tensors if isinstance(self._data, TensorDataset) else self._data
-            return Values().digest(data).hex()
+            return Contents().digest(data).hex()
         # Dicts and private ones may be caches, which fill while samples are read; a mapped file may be large.
         attributes = {
             name: value
@@ -183,7 +183,8 @@ class HuggingFaceSamples(Samples):
         if self._given is not None:
             return self._given
         columns = self._stored[samples.start : samples.stop].to_pydict()
-        return Values().digest([sorted(columns), [_stored(columns[name]) for name in sorted(columns)]]).hex()
+        stored = [_stored(columns[name]) for name in sorted(columns)]
+        return Contents().digest([sorted(columns), stored]).hex()
 
 
 class OneByOne(Samples):

@@ -100,10 +100,14 @@ def _elements(metric: str, column: str, values: Any) -> Tensor:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether ragged columns have samples of the same lengths."""
-    if not (isinstance(one, Ragged) and isinstance(other, Ragged)):
-        return True
-    return torch.equal(one.lengths, other.lengths)
+    """Whether the samples of two columns have the same lengths."""
+    return torch.equal(_lengths(one), _lengths(other))
+
+
+def _lengths(column: Any) -> Tensor:
+    if isinstance(column, Ragged):
+        return column.lengths.cpu() * math.prod(column.values.shape[1:])
+    return torch.full((len(column),), math.prod(column.shape[1:]))
 
 
 class Confusion(_Labels):

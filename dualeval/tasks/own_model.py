@@ -44,7 +44,8 @@ class ModelTask(Task):
     ==================================  ===================================================================
     floats (n, C), integers (n,)        those of ``observe_logits``: loss, confidence, prediction, target,
                                         ...; and logits, where a metric reads them
-    floats (n,) or (n, 1), floats       prediction, target, error, absolute_error, squared_error
+    floats (n,) or (n, 1), numbers      prediction, target, error, absolute_error, squared_error
+    (n,) or (n, 1)
     floats (n, C, ...), integers (n,    prediction (the class of each place) and target, (n, places)
     ...); or floats (n, ..., C)
     anything else                       prediction, and target where there is one
@@ -87,6 +88,16 @@ class ModelTask(Task):
             )
         if metrics is not None and (isinstance(metrics, str) or not isinstance(metrics, Sequence)):
             raise UsageError(f"metrics is a {type(metrics).__name__}: expected a list of metrics or names")
+        if isinstance(rows, str):
+            raise UsageError(f"rows is the text {rows!r}: expected a list of columns, as [{rows!r}]")
+        for metric in metrics or ():
+            named = not isinstance(metric, type) and hasattr(metric, "columns") and hasattr(metric, "name")
+            if not (isinstance(metric, str) or named):
+                found = metric.__name__ if isinstance(metric, type) else f"a {type(metric).__name__}"
+                raise UsageError(
+                    f"metrics has {found}: expected metrics, as Mean('loss') or Rows(function, ['target', "
+                    "'prediction']), or names (docs/metrics.md)"
+                )
         for argument, function in (("collate", collate), ("forward", forward), ("observe", observe)):
             if function is not None and not callable(function):
                 raise UsageError(f"{argument} is a {type(function).__name__}: expected a function, or None")
@@ -174,20 +185,20 @@ class ModelTask(Task):
         outputs = _tensor_of(outputs)
         _, target = _in_two(batch)
         if not isinstance(target, Tensor):
-            return {"prediction": outputs.flatten(1) if outputs.ndim > 1 else outputs}
+            return {"prediction": _in_single(outputs.flatten(1) if outputs.ndim > 1 else outputs)}
         if _are_of_classes(outputs, target):
             if self._classes is None:
                 self._look(outputs)
             # A label that no class has is refused on the host: nobody waits for the device here.
             known = target.clamp(0, outputs.shape[1] - 1)
-            columns = {**observe_logits(outputs, known, _TOP), "target": target.to(torch.int32)}
+            columns = {**observe_logits(outputs, known, _TOP), "target": _as_labels(target)}
             return {**columns, "logits": outputs.float()} if self._gives_logits else columns
         if (at := _dimension_of_classes(outputs, target)) is not None:
             classes = outputs.argmax(at).to(torch.int32)
-            return {"prediction": classes.flatten(1), "target": target.to(torch.int32).flatten(1)}
+            return {"prediction": classes.flatten(1), "target": _as_labels(target).flatten(1)}
         if outputs.is_floating_point() and outputs.numel() == target.numel() == len(target):
-            prediction, target = outputs.reshape(-1), target.reshape(-1)
-            error = prediction - target
+            prediction, target = _in_single(outputs.reshape(-1)), _in_single(target.reshape(-1))
+            error = prediction - (target.to(prediction.dtype) if _is_whole(target) else target)
             return {
                 "prediction": prediction,
                 "target": target,
@@ -196,7 +207,10 @@ class ModelTask(Task):
                 "squared_error": error.square(),
             }
         flat = {"prediction": outputs, "target": target}
-        return {name: column.flatten(1) if column.ndim > 1 else column for name, column in flat.items()}
+        return {
+            name: _in_single(column.flatten(1) if column.ndim > 1 else column)
+            for name, column in flat.items()
+        }
 
     def _look(self, outputs: Tensor) -> None:
         """Look at the first logits, which may take the device's time this once."""
@@ -336,18 +350,44 @@ def _tensor_of(outputs: Any) -> Tensor:
     )
 
 
+def _is_whole(target: Tensor) -> bool:
+    return not (target.is_floating_point() or target.is_complex())
+
+
+def _in_single(column: Tensor) -> Tensor:
+    """Half precision as float32: nothing is lost, a square has room, and Parquet has no bfloat16."""
+    return column.float() if column.dtype in (torch.float16, torch.bfloat16) else column
+
+
+def _as_labels(target: Tensor) -> Tensor:
+    """Labels as int32; one beyond that is the nearest, which no model has either, and never another one."""
+    limits = torch.iinfo(torch.int32)
+    return (target.clamp(limits.min, limits.max) if target.dtype == torch.int64 else target).to(torch.int32)
+
+
 def _are_of_classes(outputs: Tensor, target: Tensor) -> bool:
-    is_integer = not (target.is_floating_point() or target.is_complex())
-    return outputs.is_floating_point() and outputs.ndim == 2 and target.ndim == 1 and is_integer
+    # One output a sample tells no classes apart.
+    is_of_samples = outputs.ndim == 2 and outputs.shape[1] > 1 and target.ndim == 1
+    return outputs.is_floating_point() and is_of_samples and _is_whole(target)
 
 
 def _dimension_of_classes(outputs: Tensor, target: Tensor) -> int | None:
     """Which dimension of the outputs is that of classes, where each place of a sample has a label."""
-    if outputs.ndim != target.ndim + 1 or target.is_floating_point() or target.ndim < 2:
+    if outputs.ndim != target.ndim + 1 or not _is_whole(target) or target.ndim < 2:
         return None
-    if outputs.shape[2:] == target.shape[1:]:
-        return 1
-    return outputs.ndim - 1 if outputs.shape[:-1] == target.shape else None
+    fitting = {
+        dimension
+        for dimension in (1, outputs.ndim - 1)
+        if outputs.shape[:dimension] + outputs.shape[dimension + 1 :] == target.shape
+    }
+    if len(fitting) > 1:
+        raise UsageError(
+            f"the outputs have the shape {tuple(outputs.shape)} and the targets {tuple(target.shape)}: "
+            f"whether the classes are dimension 1 or {outputs.ndim - 1} of the outputs cannot be seen. "
+            f"{_OBSERVE}, as "
+            "lambda outputs, batch: {'prediction': outputs.argmax(1), 'target': batch[1]}"
+        )
+    return fitting.pop() if fitting else None
 
 
 def _is_number(column: Any) -> bool:

@@ -5,13 +5,17 @@ World size, backend, launcher, workers, threads, folders and machines are no par
 
 from __future__ import annotations
 
+import enum
+import functools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from types import ModuleType
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from dualeval.engine.identity.constants import constants, shown
 from dualeval.engine.identity.data import contents_fingerprint
@@ -22,7 +26,7 @@ from dualeval.engine.identity.model import (
     structure_fingerprint,
 )
 from dualeval.engine.identity.source import has_source, modules_of, source_fingerprints
-from dualeval.engine.identity.values import attributes_of, says_where
+from dualeval.engine.identity.values import Values, attributes_of, says_where
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.tasks import Dataset, Task
@@ -33,9 +37,15 @@ __all__ = [
     "metric_fingerprint",
     "model_fingerprint",
     "structure_fingerprint",
+    "task_attributes",
 ]
 
 _SHOWN = 16  # characters of a hash
+_VALUES = (
+    *(bool, int, float, complex, str, bytes, enum.Enum),
+    *(FunctionType, functools.partial, Tensor, np.ndarray, np.generic),
+)
+_OBJECTS = "functions with values of their own"  # as a module's name
 
 
 def job_identity(
@@ -45,6 +55,7 @@ def job_identity(
     metrics: Sequence[Metric],
     row_metrics: Sequence[RowMetric],
     samples: int,
+    attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What of a job follows from task, data set and model.
 
@@ -55,6 +66,7 @@ def job_identity(
         metrics: in the order of their slots in the ledger.
         row_metrics: in their order.
         samples: how many of the data set are evaluated.
+        attributes: the task's, as ``task_attributes`` gave them.
 
     Returns:
         Plain values by name, as JSON has them. The contents of samples are not in it: ``contents``.
@@ -65,14 +77,15 @@ def job_identity(
     values = ModelValues(model)
     structure = structure_fingerprint(model, values)
     measures: list[Metric | RowMetric] = [*metrics, *row_metrics]
+    named = [*task.sources(), *_functions(measures)]
     objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules(), *measures]
     return {
         "task": task.name,
-        **_sources(objects, [*task.sources(), *_functions(measures)], values),
+        **_sources(objects, named, values),
         "task_options": _as_json(task.fingerprint(), f"task {task.name!r}"),
         # Those that the command line has made the task of, whatever its fingerprint says.
         **({"options": dict(task.given_options)} if task.given_options else {}),
-        **_attributes(task, values),
+        **({"task_attributes": dict(attributes)} if attributes else {}),
         "data": dataset.fingerprint(samples),
         "samples": samples,
         "weights": model_fingerprint(model),
@@ -80,7 +93,7 @@ def job_identity(
         # Says which of a module's attributes differs.
         "structure_attributes": structure_by_name(model, values),
         # What the source of classes leaves open: it may come from the environment, or a caller.
-        "constants": constants(objects, values),
+        "constants": constants(objects, values, named),
         # Their order is that of their slots in the ledger.
         "metrics": [metric.name for metric in measures],
         "metric_options": _by_name(measures),
@@ -96,23 +109,43 @@ def _sources(
         if not has_source(kind):
             code[kind.__module__].append(values.digest(kind))
     for item in named:
-        if not isinstance(item, ModuleType):
-            code[getattr(item, "__module__", None) or type(item).__module__].append(values.digest(item))
+        if not isinstance(item, (ModuleType, FunctionType, type)):
+            # One with values of its own, such as a partial: whoever made its class, they are of the job.
+            code[_OBJECTS].append(values.digest(item))
+        elif not isinstance(item, ModuleType):
+            code[item.__module__ or "builtins"].append(values.digest(item))
     # Whatever the order: a model may hold its modules in another one.
     joined = {module: b"".join(sorted(digests)) for module, digests in code.items()}
     return source_fingerprints({*modules_of([*objects, *named]), *values.modules}, joined)
 
 
-def _attributes(task: Task, values: ModelValues) -> dict[str, Any]:
-    """The plain values in a task's attributes, where its class says nothing of what it depends on."""
+def task_attributes(task: Task) -> dict[str, Any]:
+    """The values in a task's attributes, where its class says nothing of what it depends on.
+
+    To be taken before the first batch: a task may count in an attribute.
+
+    Returns:
+        By name, short ones as they are, others as hashes: plain values, functions, tensors and arrays, and
+        lists, dicts, sets and dataclasses of these. Other objects are left out.
+    """
     if type(task).fingerprint is not Task.fingerprint:
         return {}
-    plain = {
+    values = Values()
+    return {
         name: shown(value, values)
         for name, value in sorted(attributes_of(task).items())
-        if isinstance(value, (bool, int, float, str, tuple)) and not says_where(name)
+        if _holds_values(value) and not says_where(name)
     }
-    return {"task_attributes": plain} if plain else {}
+
+
+def _holds_values(value: Any) -> bool:
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(map(_holds_values, value))
+    if isinstance(value, dict):
+        return all(map(_holds_values, [*value, *value.values()]))
+    if is_dataclass(value) and not isinstance(value, type):
+        return all(_holds_values(getattr(value, field.name, None)) for field in fields(value))
+    return value is None or (isinstance(value, _VALUES) and not isinstance(value, (np.memmap, nn.Module)))
 
 
 def _functions(metrics: Iterable[Metric | RowMetric]) -> list[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from operator import itemgetter
 from types import CodeType, FunctionType
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dualeval.engine.identity.source import has_source, is_own
-from dualeval.engine.identity.values import Values, has_path, ignored, says_where
+from dualeval.engine.identity.source import has_source, is_own, is_own_function
+from dualeval.engine.identity.values import Values, has_path, ignored, is_device, says_where
 
 _SHOWN = 16  # characters of a hash
 # Longer ones are hashed: nobody wants a password or a token in job.json.
@@ -26,7 +26,7 @@ _MOST_SHOWN = 128
 _OF_TYPING = {"_is_protocol", "_is_runtime_protocol"}
 
 
-def constants(objects: Iterable[object], values: Values) -> dict[str, Any]:
+def constants(objects: Iterable[object], values: Values, functions: Iterable[Any] = ()) -> dict[str, Any]:
     """Values that methods read, of the user's classes among those of some objects, by class and name.
 
     They are: plain class attributes; plain constants of a module that methods name; defaults of arguments,
@@ -36,6 +36,8 @@ def constants(objects: Iterable[object], values: Values) -> dict[str, Any]:
     Args:
         objects: what the classes are of. A class without a file is left out: its code holds all of that.
         values: makes the hashes.
+        functions: what else has source; of those of the user's own that stand in a file, the module's plain
+            constants that they name.
 
     Returns:
         For each class that reads any: its values by name, long ones as hashes; one hash of all for each class
@@ -52,6 +54,14 @@ def constants(objects: Iterable[object], values: Values) -> dict[str, Any]:
                 name += "'"
             if read:
                 found[name] = read
+    for function in map(_innermost, functions):
+        if isinstance(function, FunctionType) and is_own_function(function) and has_source(function):
+            read = {name: value for name, value in _constants_of([function]) if not _left_out(name, ())}
+            name = f"{function.__module__}.{function.__qualname__}"
+            while read and name in found:  # lambdas of one place
+                name += "'"
+            if read:
+                found[name] = dict(sorted(read.items(), key=itemgetter(0)))
     if sum(map(len, found.values())) > _MOST_SHOWN:
         return {name: values.digest(read).hex()[:_SHOWN] for name, read in found.items()}
     return {name: {key: shown(value, values) for key, value in read.items()} for name, read in found.items()}
@@ -61,7 +71,7 @@ def shown(value: Any, values: Values) -> Any:
     """A short value as it is, any other as a hash."""
     if value is None or (type(value) in (bool, int, float) and abs(value) < 2**53):
         return value
-    if type(value) is str and len(value) <= _LONGEST_VALUE and not has_path(value):
+    if type(value) is str and len(value) <= _LONGEST_VALUE and not (has_path(value) or is_device(value)):
         return value
     return values.digest(value).hex()[:_SHOWN]
 
@@ -73,15 +83,27 @@ def _read_by(kind: type) -> Iterator[tuple[str, Any]]:
     reached = list(functions)
     for function in reached:  # grows
         reached += [held for held in _held_by(function).values() if _is_new(held, reached)]
-    written = {name for function in reached for name in _written(function.__code__)}
     for function in reached:
         place = f"{function.__name__}." if function in functions else f"{function.__qualname__}."
         for name, value in _held_by(function).items():
             if not isinstance(value, FunctionType):
                 yield f"{place}{name}", value
+    yield from _constants_of(reached)
+
+
+def _constants_of(functions: Sequence[FunctionType]) -> Iterator[tuple[str, Any]]:
+    """The plain constants of their modules that functions name, and none of them writes to."""
+    written = {name for function in functions for name in _written(function.__code__)}
+    for function in functions:
         for name in _named(function.__code__) - written:
             if not _is_pythons(name) and _is_plain(function.__globals__.get(name, _held_by)):
                 yield name, function.__globals__[name]
+
+
+def _innermost(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__func__", function)
 
 
 def _left_out(name: str, ignored_names: Container[str]) -> bool:

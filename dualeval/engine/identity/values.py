@@ -351,6 +351,27 @@ _EXACT = {
 }
 
 
+class Contents(Values):
+    """Digests of samples: each text, path, date and attribute counts as it is: it is what is evaluated."""
+
+    def digest(self, value: Any) -> bytes:
+        """sha256 of a value, 32 bytes."""
+        if type(value) is str:
+            return _hash("sample's text", value.encode("utf-8", "surrogatepass"))
+        if issubclass(type(value), PurePath):
+            return _hash("sample's path", value.as_posix().encode("utf-8", "surrogatepass"))
+        if issubclass(type(value), (datetime.date, uuid.UUID)):
+            said = str(value) if issubclass(type(value), uuid.UUID) else value.isoformat()
+            return _hash(f"sample's {type(value).__name__}", said.encode())
+        return super().digest(value)
+
+    def attributes(self, attributes: Mapping[str, Any]) -> bytes:
+        """The digest of attributes by name, in any order."""
+        return self.all(
+            "attributes", [sorted(attributes), *(attributes[name] for name in sorted(attributes))]
+        )
+
+
 def script_code(values: Values, method: Any) -> bytes:
     """The digest of a compiled function's text, and of the constants that it names."""
     text, constants = method.code_with_constants
@@ -433,13 +454,18 @@ def _plain(value: Any) -> bytes | None:
     return None
 
 
+def is_device(value: str) -> bool:
+    """Whether a text names a device."""
+    return _DEVICE.fullmatch(value) is not None
+
+
 def has_path(value: str) -> bool:
     """Whether a text is an absolute path, or holds one."""
     return (value.startswith("/") and len(value) > 1) or _PATH_INSIDE.search(value) is not None
 
 
 def _text(value: str) -> bytes:
-    if _DEVICE.fullmatch(value):
+    if is_device(value):
         return _hash("device")
     # Where a file lies decides nothing: a folder may be moved.
     if value.startswith("/") and len(value) > 1:
