@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet
@@ -261,8 +261,7 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(model=3), "model is a int"),
     (lambda: wrong(model=lambda: 3), r"returned a int: expected an nn\.Module"),
     (lambda: wrong(metrics="top1"), r"metrics is a str: expected a list"),
-    (lambda: wrong(metrics=[dualeval.ModelTask]), r"metrics has ModelTask: expected metrics, as Mean"),
-    (lambda: wrong(metrics=[lambda t: 1.0]), r"metrics has a function: expected metrics, as Mean"),
+    (lambda: wrong(metrics=[lambda t: 1.0]), "metrics has a function, which is no metric"),
     (lambda: wrong(rows="target"), r"rows is the text 'target': expected a list"),
     (lambda: wrong(observe=lambda outputs, batch: outputs), "observe returned a Tensor, expected a dict"),
     (lambda: wrong(collate=1), "collate is a int"),
@@ -281,6 +280,7 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(model=nn.Sequential(linear(5, 7), nn.Softmax(1))), "the model returned probabilities"),
     (lambda: wrong(forward=lambda model, batch: "text"), "the model returned a str, expected a tensor"),
     (lambda: wrong(model=nn.Identity(), data=numbers(4, 3)), r"none with one number a sample: give metrics"),
+    (lambda: wrong(data=(numbers(4, 5), torch.zeros(4))), r"TensorDataset\(inputs, targets\)"),
     (lambda: wrong(metrics=[3]), "metrics has a int, which is no metric"),
     (lambda: wrong(metrics=[Mean]), r"metrics has Mean, which is the class of a metric: give an object"),
     (
@@ -309,3 +309,48 @@ def test_numpy_arrays_are_data() -> None:
         model=linear(5, 1), data=np.ones((6, 5), np.float32), observe=lambda out, _: {"o": out[:, 0]}
     )
     assert result.metrics["o"] == pytest.approx(linear(5, 1)(torch.ones(5)).item(), rel=1e-6)
+
+
+class Noisy(Mapped):
+    """Draws random numbers, as augmentation does."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        inputs, label = super().__getitem__(index)
+        return inputs + torch.rand(5), label
+
+
+def test_random_samples_are_noted() -> None:
+    said: list[str] = []
+    for data in (Mapped(), Noisy()):
+        evaluate(model=linear(5, 7), data=data, metrics=["top1"], note=said.append)
+    assert [sentence for sentence in said if "another one each time it is read" in sentence] == [
+        sentence for sentence in said if sentence.startswith("sample 0 and 1 is another one")
+    ]
+    assert len([sentence for sentence in said if "another one each time" in sentence]) == 1
+
+
+class Pair(NamedTuple):
+    """As some models return."""
+
+    hidden: Tensor
+    logits: Tensor
+
+
+@pytest.mark.parametrize(
+    "wrapped", [lambda out: (out,), lambda out: Pair(out, out), lambda out: {"out": out}]
+)
+def test_outputs_that_hold_the_tensor(wrapped: Callable[[Tensor], Any]) -> None:
+    model = linear(5, 7)
+    result = evaluate(
+        model=model, data=Mapped(), metrics=["top1"], forward=lambda model, batch: wrapped(model(batch[0]))
+    )
+    assert result.metrics == evaluate(model=model, data=Mapped(), metrics=["top1"]).metrics
+
+
+def test_no_sample_that_can_be_read() -> None:
+    class Torn(Mapped):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            raise ValueError("torn")
+
+    with pytest.raises(UsageError, match=r"none of the first samples can be read.*torn\. Mend the data"):
+        evaluate(model=linear(5, 7), data=Torn(), on_error="skip")

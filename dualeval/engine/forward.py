@@ -14,6 +14,7 @@ from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.opening import PreviousRun
+from dualeval.engine.identity.values import Values
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.plan import EvalPlan
@@ -114,12 +115,28 @@ def first_columns(
         samples = plan.batch_samples(batch)[:_FEW]
         data, failed = read_alone(evaluation, samples)
         if data is not None:
+            if not getattr(dataset, "in_memory", False):
+                _note_random(evaluation, samples, data)
             with _compute(evaluation, 1) as compute:
                 columns: Mapping[str, Any] = host_columns(
                     task.postprocess(compute.start(data)(), samples), samples
                 )
                 return columns
-    raise unreadable(dataset, failed[0])
+    raise unreadable(dataset, failed[0], skips=context.options.on_error == "skip")
+
+
+def _note_random(evaluation: Evaluation, samples: range, data: Any) -> None:
+    """Say so where samples are others each time they are read: ranks and runs would not agree."""
+    again, _ = read_alone(evaluation, samples)
+    if again is not None and Values().digest(again) != Values().digest(data):
+        names = " and ".join(evaluation.dataset.id(index) for index in samples)
+        evaluation.context.note_all(
+            [
+                f"sample {names} is another one each time it is read: where the data set draws random "
+                "numbers, the result changes with the number of ranks, and a resume is refused. Leave "
+                "random augmentation out of an evaluation"
+            ]
+        )
 
 
 def _compute(evaluation: Evaluation, threads: int, settings: NumericSettings | None = None) -> Compute:

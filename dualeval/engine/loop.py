@@ -107,11 +107,21 @@ def _reader_of(evaluation: Evaluation) -> Reader:
     )
 
 
-def unreadable(dataset: Dataset, sample: FailedSample) -> UsageError:
-    """What is said of a sample that cannot be read."""
+def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -> UsageError:
+    """What is said of a sample that cannot be read.
+
+    Args:
+        dataset: the sample's.
+        sample: the first one.
+        skips: whether such samples are left out, and there is no other one.
+    """
+    said = f"sample {dataset.id(sample.index)} (index {sample.index}) cannot be read: {sample.error}. "
+    if skips:
+        return UsageError(
+            f"none of the first samples can be read, so nothing is left out: {said}Mend the data."
+        )
     return UsageError(
-        f"sample {dataset.id(sample.index)} (index {sample.index}) cannot be read: {sample.error}. "
-        "Mend or remove it, or run with --on-error skip to leave such samples out and list them."
+        f"{said}Mend or remove it, or run with --on-error skip to leave such samples out and list them."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, TypeAlias
@@ -20,6 +21,7 @@ Ids: TypeAlias = str | Sequence[str] | Callable[[int], str] | None
 
 # Whose contents lie in memory.
 _IN_MEMORY = (Tensor, np.ndarray, list, tuple, range, TensorDataset)
+_ARRAYS = (Tensor, np.ndarray)
 _WANTED = "expected a tensor (a row a sample), a list or a map-style data set, with __len__ and __getitem__"
 
 
@@ -70,6 +72,8 @@ def check_samples(data: Any) -> None:
         hint = f". Give one part of it: data[{next(iter(data), 'test')!r}]"
     elif isinstance(data, IterableDataset):
         hint = ". Ranks cannot share out, nor a resume find again, what only comes one after the other"
+    elif isinstance(data, tuple) and len(data) > 1 and all(isinstance(part, _ARRAYS) for part in data):
+        hint = ". Inputs and targets go together as torch.utils.data.TensorDataset(inputs, targets)"
     else:
         hint = ""
     if hint or not (_has_length(data) and hasattr(data, "__getitem__")):
@@ -95,6 +99,9 @@ class Samples:
         self.kind = type(data).__name__
         if isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) != len(data):
             raise UsageError(f"ids has {len(ids)} entries for {len(data)} samples: expected one each")
+        if isinstance(ids, Sequence) and not isinstance(ids, str) and len({*ids}) != len(ids):
+            again = next(name for name, count in Counter(ids).items() if count > 1)
+            raise UsageError(f"two samples have the id {again!r}: ids tell samples apart")
 
     def __len__(self) -> int:
         return len(self._data)

@@ -90,14 +90,7 @@ class ModelTask(Task):
             raise UsageError(f"metrics is a {type(metrics).__name__}: expected a list of metrics or names")
         if isinstance(rows, str):
             raise UsageError(f"rows is the text {rows!r}: expected a list of columns, as [{rows!r}]")
-        for metric in metrics or ():
-            named = not isinstance(metric, type) and hasattr(metric, "columns") and hasattr(metric, "name")
-            if not (isinstance(metric, str) or named):
-                found = metric.__name__ if isinstance(metric, type) else f"a {type(metric).__name__}"
-                raise UsageError(
-                    f"metrics has {found}: expected metrics, as Mean('loss') or Rows(function, ['target', "
-                    "'prediction']), or names (docs/metrics.md)"
-                )
+        check_metrics([metric for metric in metrics or () if not isinstance(metric, str)])
         for argument, function in (("collate", collate), ("forward", forward), ("observe", observe)):
             if function is not None and not callable(function):
                 raise UsageError(f"{argument} is a {type(function).__name__}: expected a function, or None")
@@ -247,7 +240,6 @@ class ModelTask(Task):
     def metrics(self) -> list[Metric | RowMetric]:
         if self._metrics is None:
             return self._default()
-        check_metrics([metric for metric in self._metrics if not isinstance(metric, str)])
         return [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
 
     def _default(self) -> list[Metric | RowMetric]:
@@ -339,11 +331,12 @@ def _tensor_of(outputs: Any) -> Tensor:
     """The tensor that a model has returned, or what holds it."""
     if isinstance(outputs, Tensor):
         return outputs
-    named = outputs if isinstance(outputs, Mapping) else getattr(outputs, "__dict__", {})
     for name in _OUTPUTS:
-        if isinstance(named.get(name), Tensor):
-            found: Tensor = named[name]
+        found = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+        if isinstance(found, Tensor):
             return found
+    if isinstance(outputs, (tuple, list)) and len(outputs) == 1 and isinstance(outputs[0], Tensor):
+        return outputs[0]
     raise UsageError(
         f"the model returned a {type(outputs).__name__}, expected a tensor, or what holds one as "
         f"{', '.join(_OUTPUTS)}. {_OBSERVE}."
