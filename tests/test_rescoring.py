@@ -332,7 +332,7 @@ def test_runs_that_cannot_be_scored(tmp_path: Path) -> None:
     evaluate(TinyTask(40), tmp_path, fresh=True)
     with pytest.raises(UsageError, match="no metric was given"):
         dualeval.rescore(tmp_path, metrics=[])
-    with pytest.raises(UsageError, match=r"metrics has 'top1', expected metrics"):
+    with pytest.raises(UsageError, match=r"metrics has the text 'top1': names are for"):
         dualeval.rescore(tmp_path, metrics=["top1"])  # type: ignore[list-item]
     (tmp_path / "predictions.parquet").write_bytes(b"PAR1")
     with pytest.raises(DualevalError, match=r"predictions\.parquet is not the file that the run has written"):

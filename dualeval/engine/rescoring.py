@@ -19,6 +19,7 @@ from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, in_two, keeps_rows, per_batch
+from dualeval.metrics.by_name import check_metrics
 from dualeval.result import JOB, PREDICTIONS, RESULT, Result, checksum_of, read_result, read_status
 
 
@@ -45,12 +46,7 @@ def rescore(folder: str | Path, *, metrics: Sequence[Metric | RowMetric]) -> Res
         )
     if not metrics:
         raise UsageError("no metric was given: there is nothing to compute")
-    wrong = [metric for metric in metrics if not hasattr(metric, "columns") or isinstance(metric, type)]
-    if wrong:
-        raise UsageError(
-            f"metrics has {wrong[0]!r}, expected metrics, as Mean('loss'): names of metrics are for "
-            "'dualeval score RUN --metric NAME'"
-        )
+    check_metrics(metrics)
     result = read_result(folder / RESULT)
     recorded = result.files.get(PREDICTIONS)
     if recorded is not None and recorded != checksum_of(folder / PREDICTIONS):
