@@ -286,7 +286,21 @@ def _broken(what: str, error: BaseException) -> LibraryError:
     if isinstance(error, SyntaxError):
         lines += traceback.format_exception_only(error)[:-1]
     shown = "".join(lines).rstrip()
-    return LibraryError(f"{what} cannot be imported: {named(error)}" + (f"\n{shown}" if shown else ""))
+    said = f"{what} cannot be imported: {named(error)}{_hint(error)}"
+    return LibraryError(said + (f"\n{shown}" if shown else ""))
+
+
+def _hint(error: BaseException) -> str:
+    """What to do where PyPI's torchvision stands beside a CPU build of torch: many libraries import it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if "torchvision::nms does not exist" in str(cause):
+            return (
+                " (this torchvision was built for another torch: install both from the same index, or begin "
+                "the file with: from dualeval.vision_library import torchvision; torchvision())"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def _tasks_in(module: ModuleType) -> list[str]:

@@ -222,6 +222,12 @@ def test_a_file_that_cannot_be_imported(here: Path) -> None:
     with pytest.raises(LibraryError, match="cannot be imported: SystemExit: 3"):
         task_kind(f"{NAME}.py:Mine")
     assert NAME not in sys.modules
+    first_error = "try:\n    raise RuntimeError('operator torchvision::nms does not exist')\n"
+    file.write_text(first_error + "except RuntimeError as e:\n    raise ImportError('no model') from e\n")
+    with pytest.raises(
+        LibraryError, match=r"no model \(this torchvision was built for another torch: .*index"
+    ):
+        task_kind(f"{NAME}.py:Mine")
     file.write_text("import no_such_library\n")
     with pytest.raises(LibraryError, match=f"module {NAME} cannot be imported: .*'no_such_library'"):
         task_kind(f"{NAME}:Mine")
@@ -342,6 +348,23 @@ def test_metrics_by_name(package: Path) -> None:
     assert (mean.name, mean.columns) == ("size", ("size",))
     [taken] = chosen_metrics(("torchmetrics:MeanAbsoluteError()",), own, ["prediction", "target"])
     assert set(taken.columns) == {"prediction", "target"}
+    with pytest.raises(
+        UsageError, match=r"Metrics: loss, top1, (rightness, cracked|cracked, rightness), size$"
+    ):
+        chosen_metrics(("nothing",), own, ["loss", "size"])  # each name once
+
+
+def test_a_column_of_predictions_may_hold_scores() -> None:
+    """Which it does, where the task makes no ranks of classes; the first batch tells."""
+    scores = "torchmetrics:MultilabelAUROC(num_labels=3)"
+    [of_scores] = chosen_metrics((scores,), [], ["prediction", "target"])
+    assert set(of_scores.columns) == {"prediction", "target"}
+    with pytest.raises(UsageError, match="does not take predicted classes"):
+        chosen_metrics((scores,), [], ["prediction", "target", "rank"])
+
+
+def test_metrics_of_packages_that_are_broken(package: Path) -> None:
+    own = [classification_metric("loss", 3)]
     with pytest.raises(LibraryError, match="cracked"):
         chosen_metrics(("cracked",), own)
 

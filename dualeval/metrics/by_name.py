@@ -85,7 +85,7 @@ def named(text: str, own: Sequence[Metric | RowMetric], columns: Collection[str]
         from dualeval.metrics.means import Mean
 
         return Mean(text)
-    known = [*(metric.name for metric in own), *entry_points_of(METRIC_GROUP), *columns]
+    known = list(dict.fromkeys([*(metric.name for metric in own), *entry_points_of(METRIC_GROUP), *columns]))
     near = difflib.get_close_matches(text, known)
     hint = f" Nearest: {', '.join(near)}." if near else ""
     raise UsageError(f"there is no metric {text!r} here.{hint} Metrics: {', '.join(known)}")

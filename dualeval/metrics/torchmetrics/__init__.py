@@ -84,7 +84,8 @@ def from_text(text: str, available: Collection[str] | None = None) -> Metric | R
     _check(metric)
     if columns is None:
         columns = usual_columns(metric, available, text)
-        _check_labels(metric, columns, text)
+        if available is not None and "rank" in available:  # else 'prediction' may hold scores
+            _check_labels(metric, columns, text)
     return from_torchmetrics(metric, columns, name=name)
 
 
