@@ -24,7 +24,12 @@ GRACE = 5.0
 # Names every process that a test started, however far it has wandered from its parent and its group.
 LAUNCH_MARK = "DUALEVAL_TEST_LAUNCH"
 # Set by pytest itself, and on import by scikit-learn.
-VOLATILE_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+VOLATILE_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
 # A started command finds no launcher, unless its test gives it one, and torch's own number of threads.
 LAUNCH_VARIABLES = {
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),

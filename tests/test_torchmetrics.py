@@ -414,7 +414,7 @@ def test_a_metric_in_a_line() -> None:
 )
 def test_lines_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        from_text(f"torchmetrics:{text}", ["prediction", "target", "loss"])
+        from_text(f"torchmetrics:{text}", ["prediction", "target", "loss", "rank"])
 
 
 def test_objects_that_are_refused(package: ModuleType) -> None:
