@@ -405,7 +405,7 @@ def test_a_metric_in_a_line() -> None:
         ),
         ("BinaryCalibrationError()", r"does not take predicted classes"),
         ("MeanMetric()@value=loss,nothing=loss", r"no argument 'nothing'"),
-        ("RetrievalMAP()", r"no column for 'indexes'.*The task makes loss, prediction, target"),
+        ("RetrievalMAP()", r"no column for 'indexes'.*The task makes loss, prediction, rank, target"),
         ("FrechetInceptionDistance()", r"evaluates a network of its own"),
         ("LearnedPerceptualImagePatchSimilarity()", r"evaluates a network of its own"),
         ("RunningMean()", r"the last few updates"),
