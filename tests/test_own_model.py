@@ -76,6 +76,18 @@ def test_logits_are_kept_where_a_metric_reads_them(tmp_path: Path) -> None:
     assert "logits" not in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
 
 
+def test_metrics_that_the_run_asks_for(tmp_path: Path) -> None:
+    model, inputs, labels = linear(5, 7), numbers(SAMPLES, 5), torch.arange(SAMPLES) % 7
+    task = dualeval.ModelTask(model=model, data=TensorDataset(inputs, labels), metrics=["loss"])
+    auroc = "torchmetrics:MulticlassAUROC(num_classes=7)@preds=logits,target=target"
+    result = dualeval.evaluate(task, metric=["top3", auroc], launcher="none", workers=0)
+    wanted = TORCHMETRICS.classification.MulticlassAUROC(num_classes=7)(model(inputs), labels)
+    assert list(result.metrics) == ["top3", "MulticlassAUROC"]
+    assert result.metrics["MulticlassAUROC"] == pytest.approx(wanted.item(), abs=1e-6)
+    with pytest.raises(UsageError, match="there is no metric 'topp'"):
+        dualeval.evaluate(task, metric=["topp"], launcher="none", workers=0)
+
+
 def test_pairs_of_input_and_number(tmp_path: Path) -> None:
     model, inputs, targets = linear(5, 1), numbers(SAMPLES, 5), numbers(SAMPLES)
     result = evaluate(model=model, data=TensorDataset(inputs, targets), out=tmp_path)

@@ -162,8 +162,13 @@ class Task(ABC):
         """
         return columns
 
-    def see(self, columns: Mapping[str, Any]) -> None:  # noqa: B027 - few tasks need it
-        """Take note of the columns of the first samples; called before ``metrics`` where ``rows`` is None."""
+    def see(self, columns: Mapping[str, Any], asked: Sequence[str]) -> None:  # noqa: B027 - few tasks need it
+        """Take note of the columns of the first samples; called before ``metrics`` where ``rows`` is None.
+
+        Args:
+            columns: of a few samples, on the CPU.
+            asked: the metrics that the run asks for by name; none for all of the task's.
+        """
 
     @abstractmethod
     def metrics(self) -> Sequence[Metric | RowMetric]:

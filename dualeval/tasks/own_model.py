@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import check_metrics, named, of_no_task
+from dualeval.metrics.by_name import check_metrics, chosen_metrics, named, of_no_task
 from dualeval.metrics.classification import (
     are_probabilities,
     classification_metric,
@@ -106,6 +106,7 @@ class ModelTask(Task):
         self._kinds: dict[str, Tensor] = {}
         self._classes: int | None = None
         self._gives_logits = True
+        self._asked: tuple[str, ...] = ()
         self._first_look = threading.Lock()
         self._arguments: Mapping[str, inspect.Parameter] = {}
 
@@ -229,18 +230,31 @@ class ModelTask(Task):
             )
         return columns
 
-    def see(self, columns: Mapping[str, Any]) -> None:
+    def see(self, columns: Mapping[str, Any], asked: Sequence[str]) -> None:
         self._kinds = dict(columns)
+        self._asked = tuple(asked)
         if self._classes is not None and self._observe is None:
             # They are large, and few metrics read them.
-            self._gives_logits = any("logits" in metric.columns for metric in self.metrics())
+            self._gives_logits = any(
+                "logits" in metric.columns for metric in chosen_metrics(asked, self.metrics(), self._kinds)
+            )
             if not self._gives_logits:
                 del self._kinds["logits"]
 
     def metrics(self) -> list[Metric | RowMetric]:
         if self._metrics is None:
-            return self._default()
-        return [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
+            own = self._default()
+        else:
+            own = [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
+        known = {metric.name for metric in own}
+        return [*own, *self._asked_for(known)]
+
+    def _asked_for(self, known: Collection[str]) -> list[Metric | RowMetric]:
+        """The metrics of classification that the run asks for, and the task would not have made."""
+        if self._classes is None or "rank" not in self._kinds:
+            return []
+        others = [name for name in self._asked if name not in {*known, *self._kinds}]
+        return [classification_metric(name, self._classes) for name in others if not of_no_task([name])]
 
     def _default(self) -> list[Metric | RowMetric]:
         if "rank" in self._kinds and self._classes is not None:
@@ -281,7 +295,7 @@ class ModelTask(Task):
         return [each for each in functions if each is not None and not isinstance(each, nn.Module)]
 
     def description(self) -> Mapping[str, str]:
-        return {"model": self.name, "data": type(self._data).__name__}
+        return {"model": self.name, "data": getattr(self._data, "kind", type(self._data).__name__)}
 
 
 def _with_tensors(sample: Any) -> Any:
