@@ -427,6 +427,7 @@ def test_wrong_use(launch: Launch, words: list[str], variables: dict[str, str], 
 
 
 @pytest.mark.needs("mpi")
+@pytest.mark.long
 def test_a_pod_of_one_replica_starts_launchers(launch: Launch, tmp_path: Path) -> None:
     """They would find another launcher's word beside its variables."""
     words = ["--launchers", "mpirun", "--ranks", "2", "--limit", "64", "--no-self-tests", "--out", "report"]

@@ -387,6 +387,7 @@ def test_alone_a_stop_comes_to_its_end() -> None:
 # -- many ranks --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """All came to the collective before; ranks 1 and 3 never come to the control plane."""
     monkeypatch.setattr(plane, "_FIRST_MEETING_WITHIN_S", 0.3)

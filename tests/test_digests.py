@@ -53,7 +53,7 @@ def wanted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Digests:
     return dict(zip(LIMITS, digests, strict=True))
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.long) for size in (3, 4))])
 def test_world_sizes_workers_and_threads(launch: Launch, tmp_path: Path, wanted: Digests, size: int) -> None:
     """Ranks without any data (limits 1 and 3) finish like the others."""
     manners = [(limit, workers, 1) for limit in LIMITS[1:] for workers in (0, 2)]
@@ -297,6 +297,7 @@ def _exit_codes(launch: Launch, folder: Path, size: int, times: int) -> list[int
     return [one.returncode for one in done]
 
 
+@pytest.mark.long
 def test_ten_of_ten_runs_exit_0(launch: Launch, tmp_path: Path) -> None:
     assert _exit_codes(launch, tmp_path, 2, 10) == [0] * 10
 

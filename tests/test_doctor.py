@@ -88,6 +88,7 @@ def test_a_rank_that_does_not_come_is_named(launch: Launch, tmp_path: Path) -> N
     assert "2 ranks on 1 node, started by torchrun" in finished.stdout
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_given_up(launch: Launch, tmp_path: Path) -> None:
     finished = launch([*start("torchrun", 2), sys.executable, "-c", HANGING], cwd=tmp_path)
     assert finished.returncode == 1

@@ -161,7 +161,7 @@ def test_a_stop_is_written_down_before_all_have_saved(launch: Launch, tmp_path: 
     assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_run_that_was_suspended_goes_on(launch: Launch, tmp_path: Path, wanted: str, ranks: int) -> None:
     """For longer than the timeout, with all its processes, as by Ctrl-Z; one that is alone by itself, too."""
     out = tmp_path / "out"

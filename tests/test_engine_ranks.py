@@ -102,7 +102,18 @@ def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=needs(*way), id=" ".join(way)) for way in [*WAYS, ("mpirun", "torch")]]
+    "way",
+    [
+        *(pytest.param(way, marks=needs(*way), id=" ".join(way)) for way in WAYS if way != ("mpirun", "mpi")),
+        *(
+            pytest.param(
+                ("mpirun", backend),
+                marks=[*needs("mpirun", backend), pytest.mark.long],
+                id=f"mpirun {backend}",
+            )
+            for backend in ("mpi", "torch")
+        ),
+    ],
 )
 @pytest.mark.parametrize(
     ("scenario", "message"),

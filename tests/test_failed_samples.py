@@ -59,7 +59,7 @@ def two_processes(launch: Launch, inputs: Path, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize("kind", FAILING)
-@pytest.mark.parametrize("processes", ["one_process", "two_processes"])
+@pytest.mark.parametrize("processes", ["one_process", pytest.param("two_processes", marks=pytest.mark.long)])
 def test_the_others_rows_are_the_same(
     request: pytest.FixtureRequest, one_process: Path, processes: str, kind: str
 ) -> None:

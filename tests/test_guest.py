@@ -40,7 +40,8 @@ def evaluate(task: TinyTask, *, guest: bool = True, **options: Any) -> Result:
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [
-        pytest.param("torchrun", "torch", id="DistributedDataParallel"),
+        # The example that trains does the same in make test, with a model of its own.
+        pytest.param("torchrun", "torch", id="DistributedDataParallel", marks=pytest.mark.long),
         pytest.param(
             "horovodrun", "horovod", id="Horovod", marks=[*needs("horovodrun", "horovod"), pytest.mark.long]
         ),

@@ -87,7 +87,13 @@ def evaluate(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evalua
 
 @pytest.mark.parametrize(
     ("processes", "workers"),
-    [(1, 0), (1, 2), pytest.param(2, 0, marks=pytest.mark.long), (2, 2), (3, 0)],
+    [
+        (1, 0),
+        (1, 2),
+        pytest.param(2, 0, marks=pytest.mark.long),
+        (2, 2),
+        pytest.param(3, 0, marks=pytest.mark.long),
+    ],
 )
 def test_the_published_accuracy(evaluate: Evaluate, pictures: Pictures, processes: int, workers: int) -> None:
     run = evaluate(pictures, processes, "--workers", str(workers))
@@ -193,6 +199,7 @@ def test_a_broken_picture_stops_the_run(
     assert not (tmp_path / "out/result.json").exists()
 
 
+@pytest.mark.long
 def test_each_rank_exits_2(launch: Launch, with_broken: Pictures, tmp_path: Path) -> None:
     """Under a launcher of the user's own, which has nothing but the ranks' exit codes."""
     torchrun = Path(sys.executable).with_name("torchrun")

@@ -69,6 +69,7 @@ def check(launch: Launch, folder: Path, seconds: float) -> None:
 
 
 @pytest.mark.needs("horovod", "mpi")
+@pytest.mark.long
 def test_a_rank_10_s_late(launch: Launch, tmp_path: Path) -> None:
     check(launch, tmp_path, 10)
 

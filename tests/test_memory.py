@@ -13,6 +13,7 @@ from tests.conftest import ROOT, Launch
 ALLOWED_GROWTH = 20_000_000  # bytes
 
 
+@pytest.mark.long
 def test_peak_memory_is_that_of_a_tenth_of_the_samples(launch: Launch) -> None:
     done = launch([sys.executable, ROOT / "benchmarks/memory.py", "--json"], timeout=240)
     assert done.returncode == 0, done.stderr

@@ -99,6 +99,7 @@ def test_a_kernel_that_gives_other_bits_shows(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86 libraries")
+@pytest.mark.long
 def test_where_a_runs_digest_is_another_so_are_the_bits(launch: Launch, tmp_path: Path) -> None:
     """The embedded job under variables that choose other kernels."""
     found = []

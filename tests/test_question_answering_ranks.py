@@ -99,7 +99,8 @@ def check(found: Ran, wanted: Ran, size: int, backend: str) -> None:
 @pytest.mark.parametrize(
     ("size", "backend"),
     [
-        *((size, "torch") for size in (1, 2, 3)),
+        *((size, "torch") for size in (1, 2)),
+        pytest.param(3, "torch", marks=pytest.mark.long),
         pytest.param(2, "horovod", marks=pytest.mark.needs("horovod")),
         *(
             pytest.param(size, "horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long])
@@ -181,6 +182,7 @@ def test_every_launcher(
     assert len(set(learnt)) == 1
 
 
+@pytest.mark.long
 def test_a_question_without_room_stops_all_ranks(launch: Launch, home: Path, tmp_path: Path) -> None:
     """Unless it is to be left out."""
     out = tmp_path / "out"

@@ -415,7 +415,7 @@ class Odd(TinyTask):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (["loss"], "gave a list, expected a dict of columns by name"),
+        (["loss"], "returned a list, expected a dict of columns"),
         ({"loss": [1.0]}, "the column 'loss' is a list of float, expected a tensor"),
         ({"loss": torch.tensor(1.0)}, "the column 'loss' is one number"),
         ({"loss": torch.ones(8).to_sparse()}, "the column 'loss' has layout torch.sparse_coo"),

@@ -22,6 +22,10 @@ from tests.launchers import needs, start, variables
 WORKER = Path(__file__).with_name("worker.py")
 
 
+# The same backends by another launcher.
+_OTHER_WAYS = {("mpirun", "horovod"), ("mpirun", "torch")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
     """A backend in a world of some size, started by some launcher."""
@@ -42,9 +46,9 @@ class Group:
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        # Four ranks take half of all the time, and three have shown nearly all that they can; over MPI, two.
-        most = 2 if self.launcher == "mpirun" else 3
-        long = [pytest.mark.long] if self.size > most else []
+        # Four ranks take half of all the time, and two have shown nearly all that they can.
+        takes_long = self.size > 2 or (self.size > 1 and (self.launcher, self.backend) in _OTHER_WAYS)
+        long = [pytest.mark.long] if takes_long else []
         return [pytest.mark.xdist_group(f"contract {self}"), *needs(self.launcher, self.backend), *long]
 
     @property
