@@ -84,6 +84,12 @@ def test_metrics_that_the_run_asks_for(tmp_path: Path) -> None:
     wanted = TORCHMETRICS.classification.MulticlassAUROC(num_classes=7)(model(inputs), labels)
     assert list(result.metrics) == ["top3", "MulticlassAUROC"]
     assert result.metrics["MulticlassAUROC"] == pytest.approx(wanted.item(), abs=1e-6)
+    # Another evaluation of the same task asks for others.
+    again = dualeval.evaluate(task, metric=["loss"], launcher="none", workers=0, out=tmp_path)
+    assert list(again.metrics) == ["loss"]
+    assert "logits" not in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
+    again = dualeval.evaluate(task, metric=[auroc], launcher="none", workers=0)
+    assert again.metrics["MulticlassAUROC"] == result.metrics["MulticlassAUROC"]
     with pytest.raises(UsageError, match="there is no metric 'topp'"):
         dualeval.evaluate(task, metric=["topp"], launcher="none", workers=0)
 

@@ -135,8 +135,7 @@ class Evaluator:
             rows = self._task.rows
             if rows is None:
                 first = first_columns(self._task, dataset, model, plan_of(dataset, context), context)
-                self._task.see(first, context.options.metric)
-                rows = self._task.rows or tuple(first)
+                rows = tuple(self._task.see(first, context.options.metric))
             execution = Execution(
                 self._task, dataset, model, context, rows, threads=threads, attributes=attributes
             )

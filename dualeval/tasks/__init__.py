@@ -162,13 +162,17 @@ class Task(ABC):
         """
         return columns
 
-    def see(self, columns: Mapping[str, Any], asked: Sequence[str]) -> None:  # noqa: B027 - few tasks need it
+    def see(self, columns: Mapping[str, Any], asked: Sequence[str]) -> Sequence[str]:
         """Take note of the columns of the first samples; called before ``metrics`` where ``rows`` is None.
 
         Args:
             columns: of a few samples, on the CPU.
             asked: the metrics that the run asks for by name; none for all of the task's.
+
+        Returns:
+            The columns that are kept, as ``rows``.
         """
+        return tuple(columns)
 
     @abstractmethod
     def metrics(self) -> Sequence[Metric | RowMetric]:

@@ -118,11 +118,6 @@ class ModelTask(Task):
         return getattr(named, "__name__", type(named).__name__)
 
     @property
-    def rows(self) -> tuple[str, ...] | None:
-        # None is answered with the first columns, which the metrics are chosen by.
-        return (self._rows or tuple(self._kinds)) if self._kinds else None
-
-    @property
     def thread_safe(self) -> bool:
         return self._thread_safe
 
@@ -148,6 +143,9 @@ class ModelTask(Task):
                 "module, or a function without arguments that returns one."
             )
         self._arguments = inspect.signature(model.forward).parameters
+        # Of this evaluation: the task may have had another one before.
+        self._classes, self._gives_logits = None, True
+        self._kinds, self._asked = {}, ()
         return model
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -230,7 +228,7 @@ class ModelTask(Task):
             )
         return columns
 
-    def see(self, columns: Mapping[str, Any], asked: Sequence[str]) -> None:
+    def see(self, columns: Mapping[str, Any], asked: Sequence[str]) -> Sequence[str]:
         self._kinds = dict(columns)
         self._asked = tuple(asked)
         if self._classes is not None and self._observe is None:
@@ -240,6 +238,7 @@ class ModelTask(Task):
             )
             if not self._gives_logits:
                 del self._kinds["logits"]
+        return self._rows or tuple(self._kinds)
 
     def metrics(self) -> list[Metric | RowMetric]:
         if self._metrics is None:
