@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,29 +19,35 @@ from dualeval.metrics.described import FRACTION, direction
 NO_CLASS = -1  # the predicted class of a sample with a NaN logit
 
 
-class _Labels:
+class _Labels(ABC):
     """A metric of two columns of classes, whose elements are counted.
 
     Args:
-        name: of the metric.
         num_classes: the classes are 0 to num_classes - 1.
         prediction: the column of predicted classes; -1 for none.
         target: the column of true classes, with as many elements: one label a sample, ``(samples, k)``, or
             ragged.
+        name: of the metric; without one its kind's.
         ignore: a target whose elements are left out.
         keeps_rows: whether the run keeps the two columns, in predictions.parquet.
+
+    Raises:
+        UsageError: an argument is of another kind.
     """
+
+    kind_name: ClassVar[str]
 
     def __init__(
         self,
-        name: str,
         num_classes: int,
-        prediction: str,
-        target: str,
-        ignore: int | None,
+        prediction: str = "prediction",
+        target: str = "target",
         *,
-        keeps_rows: bool,
+        name: str | None = None,
+        ignore: int | None = None,
+        keeps_rows: bool = True,
     ) -> None:
+        name = self.kind_name if name is None else name
         check_kind("name", name, isinstance(name, str) and bool(name), "a text")
         check_kind("num_classes", num_classes, _is_whole(num_classes) and num_classes >= 1, "a whole number")
         check_kind("ignore", ignore, ignore is None or _is_whole(ignore), "a class, or None")
@@ -51,6 +58,11 @@ class _Labels:
         self.ignore = ignore
         self.keeps_rows = keeps_rows
         self.columns = (target, prediction)
+        self.size = self._slots()
+
+    @abstractmethod
+    def _slots(self) -> int:
+        """How many slots of the ledger it owns."""
 
     def _labels(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Target and prediction of every element that counts, int64 of shape (elements,).
@@ -128,18 +140,10 @@ class Confusion(_Labels):
         UsageError: an argument is of another kind.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        prediction: str = "prediction",
-        target: str = "target",
-        *,
-        name: str = "confusion",
-        ignore: int | None = None,
-        keeps_rows: bool = True,
-    ) -> None:
-        super().__init__(name, num_classes, prediction, target, ignore, keeps_rows=keeps_rows)
-        self.size = num_classes * (num_classes + 1)
+    kind_name = "confusion"
+
+    def _slots(self) -> int:
+        return self.num_classes * (self.num_classes + 1)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the elements of the two columns.
@@ -167,18 +171,8 @@ class Confusion(_Labels):
 class _ClassCounts(_Labels):
     """Ledger: of each class the elements that are rightly predicted as it, its targets, its predictions."""
 
-    def __init__(
-        self,
-        name: str,
-        num_classes: int,
-        prediction: str,
-        target: str,
-        ignore: int | None,
-        *,
-        keeps_rows: bool,
-    ) -> None:
-        super().__init__(name, num_classes, prediction, target, ignore, keeps_rows=keeps_rows)
-        self.size = 3 * num_classes
+    def _slots(self) -> int:
+        return 3 * self.num_classes
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the elements of the two columns.
@@ -218,17 +212,7 @@ class PrecisionRecall(_ClassCounts):
         UsageError: an argument is of another kind.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        prediction: str = "prediction",
-        target: str = "target",
-        *,
-        name: str = "precision_recall",
-        ignore: int | None = None,
-        keeps_rows: bool = True,
-    ) -> None:
-        super().__init__(name, num_classes, prediction, target, ignore, keeps_rows=keeps_rows)
+    kind_name = "precision_recall"
 
     def compute(self, ledger: Tensor) -> Measured:
         """Keys micro_*, macro_* (None without samples) and per_class, for precision, recall and f1."""
@@ -280,17 +264,7 @@ class IoU(_ClassCounts):
         UsageError: an argument is of another kind.
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        prediction: str = "prediction",
-        target: str = "target",
-        *,
-        name: str = "iou",
-        ignore: int | None = None,
-        keeps_rows: bool = True,
-    ) -> None:
-        super().__init__(name, num_classes, prediction, target, ignore, keeps_rows=keeps_rows)
+    kind_name = "iou"
 
     def compute(self, ledger: Tensor) -> Measured:
         """The mean, and the list of all classes, with None for those that do not occur."""
