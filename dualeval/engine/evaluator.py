@@ -123,10 +123,9 @@ class Evaluator:
                 model = self._task.build_model(device)
             if guest is not None:
                 model = guest.take(model, context.backend.world)
-                model = _moved(model, device)
+            model = _moved(model, device)
+            if guest is not None:
                 context.note_all(guest.share_buffers(model, context.backend, context.control))
-            else:
-                model = _moved(model, device)
             said = set_evaluation_mode(model)
             context.note_all([*self._task.notes()])
             dataset = as_dataset(self._task.dataset())

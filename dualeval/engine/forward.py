@@ -84,8 +84,7 @@ def evaluate_alone(
     data, failed = read_alone(evaluation, samples)
     if data is None:
         raise unreadable(evaluation.dataset, failed[0])
-    with _compute(evaluation, 1) as compute:
-        columns = host_columns(evaluation.task.postprocess(compute.start(data)(), samples), samples)
+    columns = _columns_of(evaluation, data, samples)
     return {name: to_rows(columns[name]) for name in evaluation.kept}, failed
 
 
@@ -117,12 +116,17 @@ def first_columns(
         if data is not None:
             if not getattr(dataset, "in_memory", False):
                 _note_random(evaluation, samples, data)
-            with _compute(evaluation, 1) as compute:
-                columns: Mapping[str, Any] = host_columns(
-                    task.postprocess(compute.start(data)(), samples), samples
-                )
-                return columns
+            return _columns_of(evaluation, data, samples)
     raise unreadable(dataset, failed[0], skips=context.options.on_error == "skip")
+
+
+def _columns_of(evaluation: Evaluation, data: Any, samples: range) -> Mapping[str, Any]:
+    """What ``postprocess`` gives of one batch that is computed by itself."""
+    with _compute(evaluation, 1) as compute:
+        columns: Mapping[str, Any] = host_columns(
+            evaluation.task.postprocess(compute.start(data)(), samples), samples
+        )
+        return columns
 
 
 def _note_random(evaluation: Evaluation, samples: range, data: Any) -> None:
