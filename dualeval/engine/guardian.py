@@ -73,7 +73,8 @@ while True:
     looks += is_awake()
     if most_looks is not None and not idle and looks > most_looks:
         hung = (
-            f"{name}: no progress for {looks * look_s:.0f} s, and the process does not respond: C code held Python's lock"
+            f"{name}: no progress for {looks * look_s:.0f} s, and the process does not respond: "
+            "C code held Python's lock"
         )
         send(stacks_signal)
         time.sleep(look_s)
