@@ -18,7 +18,7 @@ DATA_FINGERPRINTS = ("ends", "content")
 SCHEDULES = ("static", "dynamic")
 
 
-def check_choice(option: str, value: object, known: Sequence[str]) -> None:
+def check_choice(option: str, value: object, known: Sequence[object]) -> None:
     """Check that an option has one of its values.
 
     Args:
