@@ -15,6 +15,7 @@ from dualeval.errors import UsageError
 PRECISIONS = ("fp32", "tf32", "amp-bf16", "amp-fp16")
 ON_ERROR = ("stop", "skip")
 DATA_FINGERPRINTS = ("ends", "content")
+CLASS_ORDERS = ("name", "number")
 SCHEDULES = ("static", "dynamic")
 
 

@@ -144,8 +144,8 @@ def test_what_makes_labels_the_same() -> None:
     """The rule does not: only what it comes to."""
     by_name = choose_labels(["0", "1"])
     assert by_name.fingerprint() == choose_labels(["0", "1"], order="number").fingerprint()
-    assert by_name.fingerprint() == mapped(["0", "1"], **{"0": 0, "1": 1}).fingerprint()
-    assert by_name.fingerprint() != mapped(["0", "1"], **{"0": 1, "1": 0}).fingerprint()
+    assert by_name.fingerprint() == mapped(["0", "1"], None, **{"0": 0, "1": 1}).fingerprint()
+    assert by_name.fingerprint() != mapped(["0", "1"], None, **{"0": 1, "1": 0}).fingerprint()
 
 
 # -- known classes ---------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +98,11 @@ def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
 def test_palettes(tmp_path: Path) -> None:
     """A transparent colour, or the transparency of each, changes nothing, and prints nothing."""
     image = Image.fromarray(noise(40, 30)).convert("P", palette=Image.Palette.ADAPTIVE, colors=16)
-    found = []
-    for transparency in (None, 3, bytes(range(16))):
+    found: list[Tensor] = []
+    options: list[dict[str, Any]] = [{}, {"transparency": 3}, {"transparency": bytes(range(16))}]
+    for option in options:
         path = tmp_path / f"{len(found)}.png"
-        image.save(path, **({} if transparency is None else {"transparency": transparency}))
+        image.save(path, **option)
         with Image.open(path) as saved:
             assert saved.mode == "P"
         with warnings.catch_warnings():
@@ -128,8 +131,30 @@ def test_sixteen_bits_for_a_model_of_one_channel(tmp_path: Path) -> None:
     assert set(pixels(tmp_path / "i.png", GREY).flatten().tolist()) == {0x80}
 
 
-def test_of_sixteen_bits_a_colour_the_higher_eight_count(tmp_path: Path) -> None:
-    """P6 with a largest value of 65535: as Pillow scales it."""
-    raw = np.full((30, 30, 3), 0x8040, ">u2").tobytes()
-    (tmp_path / "i.ppm").write_bytes(b"P6 30 30 65535\n" + raw)
-    assert set(pixels(tmp_path / "i.ppm").flatten().tolist()) == {0x80}
+def sixteen_bits(path: Path, value: int, channels: int) -> Path:
+    """30 x 30 pixels of one value, as PNG or PNM, which Pillow does not write with 16 bits a colour."""
+    row = np.full(30 * channels, value, ">u2").tobytes()
+    if path.suffix == ".png":
+
+        def chunk(kind: bytes, content: bytes) -> bytes:
+            checksum = zlib.crc32(kind + content)
+            return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+        colour = {1: 0, 3: 2}[channels]
+        header = chunk(b"IHDR", struct.pack(">IIBBBBB", 30, 30, 16, colour, 0, 0, 0))
+        data = chunk(b"IDAT", zlib.compress((b"\0" + row) * 30))
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + data + chunk(b"IEND", b""))
+    else:
+        path.write_bytes(b"P%d 30 30 65535\n" % {1: 5, 3: 6}[channels] + row * 30)
+    return path
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", ["i.png", "i.ppm"])
+def test_of_sixteen_bits_the_higher_eight_count(tmp_path: Path, name: str, channels: int) -> None:
+    for value in (0x8040, 0x80C0, 0x00FE, 0xFFFF):
+        path = sixteen_bits(tmp_path / name, value, channels)
+        [found] = set(pixels(path).flatten().tolist())
+        # Of a colour PPM Pillow rounds.
+        rounded = round(value / 257) if (name, channels) == ("i.ppm", 3) else value >> 8
+        assert found == rounded

@@ -15,7 +15,6 @@ from typing import Any
 from dualeval.data.class_map import ClassMap
 from dualeval.errors import UsageError
 
-CLASS_ORDERS = ("name", "number")
 _NUMBERED = re.compile(r"(\D*)([0-9]+)", re.ASCII)
 _WNID = re.compile(r"n[0-9]{8}", re.ASCII)
 _NAMED_AT_MOST = 5
@@ -128,8 +127,8 @@ def choose_labels(
     Args:
         folders: names, sorted.
         class_map: decides where it is given.
-        order: "name" or "number", one of ``CLASS_ORDERS``; None takes the names of known classes, or else the
-            order of names.
+        order: one of ``choices.CLASS_ORDERS``; None takes the names of known classes, or else the order of
+            names.
         known: the model's classes, where their names are known.
 
     Raises:
@@ -289,27 +288,34 @@ def _by_map(folders: Sequence[str], given: ClassMap, known: KnownClasses | None)
     own: dict[int, str] = {}
     for folder, index in classes.items():
         own[index] = f"{own[index]}, {folder}" if index in own else folder
-    count = None
-    if known is not None and known.go_by_name:
-        count = len(known.names)
-        _check_indices(classes, count, said, known.of)
+    if known is not None:
+        check_indices(classes, len(known.names), said, f"{known.of} has {len(known.names)} classes")
     return Labels(
         rule="class map",
         classes=classes,
         names=own if known is None else known.shown,
-        num_classes=count,
+        num_classes=None if known is None else len(known.names),
         left_out=left_out,
         notes=tuple(notes),
         warnings=tuple(_contradictions(classes, known, said)),
     )
 
 
-def _check_indices(classes: Mapping[str, int], count: int, said: str, of: str) -> None:
+def check_indices(classes: Mapping[str, int], count: int, said: str, because: str) -> None:
+    """Check that each folder's class is one of ``count`` classes.
+
+    Args:
+        classes: index by folder.
+        count: the number of classes.
+        said: who gives the index, for messages.
+        because: why there are so many classes, for messages.
+
+    Raises:
+        UsageError: one is not.
+    """
     for folder, index in classes.items():
         if index >= count:
-            raise UsageError(
-                f"{said} makes {folder!r} class {index}, but {of} has {count} classes (0 to {count - 1})."
-            )
+            raise UsageError(f"{said} makes {folder!r} class {index}, but {because} (0 to {count - 1}).")
 
 
 def _contradictions(classes: Mapping[str, int], known: KnownClasses | None, said: str) -> Iterable[str]:

@@ -82,7 +82,8 @@ def _with_channels(image: Image.Image, channels: int) -> Image.Image:
 
 def _eight_bits(image: Image.Image) -> Image.Image:
     """The image with 8 bits a channel: of 16 grey bits the higher ones, where Pillow would clip at 255."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # PNG: older Pillow
+    # Of PGM, and of PNG in older Pillow, the mode says 32 bits; the values are those of 16.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of 32 bits (mode {image.mode}) have no known range, expected 8 or 16 bits")

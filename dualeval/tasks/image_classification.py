@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.data.idx import IdxImages
-from dualeval.data.labels import Labels
+from dualeval.data.labels import Labels, check_indices
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -190,6 +190,9 @@ class ImageClassification(Task):
         if labels is None:
             return asked
         if labels.num_classes is None:
+            if asked is not None:
+                said = f"--class-map {self._class_map}"
+                check_indices(labels.classes, asked, said, f"--num-classes is {asked}")
             return asked or labels.largest + 1
         if asked not in (None, labels.num_classes):
             folders = len(labels.classes)

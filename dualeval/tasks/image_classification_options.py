@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dualeval.choices import DATA_FINGERPRINTS, check_mean, check_std
+from dualeval.choices import CLASS_ORDERS, DATA_FINGERPRINTS, check_mean, check_std
 from dualeval.errors import UsageError
 from dualeval.option_fields import check_fields, option
 from dualeval.weights_name import is_path_of_weights, is_published_name
@@ -56,11 +56,13 @@ class ImageClassificationOptions:
     class_map: Path | None = option(
         None, "Which class each folder is: folder to index, JSON or CSV.", group=_EVALUATED
     )
-    class_order: Literal["name", "number"] | None = option(
+    class_order: str | None = option(
         None,
         "Order of class folders: number puts 2 before 10.",
         group=_EVALUATED,
+        choices=CLASS_ORDERS,
         shown="known names, else name",
+        metavar="name|number",
     )
     data_fingerprint: str = option(
         DATA_FINGERPRINTS[0],
