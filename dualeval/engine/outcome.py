@@ -22,7 +22,7 @@ from dualeval.engine.folder.predictions import RowsOfChunks, read_columns
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Evaluation, unwritable
 from dualeval.engine.machines import chunks_by_machine
-from dualeval.engine.measured import check_keys, plain
+from dualeval.engine.measured import check_keys, fields_of_result, measured_from, plain
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.replay import batch_of_predictions, metric_digests
 from dualeval.errors import UsageError
@@ -173,7 +173,7 @@ class Outcome:
         found = self._backend.broadcast_json(found, src=0)
         assert found is not None
         # JSON keeps every bit of a float.
-        return [Measured(**measured) for measured in found]
+        return [measured_from(measured) for measured in found]
 
     def _made(
         self,
@@ -198,11 +198,7 @@ class Outcome:
             ]
         )
         return Result(
-            metrics={name: value for part in measured for name, value in part.values.items()},
-            intervals={name: interval for part in measured for name, interval in part.intervals.items()},
-            nonfinite={name: counts for part in measured for name, counts in part.nonfinite.items()},
-            units={name: unit for part in measured for name, unit in part.units.items()},
-            directions={name: better for part in measured for name, better in part.directions.items()},
+            **fields_of_result(measured),
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
             failed=[{"id": of.dataset.id(index), "error": error} for index, error in failures],
             chunks={
@@ -212,6 +208,7 @@ class Outcome:
             },
             job={**context.job, **of.task.options()},
             description=describe(of.task, of.dataset, plan, facts["job"], facts["fingerprint"]),
+            labels=dict(of.task.labels_used()),
             fingerprint=facts["fingerprint"],
             data={
                 "fingerprint": facts["job"]["data"],

@@ -15,7 +15,7 @@ import torch
 from dualeval.columns import to_column
 from dualeval.engine.columns import check_declarations, columns_of, update
 from dualeval.engine.folder.mapped_columns import MappedColumns
-from dualeval.engine.measured import check_keys, plain
+from dualeval.engine.measured import check_keys, fields_of_result, plain
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, in_two, keeps_rows, per_batch
@@ -89,11 +89,7 @@ def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
     warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings)]
     return replace(
         result,
-        metrics={name: value for part in measured for name, value in part.values.items()},
-        intervals={name: interval for part in measured for name, interval in part.intervals.items()},
-        nonfinite={name: counts for part in measured for name, counts in part.nonfinite.items()},
-        units={name: unit for part in measured for name, unit in part.units.items()},
-        directions={name: better for part in measured for name, better in part.directions.items()},
+        **fields_of_result(measured),
         warnings=list(dict.fromkeys(warnings)),
     )
 
