@@ -61,10 +61,10 @@ class Job:
     kind: TaskKind
     options: Any
     metric: tuple[str, ...] = option(
-        (), "Metric to compute; give it again for more.", group=EVALUATED, shown="all"
+        (), "Metric to compute; repeat it for several.", group=EVALUATED, shown="all"
     )
     limit: int | None = option(None, "Evaluate only the first N samples.", group=EVALUATED, least=1)
-    batch_size: int = option(64, "Samples a batch.", group=HOW, least=1)
+    batch_size: int = option(64, "Samples per batch.", group=HOW, least=1)
     precision: str = option(
         "fp32", "fp32 (default), tf32 (GPU), amp-bf16, amp-fp16.", group=HOW, choices=PRECISIONS
     )
@@ -73,7 +73,7 @@ class Job:
     )
     device: str | None = option(None, "cpu, cuda or cuda:N.", group=WHERE, shown="a GPU if any")
     workers: int | None = option(
-        None, "Reading processes a rank.", group=WHERE, least=0, shown="by task, cores"
+        None, "Reading processes per rank.", group=WHERE, least=0, shown="by task, cores"
     )
 
     @property
