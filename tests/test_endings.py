@@ -239,8 +239,8 @@ def test_other_signals_may_be_chosen(launch: Launch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--stop-signals", "SIGKILL"], "'SIGKILL' is no signal to wait for"),
-        (["--stop-signals", "TERM"], "'TERM' is no signal to wait for"),
+        (["--stop-signals", "SIGKILL"], "'SIGKILL' is not a signal that can stop a run"),
+        (["--stop-signals", "TERM"], "'TERM' is not a signal that can stop a run"),
         (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0: expected seconds, 1 to 1,000,000"),
         (["--schedule", "fast"], "--schedule 'fast': expected one of static, dynamic"),
     ],

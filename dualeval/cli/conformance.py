@@ -79,7 +79,7 @@ class _Asked:
 @click.option(
     "--ranks",
     callback=_counted,
-    help="Numbers of ranks, with commas.  [default: 1, 2, one per node, one per GPU or core (4 cores per node at most)]",
+    help="Numbers of ranks, with commas.  [default: 1, 2, one per node, one per GPU or core (4 at most)]",
 )
 @click.option(
     "--device", type=click.Choice(_DEVICES), help="Only this device.  [default: both, if there are GPUs]"

@@ -361,7 +361,7 @@ def lost_worker(error: BaseException) -> DualevalError | None:
         f"a reading process (pid {found[1]}) ended early ({found[2]}); its batch is lost. "
         "One that is killed mostly means that the host has run out of memory ('dmesg' says so): try fewer "
         "--workers or a smaller --batch-size. One that crashes has read what its decoder cannot bear: "
-        "--workers 0 shows where. What is finished is saved, and the same command goes on."
+        "--workers 0 shows where. Finished work is saved, and the same command resumes."
     )
 
 

@@ -118,7 +118,7 @@ def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -
     said = f"sample {dataset.id(sample.index)} (index {sample.index}) cannot be read: {sample.error}. "
     if skips:
         return UsageError(
-            f"none of the first samples can be read, so nothing is left out: {said}Mend the data."
+            f"none of the first samples can be read, so nothing is left out: {said}Fix the data."
         )
     return UsageError(
         f"{said}Mend or remove it, or run with --on-error skip to leave such samples out and list them."
@@ -136,7 +136,7 @@ def unwritable(recorder: Recorder, error: OSError) -> Exception:
     if isinstance(error, FileNotFoundError) and Path(str(error.filename)).is_relative_to(journal):
         return DualevalError(
             f"the journal {journal} is gone, or a file of it: {error.filename}. Type the same command again: "
-            "what is missing is evaluated anew."
+            "what is missing is evaluated again."
         )
     if isinstance(error, IsADirectoryError):
         return DualevalError(
@@ -341,7 +341,7 @@ class Loop:
         said = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         saved = (
             f" {self._recorder.chunks_saved} finished chunks of this rank stay for the same command where "
-            "there is more memory; another batch size is another job, and begins anew (--fresh)."
+            "there is more memory; another batch size is another job: it starts over (--fresh)."
         )
         return DualevalError(
             f"out of memory on {self._evaluation.device} with --batch-size {options.batch_size}: {said}. "

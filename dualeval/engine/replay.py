@@ -187,11 +187,11 @@ class Proof:
                 outcome = WITHIN_TOLERANCE
         note = (
             f"the model does not give the same bits twice on this machine (column {', '.join(unsteady)}): "
-            "the finished batch that was evaluated anew is compared to tolerance there"
+            "the finished batch that was evaluated again is compared to tolerance there"
         )
         if outcome == WITHIN_TOLERANCE and not unsteady:
             note = (
-                "the finished batch that was evaluated anew was computed on a machine of other bits, model "
+                "the finished batch that was evaluated again was computed on a machine of other bits, model "
                 "or versions: it is compared to tolerance"
             )
         return outcome, note if outcome == WITHIN_TOLERANCE else None
@@ -229,7 +229,7 @@ class Proof:
         raise UsageError(
             f"{self._place} holds other numbers than this job gives now: sample {self._name(index)} (index "
             f"{index}), column {column!r}: {there} there, {found} now. {why} Give another --out, or --fresh "
-            "to start over; --no-replay goes on without this comparison."
+            "to start over; --no-replay continues without this comparison."
         )
 
     def texts(self, task: Task) -> None:
@@ -254,7 +254,7 @@ class Proof:
                         f"{self._place} holds other texts than this job gives now: sample "
                         f"{self._name(index)} (index {index}), column {column!r}: {there[place]!r} there, "
                         f"{found!r} now. Something that the identity does not name has changed. Give another "
-                        "--out, or --fresh to start over; --no-replay goes on without this comparison."
+                        "--out, or --fresh to start over; --no-replay continues without this comparison."
                     )
 
     def metrics(
@@ -288,7 +288,7 @@ class Proof:
                 "Its options and source file are those of then, so something that they do not name has "
                 "changed: an imported helper, or a file or variable that it reads. Give another --out, or "
                 "--fresh to start over; 'dualeval score' computes metrics of a finished run anew, from its "
-                "rows; --no-replay goes on without this comparison."
+                "rows; --no-replay continues without this comparison."
             )
 
 

@@ -80,7 +80,7 @@ def check_finished(folder: Path) -> None:
         )
     raise UsageError(
         f"{folder} holds no finished run: its state is '{status.state}'. Type the run's own command again, "
-        f"with --out {folder}; it goes on from what is there."
+        f"with --out {folder}; it resumes from there."
     )
 
 
