@@ -40,8 +40,8 @@ a metric's states, and so on its arguments: the table has the arguments that wer
 arguments a class may have another route: with `thresholds=100` the states of `MulticlassAUROC` are sums of
 integers.
 
-*By batch* means that another batch size gives another value, by TorchMetrics' own definition, because the metric
-averages over a batch. At one batch size the value is the same at every number of processes.
+*By batch* means that another batch size gives another value, by TorchMetrics' own definition, because the
+metric averages over a batch. At one batch size the value is the same at every number of processes.
 
 {counts}
 """

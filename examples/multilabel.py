@@ -1,4 +1,4 @@
-"""Area under the ROC curve and mean average precision of several labels per sample; 10 lines are for dualeval.
+"""Area under the ROC curve and mean average precision of several labels; 10 lines are for dualeval.
 
     python examples/multilabel.py
     torchrun --nproc-per-node 2 examples/multilabel.py
