@@ -16,6 +16,7 @@ from dualeval.columns import to_column
 from dualeval.engine.columns import check_declarations, columns_of, update
 from dualeval.engine.folder.mapped_columns import MappedColumns
 from dualeval.engine.measured import check_keys, fields_of_result, plain
+from dualeval.engine.parts import whole_set_intervals
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, in_two, keeps_rows, per_batch
@@ -87,9 +88,13 @@ def check_finished(folder: Path) -> None:
 def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
     """A run's result with other metrics in place of its own."""
     warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings)]
+    fields = fields_of_result(measured)
     return replace(
         result,
-        **fields_of_result(measured),
+        **fields,
+        whole_set_intervals=whole_set_intervals(
+            result.part, result.samples["evaluated"], fields["metrics"], fields["intervals"]
+        ),
         warnings=list(dict.fromkeys(warnings)),
     )
 
