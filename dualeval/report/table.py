@@ -56,11 +56,15 @@ def print_result(result: Result, console: Console | None = None) -> None:
         console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False, style="yellow")
 
 
-def make_console() -> Console:
-    """Make the console of standard output: without colours and width of a terminal that is a launcher's."""
+def make_console(width: int = _WIDTH) -> Console:
+    """Make the console of standard output: without colours and width of a terminal that is a launcher's.
+
+    Args:
+        width: in letters, where standard output is no screen.
+    """
     if on_screen(sys.stdout):
         return Console()
-    return Console(force_terminal=False if sys.stdout.isatty() else None, width=_WIDTH)
+    return Console(force_terminal=False if sys.stdout.isatty() else None, width=width)
 
 
 def _of_earlier_run(result: Result) -> str:
