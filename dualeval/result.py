@@ -55,6 +55,7 @@ class Result:
         work: what the metrics took, as counts, where a task counts something.
         description: what was evaluated, in words for people, by label.
         warnings: what a reader of the numbers should know.
+        labels: how folders became classes: the rule, the index by folder, the classes' names by index.
         folder: where rank 0 wrote the files; None where nothing was written.
         finished_at: when the run came to its end, UTC, ISO 8601.
         earlier: an earlier run has made this result, and this one has only printed it.
@@ -94,6 +95,7 @@ class Result:
     metric_digests: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     description: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, Any] = field(default_factory=dict)
 
     @property
     def metrics_digest(self) -> str:

@@ -208,6 +208,7 @@ class Outcome:
             },
             job={**context.job, **of.task.options()},
             description=describe(of.task, of.dataset, plan, facts["job"], facts["fingerprint"]),
+            labels=dict(of.task.labels_used()),
             fingerprint=facts["fingerprint"],
             data={
                 "fingerprint": facts["job"]["data"],
