@@ -67,11 +67,15 @@ def _metrics(result: Result) -> Table:
     return table
 
 
-def make_console() -> Console:
-    """Make the console of standard output: without colours and width of a terminal that is a launcher's."""
+def make_console(width: int = _WIDTH) -> Console:
+    """Make the console of standard output: without colours and width of a terminal that is a launcher's.
+
+    Args:
+        width: in letters, where standard output is no screen.
+    """
     if on_screen(sys.stdout):
         return Console()
-    return Console(force_terminal=False if sys.stdout.isatty() else None, width=_WIDTH)
+    return Console(force_terminal=False if sys.stdout.isatty() else None, width=width)
 
 
 def _of_earlier_run(result: Result) -> str:
