@@ -104,7 +104,7 @@ def goes_on(launch: Launch, out: Path, wanted: str, command: Words | None = None
     ("number", "ranks"),
     [
         (signal.SIGTERM, 1),
-        (signal.SIGINT, 2),
+        pytest.param(signal.SIGINT, 2, marks=pytest.mark.long),
         pytest.param(signal.SIGUSR2, 2, marks=pytest.mark.long),
     ],
     ids=str,
