@@ -58,7 +58,7 @@ def test_every_way_to_start_runs(launch: Launch, tmp_path: Path, command: str) -
     words = ["2" if word == "8" else word for word in shlex.split(command)]
     done = launch([*words, "--limit", "100", "--out", tmp_path / "out"], cwd=ROOT, timeout=90)
     assert done.returncode == 0, done.stderr
-    assert "100 of 100 evaluated" in done.stdout
+    assert "first 100 of 10,000 (10 of 10 classes), 0 failed" in done.stdout
     if command == "dualeval run":
         assert names_of(done.stdout.splitlines()) == names_of(shown()), "type: make picture"
 

@@ -202,6 +202,8 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
 )
 @_of_job("metric")
 @_of_job("limit")
+@_of_job("sample")
+@_of_job("seed")
 @grouped(
     "--config",
     group=EVALUATED,
@@ -430,6 +432,8 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
             batch_size=job.batch_size,
             metric=job.metric_of_run,
             limit=job.limit,
+            sample=job.sample,
+            seed=job.seed,
             precision=job.precision,
             workers=job.workers,
             on_error=job.on_error,

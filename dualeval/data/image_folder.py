@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
@@ -80,6 +81,18 @@ class ImageFolder:
 
     def __len__(self) -> int:
         return len(self._samples)
+
+    def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> ImageFolder:
+        """The same folder with some of its images alone, in this order; classes and ids stay."""
+        found = copy.copy(self)
+        found._samples = [self._samples[index] for index in np.asarray(indices).tolist()]
+        found._first_seen = np.empty((0, 2), np.int64)
+        return found
+
+    @property
+    def targets(self) -> npt.NDArray[np.int64]:
+        """The class of each image, shape (images,)."""
+        return np.fromiter((target for _, target in self._samples), np.int64, len(self._samples))
 
     @property
     def num_classes(self) -> int | None:

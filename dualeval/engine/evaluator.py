@@ -20,6 +20,7 @@ from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity import task_attributes
 from dualeval.engine.options import RunOptions
+from dualeval.engine.parts import drawn
 from dualeval.engine.samples import as_dataset
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
@@ -128,7 +129,12 @@ class Evaluator:
                 context.note_all(guest.share_buffers(model, context.backend, context.control))
             said = set_evaluation_mode(model)
             context.note_all([*self._task.notes()])
-            dataset = as_dataset(self._task.dataset())
+            dataset = drawn(
+                as_dataset(self._task.dataset()),
+                context.options,
+                lambda sentence: context.note_all([sentence]),
+                lambda: context.control.progress.step("setup"),
+            )
             context = self._with_workers(dataset)
             attributes = task_attributes(self._task)
             rows = self._task.rows
