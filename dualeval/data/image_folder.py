@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from dualeval.data.contents import what_it_is
 from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
@@ -94,7 +95,7 @@ class ImageFolder:
     def _image(self, index: int) -> Tensor:
         transforms: Any = torchvision().transforms
         wanted = self._preprocessing
-        with (self._root / self._samples[index][0]).open("rb") as file, Image.open(file) as image:
+        with (self._root / self._samples[index][0]).open("rb") as file, self._opened(file) as image:
             self._check_unchanged(index, file.fileno())
             image = transforms.functional.resize(
                 _eight_bits(image).convert("RGB"),
@@ -105,6 +106,13 @@ class ImageFolder:
             transforms.functional.center_crop(image, wanted.crop)
         )
         return pixels
+
+    def _opened(self, file: BinaryIO) -> Image.Image:
+        try:
+            return Image.open(file)
+        except UnidentifiedImageError as error:
+            said = what_it_is(Path(file.name)) or "holds no picture that Pillow knows, or a damaged one"
+            raise UnidentifiedImageError(f"the file {said}") from error
 
     def _check_unchanged(self, index: int, descriptor: int) -> None:
         if index >= len(self._first_seen):
