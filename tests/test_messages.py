@@ -496,7 +496,10 @@ def said_of(model: str, *, error: type[DualevalError] = UsageError, **options: A
         ("lite", ["Type: --model lite:Lite"]),
         ("lite.py:half", ["Type: --model lite:half"]),
         ("lite:half", ["its parameters are float16, and images come as float32", "Return model.float()"]),
-        ("lite:grey", ["a layer takes 1, and the images have 3 channels", "x.mean(1, keepdim=True)"]),
+        (
+            "lite:grey",
+            ["a layer takes 1, and the images have 3 channels", "Give --channels 1 and the --mean and"],
+        ),
         (
             "lite:Logits",
             ["returned a dict of 'logits'", "Wrap it in a module", "self.model(images)['logits']"],
@@ -586,9 +589,9 @@ def test_a_file_that_holds_no_weights(name: str, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "sample a/2.png (index 1) cannot be read: UnidentifiedImageError: the file is empty (0 bytes)"),
+        (b"", "sample a/2.png (index 1) cannot be read: OSError: the file is empty (0 bytes)"),
         (PAGE, "the file is a web page, and begins with '<!DOCTYPE html>'"),
-        (b"\x89PNG no more", "the file holds no picture that Pillow knows, or a damaged one"),
+        (b"\x89PNG no more", "the file is no picture: expected one of JPEG, PNG"),
     ],
 )
 def test_a_file_that_holds_no_picture(here: Path, content: bytes, words: str) -> None:

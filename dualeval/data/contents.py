@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_HEAD = 512
+HEAD = 512
 _SHOWN = 60
 _PAGE = re.compile(rb"\s*(<!doctype html|<html|<head|<\?xml|<error)", re.IGNORECASE)
 _POINTER = b"version https://git-lfs"
@@ -25,11 +25,16 @@ def what_it_is(path: Path) -> str | None:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        head = file.read(_HEAD)
+        return what_it_holds(file.read(HEAD))
+
+
+def what_it_holds(head: bytes) -> str | None:
+    """As ``what_it_is``, of a file's first ``HEAD`` bytes."""
     if not head:
         return "is empty (0 bytes): its download or copy has failed. Fetch it again"
     first = head.strip().split(b"\n")[0].decode("utf-8", "backslashreplace")[:_SHOWN]
-    if _PAGE.match(head):
+    # A drawing is XML, too.
+    if _PAGE.match(head) and b"<svg" not in head.lower():
         return (
             f"is a web page, and begins with {first!r}: the server has sent an error or a login page in "
             "place of the file. Fetch it again from the right address"
@@ -52,7 +57,7 @@ def what_weights_are(path: Path) -> str | None:
     if found is not None:
         return found
     with path.open("rb") as file:
-        head = file.read(_HEAD)
+        head = file.read(HEAD)
     is_safetensors = path.suffix == ".safetensors"
     if is_safetensors and head.startswith((_ZIP, _PICKLE)):
         return f"was written by torch.save. Rename it to {path.with_suffix('.pt').name}"

@@ -82,10 +82,10 @@ def refused_images(
 def _of_channels(own: int, *, in_memory: bool) -> str:
     if in_memory:
         return f"Give idx files with {own} channels, or repeat the channel in the model's forward."
-    return (
-        f"Pictures are read as RGB: bring them to {own} in the model's forward, as with "
-        "x.mean(1, keepdim=True) for one channel."
-    )
+    if own in (1, 3):
+        values = " and the --mean and --std of the model's training" if own == 1 else ""
+        return f"Give --channels {own}{values}."
+    return f"Pictures have 3 channels, or 1 with --channels 1: make {own} of them in the model's forward."
 
 
 def no_logits(name: str, outputs: object, images: int) -> UsageError:
