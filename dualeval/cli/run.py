@@ -63,6 +63,7 @@ class _Invocation:
     heartbeat_timeout: float
     forward_timeout: float
     stop_signals: tuple[str, ...]
+    debug: bool
     started: float
 
     def __post_init__(self) -> None:
@@ -277,6 +278,7 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
 @grouped("--fresh", group=OUTPUT, is_flag=True, help="Remove an earlier run's files from --out first.")
 @grouped("--progress/--no-progress", group=OUTPUT, default=True, help="Show the progress.")
 @grouped("--json", "as_json", group=OUTPUT, is_flag=True, help="Print result.json, and nothing else.")
+@grouped("--debug", group=OUTPUT, is_flag=True, help="Show the whole traceback of an error.")
 @grouped("--dry-run", group=OUTPUT, is_flag=True, help="Check and print the job; evaluate nothing.")
 @click.pass_context
 def run(context: click.Context, /, **flags: Any) -> None:
@@ -296,7 +298,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
         **{
             name: flags[name]
             for name in (
-                *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json"),
+                *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json", "debug"),
                 *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines"),
             )
         },
@@ -409,6 +411,7 @@ def _evaluate(job: Job, invocation: _Invocation, launcher: str | None) -> int:
         heartbeat_timeout=invocation.heartbeat_timeout,
         forward_timeout=invocation.forward_timeout,
         stop_signals=invocation.stop_signals,
+        debug=invocation.debug,
     )
     return options.evaluate_and_show(
         session, lambda session: _run_engine(job, invocation, session), as_json=invocation.as_json
