@@ -31,7 +31,8 @@ def print_result(result: Result, console: Console | None = None) -> None:
     for name, value in result.metrics.items():
         if isinstance(value, (int, float)):
             first, *ends = shown_numbers(value, *result.intervals.get(name, ()), unit=result.units.get(name))
-            table.add_row(name, first, " to ".join(ends))
+            rough = " (rough)" if name in result.rough else ""
+            table.add_row(name, first, " to ".join(ends) + rough)
         elif value is None:
             counts = ", ".join(f"{n} {kind}" for kind, n in result.nonfinite.get(name, {}).items() if n)
             table.add_row(name, f"not finite ({counts})" if counts else "none", "")
