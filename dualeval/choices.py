@@ -15,10 +15,11 @@ from dualeval.errors import UsageError
 PRECISIONS = ("fp32", "tf32", "amp-bf16", "amp-fp16")
 ON_ERROR = ("stop", "skip")
 DATA_FINGERPRINTS = ("ends", "content")
+CLASS_ORDERS = ("name", "number")
 SCHEDULES = ("static", "dynamic")
 
 
-def check_choice(option: str, value: object, known: Sequence[str]) -> None:
+def check_choice(option: str, value: object, known: Sequence[object]) -> None:
     """Check that an option has one of its values.
 
     Args:
@@ -68,6 +69,28 @@ def check_count(option: str, value: object, least: int) -> None:
     # A bool is an int for Python.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{option} {value!r}: expected a whole number of at least {least}")
+
+
+def check_part(*, limit: int | None, sample: int | None, seed: int | None, dashes: str = "") -> None:
+    """Check the options that say which part of a data set is evaluated.
+
+    Args:
+        limit: as in ``RunOptions``, and ``sample`` and ``seed``.
+        dashes: what stands before their names where the user has typed them.
+
+    Raises:
+        UsageError: one has a value that it cannot have, or they do not go together.
+    """
+    check_count(f"{dashes}limit", limit, 1)
+    check_count(f"{dashes}sample", sample, 1)
+    check_count(f"{dashes}seed", seed, 0)
+    if limit is not None and sample is not None:
+        raise UsageError(
+            f"{dashes}limit {limit} takes the first samples and {dashes}sample {sample} draws some: leave "
+            "out one of the two"
+        )
+    if seed is not None and sample is None:
+        raise UsageError(f"{dashes}seed {seed} draws nothing by itself: give {dashes}sample N too")
 
 
 def check_mean(option: str, values: object) -> None:

@@ -19,6 +19,8 @@ from __future__ import annotations
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+# A gate of 'dualeval compare' has not passed.
+EXIT_GATE = 3
 # EX_TEMPFAIL of sysexits.h: the same command again goes on.
 EXIT_STOPPED = 75
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualeval.choices import ON_ERROR, PRECISIONS
+from dualeval.choices import ON_ERROR, PRECISIONS, check_part
 from dualeval.errors import UsageError
 from dualeval.option_fields import (
     Given,
@@ -52,6 +52,8 @@ class Job:
         metric: names of metrics; empty for the task's default ones.
         batch_size: samples a batch.
         limit: evaluate only the first samples.
+        sample: evaluate only so many, drawn at random by their ids.
+        seed: another one draws others.
         precision: one of ``choices.PRECISIONS``.
         device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
         workers: reading processes of each rank; None decides by task and cores.
@@ -61,10 +63,14 @@ class Job:
     kind: TaskKind
     options: Any
     metric: tuple[str, ...] = option(
-        (), "Metric to compute; give it again for more.", group=EVALUATED, shown="all"
+        (), "Metric to compute; repeat it for several.", group=EVALUATED, shown="all"
     )
     limit: int | None = option(None, "Evaluate only the first N samples.", group=EVALUATED, least=1)
-    batch_size: int = option(64, "Samples a batch.", group=HOW, least=1)
+    sample: int | None = option(None, "Evaluate only N samples, drawn at random.", group=EVALUATED, least=1)
+    seed: int | None = option(
+        None, "With --sample: another number draws others.", group=EVALUATED, least=0, shown="0"
+    )
+    batch_size: int = option(64, "Samples per batch.", group=HOW, least=1)
     precision: str = option(
         "fp32", "fp32 (default), tf32 (GPU), amp-bf16, amp-fp16.", group=HOW, choices=PRECISIONS
     )
@@ -73,7 +79,7 @@ class Job:
     )
     device: str | None = option(None, "cpu, cuda or cuda:N.", group=WHERE, shown="a GPU if any")
     workers: int | None = option(
-        None, "Reading processes a rank.", group=WHERE, least=0, shown="by task, cores"
+        None, "Reading processes per rank.", group=WHERE, least=0, shown="by task, cores"
     )
 
     @property
@@ -105,6 +111,8 @@ class Job:
             if name not in own:
                 raise _unknown(name, kind)
         for name in own.keys() & COMMON.keys():
+            if name in _TASKS_OWN_TOO and name not in shared:
+                continue
             _check_kinds(kind, own[name])
             given[name] = shared.get(name, COMMON[name].default)
         if "metric" in own:
@@ -114,6 +122,9 @@ class Job:
             raise UsageError(f"--task {kind.name} needs {needs}.")
         for name, value in shared.items():
             COMMON[name].check(value)
+        if "seed" in own and shared.get("sample") is None:
+            shared.pop("seed", None)  # the task's alone
+        check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes="--")
         options = _options(kind, given)
         return cls(kind=kind, options=options, **shared)
 
@@ -161,15 +172,20 @@ class Job:
             field.name: plain[field.name]
             for field in self.kind.fields
             if field.is_settable
-            and field.name not in COMMON
+            and (field.name not in COMMON or field.name in _TASKS_OWN_TOO)
             and not _has_path(getattr(self.options, field.name))
         }
 
     def to_json(self) -> dict[str, Any]:
         """The job as plain JSON values, the task's options among them."""
         common = {name: getattr(self, name) for name in COMMON}
-        return {"task": self.task, **as_json(self.options), **common, "metric": list(self.metric)}
+        own = as_json(self.options)
+        of_task = {name: own[name] for name in _TASKS_OWN_TOO if name in own and common[name] is None}
+        return {"task": self.task, **own, **common, **of_task, "metric": list(self.metric)}
 
+
+# Tasks have had these for something of their own: what nobody gives does not change the task's default.
+_TASKS_OWN_TOO = ("sample", "seed")
 
 # The options that every run has, by name.
 COMMON = {field.name: field for field in fields_of(Job) if field.name not in ("kind", "options")}

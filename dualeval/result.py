@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +21,9 @@ STATUS = "status.json"
 RESULT = "result.json"
 JOB = "job.json"
 PREDICTIONS = "predictions.parquet"
+
+# Which part of a data set was evaluated: ``kind`` of ``Result.part``.
+ALL_SAMPLES, FIRST_SAMPLES, DRAWN_SAMPLES = "all", "first", "drawn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,12 @@ class Result:
             has it; nothing where it does not.
         work: what the metrics took, as counts, where a task counts something.
         description: what was evaluated, in words for people, by label.
+        part: which part of the data set was evaluated: ``kind`` ("all", "first" or "drawn"), ``samples``,
+            ``of`` and what more is known; empty in results of earlier versions.
+        whole_set_intervals: of drawn samples, 95 % intervals of the values that the whole data set would
+            give; ``intervals`` are about samples beyond it.
         warnings: what a reader of the numbers should know.
+        labels: how folders became classes: the rule, the index by folder, the classes' names by index.
         folder: where rank 0 wrote the files; None where nothing was written.
         finished_at: when the run came to its end, UTC, ISO 8601.
         earlier: an earlier run has made this result, and this one has only printed it.
@@ -96,6 +104,9 @@ class Result:
     metric_digests: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     description: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, Any] = field(default_factory=dict)
+    part: dict[str, Any] = field(default_factory=dict)
+    whole_set_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def metrics_digest(self) -> str:
@@ -114,6 +125,22 @@ class Result:
         """The text of result.json."""
         content = {"schema_version": SCHEMA_VERSION, "metrics_digest": self.metrics_digest, **asdict(self)}
         return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def described_part(part: Mapping[str, Any]) -> str:
+    """A part of a data set in words: "first 5,000 of 50,000 (100 of 1,000 classes)".
+
+    Args:
+        part: as ``Result.part``.
+    """
+    count, total = f"{part['samples']:,}", f"{part['of']:,}"
+    if part["kind"] == ALL_SAMPLES:
+        return f"all {total}"
+    classes = [f"{part['classes']:,} of {part['of_classes']:,} classes"] if "classes" in part else []
+    seed = [f"seed {part['seed']}"] if part["kind"] == DRAWN_SAMPLES else []
+    more = f" ({'; '.join([*seed, *classes])})" if seed or classes else ""
+    first = f"{count} of {total} drawn at random" if seed else f"first {count} of {total}"
+    return f"{first}{more}"
 
 
 def sha256_of_json(value: Any) -> str:

@@ -17,6 +17,7 @@ from typing import NoReturn
 import click
 
 from dualeval import __version__, process_start
+from dualeval.cli.compare import compare
 from dualeval.cli.conformance import conformance
 from dualeval.cli.doctor import doctor
 from dualeval.cli.listing import list_names
@@ -52,6 +53,7 @@ def dualeval() -> None:
 dualeval.add_command(run)
 dualeval.add_command(score)
 dualeval.add_command(verify)
+dualeval.add_command(compare)
 dualeval.add_command(list_names)
 dualeval.add_command(doctor)
 dualeval.add_command(conformance)

@@ -202,12 +202,14 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
 )
 @_of_job("metric")
 @_of_job("limit")
+@_of_job("sample")
+@_of_job("seed")
 @grouped(
     "--config",
     group=EVALUATED,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Job file (TOML); flags win over it.",
+    help="Job file (TOML); flags override it.",
 )
 @_of_job("batch_size")
 @_of_job("precision")
@@ -217,15 +219,15 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
     group=HOW,
     type=Words(SCHEDULES, "WORD"),
     default=SCHEDULES[0],
-    help="static (default); dynamic: slow ranks take less.",
+    help="static (default); dynamic: slow ranks get less.",
 )
 @grouped(
     "--replay/--no-replay",
     group=HOW,
     default=True,
-    help="Compare a finished batch before going on.",
+    help="Before resuming, check one finished batch.",
 )
-@grouped("--nproc", group=WHERE, type=int, metavar="N", help="Start that many processes here.")
+@grouped("--nproc", group=WHERE, type=int, metavar="N", help="Start N processes on this machine.")
 @_of_job("device")
 @_of_job("workers")
 @grouped(
@@ -238,7 +240,7 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
     "--launcher",
     group=WHERE,
     type=Words(tuple(PROBES), "NAME"),
-    help="Who started the ranks.  [default: detected]",
+    help="Launcher of the ranks.  [default: detected]",
 )
 @grouped("--allow-shared-gpu", group=WHERE, is_flag=True, help="Let several ranks of a node share a GPU.")
 @grouped("--mix-machines", group=WHERE, is_flag=True, help="Let devices or versions differ between ranks.")
@@ -248,7 +250,7 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
     type=float,
     metavar="S",
     default=60.0,
-    help="Give up a rank that stands still.  [default: 60]",
+    help="Seconds until a rank counts as hung.  [default: 60]",
 )
 @grouped(
     "--forward-timeout",
@@ -256,24 +258,24 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
     type=float,
     metavar="S",
     default=1800.0,
-    help="The same with a batch in hand.  [default: 1800]",
+    help="Seconds to compute one batch.  [default: 1800]",
 )
 @grouped(
     "--stop-signals",
     group=WHERE,
     metavar="NAMES",
     default=",".join(DEFAULT_SIGNALS),
-    help="Save and end.  [default: " + ",".join(DEFAULT_SIGNALS) + "]",
+    help="Save and exit.  [default: " + ",".join(DEFAULT_SIGNALS) + "]",
 )
 @grouped(
     "--out",
     group=OUTPUT,
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Output folder, where a run also goes on.",
+    help="Output folder; an unfinished run resumes there.",
 )
 @grouped("--fresh", group=OUTPUT, is_flag=True, help="Remove an earlier run's files from --out first.")
-@grouped("--progress/--no-progress", group=OUTPUT, default=True, help="Show how far the run is.")
+@grouped("--progress/--no-progress", group=OUTPUT, default=True, help="Show the progress.")
 @grouped("--json", "as_json", group=OUTPUT, is_flag=True, help="Print result.json, and nothing else.")
 @grouped("--dry-run", group=OUTPUT, is_flag=True, help="Check and print the job; evaluate nothing.")
 @click.pass_context
@@ -347,7 +349,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
         # Else its metrics are known when its columns are, which takes a forward.
         check_names(chosen_metrics(job.metric_of_run, task.metrics(), task.rows), task.rows)
     if world.is_main:
-        for sentence in [*task.notes(), *set_evaluation_mode(model)]:
+        for sentence in [*task.notes(), *task.data_warnings(), *set_evaluation_mode(model)]:
             click.echo(f"dualeval: note: {sentence}", err=True)
     workers = job.workers
     if workers is None:
@@ -430,6 +432,8 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
             batch_size=job.batch_size,
             metric=job.metric_of_run,
             limit=job.limit,
+            sample=job.sample,
+            seed=job.seed,
             precision=job.precision,
             workers=job.workers,
             on_error=job.on_error,

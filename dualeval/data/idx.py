@@ -98,6 +98,11 @@ class IdxImages:
         return 1, self._images.shape[2], self._images.shape[3]
 
     @property
+    def targets(self) -> Tensor:
+        """The label of each image, int64 (images,)."""
+        return self._targets
+
+    @property
     def largest_target(self) -> int:
         """The largest label; -1 where there are no samples."""
         return int(self._targets.max()) if len(self._targets) else -1

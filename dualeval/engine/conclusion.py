@@ -165,7 +165,7 @@ class Conclusion:
             return EXIT_FAILED
         self._write_down(stop)
         where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
-        self._say(f"dualeval: stopped by {stop}. {where} the same command again to go on.")
+        self._say(f"dualeval: stopped by {stop}. {where} the same command again to resume.")
         return EXIT_STOPPED
 
     def _conclude_failure(self, error: BaseException) -> int:

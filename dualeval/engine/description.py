@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from dualeval.engine.plan import EvalPlan
-from dualeval.tasks import Dataset, Task
+from dualeval.result import FIRST_SAMPLES
+from dualeval.tasks import Task
 
 _SHOWN_DIGITS = 8
 
 
 def describe(
-    task: Task, dataset: Dataset, plan: EvalPlan, job: Mapping[str, Any], fingerprint: str
+    task: Task, part: Mapping[str, Any], plan: EvalPlan, job: Mapping[str, Any], fingerprint: str
 ) -> dict[str, str]:
     """Complete a task's description with what the engine knows.
 
     Args:
         task: says what it evaluates; one that does not is named.
-        dataset: the task's.
+        part: of the data set, as ``part_of`` gives it.
         plan: the run's.
         job: the facts of the run's identity: ``data``, ``contents`` (None where the data set gives none) and
             ``weights`` with fingerprints, ``precision``.
@@ -36,7 +37,7 @@ def describe(
         data += f", contents {job['contents'][:_SHOWN_DIGITS]}"
     mark = f"fingerprint {weights['fingerprint'][:_SHOWN_DIGITS]}" if weights["elements"] else ""
     lines["weights"] = _with(lines["weights"], mark)
-    lines["data"] = _with(lines["data"], f"{_samples(dataset, plan)}, {data}")
+    lines["data"] = _with(lines["data"], f"{_samples(part)}, {data}")
     lines["job"] = (
         f"batch size {plan.batch_size}, {job['precision']} (fingerprint {fingerprint[:_SHOWN_DIGITS]})"
     )
@@ -47,8 +48,8 @@ def _with(text: str, more: str) -> str:
     return f"{text} ({more})" if text and more else text or more
 
 
-def _samples(dataset: Dataset, plan: EvalPlan) -> str:
-    total = len(dataset)
-    if plan.num_samples == total:
-        return f"{total:,} samples"
-    return f"the first {plan.num_samples:,} of {total:,} samples"
+def _samples(part: Mapping[str, Any]) -> str:
+    count, total = f"{part['samples']:,}", f"{part['of']:,}"
+    if part["kind"] == FIRST_SAMPLES:
+        return f"the first {count} of {total} samples"
+    return f"{count} of {total} samples, seed {part['seed']}" if "seed" in part else f"{total} samples"

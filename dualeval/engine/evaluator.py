@@ -20,6 +20,7 @@ from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity import task_attributes
 from dualeval.engine.options import RunOptions
+from dualeval.engine.parts import drawn
 from dualeval.engine.samples import as_dataset
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
@@ -74,7 +75,7 @@ class Evaluator:
             )
         if not isinstance(task, Task):
             raise UsageError(
-                f"{type(task).__name__} is no task: expected an object whose class is derived from "
+                f"{type(task).__name__} is not a task: expected an object whose class is derived from "
                 "dualeval.Task. For a loop of your own over a data set use session.batches(dataset)."
             )
         numerics.check_precision(options.precision, backend.device)
@@ -128,7 +129,12 @@ class Evaluator:
                 context.note_all(guest.share_buffers(model, context.backend, context.control))
             said = set_evaluation_mode(model)
             context.note_all([*self._task.notes()])
-            dataset = as_dataset(self._task.dataset())
+            dataset = drawn(
+                as_dataset(self._task.dataset()),
+                context.options,
+                lambda sentence: context.note_all([sentence]),
+                lambda: context.control.progress.step("setup"),
+            )
             context = self._with_workers(dataset)
             attributes = task_attributes(self._task)
             rows = self._task.rows
@@ -139,7 +145,12 @@ class Evaluator:
                 self._task, dataset, model, context, rows, threads=threads, attributes=attributes
             )
             # After all that a task's own code may have set. What this rank says of it is in the result.
-            execution.said += [*said, *settings.notes, *settings.check_after_build()]
+            execution.said += [
+                *self._task.data_warnings(),
+                *said,
+                *settings.notes,
+                *settings.check_after_build(),
+            ]
             context.note_all(execution.said)
             try:
                 execution.begin()

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
@@ -30,6 +31,7 @@ from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Evaluation, Loop, ahead_of
 from dualeval.engine.machines import check_kinds_of_ranks
 from dualeval.engine.outcome import Outcome
+from dualeval.engine.parts import identity_of, name_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
@@ -140,6 +142,7 @@ class Execution:
                 self._plan.num_samples,
                 self._attributes,
             ),
+            **identity_of(of.dataset),
             "columns": list(self._columns),
             "batch_size": self._plan.batch_size,
             "precision": self._options.precision,
@@ -255,7 +258,7 @@ class Execution:
             return
         done = self._plan.num_chunks - len(previous.chunks.remaining)
         if done:
-            note(f"goes on in {folder.path}: {done} of {self._plan.num_chunks} chunks are finished already")
+            note(f"resumes in {folder.path}: {done} of {self._plan.num_chunks} chunks are finished already")
         if apart:
             ranks = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
             note(
@@ -330,10 +333,10 @@ class Execution:
             machine=self._facts["machine"],
             precision=self._options.precision,
             place=self._folder.path,
-            name=self.evaluation.dataset.id,
+            name=partial(name_of, self.evaluation.dataset),
         )
         compared, note = proof.rows()
-        proof.texts(self._task)
+        proof.texts(self._task, self.evaluation.dataset)
         finished = self.previous.finished
         digests = {} if finished is None else finished.metric_digests
         proof.metrics(self.evaluation.metrics, self.evaluation.row_metrics, self._plan, digests)

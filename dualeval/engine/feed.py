@@ -21,6 +21,7 @@ from torch import nn
 
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.nests import zeros_like
+from dualeval.engine.parts import index_of, name_of
 from dualeval.engine.progress import Stage
 from dualeval.engine.storages import own_storages
 from dualeval.engine.transfer import Uploads
@@ -148,13 +149,13 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             return self._dataset.__getitems__(indices)
         except Exception as error:
             alone = "".join(
-                f" Alone, sample {self._dataset.id(sample.index)} (index {sample.index}) gives "
-                f"{sample.error}."
+                f" Alone, sample {name_of(self._dataset, sample.index)} gives {sample.error}."
                 for sample in failed[:1]
             )
             raise UsageError(
                 f"the batch of samples {self._dataset.id(indices[0])} to {self._dataset.id(indices[-1])} "
-                f"(indices {indices[0]} to {indices[-1]}) cannot be read: {named(first)}.{alone} "
+                f"(indices {index_of(self._dataset, indices[0])} to "
+                f"{index_of(self._dataset, indices[-1])}) cannot be read: {named(first)}.{alone} "
                 f"{type(self._dataset).__name__} returns ready batches, so no single sample can be left out "
                 "(--on-error skip): mend or remove the bad one, or let __getitems__ return a list of samples "
                 "and the task's collate make the batch."
@@ -178,7 +179,7 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         if placeholder is not None:
             return placeholder(failed.index)
         return self._zeros(
-            f"sample {self._dataset.id(failed.index)} (index {failed.index}) cannot be read: {failed.error}",
+            f"sample {name_of(self._dataset, failed.index)} cannot be read: {failed.error}",
             example,
         )
 
@@ -361,7 +362,7 @@ def lost_worker(error: BaseException) -> DualevalError | None:
         f"a reading process (pid {found[1]}) ended early ({found[2]}); its batch is lost. "
         "One that is killed mostly means that the host has run out of memory ('dmesg' says so): try fewer "
         "--workers or a smaller --batch-size. One that crashes has read what its decoder cannot bear: "
-        "--workers 0 shows where. What is finished is saved, and the same command goes on."
+        "--workers 0 shows where. Finished work is saved, and the same command resumes."
     )
 
 

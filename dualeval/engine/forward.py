@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from dualeval.columns import Rows, host_columns, to_rows
+from dualeval.columns import Rows, to_rows
 from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
@@ -17,6 +17,7 @@ from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.identity.values import Values
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
+from dualeval.engine.parts import postprocessed
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.progress import Stage
 from dualeval.engine.transfer import Pending
@@ -123,10 +124,7 @@ def first_columns(
 def _columns_of(evaluation: Evaluation, data: Any, samples: range) -> Mapping[str, Any]:
     """What ``postprocess`` gives of one batch that is computed by itself."""
     with _compute(evaluation, 1) as compute:
-        columns: Mapping[str, Any] = host_columns(
-            evaluation.task.postprocess(compute.start(data)(), samples), samples
-        )
-        return columns
+        return postprocessed(evaluation.task, evaluation.dataset, compute.start(data)(), samples)
 
 
 def _note_random(evaluation: Evaluation, samples: range, data: Any) -> None:

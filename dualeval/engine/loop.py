@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dualeval.columns import Column, host_columns
+from dualeval.columns import Column
 from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.context import RunContext
@@ -23,6 +23,7 @@ from dualeval.engine.feed import FailedSample, Feed, Reader, lost_worker
 from dualeval.engine.folder.layout import journal_of
 from dualeval.engine.folder.lease import gone
 from dualeval.engine.folder.opening import PreviousRun
+from dualeval.engine.parts import name_of, postprocessed
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
 from dualeval.errors import DualevalError, Stopped, UsageError, text_of
@@ -115,10 +116,10 @@ def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -
         sample: the first one.
         skips: whether such samples are left out, and there is no other one.
     """
-    said = f"sample {dataset.id(sample.index)} (index {sample.index}) cannot be read: {sample.error}. "
+    said = f"sample {name_of(dataset, sample.index)} cannot be read: {sample.error}. "
     if skips:
         return UsageError(
-            f"none of the first samples can be read, so nothing is left out: {said}Mend the data."
+            f"none of the first samples can be read, so nothing is left out: {said}Fix the data."
         )
     return UsageError(
         f"{said}Mend or remove it, or run with --on-error skip to leave such samples out and list them."
@@ -136,7 +137,7 @@ def unwritable(recorder: Recorder, error: OSError) -> Exception:
     if isinstance(error, FileNotFoundError) and Path(str(error.filename)).is_relative_to(journal):
         return DualevalError(
             f"the journal {journal} is gone, or a file of it: {error.filename}. Type the same command again: "
-            "what is missing is evaluated anew."
+            "what is missing is evaluated again."
         )
     if isinstance(error, IsADirectoryError):
         return DualevalError(
@@ -300,7 +301,7 @@ class Loop:
         self._progress.step("metrics", work.chunk)
         if columns is not None:
             start = perf_counter()
-            columns = host_columns(self._task.postprocess(columns, work.samples), work.samples)
+            columns = postprocessed(self._task, self._evaluation.dataset, columns, work.samples)
             self.postprocess_s += perf_counter() - start
             if not self._tried:
                 self._try(work, columns)
@@ -341,7 +342,7 @@ class Loop:
         said = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         saved = (
             f" {self._recorder.chunks_saved} finished chunks of this rank stay for the same command where "
-            "there is more memory; another batch size is another job, and begins anew (--fresh)."
+            "there is more memory; another batch size is another job: it starts over (--fresh)."
         )
         return DualevalError(
             f"out of memory on {self._evaluation.device} with --batch-size {options.batch_size}: {said}. "

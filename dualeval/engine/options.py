@@ -10,7 +10,15 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from dualeval.choices import ON_ERROR, PRECISIONS, SCHEDULES, check_choice, check_count, check_kind
+from dualeval.choices import (
+    ON_ERROR,
+    PRECISIONS,
+    SCHEDULES,
+    check_choice,
+    check_count,
+    check_kind,
+    check_part,
+)
 from dualeval.errors import UsageError
 
 _LEAST_TIMEOUT_S = 1.0
@@ -40,6 +48,9 @@ class RunOptions:
         batch_size: samples a batch.
         metric: names of metrics: of the task's own, or those of installed packages; empty for the task's.
         limit: evaluate only the first samples; None for all.
+        sample: evaluate only so many samples, drawn by their ids: those with the smallest sha256 of seed and
+            id, in data-set order; None for all.
+        seed: another one draws other samples; None is 0.
         precision: one of ``choices.PRECISIONS``.
         workers: reading processes of each rank; 0 reads in the rank's own process. None: none where the
             samples lie in memory already, else up to one a core; a loop of the caller's own has none.
@@ -65,6 +76,8 @@ class RunOptions:
     batch_size: int = 64
     metric: Sequence[str] = ()
     limit: int | None = None
+    sample: int | None = None
+    seed: int | None = None
     precision: str = "fp32"
     workers: int | None = None
     fewer_workers: bool = False
@@ -80,7 +93,7 @@ class RunOptions:
             raise UsageError("batch_size: expected a whole number, found None")
         check_count("batch_size", self.batch_size, 1)
         check_kind("metric", self.metric, _are_texts(self.metric), "names of metrics, as ('loss', 'top1')")
-        check_count("limit", self.limit, 1)
+        check_part(limit=self.limit, sample=self.sample, seed=self.seed)
         check_count("workers", self.workers, 0)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("on_error", self.on_error, ON_ERROR)

@@ -29,6 +29,7 @@ from dualeval.engine.measured import (
     plain,
     rough_warnings,
 )
+from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.replay import batch_of_predictions, metric_digests
 from dualeval.errors import UsageError
@@ -195,7 +196,10 @@ class Outcome:
         plan, world, machine = of.plan, context.backend.world, facts["machine"]
         # The slowest rank's: the run is not through before.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
-        odd = {kind: list(ids) for kind, ids in of.task.findings(plan.num_samples).items() if ids}
+        found = findings_of(of.task, of.dataset, plan.num_samples)
+        odd = {kind: ids for kind, ids in found.items() if ids}
+        part = part_of(of.dataset, plan)
+        fields = fields_of_result(measured)
         remaining = previous.chunks.remaining
         machines = chunks_by_machine(
             [
@@ -204,7 +208,9 @@ class Outcome:
             ]
         )
         return Result(
-            **fields_of_result(measured),
+            **fields,
+            part=part,
+            whole_set_intervals=whole_set_intervals(part, evaluated, fields["metrics"], fields["intervals"]),
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
             failed=[{"id": of.dataset.id(index), "error": error} for index, error in failures],
             chunks={
@@ -213,12 +219,13 @@ class Outcome:
                 "resumed": plan.num_chunks - len(remaining),
             },
             job={**context.job, **of.task.options()},
-            description=describe(of.task, of.dataset, plan, facts["job"], facts["fingerprint"]),
+            description=describe(of.task, part, plan, facts["job"], facts["fingerprint"]),
+            labels=dict(of.task.labels_used()),
             fingerprint=facts["fingerprint"],
             data={
                 "fingerprint": facts["job"]["data"],
                 "contents": facts["job"]["contents"],
-                "samples": len(of.dataset),
+                "samples": part["of"],
                 "findings": odd,
             },
             weights=facts["job"]["weights"],
@@ -241,8 +248,9 @@ class Outcome:
                 "ranks": [report["times"] for report in reports],
             },
             samples_per_s=plan.samples_in(remaining) / evaluate_s,
-            work={name: count for part in measured for name, count in part.work.items()},
+            work={name: count for each in measured for name, count in each.work.items()},
             warnings=[
+                *warnings_of(part),
                 *previous.notes,
                 *dict.fromkeys(sentence for report in reports for sentence in report["settings"]),
                 *_warnings(measured, len(failures), odd, len(machines)),

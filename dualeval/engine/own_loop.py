@@ -22,7 +22,8 @@ from dualeval.engine.feed import FailedSample
 from dualeval.engine.guest import Guest
 from dualeval.engine.loop import Evaluation, read_alone
 from dualeval.engine.own_task import LoopKind, LoopTask
-from dualeval.engine.samples import check_samples
+from dualeval.engine.parts import drawn
+from dualeval.engine.samples import Samples, check_samples, wrap
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.result import Result
@@ -83,7 +84,13 @@ class OwnLoop:
         kind = "a list of metrics (docs/metrics.md), or None for the mean of every column"
         check_kind("metrics", metrics, metrics is None or isinstance(metrics, list | tuple), kind)
         self._context = context
-        self._task = LoopTask(dataset, collate, metrics, model)
+        samples = drawn(
+            dataset if isinstance(dataset, Samples) else wrap(dataset),
+            context.options,
+            lambda sentence: context.note_all([sentence]),
+            lambda: context.control.progress.step("setup"),
+        )
+        self._task = LoopTask(samples, collate, metrics, model)
         self._plan = plan_of(self._task.dataset(), context)
         self._batches: Generator[Any, None, None] | None = None
         self._execution: Execution | None = None

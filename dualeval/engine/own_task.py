@@ -12,12 +12,12 @@ from torch.utils.data import default_collate
 
 from dualeval.columns import Column, kind_of
 from dualeval.engine.guest import unwrapped
-from dualeval.engine.samples import Samples, wrap
+from dualeval.engine.samples import Samples
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import check_metrics
 from dualeval.metrics.means import Mean
-from dualeval.tasks import Task
+from dualeval.tasks import Dataset, Task
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class LoopTask(Task):
     """What the engine asks of a task, as far as a caller's own loop has it.
 
     Args:
-        dataset: as for ``OwnLoop``; likewise ``collate``, ``metrics`` and ``model``.
+        dataset: with ids and a fingerprint.
+        collate: as for ``OwnLoop``; likewise ``metrics`` and ``model``.
 
     Attributes:
         given_model: as given; it may be wrapped for training on several processes.
@@ -61,12 +62,13 @@ class LoopTask(Task):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset,
         collate: Callable[[list[Any]], Any] | None,
         metrics: Sequence[Metric | RowMetric] | None,
         model: nn.Module | None,
     ) -> None:
-        self._samples = dataset if isinstance(dataset, Samples) else wrap(dataset)
+        assert isinstance(dataset, Samples)
+        self._samples = dataset
         self._collate = collate
         self._given = metrics
         self._metrics: list[Metric | RowMetric] = []

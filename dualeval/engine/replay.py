@@ -22,6 +22,7 @@ from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.predictions import EVALUATED, evaluated_of
 from dualeval.engine.measured import plain
+from dualeval.engine.parts import texts_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import UsageError
@@ -29,7 +30,7 @@ from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
 from dualeval.result import sha256_of_json
 
 if TYPE_CHECKING:
-    from dualeval.tasks import Task
+    from dualeval.tasks import Dataset, Task
 
 SAME_BITS = "same bits"
 WITHIN_TOLERANCE = "within tolerance"
@@ -136,7 +137,7 @@ class Proof:
         machine: this machine.
         precision: how it computes; decides the tolerance.
         place: where the rows lie, for messages.
-        name: a sample's id by its index.
+        name: names a sample by its place: its id and its index.
     """
 
     def __init__(
@@ -187,11 +188,11 @@ class Proof:
                 outcome = WITHIN_TOLERANCE
         note = (
             f"the model does not give the same bits twice on this machine (column {', '.join(unsteady)}): "
-            "the finished batch that was evaluated anew is compared to tolerance there"
+            "the finished batch that was evaluated again is compared to tolerance there"
         )
         if outcome == WITHIN_TOLERANCE and not unsteady:
             note = (
-                "the finished batch that was evaluated anew was computed on a machine of other bits, model "
+                "the finished batch that was evaluated again was computed on a machine of other bits, model "
                 "or versions: it is compared to tolerance"
             )
         return outcome, note if outcome == WITHIN_TOLERANCE else None
@@ -201,7 +202,7 @@ class Proof:
         for sample in failed:
             if self._stored.evaluated[sample.index - self._stored.samples.start]:
                 raise UsageError(
-                    f"sample {self._name(sample.index)} (index {sample.index}) cannot be read any more: "
+                    f"sample {self._name(sample.index)} cannot be read any more: "
                     f"{sample.error}. It could be read when {self._place} was made. Bring it back, or give "
                     "--fresh to start over without it."
                 )
@@ -227,12 +228,12 @@ class Proof:
             "(--data-fingerprint content reads all of it)."
         )
         raise UsageError(
-            f"{self._place} holds other numbers than this job gives now: sample {self._name(index)} (index "
-            f"{index}), column {column!r}: {there} there, {found} now. {why} Give another --out, or --fresh "
-            "to start over; --no-replay goes on without this comparison."
+            f"{self._place} holds other numbers than this job gives now: sample "
+            f"{self._name(index)}, column {column!r}: {there} there, {found} now. {why} Give "
+            "another --out, or --fresh to start over; --no-replay continues without this comparison."
         )
 
-    def texts(self, task: Task) -> None:
+    def texts(self, task: Task, dataset: Dataset) -> None:
         """Compare the texts that a task makes of the stored rows.
 
         Raises:
@@ -243,7 +244,7 @@ class Proof:
         rows: dict[str, Rows] = {}
         for name, values in self._stored.columns.items():
             rows[name] = spread_rows(values, self._stored.evaluated)
-        made = task.texts(rows, self._stored.samples.start)
+        made = texts_of(task, dataset, rows, self._stored.samples.start)
         for column, there in self._stored.texts.items():
             now = made.get(column)
             for place in np.flatnonzero(self._stored.evaluated).tolist():
@@ -252,9 +253,9 @@ class Proof:
                     index = self._stored.samples[place]
                     raise UsageError(
                         f"{self._place} holds other texts than this job gives now: sample "
-                        f"{self._name(index)} (index {index}), column {column!r}: {there[place]!r} there, "
+                        f"{self._name(index)}, column {column!r}: {there[place]!r} there, "
                         f"{found!r} now. Something that the identity does not name has changed. Give another "
-                        "--out, or --fresh to start over; --no-replay goes on without this comparison."
+                        "--out, or --fresh to start over; --no-replay continues without this comparison."
                     )
 
     def metrics(
@@ -288,7 +289,7 @@ class Proof:
                 "Its options and source file are those of then, so something that they do not name has "
                 "changed: an imported helper, or a file or variable that it reads. Give another --out, or "
                 "--fresh to start over; 'dualeval score' computes metrics of a finished run anew, from its "
-                "rows; --no-replay goes on without this comparison."
+                "rows; --no-replay continues without this comparison."
             )
 
 

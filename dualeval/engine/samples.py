@@ -113,6 +113,10 @@ class Samples:
             return str(self._of_column(index, self._ids))
         return str(self._ids(index) if callable(self._ids) else self._ids[index])
 
+    def ids_in(self, samples: range) -> Sequence[str]:
+        """The ids of consecutive samples."""
+        return [self.id(index) for index in samples]
+
     def _of_column(self, index: int, name: str) -> Any:
         """One value of a sample that is a dict; the whole sample is read for it."""
         sample = self._data[index]
@@ -174,6 +178,12 @@ class HuggingFaceSamples(Samples):
             if ids not in data.column_names:
                 raise UsageError(f"ids={ids!r}: the data set has the columns {', '.join(data.column_names)}")
             self._id_column = data.with_format(None).select_columns([ids])
+
+    def ids_in(self, samples: range) -> Sequence[str]:
+        if not isinstance(self._ids, str):
+            return super().ids_in(samples)
+        # All at once: one by one they take a hundred times as long.
+        return [*map(str, self._id_column[samples.start : samples.stop][self._ids])]
 
     def _of_column(self, index: int, name: str) -> Any:
         return self._id_column[index][name]

@@ -19,6 +19,7 @@ from dualeval.engine.columns import columns_of
 from dualeval.engine.folder.mapped_columns import copied, read_only
 from dualeval.engine.folder.predictions import EVALUATED, json_entries, parquet_bytes
 from dualeval.engine.measured import check_keys, plain
+from dualeval.engine.parts import texts_of
 from dualeval.errors import DualevalError, UsageError, named
 from dualeval.metrics import Measured, Metric, RowMetric
 
@@ -229,7 +230,7 @@ def _try_files(
     """Write the batch's part of predictions.parquet and of the task's own files, in memory."""
     rows: dict[str, Rows] = {name: to_rows(columns[name]) for name in kept}
     rows[EVALUATED] = evaluated.numpy().astype(np.uint8)
-    for name in task.texts(rows, samples.start):
+    for name in texts_of(task, dataset, rows, samples.start):
         if name in (*_RESERVED, *kept):
             raise UsageError(f"the task's texts have a column {name!r}, and so do its rows. Rename one.")
     parquet_bytes(task, dataset, kept, rows, samples.start)

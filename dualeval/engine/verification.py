@@ -18,7 +18,7 @@ from dualeval.engine.rescoring import check_columns, recompute, with_measured
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.result import PREDICTIONS, RESULT, Result, checksum_of, stated_result
+from dualeval.result import DRAWN_SAMPLES, PREDICTIONS, RESULT, Result, checksum_of, stated_result
 
 # Of one kind of difference; a file cut in half differs in every row.
 _NAMED_AT_MOST = 20
@@ -116,9 +116,16 @@ def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Ch
     """Check the rows' number, order and ids, and which of them are empty; returns these ones' ids too."""
     misplaced, failed = [], []
     hashes: list[npt.NDArray[np.uint64]] = []
-    count = 0
+    count, last = 0, -1
+    # Drawn samples have their indices in the whole data set.
+    is_drawn = result.part.get("kind") == DRAWN_SAMPLES
     for window in rows.windows(rows.names, with_ids=True):
-        wrong = np.flatnonzero(window.indices != np.arange(window.start, window.start + len(window.ids)))
+        if is_drawn:
+            before = np.concatenate([[last], window.indices[:-1]])
+            wrong = np.flatnonzero((window.indices <= before) | (window.indices >= result.part["of"]))
+            last = int(window.indices[-1])
+        else:
+            wrong = np.flatnonzero(window.indices != np.arange(window.start, window.start + len(window.ids)))
         misplaced += [f"row {window.start + at} has index {window.indices[at]}" for at in wrong.tolist()]
         failed += [window.ids[place] for place in np.flatnonzero(~window.evaluated).tolist()]
         hashes.append(np.fromiter(map(_hash, window.ids), np.uint64, len(window.ids)))
@@ -167,7 +174,7 @@ def _ids_twice(rows: StoredRows, hashes: Sequence[npt.NDArray[np.uint64]]) -> li
 
 def _metrics_check(result: Result, found: Result) -> Check:
     differences: list[str] = []
-    for field in ("metrics", "intervals", "rough", "nonfinite", "units", "directions"):
+    for field in ("metrics", "intervals", "rough", "whole_set_intervals", "nonfinite", "units", "directions"):
         of_field = "" if field == "metrics" else f"{field}."
         one, other = asdict(result)[field], asdict(found)[field]
         # A run of an earlier version has written no directions, and units of percent alone.

@@ -51,7 +51,7 @@ def check_metrics(metrics: Sequence[Any]) -> None:
         elif isinstance(metric, str):
             said = f"the text {metric!r}: names are for dualeval.evaluate(model=...) and --metric"
         elif not all(hasattr(metric, name) for name in ("name", "columns", "compute")):
-            said = f"a {kind.__name__}, which is no metric"
+            said = f"a {kind.__name__}, which is not a metric"
         else:
             continue
         raise UsageError(f"metrics has {said}. Metrics are in docs/metrics.md.")

@@ -1,4 +1,4 @@
-"""95 % intervals of samples that are not independent: those of one cluster, such as an article, go together."""
+"""95 % intervals of samples that are not independent: those of one cluster, such as an article."""
 
 from __future__ import annotations
 
@@ -223,8 +223,8 @@ def degrees_of_freedom(shares: _Floats) -> float:
     """Of the variance of a mean over clusters of unequal size, by Satterthwaite's approximation.
 
     R. Bell, D. McCaffrey, "Bias reduction in standard errors for linear regression with multi-stage samples",
-    Survey Methodology 28 (2002), 169-181, of cluster means of equal variance: with G clusters of one size it is
-    G - 1.
+    Survey Methodology 28 (2002), 169-181, of cluster means of equal variance: with G clusters of one size it
+    is G - 1.
 
     Args:
         shares: of each cluster in the sum of weights; all below 1, and adding up to 1.

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dualeval.report.screen import on_screen
-from dualeval.result import Result
+from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, Result, described_part
 
 # Of the lines around the table.
 _LABEL_WIDTH = 16
@@ -27,20 +27,10 @@ def print_result(result: Result, console: Console | None = None) -> None:
         _print_line(console, _of_earlier_run(result))
     for label, text in result.description.items():
         _print_line(console, f"{label:<{_LABEL_WIDTH}}{text}")
-    table = Table("metric", "value", "95 % interval")
-    for name, value in result.metrics.items():
-        if isinstance(value, (int, float)):
-            first, *ends = shown_numbers(value, *result.intervals.get(name, ()), unit=result.units.get(name))
-            rough = " (rough)" if name in result.rough else ""
-            table.add_row(name, first, " to ".join(ends) + rough)
-        elif value is None:
-            counts = ", ".join(f"{n} {kind}" for kind, n in result.nonfinite.get(name, {}).items() if n)
-            table.add_row(name, f"not finite ({counts})" if counts else "none", "")
-    console.print(table)
-    samples, world, timing = result.samples, result.world, result.timing
+    console.print(_metrics(result))
+    world, timing = result.world, result.timing
     lines = [
-        f"samples         {samples['evaluated']:,} of {samples['total']:,} evaluated, "
-        f"{samples['failed']} failed",
+        f"samples         {_samples(result)}",
         f"ranks           {world['size']} ({world['launcher']}, {world['backend']}, "
         f"{result.device['device']})",
         *([f"machine         {_machine(result)}"] if result.device.get("bits") else []),
@@ -57,11 +47,38 @@ def print_result(result: Result, console: Console | None = None) -> None:
         console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False, style="yellow")
 
 
-def make_console() -> Console:
-    """Make the console of standard output: without colours and width of a terminal that is a launcher's."""
+def _metrics(result: Result) -> Table:
+    """The table of the scalar metrics; of drawn samples with an interval for each of two questions."""
+    drawn = result.part.get("kind") == DRAWN_SAMPLES
+    columns = ["95 % interval"]
+    if drawn:
+        columns = [f"95 %: all {result.part['of']:,}", "95 %: beyond them"]
+    table = Table("metric", "value", *columns)
+    for name, value in result.metrics.items():
+        if isinstance(value, (int, float)):
+            pairs = [result.whole_set_intervals.get(name, ())] if drawn else []
+            pairs.append(result.intervals.get(name, ()))
+            numbers = [number for pair in pairs for number in pair]
+            first, *ends = shown_numbers(value, *numbers, unit=result.units.get(name))
+            shown = [" to ".join(ends[at : at + 2]) for at in range(0, len(ends), 2)]
+            if name in result.rough:
+                shown = [f"{pair} (rough)" for pair in shown]
+            table.add_row(name, first, *shown)
+        elif value is None:
+            counts = ", ".join(f"{n} {kind}" for kind, n in result.nonfinite.get(name, {}).items() if n)
+            table.add_row(name, f"not finite ({counts})" if counts else "none")
+    return table
+
+
+def make_console(width: int = _WIDTH) -> Console:
+    """Make the console of standard output: without colours and width of a terminal that is a launcher's.
+
+    Args:
+        width: in letters, where standard output is no screen.
+    """
     if on_screen(sys.stdout):
         return Console()
-    return Console(force_terminal=False if sys.stdout.isatty() else None, width=_WIDTH)
+    return Console(force_terminal=False if sys.stdout.isatty() else None, width=width)
 
 
 def _of_earlier_run(result: Result) -> str:
@@ -69,9 +86,9 @@ def _of_earlier_run(result: Result) -> str:
     when = "" if result.finished_at is None else f" at {result.finished_at}"
     proof = {
         None: "",
-        "same bits": "; one batch was evaluated anew, and has the same bits",
-        "within tolerance": "; one batch was evaluated anew, and agrees to tolerance",
-        "nothing to compare": "; it has no rows that could be evaluated anew and compared",
+        "same bits": "; one batch was evaluated again and has the same bits",
+        "within tolerance": "; one batch was evaluated again and agrees to the tolerance",
+        "nothing to compare": "; it has no rows to evaluate again and compare",
         "skipped": "; not compared with what the job gives now (--no-replay)",
     }[result.replay]
     return f"Finished before{when} and shown again{proof}."
@@ -82,6 +99,15 @@ def _print_line(console: Console, line: str) -> None:
     console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
+def _samples(result: Result) -> str:
+    """How many were evaluated, and which part of the data set they are."""
+    samples, part = result.samples, result.part
+    failed = f"{samples['failed']} failed"
+    if part.get("kind", ALL_SAMPLES) == ALL_SAMPLES:
+        return f"{samples['evaluated']:,} of {samples['total']:,} evaluated, {failed}"
+    return f"{described_part(part)}, {failed}"
+
+
 def _machine(result: Result) -> str:
     device = result.device
     return f"{device['model']}, {device['cpu_capability']}, bits {device['bits']}"
@@ -90,7 +116,7 @@ def _machine(result: Result) -> str:
 def _resumed(result: Result) -> str:
     chunks = result.chunks
     proof = {None: "", "skipped": "; not compared (--no-replay)"}
-    said = proof.get(result.replay, f"; one batch evaluated anew: {result.replay}")
+    said = proof.get(result.replay, f"; one batch evaluated again: {result.replay}")
     return f"{chunks['resumed']} of {chunks['total']} chunks were finished before{said}"
 
 

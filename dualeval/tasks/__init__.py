@@ -30,6 +30,9 @@ class Dataset(Protocol):
     cannot be read, so that the rest of its batch is computed as it would be with that sample. A data set
     whose samples differ in shape needs it for that. Without it the place holds zeros like another sample of
     the batch; samples that hold what has no zero, as a picture of PIL's, are refused at the first batch.
+
+    For ``--sample`` it may have ``select(indices)``, which returns a data set of these samples alone, in this
+    order and with their ids, and ``targets``, each sample's class as integers, which are then counted.
     """
 
     def __len__(self) -> int:
@@ -153,9 +156,10 @@ class Task(ABC):
         Called by one thread. The rows of samples that could not be read mean nothing, and must not fail.
 
         Args:
-            columns: of one batch, on the CPU; lists have become ``dualeval.Ragged`` and ``dualeval.Text``,
-                which are sequences of the samples' tensors and strings.
-            samples: the batch's indices in the data set.
+            columns: of one batch, or with ``--sample`` of consecutive samples of one, on the CPU; lists have
+                become ``dualeval.Ragged`` and ``dualeval.Text``, which are sequences of the samples' tensors
+                and strings.
+            samples: their indices in the data set.
 
         Returns:
             Columns of the same kinds as those of ``observe``.
@@ -193,6 +197,21 @@ class Task(ABC):
 
         Returns:
             By kind, as ``no_label``, the ids of these samples; the result lists them, and warns.
+        """
+        return {}
+
+    def data_warnings(self) -> Sequence[str]:
+        """What a reader of the numbers should know of the data, in sentences; called after ``build_model``.
+
+        They are printed at the start, and are among the result's warnings.
+        """
+        return ()
+
+    def labels_used(self) -> Mapping[str, Any]:
+        """Which class each label stands for, for ``labels`` in the result. Called after ``build_model``.
+
+        Returns:
+            Plain values; nothing where nobody knows.
         """
         return {}
 

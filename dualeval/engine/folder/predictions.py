@@ -15,6 +15,7 @@ import numpy.typing as npt
 from dualeval.columns import RaggedRows, Rows, TextRows, concatenated_rows, rows_of
 from dualeval.engine.folder.mapped_columns import HeldColumns, MappedColumns
 from dualeval.engine.folder.stored_columns import PLAIN, StoredColumn
+from dualeval.engine.parts import indices_of, texts_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 
@@ -151,11 +152,11 @@ def _table(
     table = pyarrow.table(
         {
             "id": pyarrow.array([dataset.id(i) for i in range(start, stop)], pyarrow.string()),
-            "index": pyarrow.array(np.arange(start, stop, dtype=np.int64)),
+            "index": pyarrow.array(indices_of(dataset, start, stop)),
             **{name: _arrow(pyarrow, rows[name], missing) for name in kept},
             **{
                 name: pyarrow.array(texts, pyarrow.string(), mask=missing)
-                for name, texts in task.texts(rows, start).items()
+                for name, texts in texts_of(task, dataset, rows, start).items()
             },
         }
     )
@@ -214,7 +215,7 @@ def json_entries(
         KeyError: there is no such column.
         ValueError: a value is NaN or infinite.
     """
-    values = rows[column].tolist() if column in rows else task.texts(rows, start)[column]
+    values = rows[column].tolist() if column in rows else texts_of(task, dataset, rows, start)[column]
     for place in np.flatnonzero(rows[EVALUATED]).tolist():
         yield json.dumps({dataset.id(start + place): values[place]}, allow_nan=False)[1:-1]
 
@@ -312,7 +313,7 @@ def _known_columns(files: Sequence[RowsOfChunks]) -> dict[str, StoredColumn]:
                 raise DualevalError(
                     f"column {name!r} is {_described(column)} in {file.path}, and {_described(like)} in "
                     "another file: each batch must give the same columns, of the same dtype and row shape. "
-                    "Mend the task and start over with --fresh."
+                    "Fix the task and start over with --fresh."
                 )
     return known
 

@@ -178,7 +178,7 @@ def _single(shape: Shape, read: Mapping[str, Tensor | list[Any]], place: int) ->
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UsageError(f"parsed({shape.column!r}): {text!a} is no JSON ({error})") from error
+        raise UsageError(f"parsed({shape.column!r}): {text!a} is not JSON ({error})") from error
 
 
 def _joined(name: str, column: Tensor | list[Any]) -> Any:

@@ -1,0 +1,365 @@
+"""Parts of a data set: its first samples, or samples that are drawn by their ids.
+
+Drawn samples keep their indices in the whole data set, and a task is told of these alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from dualeval.columns import Ragged, Rows, concatenated, host_columns
+from dualeval.engine.options import RunOptions
+from dualeval.engine.plan import EvalPlan
+from dualeval.engine.samples import Samples
+from dualeval.errors import ExactlyOnceError, UsageError
+from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, FIRST_SAMPLES, described_part
+from dualeval.tasks import Dataset, Task
+
+# Ids hashed between two signs of life: a fifth of a second.
+_IDS_AT_ONCE = 1 << 17
+_KEY_BYTES = 8
+
+
+def draw(
+    dataset: Dataset, count: int, seed: int, step: Callable[[], None] = lambda: None
+) -> npt.NDArray[np.int64]:
+    """Draw the samples with the smallest sha256 of seed and id: the same on every machine.
+
+    Each set of ``count`` ids is equally likely over the seeds, and a larger count keeps the samples of a
+    smaller one. Samples of one id come in data-set order.
+
+    Args:
+        dataset: what is drawn from.
+        count: how many; at most as many as there are.
+        seed: another one gives other samples.
+        step: called after each part of the ids.
+
+    Returns:
+        Their indices, rising, int64 of shape (count,).
+    """
+    before = f"{seed}\0".encode()
+    keys = []
+    for first in range(0, len(dataset), _IDS_AT_ONCE):
+        names = _ids(dataset, range(first, min(first + _IDS_AT_ONCE, len(dataset))))
+        digests = [_digest(before, name)[:_KEY_BYTES] for name in names]
+        keys.append(np.frombuffer(b"".join(digests), dtype=">u8"))
+        step()
+    found = np.concatenate(keys)
+    bound = np.partition(found, count - 1)[count - 1]
+    below = np.flatnonzero(found < bound)
+    # Almost always one: the rest of its digest would decide among several.
+    at_bound = np.flatnonzero(found == bound).tolist()
+    at_bound.sort(key=lambda index: (_digest(before, dataset.id(index)), index))
+    chosen = [below, np.array(at_bound[: count - len(below)], np.int64)]
+    return np.sort(np.concatenate(chosen)).astype(np.int64)
+
+
+def _ids(dataset: Dataset, samples: range) -> Sequence[str]:
+    if isinstance(dataset, Samples):
+        return dataset.ids_in(samples)
+    return [dataset.id(index) for index in samples]
+
+
+def _digest(before: bytes, name: str) -> bytes:
+    return hashlib.sha256(before + name.encode("utf-8", "surrogatepass")).digest()
+
+
+class DrawnSamples(Samples):
+    """Some samples of a data set, in its order; the n-th of them is at place n.
+
+    A data set with a method ``select(indices)``, which returns one of these samples alone, reads and hashes
+    no others.
+
+    Args:
+        whole: the data set that they are drawn from.
+        indices: theirs in it, rising, int64 of shape (samples,).
+        seed: that they were drawn with.
+
+    Attributes:
+        whole: as given.
+        indices: as given.
+        seed: as given.
+    """
+
+    def __init__(self, whole: Dataset, indices: npt.NDArray[np.int64], seed: int) -> None:
+        super().__init__(whole)
+        self.whole, self.indices, self.seed = whole, indices, seed
+        select = getattr(whole, "select", None)
+        # Samples of data sets without ids have no such method of their own.
+        self._selected: Any = select(indices) if callable(select) else None
+        # The class that decides the numbers is that of the user's data set.
+        self.wrapped = getattr(whole, "wrapped", whole)
+        self.in_memory = bool(getattr(whole, "in_memory", False))
+        self.is_hashed = bool(getattr(whole, "is_hashed", True))
+        self.kind = str(getattr(whole, "kind", type(whole).__name__))
+        for name in ("content_fingerprint", "placeholder"):
+            if hasattr(whole, name):
+                setattr(self, name, getattr(self, f"_{name}"))
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def id(self, index: int) -> str:
+        return self.whole.id(int(self.indices[index]))
+
+    def ids_in(self, samples: range) -> Sequence[str]:
+        return [self.id(index) for index in samples]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[int(self.indices[index])]
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        if self._selected is not None:
+            return self._selected.__getitems__(indices)
+        return self.whole.__getitems__(self.indices[np.asarray(indices, np.int64)].tolist())
+
+    def runs(self, places: range) -> Iterator[tuple[slice, range]]:
+        """Consecutive samples among some places: where they are among these, and their indices."""
+        indices = self.indices[places.start : places.stop]
+        ends = [*(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
+        start = 0
+        for stop in ends:
+            first = int(indices[start])
+            yield slice(start, stop), range(first, first + stop - start)
+            start = stop
+
+    def fingerprint(self, count: int) -> str:
+        of_samples = (
+            self.whole.fingerprint(len(self.whole))
+            if self._selected is None
+            else self._selected.fingerprint(count)
+        )
+        said = f"{len(self.whole)} {count} {of_samples}\n".encode()
+        return hashlib.sha256(said + self.indices[:count].astype("<i8").tobytes()).hexdigest()
+
+    def _content_fingerprint(self, samples: range) -> str:
+        """A hash of the contents of the samples at consecutive places."""
+        if self._selected is not None:
+            return str(self._selected.content_fingerprint(samples))
+        read: Any = self.whole
+        digest = hashlib.sha256()
+        for _, indices in self.runs(samples):
+            digest.update(f"{read.content_fingerprint(indices)}\n".encode())
+        return digest.hexdigest()
+
+    def _placeholder(self, index: int) -> Any:
+        whole: Any = self.whole
+        return whole.placeholder(int(self.indices[index]))
+
+
+def drawn(
+    dataset: Dataset,
+    options: RunOptions,
+    note: Callable[[str], None],
+    step: Callable[[], None] = lambda: None,
+) -> Dataset:
+    """The samples that the options ask to draw, or the data set as it is.
+
+    Args:
+        dataset: what is drawn from.
+        options: the run's.
+        note: takes a sentence for people.
+        step: as for ``draw``.
+    """
+    if options.sample is None:
+        return dataset
+    if options.sample >= len(dataset):
+        note(f"all {len(dataset):,} samples of the data set are evaluated: {options.sample:,} were asked for")
+        return dataset
+    seed = options.seed or 0
+    return DrawnSamples(dataset, draw(dataset, options.sample, seed, step), seed)
+
+
+def identity_of(dataset: Dataset) -> dict[str, Any]:
+    """What drawn samples add to a job's identity; nothing where none were drawn."""
+    if not isinstance(dataset, DrawnSamples):
+        return {}
+    return {"sample": {"seed": dataset.seed, "of": len(dataset.whole)}}
+
+
+def index_of(dataset: Dataset, place: int) -> int:
+    """The index in the whole data set of the sample that the engine knows by its place."""
+    return int(dataset.indices[place]) if isinstance(dataset, DrawnSamples) else place
+
+
+def name_of(dataset: Dataset, place: int) -> str:
+    """A sample's id and its index in the whole data set, for messages."""
+    return f"{dataset.id(place)} (index {index_of(dataset, place)})"
+
+
+def indices_of(dataset: Dataset, start: int, stop: int) -> npt.NDArray[np.int64]:
+    """As ``index_of``, of consecutive places."""
+    if isinstance(dataset, DrawnSamples):
+        return dataset.indices[start:stop]
+    return np.arange(start, stop, dtype=np.int64)
+
+
+# -- what a result says of its part --------------------------------------------------------------------
+
+
+def part_of(dataset: Dataset, plan: EvalPlan) -> dict[str, Any]:
+    """Which part of the data set is evaluated, for the result.
+
+    Returns:
+        ``kind``: "all", "first" or "drawn"; ``samples``: how many; ``of``: how many there are. Of drawn
+        samples their ``seed``; of a part with known targets ``classes`` in it and ``of_classes`` in all.
+    """
+    whole = dataset.whole if isinstance(dataset, DrawnSamples) else dataset
+    found: dict[str, Any] = {"kind": ALL_SAMPLES, "samples": plan.num_samples, "of": len(whole)}
+    if plan.num_samples == len(whole):
+        return found
+    found["kind"] = FIRST_SAMPLES
+    if isinstance(dataset, DrawnSamples):
+        found |= {"kind": DRAWN_SAMPLES, "seed": dataset.seed}
+    targets = _targets(whole)
+    if targets is not None:
+        of_part = targets[indices_of(dataset, 0, plan.num_samples)]
+        found |= {"classes": len(np.unique(of_part)), "of_classes": len(np.unique(targets))}
+    return found
+
+
+def _targets(dataset: Dataset) -> npt.NDArray[Any] | None:
+    """Each sample's class, where the data set says it without reading: as ``targets``, torchvision's name."""
+    own = getattr(dataset, "targets", None)
+    found = getattr(getattr(dataset, "wrapped", None), "targets", None) if own is None else own
+    if isinstance(found, Tensor):
+        found = found.detach().cpu().numpy()
+    if isinstance(found, list | tuple) and all(isinstance(target, int) for target in found):
+        found = np.array(found, np.int64)
+    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
+        return None
+    return found if len(found) == len(dataset) else None
+
+
+def warnings_of(part: Mapping[str, Any]) -> list[str]:
+    """What a reader of the numbers should know of the part."""
+    if part["kind"] != FIRST_SAMPLES:
+        return []
+    return [
+        f"{described_part(part)}: the first samples are no random sample of all, and their intervals say "
+        f"nothing of the others. --sample {part['samples']} draws a random one."
+    ]
+
+
+def whole_set_intervals(
+    part: Mapping[str, Any],
+    evaluated: int,
+    metrics: Mapping[str, Any],
+    intervals: Mapping[str, tuple[float, float]],
+) -> dict[str, tuple[float, float]]:
+    """95 % intervals for the values that the whole data set would give; none but of drawn samples.
+
+    The finite-population correction: both sides of an interval times sqrt(1 - n / N) (W. G. Cochran,
+    "Sampling Techniques", 3rd ed. 1977, section 2.6). Samples are drawn one by one, so questions of one text
+    are no clusters of this draw.
+
+    Args:
+        part: as ``part_of`` gives it.
+        evaluated: number n of the N samples that were drawn and could be read.
+        metrics: values by name.
+        intervals: about samples beyond the data set, each sample by itself.
+    """
+    if part.get("kind") != DRAWN_SAMPLES:
+        return {}
+    factor = math.sqrt(max(0.0, 1.0 - evaluated / part["of"]))
+    return {
+        name: (value - (value - low) * factor, value + (high - value) * factor)
+        for name, (low, high) in intervals.items()
+        if isinstance(value := metrics.get(name), (int, float))
+    }
+
+
+# -- what a task is told of drawn samples --------------------------------------------------------------
+
+
+def postprocessed(
+    task: Task, dataset: Dataset, columns: Mapping[str, Any], samples: range
+) -> Mapping[str, Any]:
+    """The task's ``postprocess`` of a batch, as columns of the host.
+
+    Of drawn samples it is called for each run of consecutive ones, by their indices in the whole data set.
+
+    Args:
+        task: what is evaluated.
+        dataset: the samples.
+        columns: of the batch, on the CPU.
+        samples: their places.
+
+    Raises:
+        UsageError: a column is not as it must be.
+        ExactlyOnceError: it gives more or fewer rows than samples.
+    """
+    if not isinstance(dataset, DrawnSamples) or type(task).postprocess is Task.postprocess:
+        found: Mapping[str, Any] = host_columns(task.postprocess(columns, samples), samples)
+        return found
+    parts: list[Mapping[str, Any]] = []
+    for places, indices in dataset.runs(samples):
+        own = {name: column[places] for name, column in columns.items()}
+        made = host_columns(task.postprocess(own, indices), indices)
+        if not isinstance(made, Mapping) or not all(map(_has_rows, made.values())):
+            # Said where columns are checked.
+            return made  # type: ignore[no-any-return]
+        _check_part(made, parts[0] if parts else made, indices)
+        parts.append(made)
+    if len(parts) == 1:
+        return parts[0]
+    return {name: concatenated([part[name] for part in parts]) for name in parts[0]}
+
+
+def _has_rows(column: Any) -> bool:
+    return isinstance(column, Ragged) or (isinstance(column, Tensor) and column.ndim > 0)
+
+
+def _check_part(made: Mapping[str, Any], first: Mapping[str, Any], indices: range) -> None:
+    where = f"samples {indices.start} to {indices.stop - 1}"
+    if made.keys() != first.keys():
+        raise UsageError(
+            f"postprocess gave the columns {', '.join(made)} for {where}, and {', '.join(first)} for others "
+            "of their batch: give the same columns for all samples"
+        )
+    for name, column in made.items():
+        if len(column) != len(indices):
+            raise ExactlyOnceError(
+                f"postprocess gave {len(column)} rows of the column {name!r} for {where}, expected "
+                f"{len(indices)}: one row a sample, in order"
+            )
+
+
+def texts_of(
+    task: Task, dataset: Dataset, rows: Mapping[str, Rows], first: int
+) -> Mapping[str, Sequence[str | None]]:
+    """The task's ``texts`` of consecutive rows; of drawn samples run by run, as ``postprocessed``.
+
+    Args:
+        task: what is evaluated.
+        dataset: the samples.
+        rows: by column.
+        first: the place of the first row's sample.
+    """
+    if not isinstance(dataset, DrawnSamples) or type(task).texts is Task.texts:
+        return task.texts(rows, first)
+    count = len(next(iter(rows.values())))
+    found: dict[str, list[str | None]] = {}
+    for places, indices in dataset.runs(range(first, first + count)):
+        own = {name: column[places] for name, column in rows.items()}
+        for name, texts in task.texts(own, indices.start).items():
+            found.setdefault(name, []).extend(texts)
+    return found
+
+
+def findings_of(task: Task, dataset: Dataset, count: int) -> dict[str, list[str]]:
+    """The task's ``findings`` about the first ``count`` samples, or about those that were drawn."""
+    if not isinstance(dataset, DrawnSamples):
+        return {kind: list(names) for kind, names in task.findings(count).items()}
+    of_whole = {kind: list(names) for kind, names in task.findings(len(dataset.whole)).items()}
+    if not any(of_whole.values()):
+        return of_whole
+    own = set(dataset.ids_in(range(count)))
+    return {kind: [name for name in names if name in own] for kind, names in of_whole.items()}
