@@ -8,7 +8,7 @@ SYSTEM_PACKAGES += slurm-wlm munge openssh-server openssh-client iproute2
 SYSTEM_TOOLS := mpirun mpicxx g++ cmake slurmctld slurmd srun munged sshd ssh ip
 APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(SYSTEM_PACKAGES)
 
-.PHONY: run test test-long check format bench horovod stack system clean
+.PHONY: run test test-long check format bench picture horovod stack system clean
 # Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core.
 TEST_WORKERS := -n logical --maxprocesses 4 --dist loadgroup
 # Two pips at once in one environment would be in each other's way.
@@ -46,6 +46,10 @@ bench: $(VENV)/.assets $(VENV)/.bench stack
 	$(BIN)/python benchmarks/schedules.py
 	$(BIN)/python benchmarks/question_answering.py
 	$(BIN)/python benchmarks/bits.py
+
+# The picture of the table in the README.
+picture: $(VENV)/.ready
+	$(BIN)/python docs/picture_of_run.py
 
 # Builds Horovod for the installed torch: minutes at first, seconds from the cache outside this clone. Called each
 # time: it looks for itself, in a second or two, whether torch, MPI or anything else has changed.

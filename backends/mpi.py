@@ -185,8 +185,8 @@ def _load() -> Any:
         import mpi4py
     except ModuleNotFoundError as error:
         raise LibraryError(
-            "mpi4py is not installed, and ranks that meet over MPI need it, Horovod's too. Type: pip install "
-            "'dualeval[mpi]'"
+            "mpi4py is not installed. Ranks that meet over MPI need it, with Horovod too. Type: "
+            "pip install mpi4py"
         ) from error
     # Importing mpi4py.MPI would initialise MPI otherwise, and the interpreter's end would finalise it, by a
     # wait for ranks that may be gone. Without effect where the caller has imported it.

@@ -15,10 +15,11 @@ from dualeval.errors import UsageError
 PRECISIONS = ("fp32", "tf32", "amp-bf16", "amp-fp16")
 ON_ERROR = ("stop", "skip")
 DATA_FINGERPRINTS = ("ends", "content")
+CLASS_ORDERS = ("name", "number")
 SCHEDULES = ("static", "dynamic")
 
 
-def check_choice(option: str, value: object, known: Sequence[str]) -> None:
+def check_choice(option: str, value: object, known: Sequence[object]) -> None:
     """Check that an option has one of its values.
 
     Args:

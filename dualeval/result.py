@@ -53,6 +53,8 @@ class Result:
         units: by metric, "fraction" for values of 0 to 1, "percent" for values of 0 to 100, or another text;
             nothing for plain numbers.
         directions: by metric, whether "higher" or "lower" is better; nothing where neither is.
+        scores: by metric, how the value follows from a number of each sample, as ``dualeval.metrics.Score``
+            has it; nothing where it does not.
         work: what the metrics took, as counts, where a task counts something.
         description: what was evaluated, in words for people, by label.
         part: which part of the data set was evaluated: ``kind`` ("all", "first" or "drawn"), ``samples``,
@@ -60,6 +62,7 @@ class Result:
         whole_set_intervals: of drawn samples, 95 % intervals of the values that the whole data set would
             give; ``intervals`` are about samples beyond it.
         warnings: what a reader of the numbers should know.
+        labels: how folders became classes: the rule, the index by folder, the classes' names by index.
         folder: where rank 0 wrote the files; None where nothing was written.
         finished_at: when the run came to its end, UTC, ISO 8601.
         earlier: an earlier run has made this result, and this one has only printed it.
@@ -90,6 +93,7 @@ class Result:
     folder: str | None
     units: dict[str, str] = field(default_factory=dict)
     directions: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, dict[str, Any]] = field(default_factory=dict)
     work: dict[str, int] = field(default_factory=dict)
     machines: list[dict[str, Any]] = field(default_factory=list)
     finished_at: str | None = None
@@ -100,6 +104,7 @@ class Result:
     description: dict[str, str] = field(default_factory=dict)
     part: dict[str, Any] = field(default_factory=dict)
     whole_set_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    labels: dict[str, Any] = field(default_factory=dict)
 
     @property
     def metrics_digest(self) -> str:

@@ -153,7 +153,7 @@ def test_a_stop_is_written_down_before_all_have_saved(launch: Launch, tmp_path: 
         # Where a rank is killed before it has saved, that is what the run has come to.
         ranks[1].kill()
         code, said = end(process)
-    says = f"(pid {ranks[1].pid}) has ended without a word: it was killed, or crashed"
+    says = f"(pid {ranks[1].pid}) exited without a message: it was killed or crashed"
     assert (code, said.count(says)) == (1, 1), said
     assert "nothing was heard of" not in said
     status = read(out / "status.json")
@@ -196,7 +196,7 @@ def test_a_run_alone_that_was_killed_is_written_down(launch: Launch, tmp_path: P
     with at_work(launch, RUN, out) as process:
         process.kill()
         _, said = end(process)
-    says = f"(pid {process.pid}) has ended without a word: it was killed, or crashed"
+    says = f"(pid {process.pid}) exited without a message: it was killed or crashed"
     assert said.count(says) == 1, said
     status = read(out / "status.json")
     assert status["state"] == "failed" and says in status["reason"]

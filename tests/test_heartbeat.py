@@ -64,7 +64,7 @@ def test_who_waits_for_others_is_not_named_as_long_as_it_lives() -> None:
         assert look(monitor, now, r1=waiting._replace(beat=now)) is None
     assert look(monitor, 1060, r1=waiting._replace(beat=990)) == (
         1,
-        "rank 1 on n1 (pid 4711): no progress for 70 s, stage meet, and no sign of life",
+        "rank 1 on n1 (pid 4711): no progress for 70 s, stage meet, and the process does not respond",
     )
 
 
@@ -215,7 +215,7 @@ def test_long_computing_is_said_once() -> None:
     for now in range(0, 300, 5):
         assert look(monitor, now, r1=Sign(5, now, now, "forward", 17)) is None
     assert notes == [
-        "rank 1 on n1 (pid 4711): computing for 65 s, chunk 17, stage forward; it is given up after 1,800 s "
+        "rank 1 on n1 (pid 4711): computing for 65 s, chunk 17, stage forward; the limit is 1,800 s "
         "(--forward-timeout)"
     ]
 

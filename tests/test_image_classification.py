@@ -192,6 +192,7 @@ def test_preprocessing_is_the_models_where_it_is_not_changed(folder: Path) -> No
         "resize": 256,
         "crop": 99,
         "interpolation": "bicubic",
+        "channels": 3,
         "mean": (0.5,),
         "std": (0.229, 0.224, 0.225),
     }

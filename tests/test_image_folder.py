@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dualeval.data.image_folder import EXTENSIONS, ImageFolder
+from dualeval.data.class_folders import EXTENSIONS
+from dualeval.data.image_folder import ImageFolder
 from dualeval.data.preprocessing import INTERPOLATIONS, Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.vision_library import torchvision
@@ -84,6 +87,70 @@ def test_links_are_followed(tmp_path: Path) -> None:
     assert len(data.__getitems__([0, 1])) == 2
 
 
+def test_of_two_links_to_one_folder_the_first_by_name_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever order the disk gives."""
+    save(tmp_path / "store/1.png")
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    for name in ("x", "y"):
+        (root / "a" / name).symlink_to(tmp_path / "store")
+    (root / "a/loop").symlink_to(root / "a")
+    real = os.walk
+
+    def turned(top: Path, **options: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        for folder, inner, names in real(top, **options):
+            inner.sort(reverse=True)
+            yield folder, inner, names
+
+    for walk in (real, turned):
+        monkeypatch.setattr(os, "walk", walk)
+        data = ImageFolder(root, SMALL)
+        assert ids(data) == ["a/x/1.png"]
+        assert str(data.passed_over) == "passed over: 2 links to a folder that was read already"
+
+
+def test_hidden_folders_and_files_are_passed_over(tmp_path: Path) -> None:
+    """.ipynb_checkpoints was class 0, and moved all others."""
+    for name in (".ipynb_checkpoints/0.png", "a/.ipynb_checkpoints/1.png", "a/1.png", "a/._1.png", "b/2.png"):
+        save(tmp_path / name)
+    (tmp_path / ".DS_Store").touch()
+    data = ImageFolder(tmp_path, SMALL)
+    assert data.classes == ["a", "b"]
+    assert ids(data) == ["a/1.png", "b/2.png"]
+    assert targets(data) == [0, 1]
+    assert str(data.passed_over) == "passed over: 2 files (hidden); 2 hidden folders"
+    assert not data.passed_over.holds_pictures
+
+
+def test_files_that_are_passed_over_are_counted(tmp_path: Path) -> None:
+    for name in ("a/1.png", "b/2.jpg", "loose.PNG"):
+        save(tmp_path / name)
+    for name in ("a/1.gif", "b/deep/2.HEIC"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    data = ImageFolder(tmp_path, SMALL)
+    assert data.passed_over.holds_pictures
+    assert data.passed_over.to_json() == {
+        "files": {".gif": 1, ".heic": 1, ".png": 1},
+        "hidden_folders": 0,
+        "repeated_folders": 0,
+    }
+    assert str(data.passed_over) == (
+        "passed over: 3 files (.gif, .heic, .png), 1 of them images beside the class folders"
+    )
+    (tmp_path / "loose.PNG").unlink()
+    assert str(ImageFolder(tmp_path, SMALL).passed_over) == "passed over: 2 files (.gif, .heic)"
+
+
+def test_only_files_that_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/1.heic").touch()
+    with pytest.raises(UsageError, match=r"holds no sample: .*\. passed over: 1 file \(\.heic\)\."):
+        ImageFolder(tmp_path, SMALL)
+
+
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere does not exist.*--data") as caught:
         ImageFolder(tmp_path / "nowhere", SMALL)
@@ -127,7 +194,7 @@ def only(path: Path, preprocessing: Preprocessing = SMALL) -> Tensor:
     """The one image of the folder in which ``path`` is CLASS/IMAGE."""
     [(image, _)] = ImageFolder(path.parent.parent, preprocessing).__getitems__([0])
     assert image.dtype == torch.uint8
-    assert image.shape == (3, preprocessing.crop, preprocessing.crop)
+    assert image.shape == (preprocessing.channels, preprocessing.crop, preprocessing.crop)
     return image
 
 

@@ -32,7 +32,7 @@ torchvision()
 CPU = torch.device("cpu")
 IMAGENET = "ImageNet mean and std"
 # With idx files.
-NOT_DONE = {"resize": None, "crop": None, "interpolation": None}
+NOT_DONE = {"resize": None, "crop": None, "interpolation": None, "channels": None}
 
 
 @pytest.fixture(scope="module")
@@ -214,9 +214,12 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
         "data": str(folder),
         "data_fingerprint": "ends",
         "num_classes": 2,
+        "class_map": None,
+        "class_order": None,
         "resize": 40,
         "crop": 40,
         "interpolation": "bilinear",
+        "channels": 3,
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
         "metric": [metric.name for metric in task.metrics()],

@@ -42,6 +42,7 @@ def test_public_names() -> None:
         "Ratio",
         "RowMetric",
         "Rows",
+        "Score",
         "TopK",
         "Value",
         "from_torchmetrics",

@@ -33,10 +33,15 @@ PROGRAMS = (
 # Begun by the README's words, but not tried here.
 ELSEWHERE = {
     "apt install git make python3-venv": "the system's own: tests do not install any of it",
+    "pip install .": "for another environment: tests/test_packaging.py makes one",
+    "pip install '.[qa]'": "for another environment",
+    "pip install 'dualeval @ git+URL'": "for another environment, with the reader's URL",
     "make test": "this is one of its tests",
     "make check": "it is run on every change",
     "make bench": "it takes an hour",
 }
+# What needs no environment; anything else comes after the line that activates it.
+BEFORE = {"apt install git make python3-venv", "make run", "make test", ". .venv/bin/activate"}
 # Two ranks where the README has more: this is about what has to be there, and each costs a second of a core.
 FEWER = {"8": "2", "4": "2"}
 WITHOUT_HOROVOD = "pip install -e '.[mpi]'"
@@ -70,6 +75,9 @@ def test_the_lines_were_found() -> None:
     # What installs stands before what needs it.
     order = [found.index(line) for line in ("make run", ". .venv/bin/activate", "dualeval run")]
     assert order == sorted(order)
+    assert all(
+        found.index(". .venv/bin/activate") < found.index(line) for line in found if line not in BEFORE
+    )
     for line in ("dualeval run --nproc 2", "horovodrun -np 8 dualeval run", "mpirun -np 4 dualeval run"):
         assert found.index("make horovod") < found.index(line)
 

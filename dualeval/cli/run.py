@@ -349,7 +349,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
         # Else its metrics are known when its columns are, which takes a forward.
         check_names(chosen_metrics(job.metric_of_run, task.metrics(), task.rows), task.rows)
     if world.is_main:
-        for sentence in [*task.notes(), *set_evaluation_mode(model)]:
+        for sentence in [*task.notes(), *task.data_warnings(), *set_evaluation_mode(model)]:
             click.echo(f"dualeval: note: {sentence}", err=True)
     workers = job.workers
     if workers is None:

@@ -4,66 +4,80 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 from torch import Tensor
 
+from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, images_in, is_image, shown_name
 from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
+from dualeval.data.labels import Labels, choose_labels
+from dualeval.data.pictures import read_pixels
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.vision_library import torchvision
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-
 
 class ImageFolder:
-    """Images below ``root/CLASS/``, classes and files in name order; sub-folders of a class count to it.
+    """Images below ``root/CLASS/``, folders and files in name order; sub-folders of a class count to it.
 
-    A class folder may be empty: its class still has its number.
+    A class folder may be empty. Files and folders whose names begin with a dot are passed over.
 
     Args:
         root: the folder of class folders.
         preprocessing: resize and crop are done here; normalisation is the task's, on the device.
+        label: decides which class each folder is, of their names in order.
         whole_files: take all bytes of a file for its contents; else its size, its head and its tail.
 
     Attributes:
-        classes: the names of the class folders, in order; a target is an index into them.
+        classes: the names of the class folders, in order.
+        labels: which class each of them is.
+        passed_over: what lies there and is no sample.
 
     Raises:
-        UsageError: the folder is missing, or holds no class folders or no images.
+        UsageError: the folder is missing, or holds no class folders or no images; a folder has no class.
     """
 
-    def __init__(self, root: Path, preprocessing: Preprocessing, *, whole_files: bool = False) -> None:
-        if not root.is_dir():
-            found = "is a file" if root.exists() else "does not exist"
-            raise UsageError(
-                f"data folder {root} {found}. Give a folder with one sub-folder a class with --data."
-            )
+    def __init__(
+        self,
+        root: Path,
+        preprocessing: Preprocessing,
+        *,
+        label: Callable[[Sequence[str]], Labels] = choose_labels,
+        whole_files: bool = False,
+    ) -> None:
         self._root = root
         self._preprocessing = preprocessing
         self._whole_files = whole_files
         # Size and time of change, in ns, of the files that the fingerprint covers: (count, 2).
         self._first_seen: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
-        self.classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        self.passed_over = PassedOver()
+        folders = {shown_name(name): name for name in class_folders(root, self.passed_over)}
+        self.classes = list(folders)
+        found = {name: images_in(root, folder, self.passed_over) for name, folder in folders.items()}
+        if not any(found.values()):
+            raise self._without_images()
+        self.labels = label(self.classes)
         self._samples = [
-            (path, target) for target, name in enumerate(self.classes) for path in _images(root, name)
+            (path, target) for name, target in self.labels.classes.items() for path in found[name]
         ]
         if not self._samples:
-            loose = sum(entry.name.lower().endswith(EXTENSIONS) for entry in os.scandir(root))
-            found = f"{len(self.classes)} class folders without images and {loose} images beside them"
             raise UsageError(
-                f"data folder {root} holds no sample: found {found}; expected {root}/CLASS/IMAGE "
-                f"({' '.join(EXTENSIONS)})."
+                f"data folder {root} holds no sample: the class map leaves out all folders that hold images."
             )
         # Not in the first reading: reading processes would each import it, for seconds without progress.
         torchvision()
+
+    def _without_images(self) -> UsageError:
+        loose = sum(is_image(path.name) for path in self._root.iterdir())
+        folders = f"{len(self.classes)} class folders without images and {loose} images beside them"
+        return UsageError(
+            f"data folder {self._root} holds no sample: found {folders}; expected {self._root}/CLASS/IMAGE "
+            f"({' '.join(EXTENSIONS)})." + (f" {self.passed_over}." if str(self.passed_over) else "")
+        )
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -81,21 +95,27 @@ class ImageFolder:
         return np.fromiter((target for _, target in self._samples), np.int64, len(self._samples))
 
     @property
-    def num_classes(self) -> int:
-        """Number of class folders."""
-        return len(self.classes)
+    def num_classes(self) -> int | None:
+        """Number of classes; None where a class map names single ones alone."""
+        return self.labels.num_classes
+
+    @property
+    def largest_target(self) -> int:
+        """The largest index of a class that a folder is."""
+        return self.labels.largest
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of every sample."""
-        return 3, self._preprocessing.crop, self._preprocessing.crop
+        wanted = self._preprocessing
+        return wanted.channels, wanted.crop, wanted.crop
 
     def id(self, index: int) -> str:
         """The image's path below the root, for text files: bytes that are no UTF-8 as ``\\xNN``."""
-        return os.fsencode(self._samples[index][0]).decode("utf-8", "backslashreplace")
+        return shown_name(self._samples[index][0])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Decode, resize and crop images: (uint8 (3, crop, crop), target) for each index.
+        """Decode, resize and crop images: (uint8 (channels, crop, crop), target) for each index.
 
         Raises:
             OSError: a file cannot be read, is no whole image, or has changed since ``fingerprint``. Pillow
@@ -105,19 +125,9 @@ class ImageFolder:
         return [(self._image(index), self._samples[index][1]) for index in indices]
 
     def _image(self, index: int) -> Tensor:
-        transforms: Any = torchvision().transforms
-        wanted = self._preprocessing
-        with (self._root / self._samples[index][0]).open("rb") as file, Image.open(file) as image:
+        with (self._root / self._samples[index][0]).open("rb") as file:
             self._check_unchanged(index, file.fileno())
-            image = transforms.functional.resize(
-                _eight_bits(image).convert("RGB"),
-                wanted.resize,
-                interpolation=transforms.InterpolationMode(wanted.interpolation),
-            )
-        pixels: Tensor = transforms.functional.pil_to_tensor(
-            transforms.functional.center_crop(image, wanted.crop)
-        )
-        return pixels
+            return read_pixels(file, self._preprocessing)
 
     def _check_unchanged(self, index: int, descriptor: int) -> None:
         if index >= len(self._first_seen):
@@ -160,32 +170,3 @@ class ImageFolder:
 
 def _date(nanoseconds: int) -> str:
     return f"{datetime.fromtimestamp(nanoseconds / 1e9, timezone.utc):%Y-%m-%d %H:%M:%S.%f} UTC"
-
-
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """The image with 8 bits a channel: of 16 grey bits the higher ones, where Pillow would clip at 255."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # PNG: older Pillow
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of 32 bits (mode {image.mode}) have no known range, expected 8 or 16 bits")
-    return image
-
-
-def _images(root: Path, class_name: str) -> Iterable[str]:
-    """Paths below the root of the images of a class, sorted."""
-
-    def refuse(error: OSError) -> None:
-        # Passed over, its images would be missing without a word.
-        raise UsageError(f"data folder {error.filename} cannot be listed: {error.strerror}") from error
-
-    found = []
-    seen: set[tuple[int, int]] = set()
-    for folder, inner, names in os.walk(root / class_name, onerror=refuse, followlinks=True):
-        own = Path(folder).stat()
-        if (own.st_dev, own.st_ino) in seen:
-            inner.clear()  # a link back to where the walk has been
-            continue
-        seen.add((own.st_dev, own.st_ino))
-        inside = Path(folder).relative_to(root).as_posix()
-        found += [f"{inside}/{name}" for name in names if name.lower().endswith(EXTENSIONS)]
-    return sorted(found)

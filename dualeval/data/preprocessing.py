@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dualeval.choices import check_choice, check_count, check_mean, check_std
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
+CHANNELS = (1, 3)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -49,6 +50,7 @@ class Preprocessing(Normalisation):
         resize: length in pixels that the shorter side is brought to.
         crop: side in pixels of the square cut from the centre.
         interpolation: one of ``INTERPOLATIONS``; as Pillow computes them.
+        channels: 3 for RGB, 1 for grey.
 
     Raises:
         UsageError: these are no such values.
@@ -57,13 +59,16 @@ class Preprocessing(Normalisation):
     resize: int = 256
     crop: int = 224
     interpolation: str = "bilinear"
+    channels: int = 3
 
     def __str__(self) -> str:
         """In words for people."""
-        return f"{self.resize} {self.interpolation}, crop {self.crop}, {super().__str__()}"
+        grey = "grey, " if self.channels == 1 else ""
+        return f"{grey}{self.resize} {self.interpolation}, crop {self.crop}, {super().__str__()}"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("--resize", self.resize, 1)
         check_count("--crop", self.crop, 1)
         check_choice("--interpolation", self.interpolation, INTERPOLATIONS)
+        check_choice("--channels", self.channels, CHANNELS)

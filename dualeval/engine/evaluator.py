@@ -145,7 +145,12 @@ class Evaluator:
                 self._task, dataset, model, context, rows, threads=threads, attributes=attributes
             )
             # After all that a task's own code may have set. What this rank says of it is in the result.
-            execution.said += [*said, *settings.notes, *settings.check_after_build()]
+            execution.said += [
+                *self._task.data_warnings(),
+                *said,
+                *settings.notes,
+                *settings.check_after_build(),
+            ]
             context.note_all(execution.said)
             try:
                 execution.begin()

@@ -73,7 +73,8 @@ while True:
     looks += is_awake()
     if most_looks is not None and not idle and looks > most_looks:
         hung = (
-            f"{name}: no progress for {looks * look_s:.0f} s, and no sign of life: C code held Python's lock"
+            f"{name}: no progress for {looks * look_s:.0f} s, and the process does not respond: "
+            "C code held Python's lock"
         )
         send(stacks_signal)
         time.sleep(look_s)
@@ -82,7 +83,7 @@ while True:
 
 if guarded:
     status, run, stacks = guarded
-    message = f"{name} has ended without a word: it was killed, or crashed"
+    message = f"{name} exited without a message: it was killed or crashed"
     if hung:
         message = f"{hung}; {stacks} has its stacks"
     message += ". Type the same command again to go on."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,6 +13,10 @@ from torch import Tensor
 
 from dualeval.errors import UsageError
 from dualeval.metrics import DIRECTIONS, Measured
+from dualeval.metrics.scores import Score, score_from
+
+# Fields of ``Measured`` and of ``Result``.
+_SAID_BY_KEY = ("intervals", "nonfinite", "units", "directions", "scores")
 
 
 def plain(metric: str, measured: Measured) -> Measured:
@@ -41,6 +45,7 @@ def plain(metric: str, measured: Measured) -> Measured:
         directions=values.of_values(
             "directions", measured.directions, measured.values, each=values.direction
         ),
+        scores=values.of_values("scores", measured.scores, measured.values, each=values.score),
         work=values.counts("work", measured.work),
         warnings=values.warnings(measured.warnings),
     )
@@ -53,6 +58,26 @@ def plain(metric: str, measured: Measured) -> Measured:
             f"metric {metric!r} gave a text that is no Unicode (half a surrogate pair): {error.object!a}"
         ) from error
     return found
+
+
+def fields_of_result(measured: Sequence[Measured]) -> dict[str, Any]:
+    """What metrics say, as the fields of a ``Result`` that are by key of a value."""
+    merged: dict[str, dict[str, Any]] = {
+        "metrics": _merged(part.values for part in measured),
+        **{name: _merged(getattr(part, name) for part in measured) for name in _SAID_BY_KEY},
+    }
+    merged["scores"] = {key: score.to_json() for key, score in merged["scores"].items()}
+    return merged
+
+
+def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def measured_from(content: Mapping[str, Any]) -> Measured:
+    """What a metric says, of what ``asdict`` made of it and JSON took along."""
+    scores = {key: score_from(score) for key, score in content["scores"].items()}
+    return Measured(**{**content, "scores": scores})
 
 
 def check_keys(measured: Iterable[Measured]) -> None:
@@ -137,6 +162,12 @@ class _Values:
                 "which values are better"
             )
         return str(value)
+
+    def score(self, where: str, value: Any) -> Score:
+        """A Score."""
+        if not isinstance(value, Score):
+            raise self._unexpected(where, value, "a dualeval.metrics.Score")
+        return value
 
     def text(self, where: str, value: Any) -> str:
         """A text."""

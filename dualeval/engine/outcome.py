@@ -22,7 +22,7 @@ from dualeval.engine.folder.predictions import RowsOfChunks, read_columns
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Evaluation, unwritable
 from dualeval.engine.machines import chunks_by_machine
-from dualeval.engine.measured import check_keys, plain
+from dualeval.engine.measured import check_keys, fields_of_result, measured_from, plain
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.replay import batch_of_predictions, metric_digests
@@ -174,7 +174,7 @@ class Outcome:
         found = self._backend.broadcast_json(found, src=0)
         assert found is not None
         # JSON keeps every bit of a float.
-        return [Measured(**measured) for measured in found]
+        return [measured_from(measured) for measured in found]
 
     def _made(
         self,
@@ -193,8 +193,7 @@ class Outcome:
         found = findings_of(of.task, of.dataset, plan.num_samples)
         odd = {kind: ids for kind, ids in found.items() if ids}
         part = part_of(of.dataset, plan)
-        metrics = {name: value for each in measured for name, value in each.values.items()}
-        intervals = {name: ends for each in measured for name, ends in each.intervals.items()}
+        fields = fields_of_result(measured)
         remaining = previous.chunks.remaining
         machines = chunks_by_machine(
             [
@@ -203,13 +202,9 @@ class Outcome:
             ]
         )
         return Result(
-            metrics=metrics,
-            intervals=intervals,
-            whole_set_intervals=whole_set_intervals(part, evaluated, metrics, intervals),
+            **fields,
+            whole_set_intervals=whole_set_intervals(part, evaluated, fields),
             part=part,
-            nonfinite={name: counts for each in measured for name, counts in each.nonfinite.items()},
-            units={name: unit for each in measured for name, unit in each.units.items()},
-            directions={name: better for each in measured for name, better in each.directions.items()},
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
             failed=[{"id": of.dataset.id(index), "error": error} for index, error in failures],
             chunks={
@@ -219,6 +214,7 @@ class Outcome:
             },
             job={**context.job, **of.task.options()},
             description=describe(of.task, part, plan, facts["job"], facts["fingerprint"]),
+            labels=dict(of.task.labels_used()),
             fingerprint=facts["fingerprint"],
             data={
                 "fingerprint": facts["job"]["data"],

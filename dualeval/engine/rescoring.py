@@ -15,7 +15,7 @@ import torch
 from dualeval.columns import to_column
 from dualeval.engine.columns import check_declarations, columns_of, update
 from dualeval.engine.folder.mapped_columns import MappedColumns
-from dualeval.engine.measured import check_keys, plain
+from dualeval.engine.measured import check_keys, fields_of_result, plain
 from dualeval.engine.parts import whole_set_intervals
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
@@ -88,16 +88,11 @@ def check_finished(folder: Path) -> None:
 def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
     """A run's result with other metrics in place of its own."""
     warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings)]
-    metrics = {name: value for part in measured for name, value in part.values.items()}
-    intervals = {name: interval for part in measured for name, interval in part.intervals.items()}
+    fields = fields_of_result(measured)
     return replace(
         result,
-        metrics=metrics,
-        intervals=intervals,
-        whole_set_intervals=whole_set_intervals(result.part, result.samples["evaluated"], metrics, intervals),
-        nonfinite={name: counts for part in measured for name, counts in part.nonfinite.items()},
-        units={name: unit for part in measured for name, unit in part.units.items()},
-        directions={name: better for part in measured for name, better in part.directions.items()},
+        **fields,
+        whole_set_intervals=whole_set_intervals(result.part, result.samples["evaluated"], fields),
         warnings=list(dict.fromkeys(warnings)),
     )
 

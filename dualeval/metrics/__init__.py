@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
 from torch import Tensor
 
+from dualeval.metrics.scores import Score
+
 if TYPE_CHECKING:
     from dualeval.metrics.classification import TopK as TopK
     from dualeval.metrics.confusion import Confusion as Confusion
@@ -47,6 +49,7 @@ __all__ = [
     "Ratio",
     "RowMetric",
     "Rows",
+    "Score",
     "TopK",
     "Value",
     "from_torchmetrics",
@@ -69,6 +72,7 @@ class Measured:
         units: by key, "fraction" for values of 0 to 1, which are shown in percent; "percent" for values of 0
             to 100; any other text is shown behind the value. A key without one is a plain number.
         directions: by key, whether "higher" or "lower" is better; a key without one is neither.
+        scores: by key, how the value follows from a number of each sample; a key without one has no such.
         warnings: what a reader of the values should know, a sentence each.
         work: what the values took, as counts; no part of the metrics or their digest.
     """
@@ -78,6 +82,7 @@ class Measured:
     nonfinite: dict[str, dict[str, int]] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     directions: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, Score] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     work: dict[str, int] = field(default_factory=dict)
 

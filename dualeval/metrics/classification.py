@@ -37,6 +37,7 @@ from dualeval.metrics.exact import (
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.metrics.means import Mean
 from dualeval.metrics.ordering import order_keys_in_place
+from dualeval.metrics.scores import Score
 
 LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows with the square
 
@@ -172,6 +173,11 @@ class TopK(Described):
         check_kind("k", k, isinstance(k, int) and k >= 1, "a whole number of at least 1")
         super().__init__(f"top{k}" if name is None else name, unit, higher_is_better)
         self.k = k
+
+    @property
+    def score(self) -> Score:
+        """Whether fewer than k classes are ahead."""
+        return Score(column="rank", below=self.k)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the samples of column ``rank``."""

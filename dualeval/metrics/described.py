@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from dualeval.choices import check_kind
 from dualeval.metrics import Measured, Value
+from dualeval.metrics.scores import Score
 
 FRACTION = "fraction"
 PERCENT = "percent"
@@ -39,6 +40,11 @@ class Described:
         self.unit = unit
         self.higher_is_better = higher_is_better
 
+    @property
+    def score(self) -> Score | None:
+        """How the value follows from a number of each sample; None where it does not."""
+        return None
+
     def measured(
         self,
         value: Value,
@@ -65,5 +71,6 @@ class Described:
             nonfinite={self.name: dict(nonfinite)} if nonfinite else {},
             units={} if unit is None else {self.name: unit},
             directions={} if self.higher_is_better is None else {self.name: direction(self.higher_is_better)},
+            scores={} if self.score is None else {self.name: self.score},
             warnings=tuple(warnings),
         )

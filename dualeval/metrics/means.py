@@ -23,6 +23,7 @@ from dualeval.metrics.exact import (
 )
 from dualeval.metrics.intervals import NORMAL_95, TRANSFORMS, square_root, wilson_interval
 from dualeval.metrics.moments import Moments, Sums, finite_of, numbers_of
+from dualeval.metrics.scores import Score
 
 _COUNT_LIMBS = 3
 
@@ -195,6 +196,11 @@ class Mean(_Estimate):
         self._moments = Moments(counts=2, sums=1, products=1 if weight is None else 4)
         self.size = self._moments.size
 
+    @property
+    def score(self) -> Score:
+        """The column's entry, and its weight."""
+        return Score(column=self.column, weight=self.weight, transform=self.transform)
+
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the samples of the column.
 
@@ -295,6 +301,11 @@ class Ratio(_Estimate):
         self.columns = (numerator, denominator)
         self._moments = Moments(counts=1, sums=2, products=3)
         self.size = self._moments.size
+
+    @property
+    def score(self) -> Score:
+        """The numerator's entry over the denominator's."""
+        return Score(column=self.numerator, over=self.denominator, transform=self.transform)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the samples of the two columns.

@@ -36,6 +36,7 @@ from dualeval.metrics.exact import DOUBLE_UNIT_BITS, units_of_double
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.metrics.means import mean_of_sums, sums_of
 from dualeval.metrics.moments import Moments
+from dualeval.metrics.scores import Score
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -113,7 +114,7 @@ class ExactMatch:
             if samples:
                 low, high = wilson_interval(right, samples)
                 intervals[key] = (_PERCENT * low, _PERCENT * high)
-        return _in_percent(values, intervals)
+        return _in_percent(self.name, values, intervals)
 
 
 class F1:
@@ -148,17 +149,26 @@ class F1:
                 values[key], ends = mean_of_sums(samples, found.sums[0], found.products[0], _PERCENT)
                 if ends is not None:
                     intervals[key] = (max(0.0, ends[0]), min(_PERCENT, ends[1]))
-        return _in_percent(values, intervals)
+        return _in_percent(self.name, values, intervals)
 
 
-def _in_percent(values: Mapping[str, Value], intervals: Mapping[str, tuple[float, float]]) -> Measured:
+def _in_percent(
+    column: str, values: Mapping[str, Value], intervals: Mapping[str, tuple[float, float]]
+) -> Measured:
     better = direction(higher_is_better=True)
     return Measured(
         values=dict(values),
         intervals=dict(intervals),
         units=dict.fromkeys(values, PERCENT),
         directions=dict.fromkeys(values, better),
+        scores={key: _score(column, key) for key in values},
     )
+
+
+def _score(column: str, key: str) -> Score:
+    if not key.startswith(_PARTS):
+        return Score(column=column, factor=_PERCENT)
+    return Score(column=column, where="has_answer", where_is=key.startswith(_PARTS[0]), factor=_PERCENT)
 
 
 def _groups(columns: Mapping[str, Tensor], count: int) -> list[Tensor | slice]:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.wnids import imagenet_wnids
 from dualeval.errors import DualevalError, UsageError
 from dualeval.vision_library import torchvision
 
@@ -200,3 +202,19 @@ def preprocessing_of(entry: Any) -> Preprocessing:
         mean=tuple(preset.mean),
         std=tuple(preset.std),
     )
+
+
+def classes_of(entry: Any) -> KnownClasses:
+    """The classes that published weights tell apart, by torchvision's names for them."""
+    names = tuple(entry.meta["categories"])
+    wnids = imagenet_wnids() if names == imagenet_classes().names else ()
+    return KnownClasses(of=str(entry), names=names, wnids=wnids)
+
+
+def imagenet_classes() -> KnownClasses:
+    """ImageNet's 1,000 classes for a model of one's own, whose folders are known by their wnids alone.
+
+    Where its folders had torchvision's names, it was trained with the order of these names, not of classes.
+    """
+    names = torchvision().models.ResNet18_Weights.IMAGENET1K_V1.meta["categories"]
+    return KnownClasses(of="ImageNet", names=tuple(names), wnids=imagenet_wnids(), go_by_name=False)

@@ -31,7 +31,7 @@ def check_folder(folder: Path) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise UsageError(
             "question answering needs the transformers library, which is not installed. Type: "
-            "pip install 'dualeval[qa]'"
+            "pip install transformers"
         )
     if not (folder / _CONFIG).is_file():
         found = "does not exist" if not folder.exists() else f"holds no {_CONFIG}"

@@ -55,6 +55,18 @@ class LoadedWeights:
     left_out: tuple[str, ...]
 
 
+class OtherClasses(UsageError):
+    """Weights are for another number of classes than the model, and differ in nothing else.
+
+    Attributes:
+        found: the number of classes that they are for.
+    """
+
+    def __init__(self, message: str, found: int) -> None:
+        super().__init__(message)
+        self.found = found
+
+
 def options_of(loaded: LoadedWeights | None) -> dict[str, str | None]:
     """The options ``weights_key`` and ``weights_prefix`` as they were used; None for nothing."""
     key, prefix = ("", "") if loaded is None else (loaded.key, loaded.prefix)
@@ -198,9 +210,10 @@ def _misfit(
         if state[name].shape != own[name].shape
     }
     if not missing and not unexpected and not kinds and (counts := _class_counts(shapes)):
-        return UsageError(
+        return OtherClasses(
             f"{source} is for {counts[0]} classes, but {counts[1]} were expected (from the data's class "
-            "folders, or --num-classes). Give data and weights of the same classes."
+            "folders, or --num-classes). Give data and weights of the same classes.",
+            counts[0],
         )
     parts = [
         _listed("missing in the file", missing),

@@ -200,6 +200,21 @@ class Task(ABC):
         """
         return {}
 
+    def data_warnings(self) -> Sequence[str]:
+        """What a reader of the numbers should know of the data, in sentences; called after ``build_model``.
+
+        They are printed at the start, and are among the result's warnings.
+        """
+        return ()
+
+    def labels_used(self) -> Mapping[str, Any]:
+        """Which class each label stands for, for ``labels`` in the result. Called after ``build_model``.
+
+        Returns:
+            Plain values; nothing where nobody knows.
+        """
+        return {}
+
     def sources(self) -> Sequence[Any]:
         """What else has source that decides the numbers, such as the function that makes the model.
 

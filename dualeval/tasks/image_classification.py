@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.data.idx import IdxImages
-from dualeval.data.preprocessing import Normalisation, Preprocessing
+from dualeval.data.labels import Labels, check_indices
+from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import (
@@ -23,12 +25,14 @@ from dualeval.metrics.classification import (
 from dualeval.models import classifiers
 from dualeval.models.weights import (
     LoadedWeights,
+    OtherClasses,
     notes_of,
     options_of,
     place_in_file,
     refuse_choice_without_file,
 )
 from dualeval.tasks import Task
+from dualeval.tasks.image_labels import FolderLabels, hint_for, names_of
 from dualeval.tasks.image_preprocessing import choose_for_files, choose_for_idx
 
 if TYPE_CHECKING:
@@ -59,6 +63,9 @@ class ImageClassification(Task):
         weights_prefix: take only the names of a file that begin with this, without it.
         data: a folder of class folders, or of idx files; None is the embedded job's test set.
         num_classes: number of classes; needed only where neither data nor weights tell.
+        class_map: a file that says which class each folder is, as for ``data.class_map.read_class_map``.
+        class_order: "name" or "number", which puts the folder 2 before 10; None takes the names of known
+            classes, or else the order of names.
         metrics: names of metrics; empty for the default ones.
         preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``. For idx
             files mean and std, which nothing tells but for the embedded weights and the embedded data.
@@ -88,6 +95,8 @@ class ImageClassification(Task):
         weights_prefix: str | None = None,
         data: Path | None = None,
         num_classes: int | None = None,
+        class_map: str | Path | None = None,
+        class_order: str | None = None,
         metrics: Sequence[str] = (),
         preprocessing: dict[str, Any] | None = None,
         data_fingerprint: str = "ends",
@@ -117,16 +126,15 @@ class ImageClassification(Task):
             if self._in_memory
             else choose_for_files(self._model_name, self._source, asked)
         )
+        self._class_map = None if class_map is None else Path(class_map)
+        self._class_order = class_order
+        self._asked_classes = num_classes
         self._dataset: IdxImages | ImageFolder = (
-            IdxImages(self._folder)
-            if self._in_memory
-            else _image_folder(
-                self._folder, self._preprocessing.of_files, whole_files=data_fingerprint == "content"
-            )
+            self._idx_images() if self._in_memory else self._image_folder(data_fingerprint == "content")
         )
         self._data_fingerprint = "content" if self._in_memory else data_fingerprint
         self._metric_names = tuple(metrics)
-        self._num_classes = self._agreed_classes(num_classes)
+        self._num_classes = self._agreed_classes()
         self._scale: tuple[Tensor, Tensor] | None = None
         self._model_detail = ""
 
@@ -152,14 +160,56 @@ class ImageClassification(Task):
     def _data_is_embedded(self) -> bool:
         return self._folder.resolve() == ASSETS
 
-    def _agreed_classes(self, asked: int | None) -> int | None:
-        found = self._dataset.num_classes
-        if asked is not None and found is not None and asked != found:
+    def _idx_images(self) -> IdxImages:
+        for flag, value in (("--class-map", self._class_map), ("--class-order", self._class_order)):
+            if value is not None:
+                raise UsageError(
+                    f"{flag} has no meaning for the idx files in {self._folder}: their labels are numbers. "
+                    "Leave it out."
+                )
+        return IdxImages(self._folder)
+
+    def _image_folder(self, whole_files: bool) -> ImageFolder:
+        from dualeval.data.image_folder import ImageFolder  # with Pillow, which idx files do without
+
+        label = FolderLabels(
+            class_map=self._class_map,
+            order=self._class_order,
+            num_classes=self._asked_classes,
+            entry=self._source.entry,
+        )
+        return ImageFolder(self._folder, self._preprocessing.of_files, label=label, whole_files=whole_files)
+
+    @property
+    def _labels(self) -> Labels | None:
+        """Which class each folder is; None for idx files."""
+        return None if isinstance(self._dataset, IdxImages) else self._dataset.labels
+
+    def _agreed_classes(self) -> int | None:
+        asked, labels = self._asked_classes, self._labels
+        if labels is None:
+            return asked
+        if labels.num_classes is None:
+            if asked is not None:
+                said = f"--class-map {self._class_map}"
+                check_indices(labels.classes, asked, said, f"--num-classes is {asked}")
+            return asked or labels.largest + 1
+        if asked not in (None, labels.num_classes):
+            folders = len(labels.classes)
+            count = f"the data has {folders} class folders"
+            if labels.num_classes != folders:
+                count += f" of {labels.num_classes} classes ({labels.rule})"
             raise UsageError(
-                f"--num-classes {asked}, but the data has {found} class folders. "
-                "Class numbers come from the folders in name order: give one folder a class, empty ones too."
+                f"--num-classes {asked}, but {count}. Give one folder a class, empty ones too, or say which "
+                "classes the folders are with --class-map FILE (folder to index, JSON or CSV)."
             )
-        return asked if found is None else found
+        return labels.num_classes
+
+    @property
+    def _may_be_more(self) -> bool:
+        """Whether the number of classes is only known to be large enough for those of a class map."""
+        labels = self._labels
+        return labels is not None and labels.num_classes is None and self._asked_classes is None
 
     def dataset(self) -> IdxImages | ImageFolder:
         """The images."""
@@ -178,14 +228,7 @@ class ImageClassification(Task):
         Raises:
             UsageError: weights, model and data do not fit together.
         """
-        model = classifiers.build(
-            self._model_name,
-            self._source,
-            self._num_classes,
-            weights_key=self._weights_key,
-            weights_prefix=self._weights_prefix,
-            on_load=self._remember,
-        ).to(device)
+        model = self._built().to(device)
         if hasattr(model, "transform_input"):
             # Of googlenet and inception_v3: it normalises anew, and a state_dict does not say whether.
             self._model_detail = f", transform_input {model.transform_input}"
@@ -204,12 +247,57 @@ class ImageClassification(Task):
         self._num_classes = self._tried(model, torch.zeros(2, *shape, dtype=torch.uint8, device=device))
         return model
 
+    def _built(self) -> nn.Module:
+        build = functools.partial(
+            classifiers.build,
+            self._model_name,
+            self._source,
+            weights_key=self._weights_key,
+            weights_prefix=self._weights_prefix,
+            on_load=self._remember,
+        )
+        try:
+            return build(self._num_classes)
+        except OtherClasses as error:
+            labels = self._labels
+            if labels is None:
+                raise
+            if self._may_be_more and error.found > labels.largest:
+                return build(error.found)
+            raise UsageError(f"{error}{hint_for(labels, error.found)}") from error
+
     def _remember(self, loaded: LoadedWeights) -> None:
         self.loaded_weights = loaded
 
     def notes(self) -> list[str]:
-        """Where in a checkpoint the weights were found, and what was removed from their names."""
-        return notes_of(self.loaded_weights)
+        """Where in a checkpoint the weights were found, which classes folders are, what was passed over."""
+        found = notes_of(self.loaded_weights)
+        if isinstance(self._dataset, IdxImages):
+            return found
+        passed_over = self._dataset.passed_over
+        said = [] if passed_over.holds_pictures else [str(passed_over)]
+        return [*found, *self._dataset.labels.notes, *filter(None, said)]
+
+    def data_warnings(self) -> list[str]:
+        """Where classes may be others than the model's, and where pictures are no samples."""
+        if isinstance(self._dataset, IdxImages):
+            return []
+        passed_over = self._dataset.passed_over
+        return [*self._dataset.labels.warnings, *([str(passed_over)] if passed_over.holds_pictures else [])]
+
+    def labels_used(self) -> dict[str, Any]:
+        """How folders became classes; nothing for idx files, whose labels are numbers."""
+        if isinstance(self._dataset, IdxImages):
+            return {}
+        assert self._num_classes is not None, "build_model comes first"
+        return {
+            **self._dataset.labels.to_json(self._num_classes),
+            "passed_over": self._dataset.passed_over.to_json(),
+        }
+
+    def texts(self, rows: Mapping[str, Any], first: int) -> Mapping[str, Sequence[str | None]]:
+        """The names of each image's class and of the predicted one; nothing for idx files."""
+        return {} if self._labels is None else names_of(self._labels, rows)
 
     def _tried(self, model: nn.Module, images: Tensor) -> int:
         """Run the model once, and return the number of classes that it tells apart."""
@@ -243,16 +331,18 @@ class ImageClassification(Task):
                 "sums to 1), expected logits: of these loss, confidence and ece would be wrong. Leave out "
                 "its softmax, or return torch.log of the probabilities."
             )
-        expected = self._num_classes
-        if expected is not None and classes != expected:
+        expected, labels = self._num_classes, self._labels
+        if expected is not None and classes != expected and not self._may_be_more:
             raise UsageError(
                 f"the model {self._model_name} tells {classes} classes apart, but {expected} were expected "
                 "(from the data's class folders, or --num-classes). Give data and model of the same classes."
+                + (hint_for(labels, classes) if labels is not None else "")
             )
-        largest = self._dataset.largest_target if isinstance(self._dataset, IdxImages) else classes - 1
+        largest = self._dataset.largest_target
         if largest >= classes:
+            whose = "data has" if self._class_map is None else f"class map {self._class_map} gives"
             raise UsageError(
-                f"the data has a label {largest}, but the model {self._model_name} tells {classes} classes "
+                f"the {whose} a label {largest}, but the model {self._model_name} tells {classes} classes "
                 f"apart (labels 0 to {classes - 1}). Give data and model of the same classes."
             )
         return classes
@@ -288,6 +378,8 @@ class ImageClassification(Task):
             "data": str(self._folder.absolute()),
             "data_fingerprint": self._data_fingerprint,
             "num_classes": self._num_classes,
+            "class_map": None if self._class_map is None else str(self._class_map.absolute()),
+            "class_order": self._class_order,
             **self._preprocessing.to_json(),
             "metric": [metric.name for metric in self.metrics()],
         }
@@ -314,10 +406,12 @@ class ImageClassification(Task):
         return path if source.entry is None else f"{source.entry}, {path}"
 
     def fingerprint(self) -> dict[str, Any]:
-        """Model name, classes and preprocessing; data and weights have fingerprints of their own."""
+        """Model name, classes, labels and preprocessing; data and weights have fingerprints of their own."""
         return {
             "model": self._model_name,
             "num_classes": self._num_classes,
+            # As a hash: a thousand ranks send each other what they have here.
+            "classes_of_folders": None if self._labels is None else self._labels.fingerprint(),
             "preprocessing": self._preprocessing.to_json(),
             "data_fingerprint": self._data_fingerprint,
         }
@@ -343,9 +437,3 @@ def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence
         UsageError: no metric has that name.
     """
     return _metrics(names, options["num_classes"])
-
-
-def _image_folder(root: Path, preprocessing: Preprocessing, *, whole_files: bool) -> ImageFolder:
-    from dualeval.data.image_folder import ImageFolder  # with Pillow, which idx files do without
-
-    return ImageFolder(root, preprocessing, whole_files=whole_files)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dualeval.choices import DATA_FINGERPRINTS, check_mean, check_std
+from dualeval.choices import CLASS_ORDERS, DATA_FINGERPRINTS, check_mean, check_std
 from dualeval.errors import UsageError
 from dualeval.option_fields import check_fields, option
 from dualeval.weights_name import is_path_of_weights, is_published_name
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _EVALUATED = "What to evaluate"
 _WEIGHTS = "Weights"
 _PREPROCESSING = "Preprocessing"
-_PIXELS = ("resize", "crop", "interpolation", "mean", "std")
+_PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,17 @@ class ImageClassificationOptions:
     num_classes: int | None = option(
         None, "Number of classes, where neither data nor weights tell.", group=_EVALUATED, least=1
     )
+    class_map: Path | None = option(
+        None, "Which class each folder is: folder to index, JSON or CSV.", group=_EVALUATED
+    )
+    class_order: str | None = option(
+        None,
+        "Order of class folders: number puts 2 before 10.",
+        group=_EVALUATED,
+        choices=CLASS_ORDERS,
+        shown="known names, else name",
+        metavar="name|number",
+    )
     data_fingerprint: str = option(
         DATA_FINGERPRINTS[0],
         "What of image files tells two data sets apart: size and ends, or content.",
@@ -84,6 +95,9 @@ class ImageClassificationOptions:
     )
     interpolation: str | None = option(
         None, "nearest, bilinear, bicubic or lanczos.", group=_PREPROCESSING, shown="the model's"
+    )
+    channels: Literal[1, 3] | None = option(
+        None, "Channels of the images: 3 for RGB, 1 for grey.", group=_PREPROCESSING, shown="3"
     )
     mean: tuple[float, ...] | None = option(
         None, "Mean a channel, with commas.", group=_PREPROCESSING, shown="the model's"
@@ -123,6 +137,8 @@ class ImageClassificationOptions:
             weights_prefix=self.weights_prefix,
             data=self.data,
             num_classes=self.num_classes,
+            class_map=self.class_map,
+            class_order=self.class_order,
             metrics=self.metric,
             data_fingerprint=self.data_fingerprint,
             preprocessing={name: value for name, value in asked.items() if value is not None},

@@ -44,9 +44,14 @@ def choose_for_files(model: str, source: WeightsSource, asked: Mapping[str, Any]
         asked: fields of ``Preprocessing``.
 
     Raises:
-        UsageError: there is no such interpolation; or the crop is larger than what it is cut from, and not
-            both were asked for.
+        UsageError: there is no such interpolation; the crop is larger than what it is cut from, and not both
+            were asked for; or images are grey, and mean and standard deviation were not asked for.
     """
+    if asked.get("channels") == 1 and not {"mean", "std"} <= asked.keys():
+        raise UsageError(
+            "--channels 1 needs --mean and --std: ImageNet's are those of three colours. Give the values of "
+            "the model's training, for grey pixels scaled to [0, 1], as in --mean 0.5 --std 0.5."
+        )
     values = replace(preprocessing_of(model, source.entry), **asked)
     if values.crop > values.resize and not {"resize", "crop"} <= asked.keys():
         other = "crop" if "resize" in asked else "resize"
@@ -72,7 +77,7 @@ def choose_for_idx(
     Raises:
         UsageError: a field has no meaning here, or mean or standard deviation are not known.
     """
-    unused = [f"--{name}" for name in ("resize", "crop", "interpolation") if name in asked]
+    unused = [f"--{name}" for name in ("resize", "crop", "interpolation", "channels") if name in asked]
     if unused:
         raise UsageError(
             f"{' and '.join(unused)} has no meaning for the idx files in {folder}: their images are "
@@ -95,10 +100,10 @@ def _names(kind: type[Normalisation]) -> list[str]:
 
 def _origin(kind: type[Normalisation], asked: Mapping[str, Any], others: str) -> str:
     """Which values were asked for, and where the others come from."""
-    given = [name for name in ("resize", "interpolation", "crop", "mean", "std") if name in asked]
+    given = [name for name in ("channels", "resize", "interpolation", "crop", "mean", "std") if name in asked]
     if not given:
         return others
-    if len(given) == len(_names(kind)):
+    if {*_names(kind)} - {"channels"} <= {*given}:
         return "given"
     *most, last = given
     return f"{', '.join(most)}{' and ' if most else ''}{last} given, else {others}"

@@ -171,7 +171,7 @@ class Standstill:
 
 NO_PROGRESS = r"no progress for \d+ s, chunk \d+, stage forward"
 # The last stage that it has told of, up to half a second before.
-NO_SIGN = r"no progress for \d+ s, chunk \d+, stage \w+, and no sign of life"
+NO_SIGN = r"no progress for \d+ s, chunk \d+, stage \w+, and the process does not respond"
 UNREACHABLE = r"can no longer be reached: it ended, or its host or network did"
 STANDSTILLS = {
     "a reading": Standstill(
@@ -198,7 +198,7 @@ STANDSTILLS = {
     "rank 0 killed": Standstill(fault="kill 0 5", rank=0, says=UNREACHABLE, hosts=2),
     "killed": Standstill(fault="kill 2 5", rank=2, says=NO_SIGN, hosts=2),
     "killed beside rank 0": Standstill(
-        fault="kill 1 5", rank=1, says="has ended without a word: it was killed, or crashed", hosts=2
+        fault="kill 1 5", rank=1, says="exited without a message: it was killed or crashed", hosts=2
     ),
 }
 SIZE = 3

@@ -297,7 +297,7 @@ class Judge:
         text = f"computing for {still:.0f} s, {sign.position}"
         if still > longest_s:
             return Finding("stuck", still, f"{text}, longer than --forward-timeout {longest_s:g}")
-        text += f"; it is given up after {longest_s:,.0f} s (--forward-timeout)"
+        text += f"; the limit is {longest_s:,.0f} s (--forward-timeout)"
         return Finding("computing", still, text)
 
 
@@ -343,7 +343,7 @@ class Monitor:
             # Its caller may be in C code that keeps Python's lock, for as long as it likes.
             silent_s = self._limits.forward_timeout_s if sign.stage == IDLE else self._limits.timeout_s
             if silent > silent_s:
-                text = f"{_no_progress(silent, sign)}, and no sign of life"
+                text = f"{_no_progress(silent, sign)}, and the process does not respond"
                 stuck.append((0, -silent, rank, text))
             elif finding.kind == "stuck":
                 stuck.append((1, -finding.seconds, rank, finding.text))

@@ -511,7 +511,7 @@ class ControlPlane:
 
 
 def _ended(name: Name) -> str:
-    return f"{name} has ended without a word: it was killed, or crashed"
+    return f"{name} exited without a message: it was killed or crashed"
 
 
 def open_control_plane(

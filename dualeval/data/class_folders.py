@@ -1,0 +1,146 @@
+"""What lies below a data folder: class folders, the images in them, and what is passed over."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dualeval.errors import UsageError
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+# Pictures that are not read: a data set may have lost samples by them.
+OTHER_PICTURES = frozenset(
+    (".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".jpe", ".jfif", ".tga", ".ico", ".psd", ".svg")
+)
+_HIDDEN = "hidden"
+_NO_EXTENSION = "without extension"
+_NAMED_AT_MOST = 8
+
+
+@dataclass(kw_only=True)
+class PassedOver:
+    """What is in a data folder and is no sample.
+
+    Attributes:
+        files: how many, by extension in small letters; hidden ones under "hidden".
+        hidden_folders: how many folders have a name that begins with a dot.
+        repeated_folders: how many links lead to a folder that was read already.
+        beside: how many of the files are images beside the class folders.
+    """
+
+    files: Counter[str] = field(default_factory=Counter)
+    hidden_folders: int = 0
+    repeated_folders: int = 0
+    beside: int = 0
+
+    def add(self, name: str) -> None:
+        """Count a file."""
+        hidden = name.startswith(".")
+        self.files[_HIDDEN if hidden else Path(name).suffix.lower() or _NO_EXTENSION] += 1
+
+    @property
+    def holds_pictures(self) -> bool:
+        """Whether some may have been meant as samples."""
+        return bool(self.beside or OTHER_PICTURES & self.files.keys())
+
+    def to_json(self) -> dict[str, Any]:
+        """Counts by kind, as in result.json."""
+        return {
+            "files": dict(sorted(self.files.items())),
+            "hidden_folders": self.hidden_folders,
+            "repeated_folders": self.repeated_folders,
+        }
+
+    def __str__(self) -> str:
+        """In words for people; empty where nothing was passed over."""
+        kinds = sorted(self.files)
+        named = ", ".join(kinds[:_NAMED_AT_MOST]) + (", ..." if len(kinds) > _NAMED_AT_MOST else "")
+        beside = f", {self.beside:,} of them images beside the class folders" if self.beside else ""
+        parts = [
+            _counted(self.files.total(), "file", f" ({named}){beside}"),
+            _counted(self.hidden_folders, "hidden folder"),
+            _counted(self.repeated_folders, "link", " to a folder that was read already"),
+        ]
+        said = "; ".join(filter(None, parts))
+        return f"passed over: {said}" if said else ""
+
+
+def _counted(count: int, noun: str, more: str = "") -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}{more}" if count else ""
+
+
+def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
+    """The names of the class folders, by code point; hidden ones and files are counted as passed over.
+
+    Raises:
+        UsageError: the data folder is missing, or cannot be listed.
+    """
+    if not root.is_dir():
+        found = "is a file" if root.exists() else "does not exist"
+        raise UsageError(
+            f"data folder {root} {found}. Give a folder with one sub-folder a class with --data."
+        )
+    try:
+        entries = list(os.scandir(root))
+    except OSError as error:
+        _refuse(error)
+    folders = []
+    for entry in entries:
+        if not entry.is_dir():
+            passed_over.add(entry.name)
+            passed_over.beside += is_image(entry.name)
+        elif _is_hidden(entry.name):
+            passed_over.hidden_folders += 1
+        else:
+            folders.append(entry.name)
+    return sorted(folders)
+
+
+def is_image(name: str) -> bool:
+    """Whether a file's name is that of an image that is read."""
+    return name.lower().endswith(EXTENSIONS) and not _is_hidden(name)
+
+
+def images_in(root: Path, class_name: str, passed_over: PassedOver) -> list[str]:
+    """Paths below the root of the images of a class, sorted; counts what is passed over.
+
+    Raises:
+        UsageError: a folder cannot be listed.
+    """
+    found = []
+    seen: set[tuple[int, int]] = set()
+    for folder, inner, names in os.walk(root / class_name, onerror=_refuse, followlinks=True):
+        own = Path(folder).stat()
+        if (own.st_dev, own.st_ino) in seen:
+            inner.clear()  # a link back to where the walk has been
+            passed_over.repeated_folders += 1
+            continue
+        seen.add((own.st_dev, own.st_ino))
+        # In name order: of two links to one folder the first is read, whatever order the disk has.
+        shown = sorted(name for name in inner if not _is_hidden(name))
+        passed_over.hidden_folders += len(inner) - len(shown)
+        inner[:] = shown
+        inside = Path(folder).relative_to(root).as_posix()
+        for name in names:
+            if is_image(name):
+                found.append(f"{inside}/{name}")
+            else:
+                passed_over.add(name)
+    return sorted(found)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _refuse(error: OSError) -> None:
+    # Passed over, its images would be missing without a word.
+    raise UsageError(f"data folder {error.filename} cannot be listed: {error.strerror}") from error
+
+
+def shown_name(name: str) -> str:
+    """A file's name for text files: bytes that are no UTF-8 as ``\\xNN``."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -1,0 +1,366 @@
+"""Which class each folder of images is: by place, by a class map, or by names that the classes have."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from dualeval.data.class_map import ClassMap
+from dualeval.errors import UsageError
+
+_NUMBERED = re.compile(r"(\D*)([0-9]+)", re.ASCII)
+_WNID = re.compile(r"n[0-9]{8}", re.ASCII)
+_NAMED_AT_MOST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownClasses:
+    """Classes whose names are known.
+
+    Attributes:
+        of: whose classes they are, for messages.
+        names: by index.
+        wnids: WordNet's ids by index; empty where they have none.
+        go_by_name: whether a folder may have a class's name; else wnids alone are looked up.
+    """
+
+    of: str
+    names: tuple[str, ...]
+    wnids: tuple[str, ...] = ()
+    go_by_name: bool = True
+
+    @cached_property
+    def shown(self) -> dict[int, str]:
+        """A name by index; where two classes have one name, with the wnid behind it."""
+        count = Counter(self.names)
+        return {
+            index: f"{name} ({self.wnids[index]})" if count[name] > 1 and self.wnids else name
+            for index, name in enumerate(self.names)
+        }
+
+    @cached_property
+    def _exact(self) -> dict[str, list[int]]:
+        return _places(self.names)
+
+    @cached_property
+    def _loose(self) -> dict[str, list[int]]:
+        return _places(map(_simple, self.names))
+
+    def find(self, folder: str, *, exactly: bool) -> list[int]:
+        """Indices of the classes that a folder's name names.
+
+        Args:
+            folder: a wnid, or a class's name.
+            exactly: take a name letter by letter; else small and capital letters, "_" and " " are equal.
+        """
+        wnid = folder.lower()
+        if wnid in self.wnids:
+            return [self.wnids.index(wnid)]
+        if not self.go_by_name:
+            return []
+        return self._exact.get(folder, []) if exactly else self._loose.get(_simple(folder), [])
+
+    def nearest(self, folder: str) -> str:
+        """The class name nearest to a folder's, as a sentence; "" where there is none."""
+        near = difflib.get_close_matches(_simple(folder), self._loose, n=1) if self.go_by_name else []
+        return f" Nearest to {folder!r}: {self.names[self._loose[near[0]][0]]!r}." if near else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """Which class each folder is.
+
+    Attributes:
+        rule: how that was decided, in words for people.
+        classes: index of the class by folder, in the order of the folders' names.
+        names: names of classes by index, as far as they are known.
+        num_classes: the number of classes; None where a class map gives single ones alone.
+        left_out: folders that a class map leaves out.
+        notes: sentences for people.
+        warnings: sentences that belong beside the numbers.
+    """
+
+    rule: str
+    classes: dict[str, int]
+    names: Mapping[int, str]
+    num_classes: int | None
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def largest(self) -> int:
+        """The largest index; -1 where there is none."""
+        return max(self.classes.values(), default=-1)
+
+    def fingerprint(self) -> str:
+        """sha256, in hex, over folders, their classes and the classes' names: all that the rule comes to."""
+        content = [self.classes, sorted(self.names.items())]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def to_json(self, num_classes: int) -> dict[str, Any]:
+        """Rule, folders and names of classes, as in result.json."""
+        return {
+            "rule": self.rule,
+            "folders": dict(self.classes),
+            "left_out": list(self.left_out),
+            "classes": [self.names.get(index) for index in range(num_classes)],
+        }
+
+
+def choose_labels(
+    folders: Sequence[str],
+    *,
+    class_map: ClassMap | None = None,
+    order: str | None = None,
+    known: KnownClasses | None = None,
+) -> Labels:
+    """Decide which class each folder is.
+
+    Args:
+        folders: names, sorted.
+        class_map: decides where it is given.
+        order: one of ``choices.CLASS_ORDERS``; None takes the names of known classes, or else the order of
+            names.
+        known: the model's classes, where their names are known.
+
+    Raises:
+        UsageError: a folder has no class, or it is not clear which.
+    """
+    if class_map is not None:
+        return _by_map(folders, class_map, known)
+    if order == "number":
+        return _by_number(folders)
+    if order is None and known is not None and (labels := _by_known(folders, known)) is not None:
+        return labels
+    classes = {folder: index for index, folder in enumerate(folders)}
+    warnings = [_numeric_warning(folders)] if order is None else []
+    return Labels(
+        rule="order of names",
+        classes=classes,
+        names=dict(enumerate(folders)),
+        num_classes=len(folders),
+        warnings=tuple(filter(None, warnings)),
+    )
+
+
+# -- order -----------------------------------------------------------------------------------------------
+
+
+def _numbers(folders: Sequence[str]) -> dict[str, int] | None:
+    """The number of each folder, where all names are numbers or end with one behind the same text."""
+    found = [_NUMBERED.fullmatch(folder) for folder in folders]
+    if not all(found) or len({match[1] for match in found if match}) != 1:
+        return None
+    return {folder: int(match[2]) for folder, match in zip(folders, found, strict=True) if match}
+
+
+def _numeric_warning(folders: Sequence[str]) -> str:
+    numbers = _numbers(folders)
+    if numbers is None or (by_number := sorted(folders, key=lambda name: (numbers[name], name))) == [
+        *folders
+    ]:
+        return ""
+    place = next(i for i, (a, b) in enumerate(zip(folders, by_number, strict=True)) if a != b)
+    return (
+        f"the class folders are numbered, but are in the order of their names: {folders[place]!r} is class "
+        f"{place}. If the model was trained in numeric order, give --class-order number or --class-map FILE; "
+        "if it was trained in this one, give --class-order name."
+    )
+
+
+def _by_number(folders: Sequence[str]) -> Labels:
+    numbers = _numbers(folders)
+    if numbers is None:
+        odd = next((name for name in folders if not _NUMBERED.fullmatch(name)), None)
+        found = "before the numbers stand different texts" if odd is None else f"found {odd!r}"
+        raise UsageError(
+            f"--class-order number: expected class folders such as 0, 1, ..., 10 or class1, class2, {found}. "
+            "Give --class-map FILE."
+        )
+    ordered = sorted(folders, key=lambda name: numbers[name])
+    again = [name for name, count in Counter(numbers.values()).items() if count > 1]
+    if again:
+        same = [folder for folder in ordered if numbers[folder] == again[0]]
+        raise UsageError(f"--class-order number: the folders {_listed(same)} have one number. Rename one.")
+    place = {folder: index for index, folder in enumerate(ordered)}
+    shifted = [folder for folder in ordered if numbers[folder] - numbers[ordered[0]] != place[folder]]
+    warnings = [
+        f"some numbers have no class folder, so the others move up: {folder!r} is class {place[folder]}. "
+        "If each folder's number is its class, give --class-map FILE."
+        for folder in shifted[:1]
+    ]
+    return Labels(
+        rule="order of numbers",
+        classes={folder: place[folder] for folder in folders},
+        names=dict(enumerate(ordered)),
+        num_classes=len(folders),
+        warnings=tuple(warnings),
+    )
+
+
+# -- known classes ---------------------------------------------------------------------------------------
+
+
+def are_wnids(folders: Iterable[str], wnids: Sequence[str]) -> bool:
+    """Whether all folders have WordNet's ids for names, and these are among ``wnids``."""
+    known = set(wnids)
+    found = [folder.lower() for folder in folders]
+    return bool(found) and all(_WNID.fullmatch(name) and name in known for name in found)
+
+
+def _by_known(folders: Sequence[str], known: KnownClasses) -> Labels | None:
+    """By the names of known classes; None where no folder has one."""
+    exact = {folder: known.find(folder, exactly=True) for folder in folders}
+    found = {folder: places or known.find(folder, exactly=False) for folder, places in exact.items()}
+    if not any(found.values()):
+        return None
+    if any(places and not exact[folder] for folder, places in found.items()):
+        # Who writes names in other letters may have done so with those that seem to be exact.
+        found = {folder: known.find(folder, exactly=False) for folder in folders}
+    unknown = [folder for folder, places in found.items() if not places]
+    if unknown:
+        raise UsageError(
+            f"{len(unknown)} of {len(folders)} class folders are no classes of {known.of}, while the others "
+            f"are: {_listed(unknown)}.{known.nearest(unknown[0])} Rename them, or give --class-map FILE."
+        )
+    for folder, places in found.items():
+        if len(places) > 1:
+            raise UsageError(
+                f"the class folder {folder!r} may be any of the classes {_listed(places)} of {known.of}: "
+                f"{_listed([known.names[place] for place in places])}. Name it by its wnid"
+                f"{_wnids(known, places)}, or give --class-map FILE."
+            )
+    classes = {folder: places[0] for folder, places in found.items()}
+    for index, same in _merged(classes).items():
+        raise UsageError(
+            f"the class folders {_listed(same)} are all class {index} of {known.of}, {known.names[index]!r}. "
+            "Merge them, or give --class-map FILE, where several folders may be one class."
+        )
+    by_wnid = sum(folder.lower() in known.wnids for folder in folders)
+    kind = "wnids" if by_wnid == len(folders) else "wnids and names" if by_wnid else "names"
+    return Labels(
+        rule=f"{kind} of the classes of {known.of}",
+        classes=classes,
+        names=known.shown,
+        num_classes=len(known.names),
+        notes=(
+            f"classes: {len(folders):,} folders by {kind} of the {len(known.names):,} classes of {known.of}",
+        ),
+    )
+
+
+def _wnids(known: KnownClasses, places: Sequence[int]) -> str:
+    return f" ({_listed([known.wnids[place] for place in places])})" if known.wnids else ""
+
+
+# -- class map -------------------------------------------------------------------------------------------
+
+
+def _by_map(folders: Sequence[str], given: ClassMap, known: KnownClasses | None) -> Labels:
+    said = f"--class-map {given.path}"
+    unknown = [folder for folder in folders if folder not in given.classes]
+    if unknown:
+        raise UsageError(
+            f"{said} does not name {len(unknown)} of {len(folders)} class folders: {_listed(unknown)}. Add "
+            "them; null (in CSV an empty index) leaves a folder out."
+        )
+    found = {folder: given.classes[folder] for folder in folders}
+    classes = {folder: index for folder, index in found.items() if index is not None}
+    left_out = tuple(folder for folder, index in found.items() if index is None)
+    if not classes:
+        raise UsageError(f"{said} leaves every class folder out: there is nothing to evaluate.")
+    merged = _merged(classes)
+    absent = sorted(set(given.classes) - set(folders))
+    notes = [f"classes: {_folders(classes)} by {given.path}"]
+    if left_out:
+        notes.append(f"class map: {_folders(left_out)} left out: {_listed(left_out)}")
+    if absent:
+        notes.append(f"class map: {_folders(absent)} of it not in the data: {_listed(absent)}")
+    notes += [f"class map: the folders {_listed(same)} are one class, {i}" for i, same in merged.items()]
+    own: dict[int, str] = {}
+    for folder, index in classes.items():
+        own[index] = f"{own[index]}, {folder}" if index in own else folder
+    if known is not None:
+        check_indices(classes, len(known.names), said, f"{known.of} has {len(known.names)} classes")
+    return Labels(
+        rule="class map",
+        classes=classes,
+        names=own if known is None else known.shown,
+        num_classes=None if known is None else len(known.names),
+        left_out=left_out,
+        notes=tuple(notes),
+        warnings=tuple(_contradictions(classes, known, said)),
+    )
+
+
+def check_indices(classes: Mapping[str, int], count: int, said: str, because: str) -> None:
+    """Check that each folder's class is one of ``count`` classes.
+
+    Args:
+        classes: index by folder.
+        count: the number of classes.
+        said: who gives the index, for messages.
+        because: why there are so many classes, for messages.
+
+    Raises:
+        UsageError: one is not.
+    """
+    for folder, index in classes.items():
+        if index >= count:
+            raise UsageError(f"{said} makes {folder!r} class {index}, but {because} (0 to {count - 1}).")
+
+
+def _contradictions(classes: Mapping[str, int], known: KnownClasses | None, said: str) -> Iterable[str]:
+    """A sentence where the map gives a folder another class than the one whose name it has."""
+    if known is None:
+        return
+    other = {
+        folder: places[0]
+        for folder, index in classes.items()
+        if len(places := known.find(folder, exactly=True)) == 1 and places[0] != index
+    }
+    for folder, place in other.items():
+        yield (
+            f"{said} makes {folder!r} class {classes[folder]}, and {known.of} has class {place} of this name "
+            f"({len(other)} such folders). The map was used."
+        )
+        return
+
+
+def _merged(classes: Mapping[str, int]) -> dict[int, list[str]]:
+    """Classes that several folders are, with these."""
+    found = defaultdict(list)
+    for folder, index in classes.items():
+        found[index].append(folder)
+    return {index: same for index, same in found.items() if len(same) > 1}
+
+
+# -- words -----------------------------------------------------------------------------------------------
+
+
+def _places(names: Iterable[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        found.setdefault(name, []).append(index)
+    return found
+
+
+def _simple(name: str) -> str:
+    return " ".join(name.casefold().replace("_", " ").split())
+
+
+def _folders(folders: Sized) -> str:
+    return f"{len(folders):,} folder{'' if len(folders) == 1 else 's'}"
+
+
+def _listed(values: Sequence[object]) -> str:
+    more = ", ..." if len(values) > _NAMED_AT_MOST else ""
+    return ", ".join(map(str, values[:_NAMED_AT_MOST])) + more

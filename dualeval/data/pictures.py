@@ -1,0 +1,90 @@
+"""A picture file as pixels: which formats are read, and what each kind of picture becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import numpy as np
+
+# Pillow would import all of its plugins for these two.
+from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
+from torch import Tensor
+
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.vision_library import torchvision
+
+# Pillow goes by a file's content, whatever its name is, and some of its other formats start programs (EPS)
+# or hold no picture of their own (PDF, WMF). A GIF under the name of a JPEG is common in collected pictures.
+FORMATS = ("JPEG", "PNG", "BMP", "PPM", "GIF", TiffImagePlugin.TiffImageFile.format, "WEBP")
+assert WebPImagePlugin.WebPImageFile.format in FORMATS
+# By a picture's number of channels.
+_MODES = {1: "L", 3: "RGB"}
+
+
+def read_pixels(file: IO[bytes], wanted: Preprocessing) -> Tensor:
+    """Decode a picture, bring it to the wanted channels, resize it, and cut out its centre.
+
+    The first frame of an animation or the first page of a TIFF is taken. The rotation in EXIF is left alone.
+
+    Args:
+        file: the picture.
+        wanted: channels, resize, interpolation and crop; normalisation is done elsewhere.
+
+    Returns:
+        uint8 of shape (channels, crop, crop).
+
+    Raises:
+        OSError: the file is of none of ``FORMATS``, or is truncated. Pillow raises others on damaged files.
+        ValueError: pixels are 32-bit integers or floats.
+    """
+    transforms: Any = torchvision().transforms
+    with _opened(file) as image, _whole_pictures_only():
+        image = transforms.functional.resize(
+            _with_channels(_eight_bits(image), wanted.channels),
+            wanted.resize,
+            interpolation=transforms.InterpolationMode(wanted.interpolation),
+        )
+    pixels: Tensor = transforms.functional.pil_to_tensor(
+        transforms.functional.center_crop(image, wanted.crop)
+    )
+    return pixels
+
+
+def _opened(file: IO[bytes]) -> Image.Image:
+    try:
+        return Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError as error:
+        found = "the file is empty (0 bytes)" if file.seek(0, 2) == 0 else "the file is no picture"
+        raise OSError(f"{found}: expected one of {', '.join(FORMATS)}") from error
+
+
+@contextmanager
+def _whole_pictures_only() -> Iterator[None]:
+    """Refuse truncated pictures, also where a model's module has told Pillow to fill them up with grey."""
+    before = ImageFile.LOAD_TRUNCATED_IMAGES
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    try:
+        yield
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+def _with_channels(image: Image.Image, channels: int) -> Image.Image:
+    if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
+        # The same pixels; without this step Pillow prints a warning for each picture.
+        image = image.convert("RGBA")
+    # Grey is made of RGB, too: Pillow has no direct way from CMYK. A grey pixel stays what it is.
+    image = image.convert("RGB")
+    return image if channels == 3 else image.convert(_MODES[channels])
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """The image with 8 bits a channel: of 16 grey bits the higher ones, where Pillow would clip at 255."""
+    # Of PGM, and of PNG in older Pillow, the mode says 32 bits; the values are those of 16.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of 32 bits (mode {image.mode}) have no known range, expected 8 or 16 bits")
+    return image

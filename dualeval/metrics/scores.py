@@ -1,0 +1,87 @@
+"""Score: how a metric's value follows from a number of each sample, for intervals and comparisons of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A value of the form factor * transform(sum(y) / sum(x)), with y and x of each sample.
+
+    y is the sample's entry in ``column``, or 1 where that is below ``below`` and 0 elsewhere; with a weight
+    it is multiplied by the weight. x is 1, or the weight, or the entry in ``over``.
+
+    Attributes:
+        column: has one number a sample.
+        below: y is whether the entry is below this number, such as a rank below 5.
+        weight: a column of weights.
+        over: a column of denominators, such as numbers of tokens.
+        where: a bool column; only samples where it is ``where_is`` count.
+        where_is: see ``where``.
+        factor: 100 for percent.
+        transform: "exp", "sqrt" or "log" of the mean.
+    """
+
+    column: str
+    below: float | None = None
+    weight: str | None = None
+    over: str | None = None
+    where: str | None = None
+    where_is: bool = True
+    factor: float = 1.0
+    transform: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that it reads."""
+        return tuple(name for name in (self.column, self.weight, self.over, self.where) if name is not None)
+
+    def terms(
+        self, rows: Mapping[str, npt.NDArray[Any]]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+        """y and x of each sample, and which samples count; y and x are 0 where a sample does not.
+
+        Args:
+            rows: the columns by name, each of shape (samples,).
+
+        Returns:
+            three arrays of shape (samples,).
+        """
+        numbers = rows[self.column]
+        y = (numbers < self.below if self.below is not None else numbers).astype(np.float64)
+        x = np.ones_like(y)
+        if self.weight is not None:
+            x = rows[self.weight].astype(np.float64)
+            y = y * x
+        if self.over is not None:
+            x = rows[self.over].astype(np.float64)
+        counts = np.ones(len(y), np.bool_)
+        if self.where is not None:
+            counts = rows[self.where].astype(np.bool_) == self.where_is
+            y, x = np.where(counts, y, 0.0), np.where(counts, x, 0.0)
+        return y, x, counts
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without those that say nothing."""
+        silent = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in asdict(self).items() if value != silent[name]}
+
+
+def score_from(content: Mapping[str, Any]) -> Score:
+    """Make a score of what ``to_json`` gave.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return Score(**content)
+    except TypeError as error:
+        raise UsageError(f"a score reads {dict(content)}, expected the fields of a Score: {error}") from error

@@ -1,0 +1,226 @@
+"""Which class each folder is: order, class maps, and the names of known classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dualeval.data.class_map import ClassMap
+from dualeval.data.labels import KnownClasses, Labels, are_wnids, choose_labels
+from dualeval.data.wnids import imagenet_wnids
+from dualeval.errors import UsageError
+from dualeval.models import published
+from dualeval.vision_library import torchvision
+from tests.write_wnids import installed_list
+
+# Imported here, not in the first test that needs it: the import sets an environment variable.
+TORCHVISION = torchvision()
+ENTRY = TORCHVISION.models.ResNet18_Weights.IMAGENET1K_V1
+# Two classes of one name, as in older versions of torchvision's list, and two that differ in a capital.
+BIRDS = KnownClasses(
+    of="Birds_V1",
+    names=("crane", "night heron", "crane", "Cardigan", "cardigan"),
+    wnids=("n02012849", "n02009912", "n03126707", "n02113186", "n02963159"),
+)
+
+
+def refused(folders: list[str], **arguments: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        choose_labels(folders, **arguments)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def mapped(folders: list[str], known: KnownClasses | None = None, **classes: int | None) -> Labels:
+    return choose_labels(folders, class_map=ClassMap(path=Path("m.csv"), classes=classes), known=known)
+
+
+# -- order -----------------------------------------------------------------------------------------------
+
+
+def test_order_of_names() -> None:
+    labels = choose_labels(["B", "a", "b"])
+    assert labels.classes == {"B": 0, "a": 1, "b": 2}
+    assert (labels.num_classes, labels.largest, labels.notes, labels.warnings) == (3, 2, (), ())
+    assert labels.to_json(3) == {
+        "rule": "order of names",
+        "folders": {"B": 0, "a": 1, "b": 2},
+        "left_out": [],
+        "classes": ["B", "a", "b"],
+    }
+
+
+@pytest.mark.parametrize("prefix", ["", "class", "class_"])
+def test_numbers_in_order_of_names_are_warned_of(prefix: str) -> None:
+    folders = sorted(f"{prefix}{number}" for number in range(12))
+    labels = choose_labels(folders)
+    assert labels.classes[f"{prefix}2"] == 4
+    [warning] = labels.warnings
+    assert f"'{prefix}10' is class 2" in warning
+    assert "--class-order number" in warning
+    assert choose_labels(folders, order="name").warnings == ()
+    assert choose_labels(folders, order="name").classes == labels.classes
+
+
+@pytest.mark.parametrize(
+    "folders", [["0", "1", "2"], ["00", "01", "10"], ["1", "10", "x"], ["a1", "b10", "b2"], ["cat", "dog"]]
+)
+def test_without_a_warning(folders: list[str]) -> None:
+    assert choose_labels(folders).warnings == ()
+
+
+def test_order_of_numbers() -> None:
+    folders = sorted(f"c{number}" for number in range(1, 13))
+    labels = choose_labels(folders, order="number")
+    assert labels.classes == {f"c{number}": number - 1 for number in range(1, 13)}
+    assert list(labels.classes) == folders, "samples stay in the order of names"
+    assert labels.names[1] == "c2"
+    assert labels.warnings == ()
+    assert labels.num_classes == 12
+
+
+def test_missing_numbers_are_said() -> None:
+    labels = choose_labels(["0", "10", "2"], order="number")
+    assert labels.classes == {"0": 0, "10": 2, "2": 1}
+    assert "'2' is class 1" in labels.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("folders", "said"),
+    [
+        (["0", "1", "x"], "found 'x'"),
+        (["a1", "b2"], "different texts"),
+        (["01", "1", "2"], "the folders 01, 1 have one number"),
+    ],
+)
+def test_no_order_of_numbers(folders: list[str], said: str) -> None:
+    assert said in refused(folders, order="number")
+
+
+# -- class maps ------------------------------------------------------------------------------------------
+
+
+def test_a_class_map() -> None:
+    labels = mapped(["cat", "dog"], cat=7, dog=2)
+    assert labels.classes == {"cat": 7, "dog": 2}
+    assert (labels.rule, labels.num_classes, labels.largest) == ("class map", None, 7)
+    assert labels.to_json(9)["classes"] == [None, None, "dog", None, None, None, None, "cat", None]
+    assert labels.notes == ("classes: 2 folders by m.csv",)
+
+
+def test_folders_that_a_map_does_not_name() -> None:
+    message = str(refused(["a", "b", "c"], class_map=ClassMap(path=Path("m.csv"), classes={"b": 1, "z": 2})))
+    assert "m.csv does not name 2 of 3 class folders: a, c. Add them; null" in message
+
+
+def test_folders_that_are_left_out_or_are_not_there_or_are_one_class() -> None:
+    labels = mapped(["a", "b", "c"], a=1, b=None, c=1, d=5, e=None)
+    assert labels.classes == {"a": 1, "c": 1}
+    assert labels.left_out == ("b",)
+    assert labels.names == {1: "a, c"}
+    assert labels.notes[1:] == (
+        "class map: 1 folder left out: b",
+        "class map: 2 folders of it not in the data: d, e",
+        "class map: the folders a, c are one class, 1",
+    )
+    assert "leaves every class folder out" in refused(
+        ["a"], class_map=ClassMap(path=Path("m.csv"), classes={"a": None})
+    )
+
+
+def test_a_map_beside_known_classes() -> None:
+    labels = mapped(["heron", "night heron"], BIRDS, **{"heron": 1, "night heron": 3})
+    assert labels.num_classes == 5
+    assert labels.to_json(5)["classes"][1] == "night heron"
+    assert labels.warnings == (
+        "--class-map m.csv makes 'night heron' class 3, and Birds_V1 has class 1 of this name (1 such "
+        "folders). The map was used.",
+    )
+    message = refused(["a"], class_map=ClassMap(path=Path("m.csv"), classes={"a": 5}), known=BIRDS)
+    assert "makes 'a' class 5, but Birds_V1 has 5 classes (0 to 4)" in message
+
+
+def test_what_makes_labels_the_same() -> None:
+    """The rule does not: only what it comes to."""
+    by_name = choose_labels(["0", "1"])
+    assert by_name.fingerprint() == choose_labels(["0", "1"], order="number").fingerprint()
+    assert by_name.fingerprint() == mapped(["0", "1"], None, **{"0": 0, "1": 1}).fingerprint()
+    assert by_name.fingerprint() != mapped(["0", "1"], None, **{"0": 1, "1": 0}).fingerprint()
+
+
+# -- known classes ---------------------------------------------------------------------------------------
+
+
+def test_the_wnids_are_those_of_the_package() -> None:
+    wnids = imagenet_wnids()
+    assert wnids == tuple(installed_list().read_text("ascii").split())
+    assert len(set(wnids)) == 1000
+    assert list(wnids) == sorted(wnids)
+
+
+def test_a_subset_by_wnid() -> None:
+    known = published.classes_of(ENTRY)
+    labels = choose_labels(["N02099601", "n01440764", "n15075141"], known=known)
+    assert list(labels.classes.values()) == [207, 0, 999]
+    assert labels.num_classes == 1000
+    assert labels.names[207] == "golden retriever"
+    assert labels.rule == "wnids of the classes of ResNet18_Weights.IMAGENET1K_V1"
+    assert labels.notes == (
+        "classes: 3 folders by wnids of the 1,000 classes of ResNet18_Weights.IMAGENET1K_V1",
+    )
+
+
+def test_a_subset_by_name() -> None:
+    known = published.classes_of(ENTRY)
+    labels = choose_labels(["golden_retriever", "n15075141", "tench"], known=known)
+    assert list(labels.classes.values()) == [207, 999, 0]
+    assert labels.rule.startswith("wnids and names of")
+
+
+def test_all_names_in_their_own_order_are_their_own_classes() -> None:
+    """Their order by name is another one."""
+    known = published.classes_of(ENTRY)
+    labels = choose_labels(sorted(known.names), known=known)
+    assert labels.classes == {name: index for index, name in enumerate(known.names)}
+    assert list(labels.classes.values()) != sorted(labels.classes.values())
+
+
+def test_a_model_of_ones_own_has_wnids_alone() -> None:
+    known = published.imagenet_classes()
+    assert choose_labels(["n02099601"], known=known).classes == {"n02099601": 207}
+    assert choose_labels(["golden retriever", "tench"], known=known).rule == "order of names"
+    assert are_wnids(["n02099601", "N01440764"], known.wnids)
+    assert not are_wnids(["n02099601", "cat"], known.wnids)
+    assert not are_wnids([], known.wnids)
+
+
+def test_names_that_are_nobodys_are_in_order() -> None:
+    assert choose_labels(["x", "y"], known=BIRDS).rule == "order of names"
+    assert choose_labels(["crane", "y"], known=BIRDS, order="name").classes == {"crane": 0, "y": 1}
+
+
+def test_some_folders_of_no_class() -> None:
+    message = refused(["night herron", "n02012849"], known=BIRDS)
+    assert "1 of 2 class folders are no classes of Birds_V1, while the others are: night herron." in message
+    assert "Nearest to 'night herron': 'night heron'" in message
+
+
+def test_two_classes_of_one_name() -> None:
+    message = refused(["crane"], known=BIRDS)
+    assert "'crane' may be any of the classes 0, 2 of Birds_V1: crane, crane" in message
+    assert "Name it by its wnid (n02012849, n03126707)" in message
+    labels = choose_labels(["n02012849", "n03126707"], known=BIRDS)
+    assert list(labels.classes.values()) == [0, 2]
+    assert (labels.names[0], labels.names[2]) == ("crane (n02012849)", "crane (n03126707)")
+
+
+def test_capitals_tell_two_classes_apart_only_where_all_names_are_exact() -> None:
+    assert choose_labels(["Cardigan", "cardigan"], known=BIRDS).classes == {"Cardigan": 3, "cardigan": 4}
+    assert choose_labels(["NIGHT_HERON"], known=BIRDS).classes == {"NIGHT_HERON": 1}
+    for folders in (["CARDIGAN"], ["Night Heron", "cardigan"]):
+        assert "may be any of the classes 3, 4" in refused(folders, known=BIRDS)
+
+
+def test_two_folders_of_one_class() -> None:
+    message = refused(["Night_heron", "night heron"], known=BIRDS)
+    assert "the class folders Night_heron, night heron are all class 1 of Birds_V1" in message
