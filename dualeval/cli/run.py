@@ -416,6 +416,7 @@ def _evaluate(job: Job, invocation: _Invocation, launcher: str | None) -> int:
 
 
 def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
+    from dualeval.engine.ending import show_until_end
     from dualeval.engine.options import NEW_FOLDER
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
@@ -425,6 +426,8 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
     stream = sys.stderr if invocation.as_json else sys.stdout
     shows = invocation.progress and session.world.is_main
     shown = Progress(stream, as_bar=on_screen(stream)) if shows else None
+    if shown is not None:
+        show_until_end(shown.close)
     try:
         return session.evaluate(
             task,
