@@ -48,6 +48,7 @@ setup(
         "pyarrow>=15",
         "rich>=13",
         "safetensors>=0.4",
+        "scipy>=1.11",
         "tomli>=2; python_version < '3.11'",
         "torch>=2.8",
         "torchvision>=0.23",

@@ -440,7 +440,7 @@ class Backend(ABC):
     def _require_rank(self, call: str, argument: str, rank: int) -> None:
         if not 0 <= rank < self.world.size:
             raise BackendError(
-                f"{call}: {argument}={rank} is no rank of this world: they are 0 to {self.world.size - 1}."
+                f"{call}: {argument}={rank} is not a rank: the ranks are 0 to {self.world.size - 1}."
             )
 
     @abstractmethod

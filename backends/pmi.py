@@ -73,7 +73,7 @@ class _Client:
             mode = 0
         if not stat.S_ISSOCK(mode):
             raise LaunchError(
-                f"PMI_FD={descriptor} is no connection to the launcher in this process: something between "
+                f"PMI_FD={descriptor} is not a connection to the launcher in this process: something between "
                 f"has closed it. Have the launcher start dualeval itself, or give the ranks an address to "
                 f"meet at, as in 'flux run -o pmi=none --env=MASTER_ADDR=FIRST_HOST --env=MASTER_PORT=29500'."
             )

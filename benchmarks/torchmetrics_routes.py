@@ -35,13 +35,13 @@ CLASSES = 3
 INTRODUCTION = """# Every class of TorchMetrics, and its route
 
 Made by `benchmarks/torchmetrics_routes.py`, which tries all classes of TorchMetrics {version} and compares
-each value with TorchMetrics' own. What each route is stands in [torchmetrics](torchmetrics.md). The route
-follows from a metric's states, and so from its arguments: the table says which ones were tried. With other
-arguments a class may go another way: with `thresholds=100` the states of `MulticlassAUROC` are sums of
+each value with TorchMetrics' own. [torchmetrics](torchmetrics.md) describes each route. The route depends on
+a metric's states, and so on its arguments: the table has the arguments that were tried. With other
+arguments a class may have another route: with `thresholds=100` the states of `MulticlassAUROC` are sums of
 integers.
 
-*By batch* means: another batch size gives another value, by TorchMetrics' own definition, because the metric
-averages over a batch. At one batch size the value is the same at every number of processes.
+*By batch* means that another batch size gives another value, by TorchMetrics' own definition, because the
+metric averages over a batch. At one batch size the value is the same at every number of processes.
 
 {counts}
 """

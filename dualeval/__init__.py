@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dualeval.backends.base import Backend as Backend
     from dualeval.columns import Ragged as Ragged
     from dualeval.columns import Text as Text
+    from dualeval.comparison.compared import compare as compare
     from dualeval.devices import connect as connect
     from dualeval.door import evaluate as evaluate
     from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
@@ -60,6 +61,7 @@ _HOME = {
     "Text": "dualeval.columns",
     "UsageError": "dualeval.errors",
     "World": "dualeval.world",
+    "compare": "dualeval.comparison.compared",
     "connect": "dualeval.devices",
     "detect": "dualeval.launch",
     "evaluate": "dualeval.door",

@@ -123,7 +123,7 @@ class Text(Ragged):
                 encoded.append(string.encode())
             except UnicodeEncodeError as error:
                 raise UsageError(
-                    f"the text of sample {place} of the batch is no Unicode (half a surrogate pair): "
+                    f"the text of sample {place} of the batch is not Unicode (half a surrogate pair): "
                     f"{string!a}"
                 ) from error
         joined = np.frombuffer(bytearray(b"".join(encoded)), np.uint8)

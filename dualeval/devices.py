@@ -150,7 +150,9 @@ def device_here(
 def check_name(wanted: str | None) -> None:
     """Raise UsageError where a device is none that ``take_device`` knows."""
     if wanted is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", str(wanted)):
-        raise UsageError(f"--device {wanted!r} is no device: it takes cpu, cuda (one GPU a rank) or cuda:N.")
+        raise UsageError(
+            f"--device {wanted!r} is not a device: expected cpu, cuda (one GPU per rank) or cuda:N."
+        )
 
 
 def _look_if_wanted(world: World, wanted: str | None) -> Sight:
@@ -182,7 +184,7 @@ def _refuse_broken(
     for sight, taken, problem in zip(everyone, chosen, problems, strict=True):
         if taken is not None and problem is not None:
             raise DualevalError(
-                f"{sight.where}: GPU {taken.number} ({taken.name}) does not work: {problem}. Mend that node "
+                f"{sight.where}: GPU {taken.number} ({taken.name}) does not work: {problem}. Fix that node "
                 f"or leave it out, or type --device cpu to compute on CPUs."
             )
 

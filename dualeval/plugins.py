@@ -132,13 +132,13 @@ def _kind_of(source: Any, name: str, origin: str) -> TaskKind:
     elif isinstance(source, type) and not issubclass(source, Task):
         bases = ", ".join(base.__name__ for base in source.__bases__)
         raise UsageError(
-            f"{said}: {source.__name__} is no task: expected a class derived from dualeval.Task, and it is "
-            f"derived from {bases}"
+            f"{said}: {source.__name__} is not a task: expected a class derived from dualeval.Task, and it "
+            f"is derived from {bases}"
         )
     elif not callable(source):
         raise UsageError(
-            f"{said}: a {type(source).__name__} is no task: expected a class derived from dualeval.Task, a "
-            "function that returns a task, or a task"
+            f"{said}: a {type(source).__name__} is not a task: expected a class derived from dualeval.Task, "
+            "a function that returns a task, or a task"
         )
     else:
         if missing := sorted(getattr(source, "__abstractmethods__", ())):

@@ -1,10 +1,10 @@
-"""Evaluate in a script of your own; the ranks are found, and the script is the owner of the run.
+"""Evaluate in your own script; the ranks are detected, and the script is the owner of the run.
 
     python examples/evaluate_in_a_script.py OUT [NAME=VALUE ...]
     torchrun --nproc-per-node 2 examples/evaluate_in_a_script.py runs/mine
     horovodrun -np 2 python examples/evaluate_in_a_script.py runs/r18 model=resnet18 weights=ckpt.pt data=val
 
-Killed or stopped, it goes on when the same is typed again. The further words are arguments of
+If it is killed or stopped, type the same command again to resume. NAME=VALUE are arguments of
 ImageClassification (without any, the embedded job); timeout=SECONDS is the session's heartbeat_timeout.
 """
 

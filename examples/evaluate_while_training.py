@@ -1,4 +1,4 @@
-"""Evaluate while training, as a guest of torch's or Horovod's ranks: the training keeps every bit.
+"""Evaluate while training, as a guest of torch's or Horovod's ranks. No bit of the training changes.
 
 torchrun --nproc-per-node 2 examples/evaluate_while_training.py
 horovodrun -np 2 python examples/evaluate_while_training.py horovod

@@ -1,6 +1,6 @@
-"""The collectives of dualeval by themselves: the mean and the values of shards of different lengths.
+"""The collectives of dualeval alone: the mean and the values of shards of different lengths.
 
-The launcher is found, and the library that goes with it is taken:
+The launcher is detected and decides the library:
 
     torchrun --nproc-per-node 2 examples/mean_of_shards.py
     horovodrun -np 2 python examples/mean_of_shards.py

@@ -1,12 +1,12 @@
-"""Area under the ROC curve and mean average precision of several labels a sample; 10 lines are for dualeval.
+"""Area under the ROC curve and mean average precision of several labels; 10 lines are for dualeval.
 
     python examples/multilabel.py
     torchrun --nproc-per-node 2 examples/multilabel.py
     horovodrun -np 2 python examples/multilabel.py
     dualeval run --task examples/multilabel.py:digits --nproc 2 --out runs/digits
 
-Both are of all samples together, in data-set order, by scikit-learn. Killed or stopped, it goes on when the
-same is typed again. Needs scikit-learn.
+scikit-learn computes both from all samples together, in data-set order. If it is killed or stopped, type
+the same command again to resume. Needs scikit-learn.
 """
 
 import numpy as np

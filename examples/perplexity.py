@@ -6,9 +6,9 @@
     dualeval run --task examples/perplexity.py:perplexity -T model=MODEL -T text=TEXT --nproc 2 --out runs/b
 
 MODEL is a folder that transformers has written, with its tokenizer. Each token of the text is predicted once,
-from the tokens before it in its window: of every window but the first the ``length - stride`` tokens that it
-begins with are there to be seen, and were predicted in an earlier one. Killed or stopped, it goes on when the
-same is typed again. Needs transformers.
+from the tokens before it in its window. In every window but the first, the first ``length - stride`` tokens
+are only context: an earlier window predicted them. If it is killed or stopped, type the same command again to
+resume. Needs transformers.
 """
 
 import sys

@@ -5,7 +5,7 @@
     horovodrun -np 2 python examples/regression.py
     dualeval run --task examples/regression.py:diabetes --nproc 2 --out runs/diabetes
 
-Killed or stopped, it goes on when the same is typed again. Needs scikit-learn.
+If it is killed or stopped, type the same command again to resume. Needs scikit-learn.
 """
 
 import torch

@@ -5,8 +5,8 @@
     horovodrun -np 2 python examples/segmentation.py
     dualeval run --task examples/segmentation.py:shapes --nproc 2 --out runs/shapes
 
-What the ranks add up are counts of pixels by class, and no pictures. Killed or stopped, it goes on when the
-same is typed again.
+The ranks add up counts of pixels by class, and no pictures. If it is killed or stopped, type the same command
+again to resume.
 """
 
 import torch

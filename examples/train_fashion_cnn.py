@@ -1,7 +1,7 @@
 """Train the embedded job's network on Fashion-MNIST and write its weights as safetensors.
 
 The 60,000 training images come from Debian's package dataset-fashion-mnist; the 10,000 test images are
-looked at once, at the end. With the default arguments this wrote dualeval/assets/fashion_cnn.safetensors.
+used once, at the end. With the default arguments this wrote dualeval/assets/fashion_cnn.safetensors.
 
     apt-get install dataset-fashion-mnist
     python examples/train_fashion_cnn.py --out fashion_cnn.safetensors

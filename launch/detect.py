@@ -218,8 +218,8 @@ def _notes(environ: Mapping[str, str], world: World, left_over: LaunchError | No
         names = [name for name in TORCHRUN.needed if name in environ]
         yield (
             f"{', '.join(f'{name}={environ[name]}' for name in names)} {'is' if len(names) == 1 else 'are'} "
-            f"left over or another tool's and passed over: {world.launcher} started this process. "
-            f"Type 'unset {' '.join(names)}' to be rid of them."
+            f"left over or another tool's and ignored: {world.launcher} started this process. "
+            f"Type 'unset {' '.join(names)}' to remove them."
         )
     tasks = environ.get("SLURM_NTASKS", environ.get("SLURM_NNODES", "1"))
     if world.launcher == "none" and "SLURM_JOB_ID" in environ and tasks != "1":
@@ -237,7 +237,7 @@ def _outer(environ: Mapping[str, str], world: World) -> Iterator[str]:
         try:
             place = PROBES[launcher](environ)
         except LaunchError as error:
-            yield f"Passed over, because {world.launcher} started this process: {error}"
+            yield f"Ignored, because {world.launcher} started this process: {error}"
             continue
         if place is not None:
             yield (

@@ -136,11 +136,11 @@ def _refuse_missing(wanted: str | None, everyone: Sequence[Sight], *, mix: bool)
     if first.promised:
         raise UsageError(
             f"{who} cannot compute on a GPU ({first.reason}), although {first.promised} promises one on "
-            f"{first.host}. Mend that node, leave it out, or type --device cpu to compute on CPUs."
+            f"{first.host}. Fix that node, leave it out, or type --device cpu to compute on CPUs."
         )
     if len(blind) < len(everyone) and not mix:
         raise UsageError(
-            f"{who} cannot compute on a GPU ({first.reason}), and the other ranks can. Mend that node or "
+            f"{who} cannot compute on a GPU ({first.reason}), and the other ranks can. Fix that node or "
             f"leave it out, type --device cpu to compute on CPUs everywhere, or --mix-machines to compute on "
             f"both."
         )

@@ -36,7 +36,7 @@ def expand_tasks(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise ValueError(f"{text!r} is no list of tasks a node, such as '2(x2),1'")
+            raise ValueError(f"{text!r} is not a list of tasks per node, such as '2(x2),1'")
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
@@ -91,7 +91,7 @@ def _names(text: str) -> list[str]:
     """Split at the commas outside of brackets."""
     names = re.findall(r"(?:[^\[\],]|\[[^\[\]]*\])+", text)
     if not names or ",".join(names) != text:
-        raise ValueError(f"{text!r} is no list of hosts, such as 'n[01-03,7],login'")
+        raise ValueError(f"{text!r} is not a list of hosts, such as 'n[01-03,7],login'")
     return names
 
 
@@ -101,7 +101,7 @@ def _expand_name(name: str) -> list[str]:
     while end < len(name):
         match = _PIECE.match(name, end)
         if match is None or match.end() == end:
-            raise ValueError(f"{name!r} is no name of hosts, such as 'n[01-03,7]'")
+            raise ValueError(f"{name!r} is not a name of hosts, such as 'n[01-03,7]'")
         choices.append([match[1]])
         if match[2] is not None:
             choices.append([number for part in match[2].split(",") for number in _expand_range(part, name)])
@@ -113,5 +113,5 @@ def _expand_range(text: str, name: str) -> list[str]:
     match = _RANGE.fullmatch(text)
     first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
     if int(first) > int(last):
-        raise ValueError(f"{text!r} in {name!r} is no range of numbers, such as 01-03")
+        raise ValueError(f"{text!r} in {name!r} is not a range of numbers, such as 01-03")
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

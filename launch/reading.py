@@ -78,7 +78,7 @@ def read_address(source: Variables, environ: Mapping[str, str], host: str, port:
         raise launch_error(source, f"{host} is empty", environ)
     number = whole_number(source, environ, port)
     if not 0 < number < 65536:
-        raise launch_error(source, f"{port}={number} is no port (1 to 65535)", environ)
+        raise launch_error(source, f"{port}={number} is not a port (1 to 65535)", environ)
     return environ[host], number
 
 

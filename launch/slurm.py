@@ -49,14 +49,14 @@ if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
   export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 fi
 
-# What Slurm knows this job by. One task of an array has the array's own number, which stands for all of them.
+# The job's number. One task of an array may have the number of the whole array: ARRAY_TASK names it alone.
 job=${SLURM_JOB_ID:-}
 if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then
   job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 
-# The output folder, where a job that comes back goes on and status.json says how the ranks ended: that of the
-# last --out, as 'dualeval run' reads it; else one by the job's number, which a job that comes back keeps.
+# The output folder: a job that is queued again resumes there, and status.json records how the ranks ended. It
+# is that of the last --out, as 'dualeval run' reads it; else one with the job's number, which stays the same.
 out=
 config=
 device=
@@ -65,11 +65,11 @@ mixed=
 words=()
 for word in "$@"; do
   if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
-    # As in the name of Slurm's log: the words are the same for all tasks.
+    # As in the name of Slurm's log: all tasks get the same options.
     word=${word//%a/$SLURM_ARRAY_TASK_ID}
   fi
   if [[ -z $option && $word == --fresh && ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-    # Said of the first start: now it would remove what that one has finished.
+    # Only for the first start: now it would remove the finished work of that one.
     continue
   fi
   words+=("$word")
@@ -91,7 +91,7 @@ for word in "$@"; do
   option=
 done
 if [[ -n $option ]]; then
-  echo "$option needs a value, and is the last word." >&2
+  echo "$option needs a value." >&2
   exit 2
 fi
 if [[ -z $out ]]; then
@@ -99,7 +99,7 @@ if [[ -z $out ]]; then
   words+=(--out "$out")
 fi
 
-# Where this job has GPUs, a node on which none works is an error, and no reason to compute on CPUs.
+# If this job has GPUs, a node without a working one is an error, and not a run on its CPU.
 gpus=${SLURM_GPUS_ON_NODE:-${SLURM_JOB_GPUS:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS:-0}}}}
 if [[ $gpus != 0 && -z $device && -z $mixed ]] &&
   ! { [[ -n $config ]] && grep -qsE "^[[:space:]]*[\\"']?device[\\"']?[[:space:]]*=" "$config"; }; then
@@ -112,21 +112,21 @@ if ((${SLURM_HET_SIZE:-1} > 1)); then
   step+=("--het-group=0-$((SLURM_HET_SIZE - 1))")
 fi
 
-# Which status.json is there: one that is older than the ranks says nothing of them.
+# Which status.json is there: one that is older than the ranks does not describe them.
 written() { stat --format='%i %y' "$out/status.json" 2> /dev/null || true; }
-# It has one key a line.
+# It has one key per line.
 says() { grep -qsE "^  \\"$1\\": $2,?$" "$out/status.json"; }
 before=$(written)
 
 # --export=ALL: the PATH from above reaches the ranks after 'sbatch --export=NONE' too. --launcher: variables
-# of torchrun may be left over in the shell. No trap: where this shell gets SIGTERM it ends, and Slurm then
-# ends the ranks as scancel does, with time to save; srun, were it passed on, would have them killed at once.
+# of torchrun may be left over in the shell. No trap: SIGTERM ends this shell, and Slurm then ends the ranks
+# as scancel does, with time to save. If the shell forwarded SIGTERM to srun, srun would kill them at once.
 code=0
 """.splitlines()
 
 _AFTERWARDS = """\
-# Only the warning brings a job back: scancel (SIGTERM) means an end, and a failure would come again. Where
-# nothing was finished before it, the next start would come no further.
+# Only the warning queues a job again: scancel (SIGTERM) means an end, and a failure would repeat. If nothing
+# was finished before the warning, the next start would not get further.
 warned=
 if [[ $(written) == "$before" ]]; then
   # 140: it came before Python took signals.
@@ -136,17 +136,17 @@ elif says state '"stopped"' && says signal '"SIGUSR2"'; then
 fi
 
 if [[ $warned == early ]]; then
-  echo "dualeval: a signal came before anything was finished. If a rank has failed, as told above, srun" \\
-    "has ended the others by it. If it was Slurm's warning before the end, type sbatch with more --time," \\
+  echo "dualeval: a signal came before anything was finished. If a rank failed (see above), srun sent it" \\
+    "to the others. If it was Slurm's warning before the end, type sbatch with more --time," \\
     "or with a later warning (--signal=USR2@30)." >&2
 elif [[ $warned == late ]]; then
   code=75
   # Before: Slurm ends this script at once, or soon.
-  echo "dualeval: Slurm is asked to queue job $job again, which then goes on in $out." >&2
+  echo "dualeval: Slurm is asked to queue job $job again, to resume in $out." >&2
   if scontrol requeue "$job"; then
     sleep 60
   else
-    echo "dualeval: Slurm does not queue this job again. To go on, type the same line with --out $out." >&2
+    echo "dualeval: Slurm does not queue this job again. To resume, type the same line with --out $out." >&2
   fi
 fi
 exit "$code"
@@ -212,7 +212,7 @@ def sbatch_text(job: SlurmJob) -> str:
     file = f"slurm/{SHIPPED[job.backend]}"
     lines = [
         "#!/usr/bin/env bash",
-        f"# Evaluates a model with dualeval under Slurm, over {_LIBRARIES[job.backend]}: one rank a task.",
+        f"# Evaluates a model with dualeval under Slurm, over {_LIBRARIES[job.backend]}: one rank per task.",
         "#",
         f"#   sbatch {file}",
         f"#   sbatch {file} --model resnet18 --weights ckpt.pt --data /data/val --out runs/r18",
@@ -220,13 +220,13 @@ def sbatch_text(job: SlurmJob) -> str:
         f"#   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 {file}",
         f"#   sbatch --array 0-9 {file} --weights step-%a.pt --model resnet18 --data /data/val",
         "#",
-        "# Words before the file's name are sbatch's and win over the #SBATCH lines; words after it go to",
-        "# 'dualeval run', whose relative paths are from where sbatch was typed. Without any it",
-        "# evaluates the 10,000 images that it brings along. With GPUs, ask for as many tasks as GPUs. In an",
-        "# array %a in these words is the task's number.",
+        "# Options before the file's name go to sbatch and override the #SBATCH lines; options after it go",
+        "# to 'dualeval run'. Relative paths start in the folder where sbatch was typed. Without options it",
+        "# evaluates the 10,000 embedded images. With GPUs, ask for as many tasks as GPUs. In the options of",
+        "# an array %a is the task's number.",
         "#",
-        f"# {WARNING_S} s before its time is up Slurm warns the ranks: they save what they have and end.",
-        "# Then the job is queued again, and goes on in its output folder; so it does where a node is lost.",
+        f"# {WARNING_S} s before its time is up Slurm warns the ranks: they save what is finished and exit.",
+        "# Then the job is queued again and resumes in its output folder; so it does if a node is lost.",
         "#",
         *(f"#SBATCH {directive}" for directive in directives(job)),
         "",

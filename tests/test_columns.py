@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no box": ([torch.ones(1, 4), torch.zeros(0)], r"'c'.* entry 1 is .* of shape \(0,\).*zeros\(\(0, 4"),
     "dtype": ([torch.ones(1), torch.ones(1).long()], r"'c'.* entry 1 is torch.int64"),
     "0-d": ([torch.ones(1), torch.tensor(1.0)], r"'c'.* entry 1"),
-    "surrogate": (["a", "\ud800"], r"'c': the text of sample 1 of the batch is no Unicode .*'\\ud800'"),
+    "surrogate": (["a", "\ud800"], r"'c': the text of sample 1 of the batch is not Unicode .*'\\ud800'"),
 }
 
 

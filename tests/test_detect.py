@@ -327,8 +327,8 @@ def test_left_over_or_cut_short() -> None:
         ("LOCAL_WORLD_SIZE", "9", "LOCAL_WORLD_SIZE=9 is above WORLD_SIZE=8"),
         ("GROUP_RANK", "one", "GROUP_RANK='one' is not a whole number"),
         ("MASTER_ADDR", "", "MASTER_ADDR is empty"),
-        ("MASTER_PORT", "0", "MASTER_PORT=0 is no port"),
-        ("MASTER_PORT", "65536", "MASTER_PORT=65536 is no port"),
+        ("MASTER_PORT", "0", "MASTER_PORT=0 is not a port"),
+        ("MASTER_PORT", "65536", "MASTER_PORT=65536 is not a port"),
     ],
 )
 def test_contradictions(name: str, value: str, problem: str) -> None:

@@ -47,13 +47,13 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 def test_devices_of_torch_are_taken_too(works: list[torch.device]) -> None:
     with played_gpus("AB"), connect(None, ALONE, torch.device("cuda", 1)) as backend:
         assert backend.device == torch.device("cuda", 1)
-    with pytest.raises(UsageError, match="--device 0 is no device"):
+    with pytest.raises(UsageError, match="--device 0 is not a device"):
         connect(None, ALONE, 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wanted", ["gpu", "", "cuda:", "cuda:-1", "cpu:0", "cuda:0 ", "mps"])
 def test_no_device(wanted: str) -> None:
-    with pytest.raises(UsageError, match="is no device: it takes cpu, cuda"):
+    with pytest.raises(UsageError, match="is not a device: expected cpu, cuda"):
         connect(None, ALONE, wanted)
 
 

@@ -76,7 +76,7 @@ def test_under_every_launcher(
 def test_a_rank_with_a_problem_keeps_all_from_trying(launch: Launch, tmp_path: Path) -> None:
     finished = launch([*start("torchrun", 2), "bash", "-c", OTHER_DEVICE], cwd=tmp_path)
     assert finished.returncode == 1
-    assert "1 problem:\n  - --device 'gpu' is no device" in finished.stdout
+    assert "1 problem:\n  - --device 'gpu' is not a device" in finished.stdout
     assert "(rank 1)" in finished.stdout
     assert "operations      not tried on all ranks" in finished.stdout
 

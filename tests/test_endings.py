@@ -104,7 +104,7 @@ def goes_on(launch: Launch, out: Path, wanted: str, command: Words | None = None
     ("number", "ranks"),
     [
         (signal.SIGTERM, 1),
-        (signal.SIGINT, 2),
+        pytest.param(signal.SIGINT, 2, marks=pytest.mark.long),
         pytest.param(signal.SIGUSR2, 2, marks=pytest.mark.long),
     ],
     ids=str,
@@ -239,8 +239,8 @@ def test_other_signals_may_be_chosen(launch: Launch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--stop-signals", "SIGKILL"], "'SIGKILL' is no signal to wait for"),
-        (["--stop-signals", "TERM"], "'TERM' is no signal to wait for"),
+        (["--stop-signals", "SIGKILL"], "'SIGKILL' is not a signal that can stop a run"),
+        (["--stop-signals", "TERM"], "'TERM' is not a signal that can stop a run"),
         (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0: expected seconds, 1 to 1,000,000"),
         (["--schedule", "fast"], "--schedule 'fast': expected one of static, dynamic"),
     ],

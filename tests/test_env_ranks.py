@@ -127,7 +127,9 @@ def test_a_pmi_that_something_has_closed_is_named(launch: Launch) -> None:
     wrapper = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
     done = launch([*FLUX, sys.executable, "-c", wrapper, "dualeval", "run", "--limit", "3"])
     assert done.returncode != 0
-    assert "is no connection to the launcher in this process: something between has closed it" in done.stderr
+    assert (
+        "is not a connection to the launcher in this process: something between has closed it" in done.stderr
+    )
 
 
 def test_an_evaluation_has_the_same_bits(launch: Launch, tmp_path: Path) -> None:

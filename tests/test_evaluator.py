@@ -221,7 +221,7 @@ def test_what_is_no_task_is_refused(tmp_path: Path) -> None:
 
         name = "before"
 
-    with pytest.raises(UsageError, match=r"Before is no task: expected an object whose class is derived"):
+    with pytest.raises(UsageError, match=r"Before is not a task: expected an object whose class is derived"):
         evaluate(Before(), tmp_path / "out")  # type: ignore[arg-type]
     with pytest.raises(
         UsageError, match=r"TinyTask is the class of a task: give an object of it, TinyTask\("

@@ -279,7 +279,9 @@ def test_a_metric_whose_fingerprint_is_no_json_is_named(tmp_path: Path) -> None:
         def fingerprint(self) -> Any:
             return {1, 2}
 
-    with pytest.raises(UsageError, match="the fingerprint\\(\\) of metric 'within' returned what is no JSON"):
+    with pytest.raises(
+        UsageError, match="the fingerprint\\(\\) of metric 'within' returned a value that is not JSON"
+    ):
         evaluate(NetTask(Net, (Odd(1.0),)), tmp_path)
 
 
@@ -288,7 +290,9 @@ def test_a_task_whose_fingerprint_is_no_json_is_named(tmp_path: Path) -> None:
         def fingerprint(self) -> Any:
             return {"seed": object()}
 
-    with pytest.raises(UsageError, match=r"the fingerprint\(\) of task 'tiny' returned what is no JSON"):
+    with pytest.raises(
+        UsageError, match=r"the fingerprint\(\) of task 'tiny' returned a value that is not JSON"
+    ):
         evaluate(Odd(SAMPLES), tmp_path)
 
 

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from dualeval.cli import dualeval
+from dualeval.data.image_folder import ImageFolder
 from dualeval.engine.verification import verify
 from dualeval.errors import UsageError
 from dualeval.result import read_result
@@ -146,7 +147,7 @@ def test_the_rows_serve_verify_score_and_a_second_run(tmp_path: Path) -> None:
     out, chosen = tmp_path / "out", class_map(tmp_path, a=2, b=0)
     result = evaluate(task(data, class_map=chosen), out, on_error="skip")
     assert result.failed[0]["error"].endswith(
-        "the file is empty (0 bytes): expected one of JPEG, PNG, BMP, PPM, GIF, TIFF, WEBP"
+        "the file is empty (0 bytes): its download or copy has failed. Fetch it again"
     )
     assert names_in(out, ("target_name", "prediction_name")) == [("a", "a"), ("b", "b"), (None, None)]
     assert not [check for check in verify(out, metrics_of_run(out / "job.json")) if check.differences]
@@ -244,7 +245,7 @@ def test_folders_that_are_some_of_imagenets_wnids(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"n01440764": 0, "n01443537": 1, "n01491361": 3})
     message = refused(task(data, "reds:thousand"))
     assert "tells 1000 classes apart, but 3 were expected" in message
-    assert "The folders are 3 of ImageNet's 1,000 wnids: with --num-classes 1000" in message
+    assert "The folders are 3 of ImageNet's 1,000 wnids: add --num-classes 1000." in message
     result = evaluate(task(data, "reds:thousand", num_classes=1000), tmp_path / "out")
     assert result.metrics["top1"] == 1
     assert result.labels["folders"] == {"n01440764": 0, "n01443537": 1, "n01491361": 3}
@@ -271,7 +272,9 @@ def test_published_weights_know_their_classes(tmp_path: Path, publish: Publish, 
     made.build_model(CPU)
     assert made.options()["num_classes"] == 1000
     assert list(made.labels_used()["folders"].values()) == [207, 3, 0]
-    assert [target for _, target in made.dataset().__getitems__(range(3))] == [207, 3, 0]
+    data_set = made.dataset()
+    assert isinstance(data_set, ImageFolder)
+    assert [target for _, target in data_set.__getitems__(range(3))] == [207, 3, 0]
     assert "3 folders by wnids and names of the 1,000 classes of SqueezeNet1_1_Weights" in made.notes()[0]
     with pytest.raises(UsageError, match=r"--num-classes 3, but the data has 3 class folders of 1000"):
         task(data, "squeezenet1_1", weights="DEFAULT", num_classes=3)

@@ -99,7 +99,7 @@ def with_timeout(process: subprocess.Popen[str], seconds: float) -> bool:
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_to_the_launcher_ends_all(
     way: str, number: signal.Signals, launch: Launch, tmp_path: Path
 ) -> None:

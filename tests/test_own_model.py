@@ -279,7 +279,7 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(model=3), "model is a int"),
     (lambda: wrong(model=lambda: 3), r"returned a int: expected an nn\.Module"),
     (lambda: wrong(metrics="top1"), r"metrics is a str: expected a list"),
-    (lambda: wrong(metrics=[lambda t: 1.0]), "metrics has a function, which is no metric"),
+    (lambda: wrong(metrics=[lambda t: 1.0]), "metrics has a function, which is not a metric"),
     (lambda: wrong(rows="target"), r"rows is the text 'target': expected a list"),
     (lambda: wrong(observe=lambda outputs, batch: outputs), "observe returned a Tensor, expected a dict"),
     (lambda: wrong(collate=1), "collate is a int"),
@@ -299,7 +299,7 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(forward=lambda model, batch: "text"), "the model returned a str, expected a tensor"),
     (lambda: wrong(model=nn.Identity(), data=numbers(4, 3)), r"none with one number a sample: give metrics"),
     (lambda: wrong(data=(numbers(4, 5), torch.zeros(4))), r"TensorDataset\(inputs, targets\)"),
-    (lambda: wrong(metrics=[3]), "metrics has a int, which is no metric"),
+    (lambda: wrong(metrics=[3]), "metrics has a int, which is not a metric"),
     (lambda: wrong(metrics=[Mean]), r"metrics has Mean, which is the class of a metric: give an object"),
     (
         lambda: wrong(metrics=[TORCHMETRICS.classification.MulticlassAUROC(num_classes=7)]),
@@ -370,5 +370,5 @@ def test_no_sample_that_can_be_read() -> None:
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
             raise ValueError("torn")
 
-    with pytest.raises(UsageError, match=r"none of the first samples can be read.*torn\. Mend the data"):
+    with pytest.raises(UsageError, match=r"none of the first samples can be read.*torn\. Fix the data"):
         evaluate(model=linear(5, 7), data=Torn(), on_error="skip")

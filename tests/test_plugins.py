@@ -192,8 +192,8 @@ def test_options_that_are_wrong(mine: str) -> None:
     [
         ("Mien", ["has no 'Mien'. Nearest: Mine", "Tasks there: Mine, "]),
         ("Half", ["Half does not say forward, metrics, observe"]),
-        ("Stranger", ["Stranger is no task", "derived from object"]),
-        ("number_of_classes", ["a int is no task"]),
+        ("Stranger", ["Stranger is not a task", "derived from object"]),
+        ("number_of_classes", ["a int is not a task"]),
         ("number", ["it returned a int, expected a task"]),
         ("Untyped", ["its option model has the type Module, which cannot be typed"]),
         ("Clash", ["its option limit is a str, but --limit is an option of every run"]),

@@ -391,7 +391,7 @@ def test_a_changed_helper_is_noticed_from_the_command_line(launch: Launch, tmp_p
     again = run()
     assert again.returncode == 0, again.stderr
     assert again.stdout.startswith("Finished before at 20")
-    assert "; one batch was evaluated anew, and has the same bits." in again.stdout.splitlines()[0]
+    assert "; one batch was evaluated again and has the same bits." in again.stdout.splitlines()[0]
     (tmp_path / "helper.py").write_text("def scale(logits):\n    return 3.0 * logits\n")
     changed = run()
     assert changed.returncode == 2

@@ -217,7 +217,7 @@ def test_machine_and_resumed_chunks() -> None:
     device = {"device": "cpu", "model": "A CPU", "cpu_capability": "AVX2", "bits": "31a2"}
     chunks = {"total": 157, "evaluated_now": 7, "resumed": 150}
     for replay, said in (
-        ("same bits", "; one batch evaluated anew: same bits"),
+        ("same bits", "; one batch evaluated again: same bits"),
         ("skipped", "; not compared (--no-replay)"),
     ):
         lines = printed(result(device=device, chunks=chunks, replay=replay)).splitlines()
@@ -235,9 +235,9 @@ def test_what_was_evaluated_comes_first() -> None:
 @pytest.mark.parametrize(
     ("replay", "words"),
     [
-        ("same bits", "; one batch was evaluated anew, and has the same bits."),
-        ("within tolerance", "; one batch was evaluated anew, and agrees to tolerance."),
-        ("nothing to compare", "; it has no rows that could be evaluated anew and compared."),
+        ("same bits", "; one batch was evaluated again and has the same bits."),
+        ("within tolerance", "; one batch was evaluated again and agrees to the tolerance."),
+        ("nothing to compare", "; it has no rows to evaluate again and compare."),
         ("skipped", "; not compared with what the job gives now (--no-replay)."),
     ],
 )

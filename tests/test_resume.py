@@ -470,7 +470,7 @@ def test_nothing_is_written_into_a_folder_that_was_emptied_or_replaced(
 
 def test_a_journal_that_was_removed_is_said_to_be_gone(tmp_path: Path, wanted: str) -> None:
     out = tmp_path / "out"
-    with pytest.raises(DualevalError, match=r"journal is gone, or a file of it: .*evaluated anew"):
+    with pytest.raises(DualevalError, match=r"journal is gone, or a file of it: .*evaluated again"):
         go_on(out, acting(lambda: shutil.rmtree(out / "journal")))
     status = read_status(out)
     assert status is not None and status.state == "failed"

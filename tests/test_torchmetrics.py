@@ -358,7 +358,7 @@ def test_values_of_columns_that_do_not_fit() -> None:
     with pytest.raises(UsageError, match=r"differ in shape.*\['boxes'\]"):
         metric.compute({"boxes": ragged})
     bleu: Any = from_torchmetrics("BLEUScore()", ["said", Parsed("gold")])
-    with pytest.raises(UsageError, match=r"parsed\('gold'\): 'no' is no JSON"):
+    with pytest.raises(UsageError, match=r"parsed\('gold'\): 'no' is not JSON"):
         of_batches(bleu, {"said": Text(["a"]), "gold": Text(["no"])})
     with pytest.raises(UsageError, match="expected a column of text"):
         of_batches(bleu, {"said": Text(["a"]), "gold": torch.tensor([1])})
@@ -409,7 +409,7 @@ def test_a_metric_in_a_line() -> None:
         ("FrechetInceptionDistance()", r"evaluates a network of its own"),
         ("LearnedPerceptualImagePatchSimilarity()", r"evaluates a network of its own"),
         ("RunningMean()", r"the last few updates"),
-        ("MetricCollection([MeanMetric()])", r"no metric by itself"),
+        ("MetricCollection([MeanMetric()])", r"not a metric by itself"),
     ],
 )
 def test_lines_that_are_refused(text: str, message: str) -> None:
@@ -431,10 +431,10 @@ def test_objects_that_are_refused(package: ModuleType) -> None:
     for given, message in [
         (Network(), r"Network evaluates a network of its own \(Linear\)"),
         (package.MeanMetric, r"is the class of a metric: give an object of it, MeanMetric\(...\)"),
-        (package.MetricCollection([package.MeanMetric()]), "no metric by itself"),
+        (package.MetricCollection([package.MeanMetric()]), "not a metric by itself"),
         (package.wrappers.Running(package.MeanMetric()), "the last few updates"),
-        (3, "int is no metric of TorchMetrics"),
-        (torch.nn.Linear(2, 2), "Linear is no metric of TorchMetrics"),
+        (3, "int is not a metric of TorchMetrics"),
+        (torch.nn.Linear(2, 2), "Linear is not a metric of TorchMetrics"),
     ]:
         with pytest.raises(UsageError, match=message):
             from_torchmetrics(given, ["value"])

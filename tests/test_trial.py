@@ -277,7 +277,7 @@ def test_a_text_that_is_no_unicode_is_named(tmp_path: Path) -> None:
         def compute(self, ledger: Tensor) -> Measured:
             return Measured(values={"half": chr(0xD800)})
 
-    with pytest.raises(UsageError, match="metric 'counting' gave a text that is no Unicode"):
+    with pytest.raises(UsageError, match="metric 'counting' gave a text that is not Unicode"):
         evaluate(Custom(metrics=[Half()]), tmp_path, batch_size=BATCH)
 
 

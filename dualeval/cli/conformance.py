@@ -69,47 +69,49 @@ class _Asked:
 
 @click.command()
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder, new or empty.  [default: runs/conformance-TIME]"
+    "--out", type=click.Path(path_type=Path), help="A new or empty folder.  [default: runs/conformance-TIME]"
 )
 @click.option(
     "--launchers",
     callback=_listed,
-    help=f"Only these, and each has to be here: {', '.join(list(LAUNCHERS)[1:])}.  [default: all]",
+    help=f"Only these; a missing one is a failure: {', '.join(list(LAUNCHERS)[1:])}.  [default: all]",
 )
 @click.option(
     "--ranks",
     callback=_counted,
-    help="Numbers of ranks, with commas.  [default: 1, 2, one a node, one a GPU or up to 4 cores a node]",
+    help="Numbers of ranks, with commas.  [default: 1, 2, one per node, one per GPU or core (4 at most)]",
 )
-@click.option("--device", type=click.Choice(_DEVICES), help="Only this one.  [default: both where GPUs are]")
 @click.option(
-    "--limit", type=click.IntRange(1, 10_000), default=2000, show_default=True, help="Samples a run."
+    "--device", type=click.Choice(_DEVICES), help="Only this device.  [default: both, if there are GPUs]"
+)
+@click.option(
+    "--limit", type=click.IntRange(1, 10_000), default=2000, show_default=True, help="Samples per run."
 )
 @click.option(
     "--timeout-s",
     type=click.FloatRange(min=1),
     default=120.0,
     show_default=True,
-    help="Seconds after which a run is ended and given up.",
+    help="Time limit of each run, in seconds.",
 )
-@click.option("--self-tests/--no-self-tests", default=True, help="Try every operation of each backend, too.")
-@click.option("--with-host-names", is_flag=True, help="Leave names and addresses of hosts in the report.")
-@click.option("--json", "as_json", is_flag=True, help="Print the JSON, and nothing else, on standard output.")
-@click.option("--dry-run", is_flag=True, help="Look at the nodes, print the commands, and stop.")
+@click.option("--self-tests/--no-self-tests", default=True, help="Also test every operation of each backend.")
+@click.option("--with-host-names", is_flag=True, help="Keep names and addresses of hosts in the report.")
+@click.option("--json", "as_json", is_flag=True, help="Print only JSON on standard output.")
+@click.option("--dry-run", is_flag=True, help="Inspect the nodes and print the commands; run nothing.")
 @click.option("--facts", is_flag=True, hidden=True)
 @click.pass_context
 def conformance(
     context: click.Context, /, out: Path | None, dry_run: bool, facts: bool, **flags: Any
 ) -> None:
-    """Run the embedded job under every launcher and backend that is here, and compare the digests.
+    """Run the embedded job under every available launcher and backend, and compare the digests.
 
     \b
     dualeval conformance
     salloc -N2 --gpus-per-node 4 dualeval conformance
     dualeval conformance --launchers torchrun,mpirun --ranks 1,2,8
 
-    Type it once, not under a launcher: it starts them all. OUT/conformance.md and OUT/conformance.json have
-    no host names, users or paths in them, and are for sharing.
+    Type it once, not under a launcher: it starts the launchers itself. You can share OUT/conformance.md and
+    OUT/conformance.json: they have no host names, users or paths.
     """
     if facts:
         click.echo(node_facts.facts_line(os.environ))

@@ -73,23 +73,26 @@ class _Findings:
 
 @click.command()
 @click.option("--backend", help="Backend to try.  [default: by launcher]")
-@click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU where there is one]")
+@click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU if any]")
 @click.option("--allow-shared-gpu", is_flag=True, help="Let several ranks of a node share a GPU.")
-@click.option("--launcher", help=f"Who started the ranks: {', '.join(PROBES)}.  [default: detected]")
+@click.option("--launcher", help=f"Launcher of the ranks: {', '.join(PROBES)}.  [default: detected]")
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("runs"), help="Folder to probe.  [default: runs]"
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    help="Output folder to check.  [default: runs]",
 )
 @click.option(
     "--limit-s",
     type=click.FloatRange(min=1),
     default=60.0,
     show_default=True,
-    help="Seconds until ranks that do not come, or hang, are given up.",
+    help="Time limit for ranks that do not join or hang, in seconds.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print only JSON on standard output.")
 @click.pass_context
 def doctor(context: click.Context, /, launcher: str | None, **flags: Any) -> None:
-    """Say what was detected and why, and try the backend; typed in place of 'dualeval run'.
+    """Print what each rank finds, and test the backend. Type it in place of 'dualeval run'.
 
     \b
     dualeval doctor

@@ -44,20 +44,20 @@ def _flags_of_task(function: Any) -> Any:
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Output folder.  [default: a new one in runs/; for RUN none, and nothing is written]",
+    help="Output folder.  [default: a new one in runs/; with RUN nothing is written]",
 )
 @options.FRESH
 @options.AS_JSON
 @click.pass_context
 def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
-    """Compute metrics of a finished RUN from its rows, or score a file of answers; there is no forward.
+    """Compute metrics of a finished RUN, or score a file of answers; no model is run.
 
     \b
     dualeval score runs/r18 --metric top3
     dualeval score --data dev-v1.1.json --predictions predictions.json --out scores
 
-    RUN is a run's output folder, which is not changed: its own metrics, or those of --metric, come to the
-    same bits as in a run. Answers are scored as the official scripts of SQuAD do.
+    RUN is the output folder of a run and is not changed. The run's metrics, or those of --metric, get the
+    same bits as in a run. Answers are scored like the official scripts of SQuAD.
     """
     flags = {name: value.value if isinstance(value, Given) else value for name, value in flags.items()}
     found = examine(os.environ, None).place

@@ -11,22 +11,20 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False, resolve_path=Tru
 
 
 @click.command("setup-horovod")
-@click.option(
-    "--with-mpi/--without-mpi", default=None, help="Build with MPI.  [default: where mpicxx is found]"
-)
+@click.option("--with-mpi/--without-mpi", default=None, help="Build with MPI.  [default: if mpicxx is found]")
 @click.option(
     "--with-nccl/--without-nccl",
     default=None,
-    help="Build with NCCL.  [default: where torch has CUDA and nvcc is found]",
+    help="Build with NCCL.  [default: if torch has CUDA and nvcc is found]",
 )
 @click.option(
     "--cache",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for built wheels.  [default: ~/.cache/dualeval/horovod]",
 )
-@click.option("--rebuild", is_flag=True, help="Build even where the cache has the wheel.")
-@click.option("--constraint", type=_FILE, help="File of versions that pip keeps to.")
-@click.option("--dry-run", is_flag=True, help="Print what would be done, and stop.")
+@click.option("--rebuild", is_flag=True, help="Build even if the cache has the wheel.")
+@click.option("--constraint", type=_FILE, help="Constraints file for pip.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; build nothing.")
 def setup_horovod(
     with_mpi: bool | None,
     with_nccl: bool | None,
@@ -35,7 +33,7 @@ def setup_horovod(
     constraint: Path | None,
     dry_run: bool,
 ) -> None:
-    """Build Horovod for the installed torch and install it; from then on, take it from a cache."""
+    """Build Horovod for the installed torch and install it; a cache keeps the wheel."""
     from dualeval.launch import horovod_build
 
     wishes = horovod_build.Wishes(

@@ -44,26 +44,24 @@ class _Submit(click.Command):
 
 @click.command(cls=_Submit)
 @click.option("--nodes", type=int, default=1, show_default=True, help="Number of nodes.")
-@click.option("--ntasks-per-node", type=int, help="Ranks on each node.  [default: one a GPU, else 1]")
+@click.option("--ntasks-per-node", type=int, help="Ranks on each node.  [default: one per GPU, else 1]")
 @click.option("--gpus-per-node", type=int, help="GPUs on each node.  [default: none]")
 @click.option("--cpus-per-task", type=int, help="Cores for each rank.  [default: the cluster's]")
 @click.option("--mem", help="Memory on each node, such as 64G.  [default: the cluster's]")
-@click.option("--time", help="Most time it may take, such as 2:00:00.  [default: the partition's]")
+@click.option("--time", help="Time limit, such as 2:00:00.  [default: the partition's]")
 @click.option("--partition", help="Partition.  [default: the cluster's]")
 @click.option("--account", help="Account to charge.  [default: yours]")
 @click.option("--qos", help="Quality of service.  [default: yours]")
-@click.option("--array", help="Numbers of the tasks of a job array, such as 0-9; %a in ARGS is a task's.")
+@click.option("--array", help="Job array, such as 0-9; %a in ARGS is a task's number.")
 @click.option("--job-name", default="dualeval", show_default=True, help="Name in Slurm's lists.")
 @click.option(
     "--log", default="dualeval-%j.log", show_default=True, help="File for the output; %j is the job's number."
 )
-@click.option(
-    "--backend", default="torch", show_default=True, help=f"How ranks talk: {', '.join(slurm.SHIPPED)}."
-)
-@click.option("--dry-run", is_flag=True, help="Print the batch script, and how to submit it, and stop.")
+@click.option("--backend", default="torch", show_default=True, help=f"Backend: {', '.join(slurm.SHIPPED)}.")
+@click.option("--dry-run", is_flag=True, help="Print the batch script and how to submit it; submit nothing.")
 @click.argument("arguments", metavar="[-- ARGS]", nargs=-1, type=click.UNPROCESSED)
 def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
-    """Hand a job to Slurm; ARGS are those of 'dualeval run'.
+    """Submit a job to Slurm; ARGS are the options of 'dualeval run'.
 
     \b
     dualeval submit

@@ -13,15 +13,15 @@ from dualeval.errors import EXIT_DONE, EXIT_FAILED
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON, and nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the checks, as JSON.")
 @click.pass_context
 def verify(context: click.Context, run: Path, as_json: bool) -> None:
-    """Compute all metrics of a finished run from its rows, and compare them with result.json.
+    """Compute all metrics of a finished run again, and compare them with result.json.
 
     \b
     dualeval verify runs/r18
 
-    RUN is the run's output folder, which is not changed. Exit code 1 where something differs.
+    RUN is the output folder of the run and is not changed. Exit code 1 if something differs.
     """
     from dualeval.engine import verification
     from dualeval.engine.rescoring import check_finished

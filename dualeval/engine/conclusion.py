@@ -8,13 +8,12 @@ once, and all end with one exit code.
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import close_displays, say, spoken, try_for
+from dualeval.engine.ending import close_displays, say, say_traceback, spoken, try_for
 from dualeval.engine.watch import Watch
 from dualeval.errors import (
     EXIT_DONE,
@@ -44,6 +43,7 @@ class Conclusion:
     Args:
         control: where the ranks learn of it.
         is_owner: say how it ended; a guest raises it instead.
+        debug: print the whole traceback of every rank's error.
         ends_process: as for ``Watch``, and ``stop``.
 
     Attributes:
@@ -56,10 +56,12 @@ class Conclusion:
         *,
         is_owner: bool,
         ends_process: bool,
+        debug: bool = False,
         stop: Callable[[], bool | str] | None = None,
     ) -> None:
         self._control = control
         self._is_owner = is_owner
+        self._debug = debug
         self._concluding = threading.Lock()
         self._code = EXIT_FAILED
         self.watch = Watch(control, self.by_watch, ends_process=ends_process, stop=stop)
@@ -167,7 +169,7 @@ class Conclusion:
             return EXIT_FAILED
         self._write_down(stop)
         where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
-        self._say(f"dualeval: stopped by {stop}. {where} the same command again to go on.")
+        self._say(f"dualeval: stopped by {stop}. {where} the same command again to resume.")
         return EXIT_STOPPED
 
     def _conclude_failure(self, error: BaseException) -> int:
@@ -180,9 +182,9 @@ class Conclusion:
         # Where rank 0 is what failed, any other has to write it.
         if rank == 0 or (isinstance(error, PeerError) and first.rank == 0):
             self._write_down(error)
-        if not isinstance(error, DualevalError) and self._is_owner:
+        if self._is_owner and not isinstance(error, PeerError):
             with _surviving("print the traceback"):
-                traceback.print_exception(error)
+                say_traceback(error, whole=self._debug, is_first=first.rank == rank)
         # What rank 0 met as well is no matter of one rank.
         everybodys = first.rank == 0 or text_of(first) == text_of(error)
         line = f"dualeval: error: {text_of(first)}" if everybodys else spoken(first, 0)

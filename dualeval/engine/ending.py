@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -14,8 +15,10 @@ from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from dualeval.errors import DualevalError, PeerError, text_of
+from dualeval.own_code import own_code
 
 _WITHIN_S = 0.5
+_FRAME = '\n  File "'
 
 
 def say(line: str) -> None:
@@ -48,6 +51,31 @@ def close_displays() -> None:
 
 
 _displays: list[Callable[[], None]] = []
+
+
+def say_traceback(error: BaseException, *, whole: bool, is_first: bool = True) -> None:
+    """Write on standard error where an error was raised.
+
+    Args:
+        error: raised.
+        whole: all of its traceback. Without it the lines of the user's own code, or all where there are none
+            and the error is nobody's message.
+        is_first: whether all ranks end because of this one; without it what follows from the first is not
+            shown, unless the whole is wanted.
+    """
+    if whole:
+        text = "".join(traceback.format_exception(error))
+    elif not is_first:
+        return
+    elif isinstance(error, DualevalError) and _FRAME in text_of(error):
+        return  # its text shows them
+    elif lines := own_code(error):
+        text = f"dualeval: in your code (--debug or DUALEVAL_DEBUG=1 shows the whole traceback):\n{lines}"
+    elif isinstance(error, DualevalError):
+        return
+    else:
+        text = "".join(traceback.format_exception(error))
+    say(text.rstrip("\n"))
 
 
 def error_stream() -> TextIO:

@@ -258,7 +258,7 @@ class Execution:
             return
         done = self._plan.num_chunks - len(previous.chunks.remaining)
         if done:
-            note(f"goes on in {folder.path}: {done} of {self._plan.num_chunks} chunks are finished already")
+            note(f"resumes in {folder.path}: {done} of {self._plan.num_chunks} chunks are finished already")
         if apart:
             ranks = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
             note(

@@ -86,7 +86,7 @@ if guarded:
     message = f"{name} exited without a message: it was killed or crashed"
     if hung:
         message = f"{hung}; {stacks} has its stacks"
-    message += ". Type the same command again to go on."
+    message += ". Type the same command again to resume."
     try:
         with open(status, encoding="utf-8") as file:
             found = json.load(file)

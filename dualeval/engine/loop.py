@@ -28,6 +28,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
 from dualeval.errors import DualevalError, Stopped, UsageError, text_of
 from dualeval.metrics import Metric, RowMetric
+from dualeval.own_code import keep_own_code
 from dualeval.result import JOB
 from dualeval.tasks import Dataset, Task
 
@@ -119,11 +120,13 @@ def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -
     said = f"sample {name_of(dataset, sample.index)} cannot be read: {sample.error}. "
     if skips:
         return UsageError(
-            f"none of the first samples can be read, so nothing is left out: {said}Mend the data."
+            f"none of the first samples can be read, so nothing is left out: {said}Fix the data."
         )
-    return UsageError(
+    refusal = UsageError(
         f"{said}Mend or remove it, or run with --on-error skip to leave such samples out and list them."
     )
+    keep_own_code(refusal, sample.own_code)
+    return refusal
 
 
 def unwritable(recorder: Recorder, error: OSError) -> Exception:
@@ -137,7 +140,7 @@ def unwritable(recorder: Recorder, error: OSError) -> Exception:
     if isinstance(error, FileNotFoundError) and Path(str(error.filename)).is_relative_to(journal):
         return DualevalError(
             f"the journal {journal} is gone, or a file of it: {error.filename}. Type the same command again: "
-            "what is missing is evaluated anew."
+            "what is missing is evaluated again."
         )
     if isinstance(error, IsADirectoryError):
         return DualevalError(
@@ -342,7 +345,7 @@ class Loop:
         said = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         saved = (
             f" {self._recorder.chunks_saved} finished chunks of this rank stay for the same command where "
-            "there is more memory; another batch size is another job, and begins anew (--fresh)."
+            "there is more memory; another batch size is another job: it starts over (--fresh)."
         )
         return DualevalError(
             f"out of memory on {self._evaluation.device} with --batch-size {options.batch_size}: {said}. "

@@ -62,7 +62,7 @@ def check_kinds_of_parts(folder: object, parts: Iterable[Machine], own: Machine,
             shown = "; ".join(f"{name}: {there} there, {now} now" for name, there, now in found)
             raise UsageError(
                 f"{folder} holds work from another kind of machine ({shown}). Give another --out, or --fresh "
-                "to start over; --mix-machines goes on from it, and the result then says homogeneous: false."
+                "to start over; --mix-machines continues from it, and the result then has homogeneous: false."
             )
 
 

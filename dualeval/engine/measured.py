@@ -55,7 +55,7 @@ def plain(metric: str, measured: Measured) -> Measured:
         json.dumps(asdict(found), sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"metric {metric!r} gave a text that is no Unicode (half a surrogate pair): {error.object!a}"
+            f"metric {metric!r} gave a text that is not Unicode (half a surrogate pair): {error.object!a}"
         ) from error
     return found
 

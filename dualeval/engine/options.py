@@ -151,6 +151,7 @@ _OF_A_SESSION: dict[str, tuple[Callable[[object], bool], str]] = {
     "heartbeat_timeout": (_is_number, "seconds, as 60.0"),
     "forward_timeout": (_is_number, "seconds, as 1800.0"),
     "stop_signals": (_are_texts, "names of signals, as ('SIGTERM', 'SIGINT')"),
+    "debug": (_is_bool, _BOOL),
     "on_stall": (_is_text, "'raise', 'exit' or None"),
     "stop": (_is_call, "a function without arguments, or None"),
     "note": (_is_call, "a function of a sentence, or None"),

@@ -188,11 +188,11 @@ class Proof:
                 outcome = WITHIN_TOLERANCE
         note = (
             f"the model does not give the same bits twice on this machine (column {', '.join(unsteady)}): "
-            "the finished batch that was evaluated anew is compared to tolerance there"
+            "the finished batch that was evaluated again is compared to tolerance there"
         )
         if outcome == WITHIN_TOLERANCE and not unsteady:
             note = (
-                "the finished batch that was evaluated anew was computed on a machine of other bits, model "
+                "the finished batch that was evaluated again was computed on a machine of other bits, model "
                 "or versions: it is compared to tolerance"
             )
         return outcome, note if outcome == WITHIN_TOLERANCE else None
@@ -230,7 +230,7 @@ class Proof:
         raise UsageError(
             f"{self._place} holds other numbers than this job gives now: sample "
             f"{self._name(index)}, column {column!r}: {there} there, {found} now. {why} Give "
-            "another --out, or --fresh to start over; --no-replay goes on without this comparison."
+            "another --out, or --fresh to start over; --no-replay continues without this comparison."
         )
 
     def texts(self, task: Task, dataset: Dataset) -> None:
@@ -255,7 +255,7 @@ class Proof:
                         f"{self._place} holds other texts than this job gives now: sample "
                         f"{self._name(index)}, column {column!r}: {there[place]!r} there, "
                         f"{found!r} now. Something that the identity does not name has changed. Give another "
-                        "--out, or --fresh to start over; --no-replay goes on without this comparison."
+                        "--out, or --fresh to start over; --no-replay continues without this comparison."
                     )
 
     def metrics(
@@ -289,7 +289,7 @@ class Proof:
                 "Its options and source file are those of then, so something that they do not name has "
                 "changed: an imported helper, or a file or variable that it reads. Give another --out, or "
                 "--fresh to start over; 'dualeval score' computes metrics of a finished run anew, from its "
-                "rows; --no-replay goes on without this comparison."
+                "rows; --no-replay continues without this comparison."
             )
 
 

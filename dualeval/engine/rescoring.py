@@ -39,15 +39,32 @@ def rescore(folder: str | Path, *, metrics: Sequence[Metric | RowMetric]) -> Res
         DualevalError: result.json or predictions.parquet is damaged.
     """
     folder = Path(folder)
+    result, rows = finished_run(folder)
+    if not metrics:
+        raise UsageError("no metric was given: there is nothing to compute")
+    check_metrics(metrics)
+    measured = recompute(rows, metrics)
+    names = [metric.name for metric in metrics]
+    return replace(
+        with_measured(result, measured),
+        job={**result.job, "metric": names, "rows_of": str(folder.absolute())},
+        folder=str(folder.absolute()),
+    )
+
+
+def finished_run(folder: Path) -> tuple[Result, StoredRows]:
+    """Open the result and the rows of a finished run.
+
+    Raises:
+        UsageError: no finished run is there, or its rows are gone.
+        DualevalError: result.json or predictions.parquet is damaged.
+    """
     check_finished(folder)
     if not (folder / PREDICTIONS).is_file():
         raise UsageError(
             f"{folder} holds a finished run, but no {PREDICTIONS} any more: there are no rows to compute "
             "metrics from."
         )
-    if not metrics:
-        raise UsageError("no metric was given: there is nothing to compute")
-    check_metrics(metrics)
     result = read_result(folder / RESULT)
     recorded = result.files.get(PREDICTIONS)
     if recorded is not None and recorded != checksum_of(folder / PREDICTIONS):
@@ -55,13 +72,7 @@ def rescore(folder: str | Path, *, metrics: Sequence[Metric | RowMetric]) -> Res
             f"{folder / PREDICTIONS} is not the file that the run has written: its size or sha256 is not "
             f"that in {RESULT}. 'dualeval verify {folder}' says which numbers it changes."
         )
-    measured = recompute(StoredRows(folder / PREDICTIONS), metrics)
-    names = [metric.name for metric in metrics]
-    return replace(
-        with_measured(result, measured),
-        job={**result.job, "metric": names, "rows_of": str(folder.absolute())},
-        folder=str(folder.absolute()),
-    )
+    return result, StoredRows(folder / PREDICTIONS)
 
 
 def check_finished(folder: Path) -> None:
@@ -81,7 +92,7 @@ def check_finished(folder: Path) -> None:
         )
     raise UsageError(
         f"{folder} holds no finished run: its state is '{status.state}'. Type the run's own command again, "
-        f"with --out {folder}; it goes on from what is there."
+        f"with --out {folder}; it resumes from there."
     )
 
 

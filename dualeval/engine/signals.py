@@ -151,8 +151,8 @@ def numbers_of(names: Sequence[str]) -> tuple[signal.Signals, ...]:
         number = getattr(signal.Signals, name, None)
         if not isinstance(number, signal.Signals) or number in _NEVER:
             raise UsageError(
-                f"--stop-signals: {name!r} is no signal to wait for. Write names with commas between, as "
-                f"{','.join(DEFAULT_SIGNALS)}."
+                f"--stop-signals: {name!r} is not a signal that can stop a run. Write names separated by "
+                f"commas, such as {','.join(DEFAULT_SIGNALS)}."
             )
         numbers.append(number)
     return tuple(numbers)

@@ -96,10 +96,38 @@ class StoredRows:
                 start=start,
                 evaluated=evaluated,
                 columns=columns,
-                ids=self._whole(batch, "id").to_pylist() if with_ids else [],
-                indices=self._whole(batch, "index").to_numpy() if with_ids else np.empty(0, np.int64),
+                ids=self._not_null(batch.column("id"), "id").to_pylist() if with_ids else [],
+                indices=self._not_null(batch.column("index"), "index").to_numpy()
+                if with_ids
+                else np.empty(0, np.int64),
             )
             start += len(evaluated)
+
+    def whole(self, name: str) -> Any:
+        """Read one column of all rows, ids and texts too.
+
+        Args:
+            name: the column.
+
+        Returns:
+            a ``pyarrow.Array`` with an entry a sample, null where the sample could not be read; None where
+            the file has no such column.
+
+        Raises:
+            DualevalError: the file is damaged.
+        """
+        import pyarrow
+        import pyarrow.parquet
+
+        with self._readable(), pyarrow.parquet.ParquetFile(self.path) as file:
+            if name not in file.schema_arrow.names:
+                return None
+            column = file.read(columns=[name]).column(name)
+            # The offsets of a string are 32-bit numbers, too few for the ids of many samples.
+            if pyarrow.types.is_string(column.type):
+                column = column.cast(pyarrow.large_string())
+            column = column.combine_chunks()
+        return self._not_null(column, name) if name in _IDS else column
 
     def batch(self, samples: range) -> Window:
         """Read the rows of consecutive samples, all columns and texts.
@@ -147,8 +175,7 @@ class StoredRows:
                 )
         return evaluated
 
-    def _whole(self, batch: Any, name: str) -> Any:
-        column = batch.column(name)
+    def _not_null(self, column: Any, name: str) -> Any:
         if column.null_count:
             raise DualevalError(f"{self.path} is damaged: a row has no {name}")
         return column

@@ -76,7 +76,7 @@ def judge(
     if found["samples"] != {"total": samples, "evaluated": samples, "failed": 0} or found["resumed"]:
         return (
             FAILED,
-            f"{samples:,} samples were to be evaluated anew, and the result says {found['samples']}",
+            f"{samples:,} samples should have been evaluated, and the result says {found['samples']}",
         )
     if reference is None:
         return OK, None

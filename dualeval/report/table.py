@@ -67,11 +67,15 @@ def _metrics(result: Result) -> Table:
     return table
 
 
-def make_console() -> Console:
-    """Make the console of standard output: without colours and width of a terminal that is a launcher's."""
+def make_console(width: int = _WIDTH) -> Console:
+    """Make the console of standard output: without colours and width of a terminal that is a launcher's.
+
+    Args:
+        width: in letters, where standard output is no screen.
+    """
     if on_screen(sys.stdout):
         return Console()
-    return Console(force_terminal=False if sys.stdout.isatty() else None, width=_WIDTH)
+    return Console(force_terminal=False if sys.stdout.isatty() else None, width=width)
 
 
 def _of_earlier_run(result: Result) -> str:
@@ -79,9 +83,9 @@ def _of_earlier_run(result: Result) -> str:
     when = "" if result.finished_at is None else f" at {result.finished_at}"
     proof = {
         None: "",
-        "same bits": "; one batch was evaluated anew, and has the same bits",
-        "within tolerance": "; one batch was evaluated anew, and agrees to tolerance",
-        "nothing to compare": "; it has no rows that could be evaluated anew and compared",
+        "same bits": "; one batch was evaluated again and has the same bits",
+        "within tolerance": "; one batch was evaluated again and agrees to the tolerance",
+        "nothing to compare": "; it has no rows to evaluate again and compare",
         "skipped": "; not compared with what the job gives now (--no-replay)",
     }[result.replay]
     return f"Finished before{when} and shown again{proof}."
@@ -109,7 +113,7 @@ def _machine(result: Result) -> str:
 def _resumed(result: Result) -> str:
     chunks = result.chunks
     proof = {None: "", "skipped": "; not compared (--no-replay)"}
-    said = proof.get(result.replay, f"; one batch evaluated anew: {result.replay}")
+    said = proof.get(result.replay, f"; one batch evaluated again: {result.replay}")
     return f"{chunks['resumed']} of {chunks['total']} chunks were finished before{said}"
 
 

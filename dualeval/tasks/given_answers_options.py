@@ -16,7 +16,7 @@ _ANSWERS = "A file of answers"
 
 @dataclass(frozen=True, kw_only=True)
 class GivenAnswersOptions:
-    """Answers that are there already, scored as the official scripts of SQuAD do."""
+    """Answers in a file, scored as the official scripts of SQuAD do."""
 
     data: Path = option(help="Questions: JSON file of SQuAD.", group=_ANSWERS, metavar="FILE")
     predictions: Path = option(
@@ -24,7 +24,7 @@ class GivenAnswersOptions:
     )
     null_odds: Path | None = option(
         None,
-        "How little each question is believed to have an answer: JSON object; adds the best thresholds.",
+        "JSON object, question id to no-answer score; adds the best thresholds.",
         group=_ANSWERS,
         metavar="FILE",
     )

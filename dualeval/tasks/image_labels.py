@@ -70,8 +70,8 @@ def hint_for(labels: Labels, classes: int) -> str:
     wnids = imagenet_wnids()
     if labels.rule != "class map" and classes == len(wnids) and are_wnids(labels.classes, wnids):
         return (
-            f" The folders are {len(labels.classes):,} of ImageNet's {classes:,} wnids: with --num-classes "
-            f"{classes} each is its class there."
+            f" The folders are {len(labels.classes):,} of ImageNet's {classes:,} wnids: add --num-classes "
+            f"{classes}."
         )
     if classes > len(labels.classes):
         return (

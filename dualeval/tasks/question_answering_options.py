@@ -13,9 +13,9 @@ from dualeval.weights_name import is_path_of_weights
 if TYPE_CHECKING:
     from dualeval.tasks.question_answering import QuestionAnswering
 
-_EVALUATED = "What to evaluate"
-_WEIGHTS = "Weights"
-_WINDOWS = "Windows and answers"
+_MODEL = "Model"
+_DATA = "Data"
+_QUESTIONS = "Questions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,39 +31,41 @@ class QuestionAnsweringOptions:
         "f1": "mean F1 of the words of the answers, in percent",
         "answer_counts": "how many questions have an answer, and how many none (SQuAD v2.0)",
         "nonfinite_logits": "how many questions have a NaN or an infinity among their logits",
-        "window_work": "windows and tokens that were computed; always there",
+        "window_work": "computed windows and tokens; always included",
         "best_thresholds": "the null thresholds that give the best exact match and F1 (SQuAD v2.0)",
     }
 
     model: Path = option(
-        help="A local folder with model and tokenizer, of the transformers library.",
-        group=_EVALUATED,
+        help="Folder with a model and tokenizer of the transformers library.",
+        group=_MODEL,
         metavar="DIR",
     )
     data: Path = option(
         help="Questions in the JSON format of SQuAD.",
-        group=_EVALUATED,
+        group=_DATA,
         metavar="FILE",
     )
     weights: str | None = option(
         None,
         "State_dict file, or random:SEED.",
-        group=_WEIGHTS,
+        group=_MODEL,
         is_path=is_path_of_weights,
         shown="in the model's folder",
     )
     weights_key: str | None = option(
-        None, "Key of the state_dict in a checkpoint, as model_ema or ema.state_dict.", group=_WEIGHTS
+        None, "Key of the state_dict in a checkpoint, such as model_ema.", group=_MODEL
     )
     weights_prefix: str | None = option(
-        None, "Take only the tensors whose names begin with this, without it.", group=_WEIGHTS
+        None, "Use only tensors whose names start with this; remove it.", group=_MODEL
     )
-    max_length: int = option(384, "Most tokens of a window of question and text.", group=_WINDOWS, least=1)
-    stride: int = option(128, "Tokens that windows of one text share.", group=_WINDOWS, least=0)
-    n_best: int = option(20, "Starts and ends of a window that are paired.", group=_WINDOWS, least=1)
-    max_answer_length: int = option(30, "Most tokens of an answer.", group=_WINDOWS, least=1)
+    max_length: int = option(
+        384, "Maximum tokens of a window (question and text).", group=_QUESTIONS, least=1
+    )
+    stride: int = option(128, "Tokens by which windows overlap.", group=_QUESTIONS, least=0)
+    n_best: int = option(20, "Best start and end positions of a window to pair.", group=_QUESTIONS, least=1)
+    max_answer_length: int = option(30, "Maximum tokens of an answer.", group=_QUESTIONS, least=1)
     null_threshold: float | None = option(
-        None, "No answer where it scores better by more than this.", group=_WINDOWS, shown="0"
+        None, "Answer '' if the no-answer score leads by more than this.", group=_QUESTIONS, shown="0"
     )
     metric: tuple[str, ...] = ()
     batch_size: int = 64

@@ -88,7 +88,7 @@ def test_a_warned_job_comes_back(batch: Batch, digest: str) -> None:
         batch.cluster.wait_for_restart(number, 1)
         log = check_completed(batch, number, digest, restarts=1)
     assert "stopped by SIGUSR2" in log
-    assert f"asked to queue job {number} again, which then goes on in out." in log
+    assert f"asked to queue job {number} again, to resume in out." in log
 
 
 def test_a_requeued_job_goes_on(batch: Batch, digest: str) -> None:

@@ -285,16 +285,16 @@ def check_wrong_calls(bench: Bench) -> None:
         wrong |= {
             f"broadcast {rank}": (
                 partial(backend.broadcast, number, rank),
-                (f"broadcast: src={rank} is no rank",),
+                (f"broadcast: src={rank} is not a rank",),
             ),
-            f"gather {rank}": (partial(backend.gather, number, rank), (f"gather: dst={rank} is no rank",)),
+            f"gather {rank}": (partial(backend.gather, number, rank), (f"gather: dst={rank} is not a rank",)),
             f"broadcast_json {rank}": (
                 partial(backend.broadcast_json, 1, rank),
-                (f"broadcast_json: src={rank} is no rank",),
+                (f"broadcast_json: src={rank} is not a rank",),
             ),
             f"gather_json {rank}": (
                 partial(backend.gather_json, 1, rank),
-                (f"gather_json: dst={rank} is no rank",),
+                (f"gather_json: dst={rank} is not a rank",),
             ),
         }
     for label, (call, parts) in wrong.items():

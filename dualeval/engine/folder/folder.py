@@ -336,7 +336,7 @@ class RunFolder:
                 step()
         except DualevalError as error:
             raise DualevalError(
-                f"{error}. Type the same command again: only the chunks of that file are evaluated anew."
+                f"{error}. Type the same command again: only the chunks of that file are evaluated again."
             ) from error
         except OSError:
             # Without a lease a second run of this job may have come first, and removed what it had merged.

@@ -188,7 +188,7 @@ def read_journal_file(path: Path) -> JournalFile:
         size = os.fstat(file.fileno()).st_size
         start = file.read(len(_MAGIC) + 8)
         if size < len(start) + _CHECKSUM_BYTES or not start.startswith((_MAGIC, _MAGIC_OF_RAGGED)):
-            raise DualevalError(f"{path} is no journal file of this version, or is cut short")
+            raise DualevalError(f"{path} is not a journal file of this version, or is truncated")
         digest = hashlib.sha256(start)
         left = size - len(start) - _CHECKSUM_BYTES
         header_length = int.from_bytes(start[len(_MAGIC) :], "little")

@@ -197,7 +197,7 @@ class KeptLease:
             return None
         return (
             f"another run has taken over {self._folder}: this one stood still for too long. What it has "
-            "finished is saved, and the other goes on from there."
+            "finished is saved, and the other continues from there."
         )
 
 
@@ -206,12 +206,12 @@ def gone(path: Path) -> str:
     if path.is_dir():
         return (
             f"the output folder {path} was emptied or replaced: this run's {JOB} is not there any more. Type "
-            "the same command again: all samples are evaluated anew. Where the folder was renamed, bring it "
+            "the same command again: all samples are evaluated again. Where the folder was renamed, bring it "
             "back before, to go on."
         )
     return (
         f"the output folder {path} is gone: somebody has removed or renamed it. Bring it back and type the "
-        "same command again, to go on; without it all samples are evaluated anew."
+        "same command again, to go on; without it all samples are evaluated again."
     )
 
 

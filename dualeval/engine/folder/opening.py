@@ -164,7 +164,7 @@ def read_previous(
     except DualevalError as error:
         if isinstance(error, UsageError):
             raise
-        notes.append(f"{error}; it is written anew")
+        notes.append(f"{error}; it is written again")
     status = read_status(path)
     finished = replaced = None
     try:

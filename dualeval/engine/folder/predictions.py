@@ -313,7 +313,7 @@ def _known_columns(files: Sequence[RowsOfChunks]) -> dict[str, StoredColumn]:
                 raise DualevalError(
                     f"column {name!r} is {_described(column)} in {file.path}, and {_described(like)} in "
                     "another file: each batch must give the same columns, of the same dtype and row shape. "
-                    "Mend the task and start over with --fresh."
+                    "Fix the task and start over with --fresh."
                 )
     return known
 

@@ -166,8 +166,8 @@ def _as_json(said: Any, whose: str) -> Any:
         return json.loads(json.dumps(said, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"the fingerprint() of {whose} returned what is no JSON: {error}. Return numbers, text, None, "
-            "and lists and dicts of them."
+            f"the fingerprint() of {whose} returned a value that is not JSON: {error}. Return numbers, text, "
+            "None, and lists and dicts of them."
         ) from error
 
 

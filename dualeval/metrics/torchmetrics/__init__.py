@@ -100,7 +100,7 @@ def _check(metric: Any) -> None:
         raise UsageError(why)
     if not is_metric:
         raise UsageError(
-            f"{type(metric).__name__} is no metric of TorchMetrics: expected an object such as "
+            f"{type(metric).__name__} is not a metric of TorchMetrics: expected an object such as "
             "torchmetrics.classification.MulticlassAUROC(num_classes=10), or the same as text"
         )
     if networks := networks_in(metric):

@@ -25,7 +25,8 @@ _NETWORK = (
 )
 _LAST = "is about the last few updates of a training loop, and an evaluation has no such order"
 _NO_METRIC = (
-    "is no metric by itself. Give each of its metrics: from_torchmetrics(metric, columns) for metric in ..."
+    "is not a metric by itself. Give each of its metrics: "
+    "from_torchmetrics(metric, columns) for metric in ..."
 )
 # Classes by the reason why they cannot be made here. What cannot be told from a metric's states, or must be
 # known before its constructor starts a download.

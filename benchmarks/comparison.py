@@ -1,0 +1,271 @@
+"""How often 'dualeval compare' is wrong: its tests where there is no difference, its gates at the margin.
+
+Prints the tables of docs/compare.md, and writes a page to results/. Each line is 2,000 simulated comparisons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.parquet
+from common import machine, table, write_results
+from scipy import optimize, stats
+
+import dualeval
+from dualeval.comparison.statistics import (
+    LEVEL,
+    Difference,
+    MeanDifference,
+    ProportionDifference,
+    mean_difference,
+)
+from dualeval.result import PREDICTIONS
+from dualeval.tasks.image_classification import ImageClassification
+
+ROUNDS = 2000
+_SPREAD = 1.0  # standard deviation of a cluster's logit
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """How often something happened in simulated comparisons.
+
+    Attributes:
+        case: what was simulated.
+        rates: by method, the fraction of rounds.
+    """
+
+    case: tuple[str, ...]
+    rates: Mapping[str, float]
+
+
+def proportions(
+    samples: int, differing: float, worse: float, rounds: int, seed: int
+) -> list[ProportionDifference]:
+    """Draw comparisons of right and wrong answers.
+
+    Args:
+        samples: pairs in each.
+        differing: expected fraction of them that are right in one run only.
+        worse: how much lower B's expected fraction of right answers is.
+        rounds: number of comparisons.
+        seed: of the random numbers.
+    """
+    drawn = np.random.default_rng(seed)
+    chances = [(differing + worse) / 2, (differing - worse) / 2, 1 - differing]
+    return [
+        ProportionDifference(lost=int(lost), gained=int(gained), samples=samples)
+        for lost, gained, _ in drawn.multinomial(samples, chances, size=rounds)
+    ]
+
+
+def means(
+    differences: Floats, samples: int, worse: float, rounds: int, seed: int
+) -> Iterator[MeanDifference]:
+    """Draw comparisons of a mean.
+
+    Args:
+        differences: a population of B - A; its mean is made -``worse``.
+        samples: pairs in each, drawn with replacement.
+        worse: how much lower B's mean is.
+        rounds: number of comparisons.
+        seed: of the random numbers.
+    """
+    drawn = np.random.default_rng(seed)
+    centred = differences - differences.mean() - worse
+    for _ in range(rounds):
+        found = drawn.choice(centred, samples)
+        mean = float(found.mean())
+        yield mean_difference(mean, (found - mean) / samples)
+
+
+def clustered(
+    clusters: int, differing: float, worse: float, rounds: int, seed: int
+) -> Iterator[tuple[MeanDifference, ProportionDifference]]:
+    """Draw comparisons of right and wrong answers to questions that come in clusters, as those of an article.
+
+    Which run is the better one depends on the cluster; of 12 to 190 questions in each, 43 in the middle.
+
+    Args:
+        clusters: number of clusters in each.
+        differing: expected fraction of samples that are right in one run only.
+        worse: how much lower B's expected fraction of right answers is.
+        rounds: number of comparisons.
+        seed: of the random numbers.
+
+    Returns:
+        each comparison by cluster, and as if all samples were independent.
+    """
+    drawn = np.random.default_rng(seed)
+    shift = _shift(worse / differing)
+    for _ in range(rounds):
+        sizes = np.clip(np.exp(drawn.normal(math.log(43), 0.5, clusters)), 12, 190).astype(np.int64)
+        better = 1 / (1 + np.exp(-drawn.normal(shift, _SPREAD, clusters)))
+        chances = np.stack(
+            [differing * (1 - better), differing * better, np.full(clusters, 1 - differing)], 1
+        )
+        counts = drawn.multinomial(sizes, chances)
+        lost, gained, samples = int(counts[:, 0].sum()), int(counts[:, 1].sum()), int(sizes.sum())
+        value = (gained - lost) / samples
+        # The sum of a cluster's influences, as mean_difference makes it of the single ones.
+        influences = (counts[:, 1] - counts[:, 0] - value * sizes) / samples
+        yield (
+            mean_difference(value, influences, np.arange(clusters)),
+            ProportionDifference(lost=lost, gained=gained, samples=samples),
+        )
+
+
+@lru_cache
+def _shift(worse: float) -> float:
+    """The mean logit at which B loses that fraction of the samples that differ."""
+    at, weights = np.polynomial.hermite_e.hermegauss(60)
+
+    def excess(shift: float) -> float:
+        better = 1 / (1 + np.exp(-(shift + _SPREAD * at)))
+        return float((weights * (2 * better - 1)).sum() / weights.sum() + worse)
+
+    return float(optimize.brentq(excess, -10, 10))
+
+
+def rate(happened: Callable[[Any], bool], comparisons: Sequence[Any]) -> float:
+    """The fraction of comparisons for which something holds."""
+    return sum(map(happened, comparisons)) / len(comparisons)
+
+
+def rejects(difference: Difference) -> bool:
+    """Whether the test says that there is a difference."""
+    return difference.p_value() < LEVEL
+
+
+def passes(margin: float) -> Callable[[Difference], bool]:
+    """Whether a gate with this margin passes, where higher is better."""
+    return lambda difference: -difference.bounds(LEVEL)[0] <= margin
+
+
+def of_proportions(rounds: int, cases: Sequence[tuple[int, float]]) -> Iterator[Rate]:
+    """Tests and gates of right and wrong answers, by samples and fraction that differs."""
+    for number, (samples, differing) in enumerate(cases):
+        same = proportions(samples, differing, 0.0, rounds, seed=number)
+        worse = differing / 4
+        at_margin = proportions(samples, differing, worse, rounds, seed=1000 + number)
+        yield Rate(
+            case=(f"{samples:,}", f"{differing:.0%}"),
+            rates={
+                "mid-p": rate(rejects, same),
+                "exact": rate(lambda one: one.p_exact() < LEVEL, same),
+                "interval": rate(_excludes_zero, same),
+                "gate": rate(passes(worse), at_margin),
+            },
+        )
+
+
+def _excludes_zero(difference: Difference) -> bool:
+    low, high = difference.bounds(LEVEL / 2)
+    return low > 0 or high < 0
+
+
+def of_means(rounds: int, populations: Mapping[str, Floats], sizes: Sequence[int]) -> Iterator[Rate]:
+    """Tests and gates of means, by population and samples."""
+    for name, population in populations.items():
+        for samples in sizes:
+            same = list(means(population, samples, 0.0, rounds, seed=samples))
+            worse = float(population.std()) / 10
+            at_margin = list(means(population, samples, worse, rounds, seed=samples + 1))
+            yield Rate(
+                case=(name, f"{samples:,}"),
+                rates={
+                    "both": rate(rejects, same),
+                    "t": rate(lambda one: rejects(replace(one, skewness=0.0)), same),
+                    "Hall": rate(_hall_rejects, same),
+                    "gate (higher is better)": rate(passes(worse), at_margin),
+                    "gate (lower is better)": rate(lambda one: one.bounds(LEVEL)[1] < 0, same),
+                },
+            )
+
+
+def _hall_rejects(difference: MeanDifference) -> bool:
+    t, a = difference.value / difference.error, difference.skewness / math.sqrt(difference.units)
+    hall = t + a * t**2 / 3 + a**2 * t**3 / 27 + a / 6
+    return bool(2 * stats.t.sf(abs(hall), difference.units - 1) < LEVEL)
+
+
+def of_clusters(rounds: int, cases: Sequence[int]) -> Iterator[Rate]:
+    """Tests and gates of right and wrong answers in clusters, by their number."""
+    for clusters in cases:
+        same = list(clustered(clusters, 0.1, 0.0, rounds, seed=clusters))
+        at_margin = list(clustered(clusters, 0.1, 0.02, rounds, seed=clusters + 1))
+        yield Rate(
+            case=(f"{clusters:,}",),
+            rates={
+                "by cluster": rate(lambda both: rejects(both[0]), same),
+                "McNemar mid-p": rate(lambda both: rejects(both[1]), same),
+                "gate": rate(lambda both: passes(0.02)(both[0]), at_margin),
+                "gate, naive": rate(lambda both: passes(0.02)(both[1]), at_margin),
+            },
+        )
+
+
+def populations() -> dict[str, Floats]:
+    """Differences of losses: the embedded job against itself in bfloat16, and others that are harder."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def losses(name: str, weights: str | None = None, **options: Any) -> Floats:
+            task = ImageClassification(model="fashion-cnn", weights=weights)
+            dualeval.evaluate(task, out=f"{folder}/{name}", **options)
+            return np.asarray(
+                pyarrow.parquet.read_table(f"{folder}/{name}/{PREDICTIONS}")["loss"], np.float64
+            )
+
+        own = losses("own")
+        rounded = losses("bf16", precision="amp-bf16")
+        untrained, other = losses("one", "random:1"), losses("two", "random:2")
+    return {
+        "normal": np.random.default_rng(0).normal(size=10_000),
+        "bf16 and fp32": rounded - own,
+        "two untrained networks": other - untrained,
+        "untrained and trained": untrained - own,
+    }
+
+
+def as_table(names: Sequence[str], rates: Sequence[Rate]) -> str:
+    """A Markdown table of rates in percent."""
+    head = [*names, *rates[0].rates]
+    return table(head, [[*one.case, *(f"{100 * x:.1f} %" for x in one.rates.values())] for one in rates])
+
+
+def main() -> None:
+    """Simulate, print the tables, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="comparisons a line")
+    rounds = parser.parse_args().rounds
+    host = machine()
+    cases = [(n, share) for n in (100, 1000, 10_000, 50_000) for share in (0.01, 0.05, 0.2)]
+    found = {
+        "Right and wrong answers": (
+            ("samples", "differ"),
+            list(of_proportions(rounds, cases)),
+        ),
+        "Means": (("differences", "samples"), list(of_means(rounds, populations(), (30, 100, 300, 1000)))),
+        "Clusters": (("clusters",), list(of_clusters(rounds, (5, 10, 20, 48, 100)))),
+    }
+    body = "\n".join(f"## {title}\n\n{as_table(names, rates)}" for title, (names, rates) in found.items())
+    print(body)
+    figures = {
+        title: [{"case": list(one.case), **one.rates} for one in rates] for title, (_, rates) in found.items()
+    }
+    title = f"How often 'dualeval compare' is wrong, of {rounds:,} comparisons a line"
+    print(write_results("comparison", title, body, figures, host))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""compare: two finished runs over the same samples, metric by metric."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.comparison.estimates import Estimate, Flips, clusters_of, differences_of
+from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
+from dualeval.comparison.statistics import LEVEL, Difference, MeanDifference, ProportionDifference, holm
+from dualeval.errors import UsageError
+
+# Below these the simulations of docs/compare.md err too often.
+_FEW_SAMPLES = 100
+_FEW_CLUSTERS = 20
+# What a task calls its answer to a sample.
+_PREDICTIONS = ("prediction", "answer")
+# Ids of flipped samples in JSON; --flips writes all.
+_LISTED = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricComparison:
+    """One metric in both runs, over the pairs.
+
+    Attributes:
+        a: its value in A.
+        b: in B.
+        difference: b - a.
+        interval: 95 % confidence interval of the difference.
+        p: two-sided p-value of "there is no difference".
+        p_holm: the same, adjusted for the number of metrics compared.
+        p_exact: that of McNemar's exact test, where each sample's score is 0 or 1; else None.
+        test: the name of the test.
+        samples: number of pairs.
+        clusters: number of clusters of these; None where samples are taken to be independent.
+        unit: as in ``Result.units``.
+        direction: "higher" or "lower" is better; None where neither is.
+        verdict: "B is better", "B is worse", "B is higher", "B is lower", "no difference shown" or "the same
+            on every sample".
+        detectable: the smallest difference that would be found with 80 % power; None where it is unknown.
+        flips: the samples that changed, where each sample's score is 0 or 1 and independent; else None.
+    """
+
+    a: float
+    b: float
+    difference: float
+    interval: tuple[float, float]
+    p: float
+    p_holm: float
+    p_exact: float | None
+    test: str
+    samples: int
+    clusters: int | None
+    unit: str | None
+    direction: str | None
+    verdict: str
+    detectable: float | None
+    flips: Flips | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Whether B may be worse than A by no more than a margin, with 95 % confidence.
+
+    Attributes:
+        metric: its name.
+        margin: in the metric's own unit.
+        bound: the largest loss from A to B that the samples allow, a one-sided 95 % bound; negative where B
+            is better.
+        passed: the bound is not above the margin.
+    """
+
+    metric: str
+    margin: float
+    bound: float
+    passed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two runs over the same samples; B against A.
+
+    Attributes:
+        a: ``folder`` and ``metrics_digest`` of the first run.
+        b: of the second.
+        pairs: number of samples that both have evaluated.
+        failed: number of samples left out because they failed ``in_a``, ``in_b`` or ``in_both``.
+        agreement: number of pairs with the same prediction; None where the runs keep none.
+        metrics: by name, those that were compared.
+        not_compared: by name, why a metric was not.
+        gates: in the order given.
+        cluster: the column whose equal entries mark dependent samples; None where all are independent.
+        notes: what a reader of the numbers should know.
+    """
+
+    a: dict[str, str]
+    b: dict[str, str]
+    pairs: int
+    failed: dict[str, int]
+    agreement: int | None
+    metrics: dict[str, MetricComparison]
+    not_compared: dict[str, str]
+    gates: list[Gate] = field(default_factory=list)
+    cluster: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all gates have passed."""
+        return all(gate.passed for gate in self.gates)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; of flipped samples the counts and the first ids."""
+        content = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        content["metrics"] = {name: _metric_as_json(metric) for name, metric in self.metrics.items()}
+        content["gates"] = [vars(gate) for gate in self.gates]
+        return {"schema_version": 1, **content, "passed": self.passed}
+
+    def write_flips(self, path: Path) -> None:
+        """Write all flipped samples as CSV: metric, change ("lost" or "gained"), id.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        try:
+            with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["metric", "change", "id"])
+                for name, metric in self.metrics.items():
+                    if metric.flips is not None:
+                        for change in ("lost", "gained"):
+                            ids = getattr(metric.flips, change)
+                            writer.writerows([name, change, one] for one in ids)
+        except OSError as error:
+            raise UsageError(
+                f"{path} cannot be written ({error.strerror or error}). Name a file in a folder of your own."
+            ) from error
+
+
+def _metric_as_json(metric: MetricComparison) -> dict[str, Any]:
+    flips = metric.flips
+    content = {**vars(metric), "interval": list(metric.interval)}
+    content["flips"] = (
+        None
+        if flips is None
+        else {
+            "lost": len(flips.lost),
+            "gained": len(flips.gained),
+            "first_lost": list(flips.lost[:_LISTED]),
+            "first_gained": list(flips.gained[:_LISTED]),
+        }
+    )
+    return content
+
+
+def compare(
+    a: str | Path,
+    b: str | Path,
+    *,
+    gates: Mapping[str, float] | None = None,
+    cluster: str | None = None,
+    trust_ids: bool = False,
+) -> Comparison:
+    """Compare two finished runs over the same samples, pair by pair, from their rows.
+
+    Args:
+        a: output folder of the first run, the one to compare with.
+        b: of the second.
+        gates: by metric, how much worse than A B may be, in the metric's own unit.
+        cluster: a column of the rows; samples with equal entries depend on each other. None: that of the
+            runs' results, if there is one.
+        trust_ids: equal ids are equal samples, whatever the fingerprints of the data say.
+
+    Returns:
+        differences B - A with intervals and tests.
+
+    Raises:
+        UsageError: the runs are over different data or not finished, no metric can be compared, or a gate is
+            of a metric that cannot be.
+        DualevalError: a file is damaged.
+    """
+    runs = open_run(a), open_run(b)
+    wanted = dict(gates or {})
+    _check_gates(runs, wanted)
+    pairs = pair(*runs, trust_ids=trust_ids)
+    column = cluster or _cluster_column(runs)
+    clusters = None if column is None else clusters_of(pairs, column)
+    differences, not_compared = differences_of(pairs, clusters)
+    for name in wanted:
+        if name not in differences:
+            raise UsageError(f"--gate {name}: it cannot be compared: {not_compared[name]}")
+    if not differences:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in not_compared.items())
+        raise UsageError(f"{a} and {b} have no metric that can be compared: {reasons}")
+    return Comparison(
+        a=_named(runs[0]),
+        b=_named(runs[1]),
+        pairs=len(pairs),
+        failed={"in_a": pairs.failed_a, "in_b": pairs.failed_b, "in_both": pairs.failed_both},
+        agreement=_agreement(pairs),
+        metrics=_compared(runs, differences),
+        not_compared=not_compared,
+        gates=[_gate(runs, name, margin, differences[name].difference) for name, margin in wanted.items()],
+        cluster=column,
+        notes=_notes(pairs, differences, clusters),
+    )
+
+
+def _named(run: ComparedRun) -> dict[str, str]:
+    return {"folder": str(run.folder), "metrics_digest": run.result.metrics_digest}
+
+
+def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, float]) -> None:
+    for name, margin in gates.items():
+        if not (math.isfinite(margin) and margin >= 0):
+            raise UsageError(f"--gate {name}={margin}: expected a margin of 0 or more, such as {name}=0.002")
+        for run in runs:
+            if name not in run.scores:
+                raise UsageError(
+                    f"--gate {name}: {run.folder} has no such metric that can be compared; it has "
+                    f"{', '.join(run.scores)}."
+                )
+            if name not in run.result.directions:
+                raise UsageError(
+                    f"--gate {name}: {run.folder} does not say whether higher or lower is better. Give the "
+                    "metric higher_is_better=True or False, and evaluate again."
+                )
+
+
+def _cluster_column(runs: tuple[ComparedRun, ComparedRun]) -> str | None:
+    """The column by which the runs' own intervals take clusters."""
+    named: Sequence[Mapping[str, Any]] = [getattr(run.result, "clusters", None) or {} for run in runs]
+    columns = list(dict.fromkeys(found["column"] for found in named if "column" in found))
+    if len(columns) > 1:
+        raise UsageError(
+            f"the runs have clusters of different columns, {columns[0]!r} and {columns[1]!r}: choose one by "
+            "--cluster COLUMN"
+        )
+    return columns[0] if columns else None
+
+
+def _agreement(pairs: Pairs) -> int | None:
+    """The number of pairs whose predictions are equal."""
+    import pyarrow.compute
+
+    for name in _PREDICTIONS:
+        found = pairs.columns(name)
+        if found is None or pyarrow.types.is_nested(found[0].type) or found[0].type != found[1].type:
+            continue
+        # No answer is equal to no answer.
+        same = pyarrow.compute.equal(*found).fill_null(False)
+        none = pyarrow.compute.and_(found[0].is_null(), found[1].is_null())
+        return int(pyarrow.compute.sum(pyarrow.compute.or_(same, none)).as_py() or 0)
+    return None
+
+
+def _compared(
+    runs: tuple[ComparedRun, ComparedRun], estimates: Mapping[str, Estimate]
+) -> dict[str, MetricComparison]:
+    p_values = {name: estimate.difference.p_value() for name, estimate in estimates.items()}
+    adjusted = holm(p_values)
+    found = {}
+    for name, estimate in estimates.items():
+        difference = estimate.difference
+        direction = runs[0].result.directions.get(name)
+        found[name] = MetricComparison(
+            a=estimate.a,
+            b=estimate.b,
+            difference=difference.value,
+            interval=difference.bounds(LEVEL / 2),
+            p=p_values[name],
+            p_holm=adjusted[name],
+            p_exact=difference.p_exact() if isinstance(difference, ProportionDifference) else None,
+            test=difference.test,
+            samples=estimate.samples,
+            clusters=estimate.clusters,
+            unit=runs[0].result.units.get(name),
+            direction=direction,
+            verdict=_verdict(difference, adjusted[name], direction),
+            detectable=difference.detectable(),
+            flips=estimate.flips,
+        )
+    return found
+
+
+def _verdict(difference: Difference, p_value: float, direction: str | None) -> str:
+    if difference.is_zero:
+        return "the same on every sample"
+    if p_value >= LEVEL:
+        return "no difference shown"
+    higher = difference.value > 0
+    if direction is None:
+        return f"B is {'higher' if higher else 'lower'}"
+    return f"B is {'better' if higher == (direction == 'higher') else 'worse'}"
+
+
+def _gate(runs: tuple[ComparedRun, ComparedRun], name: str, margin: float, difference: Difference) -> Gate:
+    low, high = difference.bounds(LEVEL)
+    bound = -low if runs[0].result.directions[name] == "higher" else high
+    return Gate(metric=name, margin=margin, bound=bound, passed=bound <= margin)
+
+
+def _notes(
+    pairs: Pairs, estimates: Mapping[str, Estimate], clusters: npt.NDArray[np.int64] | None
+) -> list[str]:
+    notes = list(pairs.notes)
+    failed = {"in A only": pairs.failed_a, "in B only": pairs.failed_b, "in both": pairs.failed_both}
+    if any(failed.values()):
+        counts = ", ".join(f"{count:,} {where}" for where, count in failed.items() if count)
+        notes.append(f"Failed samples are left out: {counts}.")
+    if clusters is None:
+        few = [
+            name
+            for name, estimate in estimates.items()
+            if isinstance(estimate.difference, MeanDifference) and estimate.samples < _FEW_SAMPLES
+        ]
+        if few:
+            notes.append(
+                f"{', '.join(few)}: with fewer than {_FEW_SAMPLES} samples the interval of a mean may be too "
+                "short."
+            )
+    else:
+        few = [name for name, estimate in estimates.items() if (estimate.clusters or 0) < _FEW_CLUSTERS]
+        if few:
+            notes.append(
+                f"{', '.join(few)}: with fewer than {_FEW_CLUSTERS} clusters the interval may be too short."
+            )
+    return notes

@@ -1,0 +1,232 @@
+"""What two runs' pairs say of each metric: its two values, their difference, and what cannot be compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.comparison.pairing import ComparedRun, Pairs
+from dualeval.comparison.statistics import MeanDifference, ProportionDifference, mean_difference
+from dualeval.errors import UsageError
+from dualeval.metrics.scores import Score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flips:
+    """Samples whose score of 0 or 1 changes from A to B.
+
+    Attributes:
+        lost: ids of the samples that are 1 in A and 0 in B, in A's order.
+        gained: ids of the samples that are 0 in A and 1 in B.
+    """
+
+    lost: Sequence[str]
+    gained: Sequence[str]
+
+
+def clusters_of(pairs: Pairs, name: str) -> npt.NDArray[np.int64]:
+    """The number of each pair's cluster, from 0 on."""
+    import pyarrow
+
+    found = pairs.columns(name)
+    if found is None:
+        raise UsageError(
+            f"--cluster {name}: the rows of {pairs.a.folder} or {pairs.b.folder} have no such column. "
+            f"{pairs.a.rows.path} has {', '.join(pairs.a.rows.names)}."
+        )
+    if pyarrow.types.is_nested(found[0].type):
+        raise UsageError(f"--cluster {name}: it has several values a sample; expected one")
+    if not found[0].equals(found[1]):
+        raise UsageError(f"--cluster {name}: it is not the same in both runs")
+    numbers: npt.NDArray[np.int64] = (
+        found[0].dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    )
+    return numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A metric over the pairs.
+
+    Attributes:
+        a: its value in A.
+        b: in B.
+        difference: b - a.
+        samples: number of pairs that count for it.
+        clusters: number of clusters of these; None where samples are independent.
+        flips: the samples that changed, where each sample's score is 0 or 1; else None.
+    """
+
+    a: float
+    b: float
+    difference: MeanDifference | ProportionDifference
+    samples: int
+    clusters: int | None
+    flips: Flips | None
+
+
+class _NotCompared(Exception):
+    """Why a metric cannot be compared."""
+
+
+def differences_of(
+    pairs: Pairs, clusters: npt.NDArray[np.int64] | None
+) -> tuple[dict[str, Estimate], dict[str, str]]:
+    """Estimate the difference of each metric that both runs have; for the others say why not."""
+    found: dict[str, Estimate] = {}
+    not_compared: dict[str, str] = {}
+    a, b = pairs.a, pairs.b
+    numbers = [
+        {name for name, value in run.result.metrics.items() if isinstance(value, (int, float, type(None)))}
+        for run in (a, b)
+    ]
+    for name in dict.fromkeys((*a.result.metrics, *b.result.metrics, *a.scores, *b.scores)):
+        if name not in a.scores and name not in b.scores:
+            if name in numbers[0] | numbers[1]:
+                not_compared[name] = "it does not follow from a number of each sample"
+        elif name not in a.scores or name not in b.scores:
+            not_compared[name] = f"only {'A' if name in a.scores else 'B'} has it"
+        else:
+            try:
+                _check_definitions(a, b, name)
+                found[name] = _estimate(pairs, a.scores[name], clusters)
+            except _NotCompared as reason:
+                not_compared[name] = str(reason)
+    return found, not_compared
+
+
+def _check_definitions(a: ComparedRun, b: ComparedRun, name: str) -> None:
+    definitions = a.scores[name], b.scores[name]
+    if definitions[0] != definitions[1]:
+        one, other = (definition.to_json() for definition in definitions)
+        raise _NotCompared(f"the runs define it differently: {one} in A, {other} in B")
+    for what, one_has, other_has in (
+        ("unit", a.result.units.get(name), b.result.units.get(name)),
+        ("direction", a.result.directions.get(name), b.result.directions.get(name)),
+    ):
+        if one_has != other_has:
+            raise _NotCompared(f"its {what} is {one_has} in A and {other_has} in B")
+
+
+class _Terms(NamedTuple):
+    """One run's y and x of each pair, as ``Score.terms`` gives them."""
+
+    y: npt.NDArray[np.float64]
+    x: npt.NDArray[np.float64]
+    counts: npt.NDArray[np.bool_]
+
+
+def _terms(pairs: Pairs, score: Score) -> tuple[_Terms, _Terms]:
+    import pyarrow
+
+    columns: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for name in score.columns:
+        both = pairs.columns(name)
+        if both is None:
+            raise _NotCompared(f"the rows of one run have no column {name!r}")
+        for own, column in zip(columns, both, strict=True):
+            if pyarrow.types.is_nested(column.type) or pyarrow.types.is_large_string(column.type):
+                raise _NotCompared(f"the column {name!r} does not have a number a sample")
+            own[name] = column.to_numpy(zero_copy_only=False)
+    one, other = (_Terms(*score.terms(own)) for own in columns)
+    return one, other
+
+
+def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None) -> Estimate:
+    """Estimate the difference of one metric.
+
+    Raises:
+        _NotCompared: says why it cannot be.
+    """
+    one, other = _terms(pairs, score)
+    _check_terms(one, other)
+    chosen = one.counts
+    samples = int(chosen.sum())
+    if clusters is not None:
+        _, clusters = np.unique(clusters[chosen], return_inverse=True)
+    independent = samples if clusters is None else int(clusters.max(initial=-1)) + 1
+    if independent < 2:
+        raise _NotCompared(
+            f"it has {independent} {'sample' if clusters is None else 'cluster'}"
+            f"{'' if independent == 1 else 's'}: at least 2 are needed"
+        )
+    values = _value(one, score), _value(other, score)
+    flips: Flips | None = None
+    difference: MeanDifference | ProportionDifference
+    of_zero_and_one = (
+        score.transform is score.weight is score.over is None and _is_binary(one.y) and _is_binary(other.y)
+    )
+    if of_zero_and_one:
+        lost, gained = chosen & (one.y > other.y), chosen & (one.y < other.y)
+        flips = Flips(lost=pairs.ids_of(lost), gained=pairs.ids_of(gained))
+    if flips is not None and clusters is None:
+        difference = ProportionDifference(
+            lost=len(flips.lost), gained=len(flips.gained), samples=samples, factor=score.factor
+        )
+    else:
+        influences = _influences(other, score)
+        influences -= _influences(one, score)
+        difference = mean_difference(values[1] - values[0], influences[chosen], clusters)
+        if not math.isfinite(difference.error):
+            raise _NotCompared(f"the {score.transform} of its mean has no finite standard error")
+    return Estimate(
+        a=values[0],
+        b=values[1],
+        difference=difference,
+        samples=samples,
+        clusters=None if clusters is None else independent,
+        flips=flips,
+    )
+
+
+def _check_terms(one: _Terms, other: _Terms) -> None:
+    differing = int((one.counts != other.counts).sum())
+    if differing:
+        raise _NotCompared(f"{differing:,} samples belong to it in one run only")
+    for run, terms in (("A", one), ("B", other)):
+        bad = int((~(np.isfinite(terms.y) & np.isfinite(terms.x))).sum())
+        if bad:
+            raise _NotCompared(f"{bad:,} samples are NaN or infinite in {run}")
+        if terms.counts.any() and math.fsum(terms.x) == 0:
+            raise _NotCompared(f"its denominator is 0 in {run}")
+
+
+def _is_binary(y: npt.NDArray[np.float64]) -> bool:
+    return bool(((y == 0) | (y == 1)).all())
+
+
+def _mean(terms: _Terms) -> float:
+    return math.fsum(terms.y) / math.fsum(terms.x)
+
+
+def _value(terms: _Terms, score: Score) -> float:
+    return score.factor * _transformed(_mean(terms), score.transform)[0]
+
+
+def _influences(terms: _Terms, score: Score) -> npt.NDArray[np.float64]:
+    """What each sample contributes to the value's deviation, to first order (the delta method)."""
+    mean = _mean(terms)
+    slope = _transformed(mean, score.transform)[1] * score.factor / math.fsum(terms.x)
+    influences: npt.NDArray[np.float64] = (terms.y - mean * terms.x) * slope
+    return influences
+
+
+def _transformed(mean: float, transform: str | None) -> tuple[float, float]:
+    """A function of a mean, and its derivative there."""
+    try:
+        if transform is None:
+            return mean, 1.0
+        if transform == "exp":
+            return math.exp(mean), math.exp(mean)
+        if transform == "log":
+            return math.log(mean), 1 / mean
+        if transform == "sqrt":
+            return math.sqrt(mean), 0.5 / math.sqrt(mean)
+    except (ValueError, OverflowError, ZeroDivisionError) as error:
+        raise _NotCompared(f"the {transform} of {mean:g} has no finite value or slope") from error
+    raise _NotCompared(f"the transform {transform!r} is not known")

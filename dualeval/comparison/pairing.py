@@ -1,0 +1,264 @@
+"""Two finished runs' samples, paired by their ids; runs over different data are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.engine.rescoring import finished_run, rescore
+from dualeval.engine.stored_rows import StoredRows
+from dualeval.errors import DualevalError, UsageError
+from dualeval.metrics.scores import Score, score_from
+from dualeval.result import JOB, RESULT, Result
+from dualeval.tasks.stored import metrics_of_run
+
+# Ids of one kind that a message names.
+_NAMED = 3
+_TARGET = "target"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """A finished run.
+
+    Attributes:
+        folder: as given.
+        result: what result.json says; of an earlier version's run with what its rows add.
+        rows: its Parquet file.
+        scores: by metric, how the value follows from a number of each sample.
+    """
+
+    folder: Path
+    result: Result
+    rows: StoredRows
+    scores: Mapping[str, Score]
+
+
+def open_run(folder: str | Path) -> ComparedRun:
+    """Open a run.
+
+    Raises:
+        UsageError: no finished run is there, or none of its metrics follows from a number of each sample.
+        DualevalError: its files are damaged.
+    """
+    folder = Path(folder)
+    result, rows = finished_run(folder)
+    scores = result.scores or _scores_of_rows(folder)
+    return ComparedRun(
+        folder=folder,
+        result=result,
+        rows=rows,
+        scores={name: score_from(score) for name, score in scores.items()},
+    )
+
+
+def _scores_of_rows(folder: Path) -> dict[str, dict[str, Any]]:
+    """The scores of a run whose result.json has none: an earlier version has written it."""
+    said = (
+        f"{folder / RESULT} does not say how a metric follows from a number of each sample ('scores'): an "
+        "earlier version of dualeval has written it, or the run has no such metric."
+    )
+    try:
+        scores = rescore(folder, metrics=metrics_of_run(folder / JOB)).scores
+    except UsageError as error:
+        raise UsageError(f"{said} Its rows do not help: {error}") from error
+    if not scores:
+        raise UsageError(
+            f"{said} Evaluate again with a metric that does, such as top1 or Mean: 'dualeval run ... --out "
+            f"{folder} --fresh'."
+        )
+    return scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """The samples that both runs have evaluated, in the order of A.
+
+    Attributes:
+        a: the first run.
+        b: the second.
+        rows_a: the row of each pair in A's file, shape (pairs,).
+        rows_b: in B's.
+        ids: of all rows of A, a ``pyarrow.Array``.
+        failed_a: number of samples that failed in A only.
+        failed_b: in B only.
+        failed_both: in both.
+        notes: sentences about the data.
+    """
+
+    a: ComparedRun
+    b: ComparedRun
+    rows_a: npt.NDArray[np.int64]
+    rows_b: npt.NDArray[np.int64]
+    ids: Any
+    failed_a: int
+    failed_b: int
+    failed_both: int
+    notes: tuple[str, ...] = field(default=())
+
+    def __len__(self) -> int:
+        return len(self.rows_a)
+
+    def columns(self, name: str) -> tuple[Any, Any] | None:
+        """A column of both files, as two ``pyarrow.Array``, an entry a pair; None where one lacks it."""
+        found = self.a.rows.whole(name), self.b.rows.whole(name)
+        if found[0] is None or found[1] is None:
+            return None
+        return taken(found[0], self.rows_a), taken(found[1], self.rows_b)
+
+    def ids_of(self, pairs: npt.NDArray[np.bool_]) -> list[str]:
+        """The ids of the pairs that are true in a mask of shape (pairs,)."""
+        found: list[str] = taken(self.ids, self.rows_a[pairs]).to_pylist()
+        return found
+
+
+def taken(array: Any, rows: npt.NDArray[np.int64]) -> Any:
+    """Rows of a ``pyarrow.Array``; the array itself where they are all of it, in order."""
+    import pyarrow
+
+    whole = len(rows) == len(array) and (not len(rows) or _in_order(rows))
+    return array if whole else array.take(pyarrow.array(rows))
+
+
+def _in_order(rows: npt.NDArray[np.int64]) -> bool:
+    return bool((rows == np.arange(len(rows))).all())
+
+
+def pair(a: ComparedRun, b: ComparedRun, *, trust_ids: bool = False) -> Pairs:
+    """Pair two runs' samples by id.
+
+    Args:
+        a: the first run.
+        b: the second.
+        trust_ids: equal ids are equal samples, whatever the fingerprints of the data say.
+
+    Raises:
+        UsageError: the runs are over different data; says what differs.
+        DualevalError: a file is damaged.
+    """
+    ids, other_ids = a.rows.whole("id"), b.rows.whole("id")
+    same_order = bool(ids.equals(other_ids))
+    rows_b = np.arange(len(ids), dtype=np.int64) if same_order else _joined(a, b, ids, other_ids)
+    notes = _check_fingerprints(a, b, same_order=same_order, trust_ids=trust_ids)
+    evaluated_a, evaluated_b = _evaluated(a), _evaluated(b)[rows_b]
+    both = evaluated_a & evaluated_b
+    rows_a = np.flatnonzero(both).astype(np.int64)
+    pairs = Pairs(
+        a=a,
+        b=b,
+        rows_a=rows_a,
+        rows_b=rows_b[both],
+        ids=ids,
+        failed_a=int((~evaluated_a & evaluated_b).sum()),
+        failed_b=int((evaluated_a & ~evaluated_b).sum()),
+        failed_both=int((~evaluated_a & ~evaluated_b).sum()),
+        notes=tuple(notes),
+    )
+    if len(pairs) < 2:
+        raise UsageError(
+            f"{a.folder} and {b.folder} have {len(pairs)} samples in common that both have evaluated"
+        )
+    _check_targets(pairs)
+    return pairs
+
+
+def _evaluated(run: ComparedRun) -> npt.NDArray[np.bool_]:
+    """Which samples could be read: the others have no values."""
+    if not run.rows.names:
+        raise UsageError(f"{run.rows.path} has no columns that a metric could read")
+    return np.asarray(run.rows.whole(run.rows.names[0]).is_valid())
+
+
+def _joined(a: ComparedRun, b: ComparedRun, ids: Any, other_ids: Any) -> npt.NDArray[np.int64]:
+    """For each row of A that of B with the same id, by a hash table."""
+    import pyarrow.compute
+
+    for run, own in ((a, ids), (b, other_ids)):
+        distinct = pyarrow.compute.count_distinct(own).as_py()
+        if distinct != len(own):
+            raise DualevalError(
+                f"{run.rows.path} is damaged: it has {len(own):,} rows and {distinct:,} different ids. "
+                f"'dualeval verify {run.folder}' names them."
+            )
+    found = pyarrow.compute.index_in(ids, value_set=other_ids)
+    only_a = ids.filter(found.is_null())
+    only_b = other_ids.filter(pyarrow.compute.index_in(other_ids, value_set=ids).is_null())
+    if len(only_a) or len(only_b):
+        raise UsageError(
+            f"{a.folder} and {b.folder} are runs over different samples: {len(ids) - len(only_a):,} ids are "
+            f"in both, {_some('A', only_a)}, {_some('B', only_b)}. "
+            "A comparison is made of pairs: evaluate both over the same samples (--data, --limit)."
+        )
+    rows: npt.NDArray[np.int64] = found.to_numpy().astype(np.int64)
+    return rows
+
+
+def _some(run: str, ids: Any) -> str:
+    return f"{len(ids):,} only in {run}{_named(ids)}"
+
+
+def _named(ids: Any) -> str:
+    """The first few ids in brackets."""
+    first = ", ".join(ids.slice(0, _NAMED).to_pylist())
+    return f" ({first}{', ...' if len(ids) > _NAMED else ''})" if first else ""
+
+
+def _check_fingerprints(a: ComparedRun, b: ComparedRun, *, same_order: bool, trust_ids: bool) -> list[str]:
+    """Check what the runs have noted of their data, beyond the ids; returns what could not be checked."""
+    one, other = a.result.data, b.result.data
+    if not same_order:
+        return [
+            "The runs have their samples in different orders, and were paired by id. The fingerprints of the "
+            "data depend on the order, so they were not compared."
+        ]
+    differing = [name for name in ("fingerprint", "contents") if _differ(a, b, name)]
+    if not differing:
+        return []
+    said = " and ".join(
+        f"{'labels, sizes or texts' if name == 'fingerprint' else 'contents'} "
+        f"({str(one.get(name))[:8]}, {str(other.get(name))[:8]})"
+        for name in differing
+    )
+    if trust_ids:
+        return [
+            f"The data's fingerprints differ in {said}; equal ids were taken for equal samples (--trust-ids)."
+        ]
+    raise UsageError(
+        f"{a.folder} and {b.folder} have the same ids, but over different data: the fingerprints differ in "
+        f"{said}. If equal ids are the same samples all the same, as where only a transform in a data set of "
+        "your own differs, add --trust-ids (in Python trust_ids=True)."
+    )
+
+
+def _differ(a: ComparedRun, b: ComparedRun, name: str) -> bool:
+    one, other = a.result.data.get(name), b.result.data.get(name)
+    if name == "contents":
+        # One run may have hashed whole files, the other their ends.
+        ways = a.result.job.get("data_fingerprint"), b.result.job.get("data_fingerprint")
+        if one is None or other is None or ways[0] != ways[1]:
+            return False
+    return bool(one != other)
+
+
+def _check_targets(pairs: Pairs) -> None:
+    """Check that both runs have the same true classes."""
+    import pyarrow
+
+    columns = pairs.columns(_TARGET)
+    if columns is None or pyarrow.types.is_nested(columns[0].type) or columns[0].equals(columns[1]):
+        return
+    one, other = (np.asarray(column) for column in columns)
+    differing = one != other
+    # NaN is not equal to itself.
+    differing &= (one == one) | (other == other)
+    if differing.any():
+        named = _named(taken(pairs.ids, pairs.rows_a[differing]))
+        raise UsageError(
+            f"{pairs.a.folder} and {pairs.b.folder} have different targets for {int(differing.sum()):,} "
+            f"samples{named}: they were not evaluated against the same labels."
+        )

@@ -1,0 +1,262 @@
+"""Paired differences: intervals, bounds and tests, and the smallest difference that could have been shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+LEVEL = 0.05
+POWER = 0.8
+# Below this a float64 has no digits left for the cube root of Hall's transformation.
+_NO_SKEW = 1e-6
+
+
+class Difference(Protocol):
+    """A difference B - A that was estimated from pairs.
+
+    Attributes:
+        value: B - A, in the metric's own unit.
+        is_zero: both runs have the same number for every sample.
+        test: the name of the test.
+    """
+
+    @property
+    def value(self) -> float: ...
+
+    @property
+    def is_zero(self) -> bool: ...
+
+    @property
+    def test(self) -> str: ...
+
+    def p_value(self) -> float:
+        """Two-sided p-value of "there is no difference"."""
+        ...
+
+    def bounds(self, tail: float) -> tuple[float, float]:
+        """Lower and upper confidence bound, each of which is wrong with probability ``tail``."""
+        ...
+
+    def detectable(self) -> float | None:
+        """The smallest difference found with 80 % power at the two-sided 5 % level; None if unknown."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanDifference:
+    """The difference of two means, ratios or functions of them.
+
+    Student's t, and the same after P. Hall's cubic transformation of the studentised difference ("On the
+    removal of skewness by transformation", JRSS B 54, 1992): the interval ends where the farther of the two
+    does, and the larger p-value counts. Alone, t errs too often where the differences are skewed, and Hall's
+    where they are symmetric with heavy tails.
+
+    Attributes:
+        value: B - A.
+        error: its standard error.
+        skewness: of the influences, m3 / m2**1.5; 0 where it is not used.
+        units: number of independent samples or clusters, at least 2.
+        test: the name of the test.
+    """
+
+    value: float
+    error: float
+    skewness: float
+    units: int
+    test: str
+
+    @property
+    def is_zero(self) -> bool:
+        return self.error == 0 and self.value == 0
+
+    @property
+    def _slants(self) -> tuple[float, float]:
+        """The coefficient of Hall's transformation, without and with the skewness."""
+        return 0.0, self.skewness / math.sqrt(self.units)
+
+    def p_value(self) -> float:
+        from scipy import stats
+
+        if self.error == 0:
+            return 1.0 if self.value == 0 else 0.0
+        t = self.value / self.error
+        nearest = min(abs(t + a * t**2 / 3 + a**2 * t**3 / 27 + a / 6) for a in self._slants)
+        return float(2 * stats.t.sf(nearest, self.units - 1))
+
+    def bounds(self, tail: float) -> tuple[float, float]:
+        quantile = t_quantile(1 - tail, self.units - 1)
+        high, low = (
+            [self.value - self.error * _studentised(x, a) if self.error else self.value for a in self._slants]
+            for x in (-quantile, quantile)
+        )
+        return min(low), max(high)
+
+    def detectable(self) -> float | None:
+        """(t + z) times the standard error (H. S. Bloom, "Minimum detectable effects", Evaluation Review
+        19, 1995), with the quantiles t of 0.975 and z of the power."""
+        if self.error == 0:
+            return None
+        freedom = self.units - 1
+        return (t_quantile(1 - LEVEL / 2, freedom) + t_quantile(POWER, freedom)) * self.error
+
+
+def _studentised(x: float, slant: float) -> float:
+    """The inverse of Hall's transformation: the studentised difference that it makes x."""
+    return x if abs(slant) < _NO_SKEW else 3 / slant * (float(np.cbrt(1 + slant * (x - slant / 6))) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProportionDifference:
+    """The difference of two paired proportions.
+
+    Attributes:
+        lost: number of samples that are 1 in A and 0 in B.
+        gained: number of samples that are 0 in A and 1 in B.
+        samples: number of pairs.
+        factor: what the proportions are multiplied by, 100 for percent.
+        test: the name of the test.
+    """
+
+    lost: int
+    gained: int
+    samples: int
+    factor: float = 1.0
+    test: str = "McNemar mid-p"
+
+    @property
+    def value(self) -> float:
+        return self.factor * (self.gained - self.lost) / self.samples
+
+    @property
+    def is_zero(self) -> bool:
+        return self.lost == self.gained == 0
+
+    def p_value(self) -> float:
+        """McNemar's mid-p (M. W. Fagerland, S. Lydersen, P. Laake, BMC Medical Research Methodology 13:91,
+        2013): the exact p-value less the probability of the outcome itself."""
+        from scipy import stats
+
+        pairs = self.lost + self.gained
+        two_tails = 2 * float(stats.binom.cdf(min(self.lost, self.gained), pairs, 0.5))
+        return min(1.0, two_tails - float(stats.binom.pmf(self.lost, pairs, 0.5)))
+
+    def p_exact(self) -> float:
+        """The p-value of McNemar's exact test (Q. McNemar, Psychometrika 12, 1947): a binomial test."""
+        from scipy import stats
+
+        pairs = self.lost + self.gained
+        return 1.0 if not pairs else float(stats.binomtest(self.lost, pairs, 0.5).pvalue)
+
+    def bounds(self, tail: float) -> tuple[float, float]:
+        """Score bounds (T. Tango, Statistics in Medicine 17, 1998): sound with few samples that differ."""
+        quantile = normal_quantile(1 - tail)
+        return self.factor * self._bound(quantile), self.factor * self._bound(-quantile)
+
+    def _bound(self, quantile: float) -> float:
+        """The difference at which the score statistic has the given value; it falls as this grows."""
+        from scipy import optimize
+
+        edge = 1.0 if quantile < 0 else -1.0
+        if self.gained - self.lost == edge * self.samples:
+            return edge
+        estimate = (self.gained - self.lost) / self.samples
+        return float(
+            optimize.brentq(lambda at: self._score(at) - quantile, *sorted((estimate, edge)), xtol=1e-14)
+        )
+
+    def _score(self, difference: float) -> float:
+        """Tango's statistic: (gained - lost - n difference) over its standard error under ``difference``."""
+        n, b, c = self.samples, self.gained, self.lost
+        linear = -b - c + (2 * n - b + c) * difference
+        constant = -c * difference * (1 - difference)
+        root = math.sqrt(max(0.0, linear * linear - 8 * n * constant))
+        # The maximum likelihood estimate of the fraction lost; the second form keeps its digits.
+        lost = (root - linear) / (4 * n) if linear <= 0 else -2 * constant / (root + linear)
+        variance = n * (2 * lost + difference * (1 - difference))
+        distance = b - c - n * difference
+        if variance <= 0:
+            return 0.0 if distance == 0 else math.copysign(math.inf, distance)
+        return distance / math.sqrt(variance)
+
+    def detectable(self) -> float | None:
+        """Where n = (z sqrt(d) + z' sqrt(d - x**2))**2 / x**2 (R. J. Connor, Biometrics 43, 1987); d is the
+        fraction of samples that differ, z and z' are the quantiles of 0.975 and of the power."""
+        from scipy import optimize
+
+        differing = (self.lost + self.gained) / self.samples
+        z, of_power = normal_quantile(1 - LEVEL / 2), normal_quantile(POWER)
+
+        def missing(x: float) -> float:
+            spread = z * math.sqrt(differing) + of_power * math.sqrt(max(0.0, differing - x * x))
+            return x * math.sqrt(self.samples) - spread
+
+        # No difference is larger than the fraction that differs.
+        if not differing or missing(differing) <= 0:
+            return None
+        return self.factor * float(optimize.brentq(missing, 0.0, differing, xtol=1e-14))
+
+
+@lru_cache(maxsize=64)
+def t_quantile(probability: float, freedom: int) -> float:
+    """Of Student's t distribution with so many degrees of freedom."""
+    from scipy import stats
+
+    return float(stats.t.ppf(probability, freedom))
+
+
+@lru_cache(maxsize=64)
+def normal_quantile(probability: float) -> float:
+    """Of the standard normal distribution."""
+    from scipy import stats
+
+    return float(stats.norm.ppf(probability))
+
+
+def mean_difference(
+    value: float, influences: npt.NDArray[np.float64], clusters: npt.NDArray[np.int64] | None = None
+) -> MeanDifference:
+    """Make a difference of what each pair contributes to it.
+
+    Standard error: sqrt(n / (n - 1) sum(u**2)), the delta method (W. G. Cochran, *Sampling Techniques*, 1977,
+    section 6.4). With clusters each u is a cluster's sum, and n their number (S.-Y. Liang and S. L. Zeger,
+    Biometrika 73, 1986); skewness is then left out, because few clusters say little of it.
+
+    Args:
+        value: B - A.
+        influences: u, shape (pairs,); their sum is 0 but for rounding.
+        clusters: the number of each pair's cluster, from 0 on, without gaps, shape (pairs,).
+    """
+    u = influences if clusters is None else np.bincount(clusters, weights=influences)
+    n = len(u)
+    # Powers of tiny numbers would vanish.
+    scale = float(np.abs(u).max()) or 1.0
+    squares = (u / scale) ** 2
+    total = math.fsum(squares)
+    error = scale * math.sqrt(n / (n - 1) * total)
+    skewness = 0.0
+    if clusters is None and total:
+        skewness = math.fsum(squares * (u / scale)) / n / (total / n) ** 1.5
+    return MeanDifference(
+        value=value,
+        error=error,
+        skewness=skewness,
+        units=n,
+        test="paired t and Hall's" if clusters is None else "paired t by cluster",
+    )
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Adjust p-values for their number (S. Holm, Scandinavian Journal of Statistics 6, 1979)."""
+    adjusted: dict[str, float] = {}
+    largest = 0.0
+    ordered: list[Any] = sorted(p_values.items(), key=lambda item: item[1])
+    for place, (name, p_value) in enumerate(ordered):
+        largest = max(largest, min(1.0, (len(ordered) - place) * p_value))
+        adjusted[name] = largest
+    return adjusted

@@ -1,0 +1,180 @@
+"""How a comparison of two runs is shown: on a terminal, and as Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from dualeval.comparison.compared import Comparison, Gate, MetricComparison
+from dualeval.comparison.statistics import LEVEL
+from dualeval.report.table import make_console, shown_numbers
+
+_LABEL_WIDTH = 16
+# Ids of flipped samples that are shown.
+_NAMED = 3
+_HEAD = ("metric", "A", "B", "B - A", "95 % interval", "p", "shown")
+# Their differences are in percentage points.
+_OF_HUNDRED = ("fraction", "percent")
+_SMALLEST_P = 1e-4
+# Where the interval has no width.
+_DECIMALS = 4
+_MOST_DECIMALS = 8
+# Of a table that a file takes.
+_WIDTH = 120
+
+
+def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
+    """Print the metrics of two runs side by side, what changed, and the gates."""
+    console = console or make_console(_WIDTH)
+    lines = _lines(comparison)
+    for line in (*_title(comparison), *lines[:2]):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    table = Table(*_HEAD)
+    for row in _rows(comparison):
+        table.add_row(*row)
+    console.print(table)
+    for line in lines[2:]:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    for gate, line in zip(comparison.gates, _gates(comparison), strict=True):
+        style = "green" if gate.passed else "red"
+        console.print(line, soft_wrap=True, highlight=False, markup=False, style=style)
+    for note in comparison.notes:
+        console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+
+
+def as_markdown(comparison: Comparison) -> str:
+    """The same as Markdown, for a pull request or a page."""
+    rows = [_HEAD, ["---"] * len(_HEAD), *_rows(comparison)]
+    table = [f"| {' | '.join(_escaped(entry) for entry in row)} |" for row in rows]
+    lines = [*_title(comparison), *_lines(comparison), *_gates(comparison)]
+    listed = [f"- {_escaped(' '.join(line.split()))}" for line in lines]
+    return "\n".join([*table, "", *listed, *(f"- Note: {note}" for note in comparison.notes)]) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _labelled(label: str, text: str) -> str:
+    return f"{label:<{_LABEL_WIDTH}}{text}"
+
+
+def _title(comparison: Comparison) -> list[str]:
+    return [_labelled(name, run["folder"]) for name, run in (("A", comparison.a), ("B", comparison.b))]
+
+
+def _lines(comparison: Comparison) -> list[str]:
+    return [_labelled(label, text) for label, text in _facts(comparison)]
+
+
+def _facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    clusters = f", in clusters by {comparison.cluster}" if comparison.cluster is not None else ""
+    yield "samples", f"{comparison.pairs:,} in both{clusters}"
+    if comparison.agreement is None:
+        yield "agreement", "the runs keep no prediction"
+    else:
+        share = 100 * comparison.agreement / comparison.pairs
+        yield "agreement", f"{comparison.agreement:,} predictions are equal ({share:.2f} %)"
+    for name, metric in comparison.metrics.items():
+        if metric.flips is not None and (metric.flips.lost or metric.flips.gained):
+            yield f"{name} flips", _flips(metric)
+    found = [
+        f"{name} {_amount(metric, metric.detectable)}"
+        for name, metric in comparison.metrics.items()
+        if metric.detectable is not None
+    ]
+    if found:
+        yield "detectable", f"{', '.join(found)} (80 % power at the 5 % level)"
+    yield "tests", _tests(comparison.metrics)
+    for reason, names in groupby(
+        sorted(comparison.not_compared, key=lambda name: comparison.not_compared[name]),
+        key=lambda name: comparison.not_compared[name],
+    ):
+        yield "not compared", f"{', '.join(names)}: {reason}"
+
+
+def _flips(metric: MetricComparison) -> str:
+    assert metric.flips is not None
+    changes = ("right -> wrong", "wrong -> right")
+    if metric.direction != "higher":
+        changes = ("1 -> 0", "0 -> 1") if metric.direction is None else ("wrong -> right", "right -> wrong")
+    parts = []
+    for change, ids in zip(changes, (metric.flips.lost, metric.flips.gained), strict=True):
+        named = ", ".join(ids[:_NAMED]) + (", ..." if len(ids) > _NAMED else "")
+        parts.append(f"{len(ids):,} {change}" + (f" ({named})" if ids else ""))
+    return ", ".join(parts)
+
+
+def _tests(metrics: Mapping[str, MetricComparison]) -> str:
+    """Which tests gave the p-values."""
+    parts = []
+    for test in dict.fromkeys(metric.test for metric in metrics.values()):
+        names = [name for name, metric in metrics.items() if metric.test == test]
+        exact = [
+            f"{name} {_shown_p(metric.p_exact)}"
+            for name, metric in metrics.items()
+            if metric.test == test and metric.p_exact is not None
+        ]
+        said = f" (McNemar's exact test: {', '.join(exact)})" if exact else ""
+        parts.append(f"{', '.join(names)}: {test}{said}")
+    if len(metrics) > 1:
+        parts.append(f"p is adjusted for {len(metrics)} metrics (Holm)")
+    return "; ".join(parts)
+
+
+def _rows(comparison: Comparison) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = []
+    for name, metric in comparison.metrics.items():
+        a, b = shown_numbers(metric.a, metric.b, unit=metric.unit)
+        difference, low, high = (
+            _in_unit(metric, value, signed=True) for value in (metric.difference, *metric.interval)
+        )
+        behind = _behind(metric)
+        interval = f"{low} to {high}{behind}"
+        rows.append((name, a, b, difference + behind, interval, _shown_p(metric.p_holm), metric.verdict))
+    return rows
+
+
+def _amount(metric: MetricComparison, value: float) -> str:
+    """An amount of difference, without a sign."""
+    return _in_unit(metric, value) + _behind(metric)
+
+
+def _behind(metric: MetricComparison) -> str:
+    """What stands behind a difference; those of percentages are in percentage points."""
+    if metric.unit in _OF_HUNDRED:
+        return " pp"
+    return "" if metric.unit is None else f" {metric.unit}"
+
+
+def _in_unit(metric: MetricComparison, value: float, *, signed: bool = False) -> str:
+    """A number with as many decimals as the width of the metric's interval is worth."""
+    factor = 100 if metric.unit == "fraction" else 1
+    width = factor * (metric.interval[1] - metric.interval[0])
+    decimals = max(0, 2 - math.floor(math.log10(width))) if width else _DECIMALS
+    sign = "+" if signed and value > 0 else ""
+    if decimals > _MOST_DECIMALS:
+        return f"{sign}{factor * value:.2e}"
+    return f"{sign}{factor * value:,.{decimals}f}"
+
+
+def _shown_p(value: float) -> str:
+    if value < _SMALLEST_P:
+        return f"<{_SMALLEST_P:g}"
+    # Not as 0.05 what is below it.
+    return f"{value:.4f}" if abs(value - LEVEL) < 0.005 else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
+
+
+def _gates(comparison: Comparison) -> list[str]:
+    return [_labelled("gate", _gate(gate, comparison.metrics[gate.metric])) for gate in comparison.gates]
+
+
+def _gate(gate: Gate, metric: MetricComparison) -> str:
+    bound, margin = (_amount(metric, abs(value)) for value in (gate.bound, gate.margin))
+    said = f"at most {bound} worse" if gate.bound > 0 else f"at least {bound} better"
+    verdict = "passed" if gate.passed else "NOT passed"
+    return f"{gate.metric}: {verdict}; with 95 % confidence B is {said} (allowed: {margin} worse)"
