@@ -443,7 +443,9 @@ def covered(
     rounds = 600
     for seed in range(rounds):
         value, beyond = intervals_of(values[parts.draw(data, count, seed)])
-        of_all = parts.whole_set_intervals(part, count, {"m": value}, {"m": beyond})["m"]
+        of_all = parts.whole_set_intervals(
+            part, count, {"metrics": {"m": value}, "intervals": {"m": beyond}}
+        )["m"]
         hits += [low <= truth <= high for low, high in (of_all, beyond)]
     return hits / rounds
 

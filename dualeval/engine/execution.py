@@ -314,7 +314,9 @@ class Execution:
         )
         self._control.meet()
         self._close(done=True)
-        return replace(self.previous.finished, earlier=True, replay=self._proof)
+        # It may have been moved since.
+        folder = str(self._folder.path)
+        return replace(self.previous.finished, earlier=True, replay=self._proof, folder=folder)
 
     def _has_earlier(self) -> bool:
         return (

@@ -209,8 +209,8 @@ class Outcome:
         )
         return Result(
             **fields,
+            whole_set_intervals=whole_set_intervals(part, evaluated, fields),
             part=part,
-            whole_set_intervals=whole_set_intervals(part, evaluated, fields["metrics"], fields["intervals"]),
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
             failed=[{"id": of.dataset.id(index), "error": error} for index, error in failures],
             chunks={
