@@ -316,6 +316,30 @@ def test_clusters_of_a_column(runs: tuple[Path, Path]) -> None:
         dualeval.compare(*runs, cluster="loss")
 
 
+def test_clusters_of_a_text_column(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """As the articles of questions."""
+
+    def with_articles(rows: Any) -> Any:
+        return rows.append_column("article", [[f"article {group}" for group in rows["group"].to_pylist()]])
+
+    both = [changed(run, tmp_path / run.name, with_articles) for run in runs]
+    assert (
+        dualeval.compare(*both, cluster="article").metrics == dualeval.compare(*runs, cluster="group").metrics
+    )
+
+
+def test_chosen_metrics_alone_are_compared(runs: tuple[Path, Path]) -> None:
+    every = dualeval.compare(*runs)
+    found = dualeval.compare(*runs, metrics=["top1"], gates={"loss": 1})
+    assert list(found.metrics) == ["top1", "loss"] and not found.not_compared
+    top1 = found.metrics["top1"]
+    assert top1.p == every.metrics["top1"].p and top1.p_holm <= 2 * top1.p
+    with pytest.raises(UsageError, match=r"--metric top3: neither run has it\. .* has loss, top1, top5"):
+        dualeval.compare(*runs, metrics=["top3"])
+    with pytest.raises(UsageError, match="no metric that can be compared: ece: it does not follow"):
+        dualeval.compare(*runs, metrics=["ece"])
+
+
 def test_failed_samples_are_left_out_and_said(runs: tuple[Path, Path], tmp_path: Path) -> None:
     """A sample that fails in one run has another fingerprint of the data here; by --trust-ids it is one."""
     skip: dict[str, Any] = {"batch_size": 32, "on_error": "skip"}
