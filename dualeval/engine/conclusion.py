@@ -158,7 +158,7 @@ class Conclusion:
             return EXIT_DONE
         missing = ", ".join(control.missing[:8])
         if missing:
-            silent = f"stopped by {stop}, but nothing was heard of {missing}: killed, or hanging"
+            silent = f"stopped by {stop}, but {missing} did not respond: killed or hanging"
             message = control.ended or silent
             self._write_down(DualevalError(message))
             self._say(f"dualeval: error: {message}")
@@ -213,7 +213,7 @@ class Conclusion:
         """Write the end into status.json."""
         folder = self.watch.folder
         if folder is not None and folder.shared:
-            with _surviving("write down the end"):
+            with _surviving("write status.json"):
                 folder.note_end(error, self._control.saved_by_all if isinstance(error, Stopped) else None)
 
     def _save(self, first: BaseException | None = None) -> str | None:
