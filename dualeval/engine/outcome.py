@@ -310,6 +310,6 @@ def _warnings(
     if machines > 1:
         yield (
             f"{machines} kinds of machine have computed this (machines in result.json: device model, CPU "
-            "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest can "
-            "be compared with none"
+            "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest "
+            "cannot be compared with any other"
         )
