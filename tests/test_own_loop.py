@@ -237,7 +237,8 @@ def test_misuse_is_said_at_once() -> None:
     misuse(lambda loop, batch, number: None, "samples 0 to 15 was not added")
     misuse(twice, "samples 0 to 15 was added before")
     misuse(
-        lambda loop, batch, number: loop.add(batch.clone(), value=batch), "a Tensor that is not the batch in"
+        lambda loop, batch, number: loop.add(batch.clone(), value=batch),
+        "a Tensor that is not the current batch",
     )
     misuse(lambda loop, batch, number: loop.add(batch, value=batch[1:]), "has 15 rows .* expected 16")
     misuse(
