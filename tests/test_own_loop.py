@@ -267,7 +267,7 @@ def test_misuse_is_said_at_once() -> None:
     with opened(data) as loop:
         with pytest.raises(UsageError, match="without a loop"):
             loop.result()
-        with pytest.raises(UsageError, match="without a batch in hand"):
+        with pytest.raises(UsageError, match="without a current batch"):
             loop.add(data, value=data)
 
 

@@ -209,8 +209,8 @@ class Outcome:
         )
         return Result(
             **fields,
+            whole_set_intervals=whole_set_intervals(part, evaluated, fields),
             part=part,
-            whole_set_intervals=whole_set_intervals(part, evaluated, fields["metrics"], fields["intervals"]),
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
             failed=[{"id": of.dataset.id(index), "error": error} for index, error in failures],
             chunks={
@@ -310,6 +310,6 @@ def _warnings(
     if machines > 1:
         yield (
             f"{machines} kinds of machine have computed this (machines in result.json: device model, CPU "
-            "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest can "
-            "be compared with none"
+            "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest "
+            "cannot be compared with any other"
         )

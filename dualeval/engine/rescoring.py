@@ -104,9 +104,7 @@ def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
     return replace(
         result,
         **fields,
-        whole_set_intervals=whole_set_intervals(
-            result.part, result.samples["evaluated"], fields["metrics"], fields["intervals"]
-        ),
+        whole_set_intervals=whole_set_intervals(result.part, result.samples["evaluated"], fields),
         warnings=list(dict.fromkeys(warnings)),
     )
 
