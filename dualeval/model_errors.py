@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualeval.errors import text_of
+
 _ON_DEVICE = "device-side assert"
 _OF_SHAPES = ("shape", "size", "channels", "dimension", "elements")
 _OTHER_DTYPES = ("same dtype", "should be the same", "expected scalar type", "expected m1 and m2")
@@ -35,7 +37,7 @@ def why_model_failed(error: BaseException, model: nn.Module) -> str | None:
         this kind.
     """
     calls = list(_calls(error))
-    said = str(error)
+    said = text_of(error)
     if isinstance(error, IndexError):
         return _index_of_embedding(calls, model) or _target_out_of_range(calls)
     if not isinstance(error, (RuntimeError, TypeError, ValueError)):
@@ -55,7 +57,7 @@ def why_model_failed(error: BaseException, model: nn.Module) -> str | None:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text without its full stop; its type where there is no text."""
-    lines = str(error).strip().splitlines()
+    lines = text_of(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 

@@ -74,7 +74,7 @@ CASES = {
     ),
     "input size": BadInput(
         arguments=["--model", "resnet18", "--weights", "random:0"],
-        words=["cannot take images of shape (1, 28, 28)", "--resize"],
+        words=["cannot take images of shape (1, 28, 28)", "a layer takes 3", "images in class folders"],
     ),
     "numbers of classes": BadInput(
         arguments=["--model", "fashion-cnn", "--weights", "{tmp}/twelve.pt", "--num-classes", "10"],

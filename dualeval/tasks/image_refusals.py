@@ -81,7 +81,8 @@ def refused_images(
 
 def _of_channels(own: int, *, in_memory: bool) -> str:
     if in_memory:
-        return f"Give idx files with {own} channels, or repeat the channel in the model's forward."
+        folders = "Give images in class folders, or repeat" if own == 3 else "Repeat"
+        return f"{folders} the channel in the model's forward, as with x.expand(-1, {own}, -1, -1)."
     if own in (1, 3):
         values = " and the --mean and --std of the model's training" if own == 1 else ""
         return f"Give --channels {own}{values}."

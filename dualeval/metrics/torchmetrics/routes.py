@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualeval.errors import RefusedSamples, UsageError
+from dualeval.errors import RefusedSamples, UsageError, text_of
 from dualeval.metrics import Measured
 from dualeval.metrics.limbs import add_exactly, rounded_sums
 from dualeval.metrics.torchmetrics.arguments import Arguments
@@ -182,7 +182,7 @@ class InLedger(_Wrapped):
 
 def _sentence(error: BaseException) -> str:
     """An error's text in one line, with a full stop."""
-    said = " ".join(str(error).split()) or type(error).__name__
+    said = " ".join(text_of(error).split()) or type(error).__name__
     return said if said.endswith((".", "!", "?")) else f"{said}."
 
 
