@@ -77,9 +77,7 @@ class Job:
         "stop", "An unreadable sample: stop (default) or skip it.", group=RUN, choices=ON_ERROR
     )
     device: str | None = option(None, "cpu, cuda or cuda:N.", group=LAUNCH, shown="a GPU if any")
-    workers: int | None = option(
-        None, "Reading processes per rank.", group=LAUNCH, least=0, shown="by task"
-    )
+    workers: int | None = option(None, "Reading processes per rank.", group=LAUNCH, least=0, shown="by task")
 
     @property
     def task(self) -> str:
