@@ -33,6 +33,7 @@ class Result:
     Attributes:
         metrics: the metrics by name; plain JSON values, null where a value is not finite.
         intervals: 95 % intervals [low, high] of the metrics that have one.
+        rough: for each interval that may cover less than 95 %, why.
         nonfinite: for each metric that met NaN or infinities, how many of which.
         samples: total, evaluated and failed samples.
         failed: id and error of every failed sample, in data-set order; the errors on rank 0 only.
@@ -91,6 +92,7 @@ class Result:
     samples_per_s: float
     warnings: list[str]
     folder: str | None
+    rough: dict[str, str] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     directions: dict[str, str] = field(default_factory=dict)
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -37,8 +37,14 @@ WAYS = {
     "mpirun -np 2 dualeval run --backend mpi": ("mpirun", "mpi"),
     "mpirun -np 2 dualeval run --backend torch": ("mpirun", "torch"),
 }
+# Each launcher, and each backend, is in another one of the ways, too.
+DOUBLES = ("dualeval run --nproc 2 --backend horovod", "mpirun -np 2 dualeval run --backend torch")
 EVERY_WAY = pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=needs(*names)) for way, names in WAYS.items()]
+    "way",
+    [
+        pytest.param(way, marks=[*needs(*names), *([pytest.mark.long] if way in DOUBLES else [])])
+        for way, names in WAYS.items()
+    ],
 )
 
 

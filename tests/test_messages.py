@@ -150,6 +150,14 @@ UNFIT: dict[str, tuple[Callable[[], str], list[str]]] = {
         lambda: refused(data=TensorDataset(INPUTS, LABELS[:, None]), metrics=["top1"]),
         ["the targets (2, 1) and torch.int64", "target.squeeze(1)"],
     ),
+    "no targets": (
+        lambda: refused(data=INPUTS, metrics=["top1"]),
+        ["no metric 'top1' here", "The samples have no target: give pairs (input, target)"],
+    ),
+    "targets of text": (
+        lambda: refused(data=[(row, "cat") for row in INPUTS]),
+        ["none with one number a sample", "The targets are no numbers, as 'cat': give each class a number"],
+    ),
     "one-hot targets": (
         lambda: refused(data=TensorDataset(INPUTS, nn.functional.one_hot(LABELS, 3)), metrics=["top1"]),
         ["the targets (2, 3) and torch.int64", "target.argmax(1)"],

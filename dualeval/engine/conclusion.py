@@ -162,7 +162,7 @@ class Conclusion:
             return EXIT_DONE
         missing = ", ".join(control.missing[:8])
         if missing:
-            silent = f"{missing} did not report after {stop} that all is saved: killed, or hanging"
+            silent = f"after {stop}, {missing} did not report that all is saved: killed or hanging"
             message = control.ended or silent
             self._write_down(DualevalError(message))
             self._say(f"dualeval: error: {message}")
@@ -217,7 +217,7 @@ class Conclusion:
         """Write the end into status.json."""
         folder = self.watch.folder
         if folder is not None and folder.shared:
-            with _surviving("write down the end"):
+            with _surviving("write status.json"):
                 folder.note_end(error, self._control.saved_by_all if isinstance(error, Stopped) else None)
 
     def _save(self, first: BaseException | None = None) -> str | None:

@@ -263,7 +263,7 @@ class Execution:
             ranks = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
             note(
                 f"rank {ranks} of {self._world.size} cannot see {folder.path} on {socket.gethostname()}: "
-                "what they finish is sent when all is done, and is lost where the run is ended before"
+                "their rows are sent at the end of the run, and are lost if it ends early"
             )
 
     def stored_batch(self) -> replay.StoredBatch | None:

@@ -123,7 +123,7 @@ def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -
             f"none of the first samples can be read, so nothing is left out: {said}Fix the data."
         )
     refusal = UsageError(
-        f"{said}Mend or remove it, or run with --on-error skip to leave such samples out and list them."
+        f"{said}Repair or remove it, or run with --on-error skip to leave such samples out and list them."
     )
     keep_own_code(refusal, sample.own_code)
     return refusal

@@ -187,7 +187,7 @@ def run_options_of(options: Mapping[str, Any]) -> RunOptions:
         raise UsageError(f"{unknown!r} is an option of the session: write dualeval.Session({unknown}=...).")
     near = difflib.get_close_matches(unknown, known, n=1)
     hint = f" Did you mean {near[0]}?" if near else f" There are {', '.join(known)}."
-    raise UsageError(f"{unknown!r} is no option of an evaluation.{hint}")
+    raise UsageError(f"{unknown!r} is not an option of an evaluation.{hint}")
 
 
 def check_timeout(option: str, seconds: float) -> None:

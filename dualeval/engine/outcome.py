@@ -22,7 +22,13 @@ from dualeval.engine.folder.predictions import RowsOfChunks, read_columns
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Evaluation, unwritable
 from dualeval.engine.machines import chunks_by_machine
-from dualeval.engine.measured import check_keys, fields_of_result, measured_from, plain
+from dualeval.engine.measured import (
+    check_keys,
+    fields_of_result,
+    measured_from,
+    plain,
+    rough_warnings,
+)
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.replay import batch_of_predictions, metric_digests
@@ -300,9 +306,10 @@ def _warnings(
         yield f"{kind.replace('_', ' ')}: {len(ids)} samples ({named}{more}), listed in result.json"
     for part in measured:
         yield from part.warnings
+    yield from rough_warnings({key: why for part in measured for key, why in part.rough.items()})
     if machines > 1:
         yield (
             f"{machines} kinds of machine have computed this (machines in result.json: device model, CPU "
-            "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest can "
-            "be compared with none"
+            "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest "
+            "cannot be compared with any other"
         )

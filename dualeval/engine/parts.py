@@ -243,8 +243,8 @@ def warnings_of(part: Mapping[str, Any]) -> list[str]:
     if part["kind"] != FIRST_SAMPLES:
         return []
     return [
-        f"{described_part(part)}: the first samples are no random sample of all, and their intervals say "
-        f"nothing of the others. --sample {part['samples']} draws a random one."
+        f"{described_part(part)}: the first samples are not a random sample, so the intervals say "
+        f"nothing about the others. --sample {part['samples']} draws a random one."
     ]
 
 

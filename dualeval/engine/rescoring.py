@@ -15,7 +15,7 @@ import torch
 from dualeval.columns import to_column
 from dualeval.engine.columns import check_declarations, columns_of, update
 from dualeval.engine.folder.mapped_columns import MappedColumns
-from dualeval.engine.measured import check_keys, fields_of_result, plain
+from dualeval.engine.measured import check_keys, fields_of_result, plain, rough_warnings
 from dualeval.engine.parts import whole_set_intervals
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
@@ -98,8 +98,9 @@ def check_finished(folder: Path) -> None:
 
 def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
     """A run's result with other metrics in place of its own."""
-    warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings)]
     fields = fields_of_result(measured)
+    warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings)]
+    warnings += rough_warnings(fields["rough"])
     return replace(
         result,
         **fields,

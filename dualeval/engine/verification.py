@@ -174,7 +174,7 @@ def _ids_twice(rows: StoredRows, hashes: Sequence[npt.NDArray[np.uint64]]) -> li
 
 def _metrics_check(result: Result, found: Result) -> Check:
     differences: list[str] = []
-    for field in ("metrics", "intervals", "whole_set_intervals", "nonfinite", "units", "directions"):
+    for field in ("metrics", "intervals", "rough", "whole_set_intervals", "nonfinite", "units", "directions"):
         of_field = "" if field == "metrics" else f"{field}."
         one, other = asdict(result)[field], asdict(found)[field]
         # A run of an earlier version has written no directions, and units of percent alone.

@@ -60,7 +60,10 @@ def _metrics(result: Result) -> Table:
             pairs.append(result.intervals.get(name, ()))
             numbers = [number for pair in pairs for number in pair]
             first, *ends = shown_numbers(value, *numbers, unit=result.units.get(name))
-            table.add_row(name, first, *[" to ".join(ends[at : at + 2]) for at in range(0, len(ends), 2)])
+            shown = [" to ".join(ends[at : at + 2]) for at in range(0, len(ends), 2)]
+            if name in result.rough:
+                shown = [f"{pair} (rough)" for pair in shown]
+            table.add_row(name, first, *shown)
         elif value is None:
             counts = ", ".join(f"{n} {kind}" for kind, n in result.nonfinite.get(name, {}).items() if n)
             table.add_row(name, f"not finite ({counts})" if counts else "none")
@@ -124,7 +127,7 @@ def _work(result: Result) -> str:
 def _comparable(result: Result) -> str:
     if result.homogeneous:
         return ""
-    return f" (comparable with none: {len(result.machines)} kinds of machine)"
+    return f" (not comparable: {len(result.machines)} kinds of machine)"
 
 
 def shown_numbers(*values: float, unit: str | None = None) -> list[str]:

@@ -21,7 +21,15 @@ from dualeval.metrics.classification import (
 )
 from dualeval.metrics.means import Mean
 from dualeval.tasks import Task
-from dualeval.tasks.refusals import FORWARD, OBSERVE, a_kind, check_call, no_tensor, why_no_classes
+from dualeval.tasks.refusals import (
+    FORWARD,
+    OBSERVE,
+    a_kind,
+    check_call,
+    no_tensor,
+    why_no_classes,
+    why_no_target,
+)
 
 _TOP = 5
 # Names of what is to be predicted, in samples that are dicts.
@@ -204,6 +212,7 @@ class ModelTask(Task):
         outputs = _tensor_of(outputs, batch)
         _, target = _in_two(batch)
         if not isinstance(target, Tensor):
+            self._seen = why_no_target(target)
             return {"prediction": _in_single(outputs.flatten(1) if outputs.ndim > 1 else outputs)}
         if outputs.ndim and target.ndim and len(outputs) != len(target):
             raise UsageError(

@@ -112,3 +112,11 @@ def why_no_classes(outputs: Tensor, target: Tensor) -> str:
     if target.ndim == 2 and target.shape == outputs.shape:
         return f"{found} Of targets with a 1 at one class a sample, take target.argmax(1)."
     return found
+
+
+def why_no_target(target: Any) -> str:
+    """What there is in place of a batch of targets."""
+    if target is None:
+        return "The samples have no target: give pairs (input, target), or dicts with the key 'label'."
+    first = next(iter(target), None) if isinstance(target, (list, tuple)) else target
+    return f"The targets are no numbers, as {first!r}: give each class a number."
