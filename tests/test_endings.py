@@ -157,7 +157,8 @@ def test_a_stop_is_written_down_before_all_have_saved(launch: Launch, tmp_path: 
     assert (code, said.count(says)) == (1, 1), said
     assert "did not report" not in said
     status = read(out / "status.json")
-    assert status["state"] == "failed" and status["reason"].endswith(says)
+    assert status["state"] == "failed" and status["reason"].startswith("rank 1 ")
+    assert status["reason"].endswith(says)
     assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
 
 
