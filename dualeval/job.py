@@ -73,10 +73,9 @@ class Job:
     )
     cluster: str | None = option(
         None,
-        "Column of samples that go together, for intervals.",
+        "Samples with equal entries are not independent.",
         group=EVALUATED,
         metavar="COLUMN",
-        shown="the task's own",
     )
     batch_size: int = option(64, "Samples per batch.", group=HOW, least=1)
     precision: str = option(
