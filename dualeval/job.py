@@ -55,6 +55,7 @@ class Job:
         limit: evaluate only the first samples.
         sample: evaluate only so many, drawn at random by their ids.
         seed: another one draws others.
+        cluster: a column whose equal entries mark samples that are not independent.
         precision: one of ``choices.PRECISIONS``.
         device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
         workers: reading processes of each rank; None decides by task and cores.
@@ -68,6 +69,12 @@ class Job:
     sample: int | None = option(None, "Evaluate only N samples, drawn at random.", group=DATA, least=1)
     seed: int | None = option(
         None, "With --sample: another number draws others.", group=DATA, least=0, shown="0"
+    )
+    cluster: str | None = option(
+        None,
+        "Samples with equal entries are not independent.",
+        group=DATA,
+        metavar="COLUMN",
     )
     batch_size: int = option(64, "Samples per batch.", group=RUN, least=1)
     precision: str = option(
@@ -182,7 +189,7 @@ class Job:
 
 
 # Tasks have had these for something of their own: what nobody gives does not change the task's default.
-_TASKS_OWN_TOO = ("sample", "seed")
+_TASKS_OWN_TOO = ("sample", "seed", "cluster")
 
 # The options that every run has, by name.
 COMMON = {field.name: field for field in fields_of(Job) if field.name not in ("kind", "options")}

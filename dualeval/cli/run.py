@@ -203,6 +203,7 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
 @_of_job("limit")
 @_of_job("sample")
 @_of_job("seed")
+@_of_job("cluster")
 @grouped(
     "--config",
     group=RUN,
@@ -443,6 +444,7 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
             limit=job.limit,
             sample=job.sample,
             seed=job.seed,
+            cluster=job.cluster,
             precision=job.precision,
             workers=job.workers,
             on_error=job.on_error,

@@ -91,7 +91,8 @@ class Execution:
         self.said: list[str] = []
         self._plan = plan_of(dataset, context)
         metrics, row_metrics = in_two(chosen_metrics(self._options.metric, task.metrics(), rows))
-        self._columns = kept_columns(rows, metrics, row_metrics)
+        cluster = self._options.cluster or task.cluster
+        self._columns = kept_columns(rows, metrics, row_metrics, cluster)
         trial.check_names([*metrics, *row_metrics], self._columns)
         # What nobody reads again is not kept where nothing is written.
         of_rows = tuple(dict.fromkeys(name for metric in row_metrics for name in metric.columns))
@@ -102,7 +103,8 @@ class Execution:
             plan=self._plan,
             metrics=metrics,
             row_metrics=row_metrics,
-            kept=of_rows if self._options.out is None else self._columns,
+            kept=of_rows if self._options.out is None and cluster is None else self._columns,
+            cluster=cluster,
             context=context,
             device=context.backend.device,
             workers=self._options.workers or 0,
@@ -147,6 +149,8 @@ class Execution:
             "batch_size": self._plan.batch_size,
             "precision": self._options.precision,
             "on_error": self._options.on_error,
+            # Its intervals are other ones.
+            **({} if of.cluster is None else {"cluster": of.cluster}),
         }
         machine = {
             **machine_facts(self._backend.device, self._task.libraries, self._options.precision),
@@ -351,7 +355,7 @@ class Execution:
     def start_loop(self) -> None:
         """Make the loop, and what takes its batches; what was done until now counts as setup."""
         if self._folder is None:
-            self._writer: JournalWriter | MemoryWriter = MemoryWriter(keeps=bool(self.evaluation.row_metrics))
+            self._writer: JournalWriter | MemoryWriter = MemoryWriter(keeps=bool(self.evaluation.kept))
         else:
             self._writer = JournalWriter(
                 self._folder.journal,

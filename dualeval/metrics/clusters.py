@@ -108,7 +108,9 @@ def _pieces(samples: int) -> Iterator[slice]:
 
 def _distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     values = np.sort(values)
-    return values[np.concatenate([[True], values[1:] != values[:-1]])]
+    first = np.ones(len(values), np.bool_)
+    first[1:] = values[1:] != values[:-1]
+    return np.compress(first, values)
 
 
 def cluster_intervals(
@@ -128,14 +130,15 @@ def cluster_intervals(
         units: of the values: those of "fraction" and "percent" are of 0 to 1, if each sample's are.
     """
     clusters = Clusters(rows[name])
-    intervals, rough, warnings = {}, {}, []
+    intervals, rough = {}, {}
+    without: dict[str, list[str]] = {}
     for key, score in scores.items():
         if not isinstance(values.get(key), (int, float)):
             continue
         sums = _Sums(clusters, rows, score)
         ends = sums.interval(bounded=units.get(key) in (FRACTION, PERCENT))
         if isinstance(ends, str):
-            warnings.append(f"{key} has no interval by {name}: {ends}")
+            without.setdefault(ends, []).append(key)
             continue
         if score.transform is not None:
             found = TRANSFORMS[score.transform].of_ends(ends)
@@ -148,7 +151,8 @@ def cluster_intervals(
         intervals[key] = (low, high)
         if sums.count < sums.shown_from:
             rough[key] = f"of {sums.count} clusters, and was shown to cover from {sums.shown_from} on"
-    return ClusterIntervals(count=clusters.count, intervals=intervals, rough=rough, warnings=tuple(warnings))
+    warnings = tuple(f"no interval of {', '.join(keys)} by {name}: {why}" for why, keys in without.items())
+    return ClusterIntervals(count=clusters.count, intervals=intervals, rough=rough, warnings=warnings)
 
 
 class _Sums:
@@ -199,7 +203,7 @@ class _Sums:
         bounded = bounded and self._lies_between
         self.shown_from = BOUNDED_SHOWN_FROM if bounded else SHOWN_FROM
         if self.count < 2:
-            return "there is one cluster"
+            return "all samples are of one cluster"
         shares = self._shares
         if not (shares < 1).all():
             return "one cluster has all the weight"

@@ -31,6 +31,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
     world, timing = result.world, result.timing
     lines = [
         f"samples         {_samples(result)}",
+        *([f"clusters        {_clusters(result)}"] if result.clusters else []),
         f"ranks           {world['size']} ({world['launcher']}, {world['backend']}, "
         f"{result.device['device']})",
         *([f"machine         {_machine(result)}"] if result.device.get("bits") else []),
@@ -106,6 +107,11 @@ def _samples(result: Result) -> str:
     if part.get("kind", ALL_SAMPLES) == ALL_SAMPLES:
         return f"{samples['evaluated']:,} of {samples['total']:,} evaluated, {failed}"
     return f"{described_part(part)}, {failed}"
+
+
+def _clusters(result: Result) -> str:
+    clusters = result.clusters
+    return f"{clusters['count']:,} ({clusters['column']}); the intervals allow for them"
 
 
 def _machine(result: Result) -> str:
