@@ -99,8 +99,12 @@ def check_finished(folder: Path) -> None:
 def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
     """A run's result with other metrics in place of its own."""
     fields = fields_of_result(measured)
-    warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings)]
-    warnings += rough_warnings(fields["rough"])
+    # Those of the run's own intervals are not about these.
+    rough = rough_warnings(fields["rough"])
+    stale = {*rough_warnings(result.rough)} - {*rough}
+    kept = [sentence for sentence in result.warnings if sentence not in stale]
+    warnings = [*kept, *(sentence for part in measured for sentence in part.warnings)]
+    warnings += rough
     return replace(
         result,
         **fields,
