@@ -122,7 +122,8 @@ class DrawnSamples(Samples):
                 return selected
             found = f"returned the sample {other[0]!r} in place of {other[1]!r}"
         raise UsageError(
-            f"{type(self.whole).__name__}.select(indices) {found}, expected a data set ({', '.join(names)}) of "
+            f"{type(self.whole).__name__}.select(indices) {found}, expected a data set ("
+            f"{', '.join(names)}) of "
             f"the {len(self):,} drawn samples, in their order. Mend it, or give it another name: the "
             "samples are read without it, too."
         )
