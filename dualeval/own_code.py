@@ -12,12 +12,14 @@ import traceback
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 DEBUG_VARIABLE = "DUALEVAL_DEBUG"
 # Of a recursion without an end the last ones say enough.
 _SHOWN_AT_MOST = 6
 # Not resolved: two of its folders are links, and a traceback names files by the way that led to them.
 _PACKAGE = f"{Path(__file__).absolute().parent}{os.sep}"
+_NAME = __name__.split(".")[0]
 # Code that was typed, and lies in no file.
 _TYPED = ("<string>", "<stdin>", "<ipython-input", "<python-input")
 _ATTRIBUTE = "_dualeval_own_code"
@@ -51,8 +53,8 @@ def keep_own_code(error: BaseException, lines: str) -> None:
 
 def is_raised_by_own_code(error: BaseException) -> bool:
     """Whether the statement that has raised an error is the user's own."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and _is_own(frames[-1].filename)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and _is_own(frames[-1][0])
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -66,16 +68,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _lines(error: BaseException) -> str:
-    frames = list(traceback.extract_tb(error.__traceback__))
-    inside = next((place for place, frame in enumerate(frames) if frame.filename.startswith(_PACKAGE)), 0)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    inside = next(
+        (place for place, (frame, _) in enumerate(frames) if frame.f_code.co_filename.startswith(_PACKAGE)), 0
+    )
     # What calls this package is not what has failed.
-    own = [frame for frame in frames[inside:] if _is_own(frame.filename)]
-    return "".join(traceback.StackSummary.from_list(own[-_SHOWN_AT_MOST:]).format())
+    own = [(frame, line) for frame, line in frames[inside:] if _is_own(frame)]
+    return "".join(traceback.StackSummary.extract(iter(own[-_SHOWN_AT_MOST:])).format())
 
 
-def _is_own(filename: str) -> bool:
+def _is_own(frame: FrameType) -> bool:
+    filename = frame.f_code.co_filename
     if filename.startswith("<"):
-        return filename.startswith(_TYPED)
+        # A method that dataclasses have made is of "<string>", too.
+        module = str(frame.f_globals.get("__name__"))
+        return filename.startswith(_TYPED) and module.split(".")[0] != _NAME
     path = str(Path(filename).absolute())
     if path.startswith(_PACKAGE) or f"{os.sep}site-packages{os.sep}" in path:
         return False

@@ -618,3 +618,10 @@ def test_the_embedded_weights_have_a_name() -> None:
     named, own = ImageClassification(model="fashion-cnn", weights="DEFAULT"), ImageClassification()
     assert named.description()["weights"] == own.description()["weights"]
     assert "shipped with dualeval" in named.description()["weights"]
+
+
+def test_an_option_in_python_has_no_lines_of_own_code() -> None:
+    # __init__ of a dataclass is of "<string>", as typed code is.
+    with pytest.raises(UsageError) as caught:
+        dualeval.evaluate(model=torch.nn.Identity(), data=[torch.zeros(1)], seed=3)
+    assert own_code(caught.value) == ""

@@ -24,6 +24,7 @@ from dualeval.data.image_folder import ImageFolder
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.engine import parts, verification
 from dualeval.engine.options import RunOptions
+from dualeval.engine.parts import drawn
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.rescoring import rescore
 from dualeval.errors import ExactlyOnceError, UsageError
@@ -537,3 +538,43 @@ def test_the_table_says_which_interval_is_about_what() -> None:
         for intervals in (result.whole_set_intervals, result.intervals)
     ]
     assert "samples         1,500 of 2,000 drawn at random (seed 0), 0 failed\n" in stream.getvalue()
+
+
+# -- what a data set says of itself ------------------------------------------------------------------
+
+
+class Selecting(Named):
+    """A data set whose ``select`` returns what it was made with."""
+
+    def __init__(self, names: Sequence[str], returned: Any) -> None:
+        super().__init__(names)
+        self.returned = returned
+
+    def select(self, indices: Sequence[int]) -> Any:
+        assert type(indices[0]) is int
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (3, "returned int without __len__, id, fingerprint, __getitems__, expected"),
+        (Named(["0", "1"]), "returned 2 samples, expected"),
+        (Named(["8", "14", "49", "57", "60", "95"]), "returned the sample '95' in place of '94', expected"),
+    ],
+)
+def test_a_select_that_gives_other_samples(returned: object, said: str) -> None:
+    data = Selecting([str(index) for index in range(100)], returned)
+    options = RunOptions(sample=6, seed=0)
+    with pytest.raises(UsageError, match=rf"^Selecting\.select\(indices\) {said}"):
+        drawn(data, options, note=print)
+
+
+@pytest.mark.parametrize("targets", [[2**70] * 40, property(lambda self: 1 / 0)])
+def test_targets_that_are_no_classes_cost_no_run(targets: object) -> None:
+    class Odd(list[Any]):
+        pass
+
+    Odd.targets = targets  # type: ignore[attr-defined]
+    result = dualeval.evaluate(model=Logits(), data=Odd(made_rows(40)), limit=8, metrics=["top1"], workers=0)
+    assert result.part == {"kind": "first", "samples": 8, "of": 40}

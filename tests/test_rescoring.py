@@ -377,3 +377,11 @@ def test_a_metric_of_torchmetrics_is_scored_from_the_rows_of_any_run(
     assert list(dualeval.rescore(tmp_path / "built", metrics=found).metrics) == ["top1", "MeanAbsoluteError"]
     with pytest.raises(dualeval.UsageError, match="'MeanAbsoluteError' of TorchMetrics"):
         metrics_of_run(tmp_path / "built/job.json")
+
+
+def test_warnings_about_intervals_are_of_the_metrics_that_were_asked_for(tmp_path: Path) -> None:
+    metrics = [classification_metric(name, 10) for name in ("loss", "top1")]
+    evaluate(TinyTask(12), tmp_path, batch_size=4)
+    of_loss = "the interval of loss is of 12 samples"
+    assert any(said.startswith(of_loss) for said in dualeval.rescore(tmp_path, metrics=metrics).warnings)
+    assert not any(of_loss in said for said in dualeval.rescore(tmp_path, metrics=metrics[1:]).warnings)

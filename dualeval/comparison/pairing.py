@@ -161,7 +161,8 @@ def pair(a: ComparedRun, b: ComparedRun, *, trust_ids: bool = False) -> Pairs:
     )
     if len(pairs) < 2:
         raise UsageError(
-            f"{a.folder} and {b.folder} have {len(pairs)} samples in common that both have evaluated"
+            f"{a.folder} and {b.folder} have {len(pairs)} sample{'' if len(pairs) == 1 else 's'} "
+            "that both have evaluated: at least 2 are needed"
         )
     _check_targets(pairs)
     return pairs
@@ -192,7 +193,8 @@ def _joined(a: ComparedRun, b: ComparedRun, ids: Any, other_ids: Any) -> npt.NDA
         raise UsageError(
             f"{a.folder} and {b.folder} are runs over different samples: {len(ids) - len(only_a):,} ids are "
             f"in both, {_some('A', only_a)}, {_some('B', only_b)}. "
-            "A comparison is made of pairs: evaluate both over the same samples (--data, --limit)."
+            "A comparison is made of pairs: evaluate both over the same samples (--data, --limit, "
+            "or --sample and --seed)."
         )
     rows: npt.NDArray[np.int64] = found.to_numpy().astype(np.int64)
     return rows

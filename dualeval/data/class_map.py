@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def _of_csv(path: Path, text: str) -> _Entries:
                 raise UsageError(f"{where} has {len(cells)} columns, expected 2: FOLDER,INDEX")
             folder, index = cells
             try:
-                found.append((where, folder, int(index) if index else None))
+                found.append((where, folder, _number(index) if index else None))
             except ValueError:
                 if found or number > 1:
                     _index(where, index, "an empty one")
@@ -97,6 +98,13 @@ def _of_csv(path: Path, text: str) -> _Entries:
     except csv.Error as error:
         raise UsageError(f"--class-map {path} is not CSV: {error}") from error
     return found
+
+
+def _number(text: str) -> int:
+    # int() takes 1_0 for 10, too.
+    if re.fullmatch(r"[+-]?[0-9]+", text, re.ASCII) is None:
+        raise ValueError(text)
+    return int(text)
 
 
 def _rows(text: str) -> Iterable[tuple[int, list[str]]]:
@@ -109,7 +117,7 @@ def _rows(text: str) -> Iterable[tuple[int, list[str]]]:
 def _index(where: str, index: Any, left_out: str) -> int | None:
     if index is None or (type(index) is int and index >= 0):
         return index
-    turned = " A map of index to folder has to be turned round." if isinstance(index, str | _Pairs) else ""
+    turned = " A map of index to folder has to be turned round." if isinstance(index, str | list) else ""
     raise UsageError(
         f"{where} is mapped to {json.dumps(index, ensure_ascii=False)}: expected the class's index, a whole "
         f"number from 0, or {left_out} to leave the folder out.{turned}"

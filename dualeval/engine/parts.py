@@ -93,7 +93,7 @@ class DrawnSamples(Samples):
         self.whole, self.indices, self.seed = whole, indices, seed
         select = getattr(whole, "select", None)
         # Samples of data sets without ids have no such method of their own.
-        self._selected: Any = select(indices) if callable(select) else None
+        self._selected: Any = self._checked(select(indices.tolist())) if callable(select) else None
         # The class that decides the numbers is that of the user's data set.
         self.wrapped = getattr(whole, "wrapped", whole)
         self.in_memory = bool(getattr(whole, "in_memory", False))
@@ -102,6 +102,31 @@ class DrawnSamples(Samples):
         for name in ("content_fingerprint", "placeholder"):
             if hasattr(whole, name):
                 setattr(self, name, getattr(self, f"_{name}"))
+
+    def _checked(self, selected: Any) -> Any:
+        """What the data set's ``select`` has returned: a method of this name may mean something else.
+
+        Raises:
+            UsageError: these are not the samples that were drawn.
+        """
+        names = ("__len__", "id", "fingerprint", "__getitems__")
+        lacking = [name for name in names if not callable(getattr(selected, name, None))]
+        if lacking:
+            found = f"returned {type(selected).__name__} without {', '.join(lacking)}"
+        elif len(selected) != len(self):
+            found = f"returned {len(selected):,} samples"
+        else:
+            ids = ((selected.id(place), self.id(place)) for place in range(len(self)))
+            other = next((pair for pair in ids if pair[0] != pair[1]), None)
+            if other is None:
+                return selected
+            found = f"returned the sample {other[0]!r} in place of {other[1]!r}"
+        raise UsageError(
+            f"{type(self.whole).__name__}.select(indices) {found}, expected a data set ("
+            f"{', '.join(names)}) of "
+            f"the {len(self):,} drawn samples, in their order. Mend it, or give it another name: the "
+            "samples are read without it, too."
+        )
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -227,12 +252,15 @@ def part_of(dataset: Dataset, plan: EvalPlan) -> dict[str, Any]:
 
 def _targets(dataset: Dataset) -> npt.NDArray[Any] | None:
     """Each sample's class, where the data set says it without reading: as ``targets``, torchvision's name."""
-    own = getattr(dataset, "targets", None)
-    found = getattr(getattr(dataset, "wrapped", None), "targets", None) if own is None else own
-    if isinstance(found, Tensor):
-        found = found.detach().cpu().numpy()
-    if isinstance(found, list | tuple) and all(isinstance(target, int) for target in found):
-        found = np.array(found, np.int64)
+    try:
+        own = getattr(dataset, "targets", None)
+        found = getattr(getattr(dataset, "wrapped", None), "targets", None) if own is None else own
+        if isinstance(found, Tensor):
+            found = found.detach().cpu().numpy()
+        if isinstance(found, list | tuple) and all(isinstance(target, int) for target in found):
+            found = np.array(found, np.int64)
+    except Exception:  # noqa: BLE001 - the user's property; a finished run is not lost for a count of classes
+        return None
     if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
         return None
     return found if len(found) == len(dataset) else None

@@ -118,7 +118,10 @@ def with_measured(
     cluster = cluster or result.clusters.get("column")
     found = None if cluster is None else _stored_clusters(rows, cluster, measured)
     fields, said = with_clusters(fields_of_result(measured), cluster, found)
-    warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings), *said]
+    # Those of the run's own intervals are not about these.
+    stale = {*rough_warnings(result.rough)} - {*said}
+    kept = [sentence for sentence in result.warnings if sentence not in stale]
+    warnings = [*kept, *(sentence for part in measured for sentence in part.warnings), *said]
     return replace(
         result,
         **fields,
