@@ -33,6 +33,10 @@ class Result:
     Attributes:
         metrics: the metrics by name; plain JSON values, null where a value is not finite.
         intervals: 95 % intervals [low, high] of the metrics that have one.
+        rough: for each interval that may cover less than 95 %, why.
+        naive_intervals: where samples come in clusters, the intervals of independent ones; ``intervals`` are
+            those that allow for the clusters.
+        clusters: the ``column`` whose equal entries make a cluster, and their ``count``; nothing without.
         nonfinite: for each metric that met NaN or infinities, how many of which.
         samples: total, evaluated and failed samples.
         failed: id and error of every failed sample, in data-set order; the errors on rank 0 only.
@@ -91,6 +95,9 @@ class Result:
     samples_per_s: float
     warnings: list[str]
     folder: str | None
+    rough: dict[str, str] = field(default_factory=dict)
+    naive_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    clusters: dict[str, Any] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     directions: dict[str, str] = field(default_factory=dict)
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -102,9 +109,9 @@ class Result:
     metric_digests: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     description: dict[str, str] = field(default_factory=dict)
-    labels: dict[str, Any] = field(default_factory=dict)
     part: dict[str, Any] = field(default_factory=dict)
     whole_set_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    labels: dict[str, Any] = field(default_factory=dict)
 
     @property
     def metrics_digest(self) -> str:

@@ -40,7 +40,7 @@ ALLOWED = {
         "local_ranks",
     },
     "columns": set(),
-    "comparison": {"engine", "metrics.scores", "result", "tasks.stored"},
+    "comparison": {"engine", "metrics.scores", "metrics.intervals", "result", "tasks.stored"},
     "engine": {"columns", "metrics", "result", "tasks", "backends.base"},
     "tasks": {"columns", "models", "data", "metrics"},
     "models": {"data"},

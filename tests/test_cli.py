@@ -5,19 +5,27 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import re
 import shutil
 import struct
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file
 
+from dualeval.cli import dualeval
+from dualeval.cli.submit import submit
+from dualeval.errors import UsageError
+from dualeval.job import start_of
 from dualeval.tasks.image_classification import ASSETS, EMBEDDED_WEIGHTS
-from tests.conftest import Finished, Launch
+from tests.conftest import ROOT, Finished, Launch
 
 RUN: list[str | Path] = [sys.executable, "-m", "dualeval", "run"]
 RESNET: list[str] = ["--model", "resnet18", "--weights", "random:0"]
@@ -119,11 +127,8 @@ CASES = {
 }
 # These say no before any process is started, or are about starting itself.
 PLAIN_ONLY = {"nproc beyond reason", "half-set torchrun", "backend without launcher"}
-# Of those that ranks find, one for each place: options, data, weights, model, output folder, a sample.
-ON_RANKS = {
-    *("unknown precision", "missing data folder", "weights that do not fit", "input size"),
-    *("unwritable output", "no image"),
-}
+# Of those that ranks find: in the data, in the weights, and in the output folder.
+ON_RANKS = {"missing data folder", "weights that do not fit", "unwritable output"}
 
 
 def two_in_one(average: dict[str, torch.Tensor]) -> dict[str, object]:
@@ -292,3 +297,59 @@ def test_nproc_under_a_launcher_is_refused(launch: Launch, tmp_path: Path) -> No
     done = launch([*RUN, "--nproc", "2"], cwd=tmp_path, variables=variables, timeout=60)
     assert done.returncode == 2
     assert "--nproc 2 was given to a process that torchrun had started" in done.stderr
+
+
+def test_dualeval_alone_shows_the_commands() -> None:
+    done = CliRunner().invoke(dualeval, [])
+    assert done.exit_code == 0
+    assert done.output.startswith("Usage: dualeval [OPTIONS] COMMAND [ARGS]...")
+    assert "error" not in done.output
+    assert re.search(r"^  run ", done.output, re.MULTILINE)
+
+
+def test_a_job_file_says_where_and_on_how_many_ranks(launch: Launch, tmp_path: Path) -> None:
+    """And the ranks that it starts, which read it as well, start no others."""
+    (tmp_path / "jobs").mkdir()
+    job = tmp_path / "jobs/job.toml"
+    job.write_text('out = "found"\nnproc = 2\nlimit = 70\n')
+    done = launch([*RUN, "--config", job, "--no-progress"], cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "jobs/found/result.json").read_text())
+    assert (result["world"]["size"], result["samples"]["total"]) == (2, 70)
+    assert "nproc" not in result["job"]
+
+
+def test_flags_win_over_where_a_job_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job.toml").write_text('out = "found"\nnproc = 2\n')
+    assert start_of(tmp_path / "job.toml") == {"out": tmp_path / "found", "nproc": 2}
+    assert start_of(None) == {}
+    asked: list[Any] = []
+
+    def start(*words: Any) -> int:
+        asked.append(words)
+        return 0
+
+    monkeypatch.setattr(sys.modules["dualeval.cli.run"], "_start_ranks", start)
+    for words, nproc in (([], 2), (["--nproc", "3"], 3)):
+        done = CliRunner().invoke(dualeval, ["run", "--config", str(tmp_path / "job.toml"), *words], obj=[])
+        assert done.exit_code == 0, done.output
+        assert asked[-1][0] == nproc
+        assert asked[-1][3].out == tmp_path / "found"
+    CliRunner().invoke(
+        dualeval, ["run", "--config", str(tmp_path / "job.toml"), "--out", str(tmp_path / "mine")], obj=[]
+    )
+    assert asked[-1][3].out == tmp_path / "mine"
+
+
+@pytest.mark.parametrize(("line", "said"), [("nproc = 0", "nproc"), ('nproc = "two"', "expected an int")])
+def test_a_job_file_with_a_wrong_start(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "job.toml").write_text(line + "\n")
+    with pytest.raises(UsageError, match=said):
+        start_of(tmp_path / "job.toml")
+
+
+def test_logs_of_submit_are_no_part_of_the_repository() -> None:
+    log = next(parameter for parameter in submit.params if parameter.name == "log")
+    name = str(log.default).replace("%j", "4711")
+    done = subprocess.run(["git", "check-ignore", "-q", name], cwd=ROOT, check=False, timeout=30)
+    assert done.returncode in (0, 128), f"{name} is not ignored"  # 128: this is no repository

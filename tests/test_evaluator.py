@@ -272,3 +272,12 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
 
 def test_precisions_are_those_of_the_options() -> None:
     assert tuple(numerics.PRECISIONS) == choices.PRECISIONS
+
+
+def test_a_finished_folder_that_was_moved(tmp_path: Path) -> None:
+    """It says where it is now, and not where it was made."""
+    evaluate(TinyTask(5), tmp_path / "made")
+    (tmp_path / "made").rename(tmp_path / "moved")
+    again = evaluate(TinyTask(5), tmp_path / "moved")
+    assert again.earlier
+    assert again.folder == str(tmp_path / "moved")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
@@ -17,13 +18,14 @@ from torch import Tensor
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean, Measured, Metric
 from dualeval.metrics.exact import (
+    DOUBLE_CUBE_LIMBS,
     DOUBLE_PRODUCT_LIMBS,
     DOUBLE_SUM_LIMBS,
     exact_sums,
     from_limbs,
     to_limbs,
 )
-from dualeval.metrics.intervals import NORMAL_95
+from dualeval.metrics.intervals import student_95
 
 LARGEST = 3.4028234663852886e38  # of the float32 numbers
 SMALLEST = 2.0**-149
@@ -74,7 +76,10 @@ def test_sums_are_the_rational_sums(values: list[float]) -> None:
     assert Fraction(sums.square_sums[0], 2**298) == sum(
         (Fraction(value) ** 2 for value in values), Fraction()
     )
+    assert Fraction(sums.cube_sums[0], 2**447) == sum((Fraction(value) ** 3 for value in values), Fraction())
     assert sums.nonfinite == (0, 0, 0)
+    alone = exact_sums(float32(values), powers=False)
+    assert (alone.sums, alone.square_sums, alone.cube_sums) == (sums.sums, [0], [0])
 
 
 @pytest.mark.parametrize(
@@ -110,6 +115,7 @@ def test_full_pieces_of_the_largest_fraction_do_not_overflow() -> None:
     sums = exact_sums(values)
     assert sums.sums == [int(-LARGEST) * len(values) * 2**149]
     assert sums.square_sums == [int(LARGEST) ** 2 * len(values) * 2**298]
+    assert sums.cube_sums == [int(-LARGEST) ** 3 * len(values) * 2**447]
 
 
 def test_groups_are_summed_apart() -> None:
@@ -120,43 +126,40 @@ def test_groups_are_summed_apart() -> None:
         alone = exact_sums(values[groups == group])
         assert together.sums[group] == alone.sums[0]
         assert together.square_sums[group] == alone.square_sums[0]
+        assert together.cube_sums[group] == alone.cube_sums[0]
     assert together.sums[7] == 0
-
-
-def test_interval_is_the_normal_one_of_the_exact_variance() -> None:
-    values = [0.25, 3.0, -1.5, 1e-30, 7.125]
-    exact = [Fraction(value) for value in float32(values).tolist()]
-    mean = sum(exact, Fraction()) / 5
-    variance = sum(((value - mean) ** 2 for value in exact), Fraction()) / 4
-    half_width = NORMAL_95 * math.sqrt(variance / 5)
-    measured = measure(float32(values))
-    centre = measured.values["loss"]
-    assert isinstance(centre, float)
-    assert measured.intervals["loss"] == (centre - half_width, centre + half_width)
 
 
 def test_variance_survives_a_large_mean() -> None:
     # In float64, the mean of squares less the square of the mean is 0 or noise here.
     base = 2.0**23
     low, high = measure(float32([base, base + 1.0] * 50)).intervals["loss"]
-    assert high - low == pytest.approx(2 * NORMAL_95 * math.sqrt(0.25 / 99), rel=1e-7)
+    # Of a mean without skewness it is Student's.
+    assert high - low == pytest.approx(2 * student_95(99) * math.sqrt(0.25 / 99), rel=1e-7)
 
 
-def test_equal_values_have_an_interval_of_width_zero() -> None:
-    assert measure(float32([0.1] * 3)).intervals["loss"] == (float32([0.1]).item(),) * 2
+def test_equal_values_have_no_interval() -> None:
+    found = measure(float32([0.1] * 3))
+    assert found.intervals == {}
+    assert found.warnings == (
+        "loss has no interval: its 3 samples are all equal, and say nothing of how far others may be from "
+        "them",
+    )
 
 
 def test_no_samples_and_one_sample() -> None:
-    assert measure() == Measured(values={"loss": None})
-    assert measure(float32([])) == Measured(values={"loss": None})
-    assert measure(float32([2.5])) == Measured(values={"loss": 2.5})
+    for nothing in (measure(), measure(float32([]))):
+        assert (nothing.values, nothing.intervals) == ({"loss": None}, {})
+    alone = measure(float32([2.5]))
+    assert alone.values == {"loss": 2.5}
+    assert alone.warnings == ("loss has no interval: it is of one sample",)
 
 
 def test_nonfinite_values_are_counted_and_never_summed() -> None:
     values = float32([1.0, math.nan, math.inf, -math.inf, math.inf, -math.nan])
     metric = Mean("loss")
     ledger = ledger_of(metric, values)
-    assert metric.compute(ledger) == Measured(
+    assert replace(metric.compute(ledger), scores={}) == Measured(
         values={"loss": None}, nonfinite={"loss": {"nan": 2, "pos_inf": 2, "neg_inf": 1}}
     )
     assert ledger[:5].tolist() == [6, 0, 2, 2, 1]
@@ -200,8 +203,7 @@ def test_limbs_after_an_update_are_normalised() -> None:
     metric = Mean("loss")
     for sign in (1.0, -1.0):
         ledger = ledger_of(metric, *[torch.full((1_000,), sign * LARGEST) for _ in range(3)])
-        limbs = ledger[5 : 5 + DOUBLE_SUM_LIMBS], ledger[5 + DOUBLE_SUM_LIMBS :]
-        assert [len(part) for part in limbs] == [DOUBLE_SUM_LIMBS, DOUBLE_PRODUCT_LIMBS]
+        limbs = torch.split(ledger[5:], [DOUBLE_SUM_LIMBS, DOUBLE_PRODUCT_LIMBS, DOUBLE_CUBE_LIMBS])
         for part in limbs:
             assert bool(((part[:-1] >= 0) & (part[:-1] < 2**32)).all())
             assert -(2**31) <= int(part[-1]) < 2**31

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Count, Mean, Measured, Ratio
-from dualeval.metrics.intervals import NORMAL_95, wilson_interval
+from dualeval.metrics.intervals import student_95, wilson_interval
 from tests.measuring import ledger_of, measure, same_bits
 
 moderate = st.one_of(st.floats(-1e6, 1e6), st.floats(-1.0, 1.0), st.sampled_from([5e-324, 1e-300, 1 / 3]))
@@ -46,7 +46,7 @@ def test_the_mean_of_any_dtype_is_fsum_over_n(dtype: torch.dtype) -> None:
     assert same_bits(found.values["x"], math.fsum(values.tolist()) / 500)
     assert found.units == {}
     # The ledger's size does not depend on the dtype: ranks and resumed runs have the same.
-    assert Mean("x").size == 205
+    assert Mean("x").size == 403
 
 
 def test_the_mean_of_bools_is_a_fraction_with_wilsons_interval() -> None:
@@ -63,7 +63,8 @@ def test_a_mean_whose_sum_is_beyond_a_double() -> None:
     found = measure(Mean("x"), {"x": doubles([largest, largest, 0.0])})
     assert same_bits(found.values["x"], float(Fraction(largest) * 2 / 3))
     # Its interval is beyond one, and is left out.
-    assert measure(Mean("x"), {"x": doubles([largest, -largest])}) == Measured(values={"x": 0.0})
+    beyond = measure(Mean("x"), {"x": doubles([largest, -largest])})
+    assert (beyond.values, beyond.intervals, beyond.rough) == ({"x": 0.0}, {}, {})
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,22 +100,37 @@ def check_interval(
 ) -> None:
     """Against the definition, sample by sample."""
     ratio = Fraction(ratio)
-    count = len(above)
-    if count < 2:
+    residuals = [Fraction(y) - ratio * Fraction(x) for y, x in zip(above, below, strict=True)]
+    if len(above) < 2 or not any(residuals):
         assert found.intervals == {}
         return
-    residuals = [Fraction(y) - ratio * Fraction(x) for y, x in zip(above, below, strict=True)]
-    mean = total(below) / count
-    variance = total([value * value for value in residuals]) / (count - 1) / count / (mean * mean)
+    assert found.rough == {key: f"of {len(above)} samples, and was shown to cover from 30 on"}
+    low, high = hall(ratio, residuals, total(below) / len(below))
+    if math.isfinite(low) and math.isfinite(high):
+        tolerance = 1e-9 * max(abs(low), abs(high), high - low)
+        assert found.intervals[key] == pytest.approx((low, high), rel=0, abs=tolerance)
+
+
+def hall(centre: Fraction, residuals: Sequence[Fraction], divisor: Fraction) -> tuple[float, float]:
+    """Hall's interval, as he writes its ends, in decimals: those of the residuals' mean, over the divisor."""
+    count = len(residuals)
     with localcontext() as context:
-        context.prec = 60
-        half_width = NORMAL_95 * float((Decimal(variance.numerator) / Decimal(variance.denominator)).sqrt())
-    if not math.isfinite(half_width):
-        return
-    low, high = found.intervals[key]
-    tolerance = 1e-12 * max(abs(low), abs(high), half_width)
-    assert low == pytest.approx(float(ratio) - half_width, rel=0, abs=tolerance)
-    assert high == pytest.approx(float(ratio) + half_width, rel=0, abs=tolerance)
+        context.prec, context.Emax, context.Emin = 200, 10**6, -(10**6)
+        second, third = (_decimal(total([r**power for r in residuals])) for power in (2, 3))
+        error = (second / (count - 1) / count).sqrt() / _decimal(abs(divisor))
+        skew = Decimal(count).sqrt() * third / second.sqrt() ** 3 * (1 if divisor > 0 else -1)
+        ends = []
+        for quantile in map(Decimal, (student_95(count - 1), -student_95(count - 1))):
+            # n**(1/2) (a skew)**-1 [{1 + 3 a skew (n**(-1/2) x - n**-1 b skew)}**(1/3) - 1], a = 1/3, b = 1/6
+            inside = 1 + skew * (quantile / Decimal(count).sqrt() - skew / 6 / count)
+            root = (abs(inside) ** (Decimal(1) / 3)).copy_sign(inside)
+            inverse = Decimal(count).sqrt() * 3 / skew * (root - 1) if abs(skew) > 1e-50 else quantile
+            ends.append(float(_decimal(centre) - error * inverse))
+    return min(ends), max(ends)
+
+
+def _decimal(value: Fraction) -> Decimal:
+    return Decimal(value.numerator) / Decimal(value.denominator)
 
 
 def test_perplexity_two_ways() -> None:
@@ -132,26 +148,18 @@ def test_perplexity_two_ways() -> None:
 
 
 @pytest.mark.parametrize(
-    ("transform", "function", "slope"),
-    [
-        ("exp", math.exp, math.exp),
-        ("sqrt", math.sqrt, lambda x: 0.5 / math.sqrt(x)),
-        ("log", math.log, lambda x: 1 / x),
-    ],
+    ("transform", "function"), [("exp", math.exp), ("sqrt", math.sqrt), ("log", math.log)]
 )
-def test_transforms(
-    transform: str, function: Callable[[float], float], slope: Callable[[float], float]
-) -> None:
+def test_transforms(transform: str, function: Callable[[float], float]) -> None:
     values = doubles([0.5, 1.25, 0.75, 1.5, 1.75])
     plain = measure(Mean("x"), {"x": values})
     mean = plain.values["x"]
     assert isinstance(mean, float)
-    half_width = (plain.intervals["x"][1] - mean) * slope(mean)
     found = measure(Mean("x", transform=transform), {"x": values})
     [(key, value)] = found.values.items()
     assert key == f"{transform}_x"
     assert value == pytest.approx(function(mean), rel=1e-15)
-    assert found.intervals[key] == pytest.approx((function(mean) - half_width, function(mean) + half_width))
+    assert found.intervals[key] == pytest.approx([function(end) for end in plain.intervals["x"]])
 
 
 def test_the_exponential_is_rounded_right() -> None:
@@ -178,12 +186,38 @@ def test_a_transform_without_a_value_says_so(transform: str, values: list[float]
 
 
 def test_the_ends_of_an_interval_stay_where_the_function_has_values() -> None:
-    found = measure(Mean("x", transform="sqrt"), {"x": doubles([-1.0, 3.0])})
-    assert found.intervals["sqrt_x"][0] == 0.0
-    # Where the slope is infinite there is none.
-    assert measure(Mean("x", transform="sqrt"), {"x": doubles([0.0, 0.0])}) == Measured(
-        values={"sqrt_x": 0.0}
+    assert measure(Mean("x", transform="sqrt"), {"x": doubles([-1.0, 3.0])}).intervals["sqrt_x"][0] == 0.0
+    assert measure(Mean("x", transform="log"), {"x": doubles([-1.0, 3.0])}).intervals == {}
+    right = {"right": torch.arange(20) < 18}
+    low, high = wilson_interval(18, 20)
+    found = measure(Mean("right", transform="log"), right).intervals["log_right"]
+    assert found == pytest.approx((math.log(low), math.log(high)))
+
+
+@pytest.mark.parametrize(
+    ("metric", "columns"),
+    [
+        (Mean("y"), {"y": doubles([0.1] * 40)}),
+        (Mean("y", transform="sqrt"), {"y": doubles([0.0] * 40)}),
+        (Ratio("y", "x"), {"y": doubles([2.0, 3.0]), "x": doubles([4.0, 6.0])}),
+        (Mean("y", weight="x"), {"y": doubles([2.0, 2.0]), "x": doubles([4.0, 6.0])}),
+    ],
+)
+def test_what_shows_no_spread_has_no_interval(metric: Mean | Ratio, columns: dict[str, Tensor]) -> None:
+    found = measure(metric, columns)
+    assert found.values[metric.name] is not None
+    assert (found.intervals, found.rough) == ({}, {})
+    assert (
+        f"{metric.name} has no interval: its {len(columns['y'])} samples are all equal" in found.warnings[0]
     )
+
+
+def test_an_interval_of_few_samples_is_rough() -> None:
+    values = torch.arange(30.0)
+    assert measure(Mean("x"), {"x": values}).rough == {}
+    assert measure(Mean("x"), {"x": values[1:]}).rough == {
+        "x": "of 29 samples, and was shown to cover from 30 on"
+    }
 
 
 @pytest.mark.parametrize("column", ["y", "x"])
@@ -211,7 +245,10 @@ def test_no_samples_and_no_weight() -> None:
 
 def test_products_beyond_a_double_leave_the_value_and_no_interval() -> None:
     columns = {"y": doubles([1e200, 2e200]), "x": doubles([1e200, 1e200])}
-    assert measure(Mean("y", "x"), columns) == Measured(values={"y": 1.5e200})
+    assert measure(Mean("y", "x"), columns) == Measured(
+        values={"y": 1.5e200},
+        warnings=("y has no interval: a product of value and weight is beyond what a float64 holds",),
+    )
 
 
 def test_counts() -> None:
@@ -228,7 +265,8 @@ def test_counts() -> None:
 def test_units_directions_and_names() -> None:
     metric = Mean("x", name="rmse", transform="sqrt", unit="m", higher_is_better=False)
     found = measure(metric, {"x": doubles([4.0])})
-    assert found == Measured(values={"rmse": 2.0}, units={"rmse": "m"}, directions={"rmse": "lower"})
+    assert found.values == {"rmse": 2.0}
+    assert (found.units, found.directions) == ({"rmse": "m"}, {"rmse": "lower"})
     assert Ratio("y", "x", "exp").name == "exp_y_per_x"
     assert measure(Count("n", higher_is_better=True), {"n": torch.tensor([1])}).directions == {
         "n_count": "higher"

@@ -237,7 +237,8 @@ def test_misuse_is_said_at_once() -> None:
     misuse(lambda loop, batch, number: None, "samples 0 to 15 was not added")
     misuse(twice, "samples 0 to 15 was added before")
     misuse(
-        lambda loop, batch, number: loop.add(batch.clone(), value=batch), "a Tensor that is not the batch in"
+        lambda loop, batch, number: loop.add(batch.clone(), value=batch),
+        "a Tensor that is not the current batch",
     )
     misuse(lambda loop, batch, number: loop.add(batch, value=batch[1:]), "has 15 rows .* expected 16")
     misuse(
@@ -250,7 +251,7 @@ def test_misuse_is_said_at_once() -> None:
     misuse(other_columns, "samples 32 to 39 was added with the columns value, more")
     with pytest.raises(UsageError, match="no length"), opened(iter(data)):
         pass
-    with pytest.raises(UsageError, match="a Tensor has no length"), opened(torch.tensor(1.0)):
+    with pytest.raises(UsageError, match="a Tensor, which has no length"), opened(torch.tensor(1.0)):
         pass
     with pytest.raises(UsageError, match="the data set is empty"), opened([]):
         pass
@@ -260,14 +261,14 @@ def test_misuse_is_said_at_once() -> None:
         with pytest.raises(UsageError, match=f"{name} {value!r}: expected a"), opened(data, **option):
             pass
     with (
-        pytest.raises(UsageError, match="autocast in a loop of your own"),
+        pytest.raises(UsageError, match="in your own loop write autocast yourself"),
         opened(data, precision="amp-bf16"),
     ):
         pass
     with opened(data) as loop:
         with pytest.raises(UsageError, match="without a loop"):
             loop.result()
-        with pytest.raises(UsageError, match="without a batch in hand"):
+        with pytest.raises(UsageError, match="without a current batch"):
             loop.add(data, value=data)
 
 

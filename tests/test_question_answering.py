@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from dualeval.engine.rescoring import rescore
 from dualeval.errors import UsageError
 from dualeval.metrics.squad import score_answer
+from dualeval.result import JOB
 from dualeval.tasks.given_answers import GivenAnswers
 from dualeval.tasks.question_answering import QuestionAnswering
+from dualeval.tasks.stored import metrics_of_run
 from tests import questions
 from tests.test_evaluator import evaluate, rows
 
@@ -240,6 +243,10 @@ def test_scoring_the_file_gives_the_same_scores(
     # An empty text has no span, and its odds are beyond any threshold.
     wanted = {name: value for name, value in answered.metrics.items() if name != "nonfinite_logits"}
     assert scored.metrics == wanted
+    # A file of answers has no logits to count. With the same metrics the digests are equal.
+    assert scored.metrics_digest != answered.metrics_digest
+    common = [metric for metric in metrics_of_run(out / JOB, ()) if metric.name != "nonfinite_logits"]
+    assert scored.metrics_digest == rescore(out, metrics=common).metrics_digest
     assert scored.intervals == answered.intervals
     assert rows(tmp_path / "scored")["answer"] == rows(out)["answer"]
     assert scored.warnings == answered.warnings

@@ -65,8 +65,15 @@ def test_real_questions() -> None:
 def test_the_answers_of_an_indented_file(tmp_path: Path) -> None:
     questions = read_questions(write(tmp_path, INDENTED))
     assert questions.questions == (
-        Question(id="a", question="First?", context="One and two.", answers=("One", "two"), starts=(0, 8)),
-        Question(id="b", question="Second?", context="One and two.", answers=(), starts=()),
+        Question(
+            id="a",
+            question="First?",
+            context="One and two.",
+            answers=("One", "two"),
+            starts=(0, 8),
+            article="T",
+        ),
+        Question(id="b", question="Second?", context="One and two.", answers=(), starts=(), article="T"),
     )
 
 
@@ -168,8 +175,8 @@ def fingerprinted(*questions: Question, unanswerable: bool = False) -> str:
 
 def test_fingerprint(tmp_path: Path) -> None:
     questions = read_questions(write(tmp_path, INDENTED))
-    first = b'["a", "First?", "One and two.", ["One", "two"], [0, 8]]'
-    second = b'["b", "Second?", "One and two.", [], []]'
+    first = b'["a", "First?", "One and two.", ["One", "two"], [0, 8], "T"]'
+    second = b'["b", "Second?", "One and two.", [], [], "T"]'
     assert questions.fingerprint(1) == hashlib.sha256(b"v2.0\n" + first).hexdigest()
     assert questions.fingerprint(2) == hashlib.sha256(b"v2.0\n" + first + second).hexdigest()
     assert questions.fingerprint(2) == questions.fingerprint(100)
@@ -184,10 +191,11 @@ def test_fingerprint_depends_on_every_field_and_on_its_ends() -> None:
         "context": "ef",
         "answers": ("gh", "ij"),
         "starts": (0, 1),
+        "article": "kl",
     }
     variants: list[dict[str, Any]] = [
         {},
-        *({name: "other"} for name in ("id", "question", "context")),
+        *({name: "other"} for name in ("id", "question", "context", "article")),
         *({"answers": answers} for answers in (("gh", "i"), ("ij", "gh"), ("gh",), (), ("ghij",))),
         {"answers": ("gh", "ij", "")},
         {"starts": (1, 0)},

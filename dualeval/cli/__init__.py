@@ -44,12 +44,20 @@ _HEAD_START_S = 1.0
 _EXIT_FUNCTIONS_WITHIN_S = 10.0
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+# Without a command it is no error to be told what there is.
+@click.group(
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="dualeval")
 # python -m torch.distributed.launch puts it there, beside the variable LOCAL_RANK that says the same.
 @click.option("--local-rank", hidden=True, expose_value=False)
-def dualeval() -> None:
+@click.pass_context
+def dualeval(context: click.Context) -> None:
     """Evaluate any PyTorch model on any number of processes, with the same bits on each."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 dualeval.add_command(run)

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 METRIC = click.option(
     "--metric", multiple=True, help="Metric to compute; give it again for more.  [default: all]"
 )
+CLUSTER = click.option(
+    "--cluster",
+    metavar="COLUMN",
+    help="Column of samples that go together, for intervals.  [default: the run's own]",
+)
 FRESH = click.option(
     "--fresh", is_flag=True, help="Start over in --out: remove an earlier run's files first."
 )

@@ -41,6 +41,7 @@ def _flags_of_task(function: Any) -> Any:
 )
 @_flags_of_task
 @options.METRIC
+@options.CLUSTER
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -94,7 +95,8 @@ def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> 
     if taken:
         raise UsageError(f"--out {out} holds a {taken[0]} already. Give the name of a new folder.")
     check_finished(run)
-    result = rescore(run, metrics=metrics_of_run(run / JOB, flags["metric"]))
+    own = metrics_of_run(run / JOB, flags["metric"])
+    result = rescore(run, metrics=own, cluster=flags["cluster"])
     if out is not None:
         result = replace(result, folder=str(out.absolute()), files={})
         try:
@@ -124,6 +126,7 @@ def _score_answers(context: click.Context, flags: Mapping[str, Any]) -> None:
             task,
             out=flags["out"] or NEW_FOLDER,
             fresh=flags["fresh"],
+            cluster=flags["cluster"],
             job={"task": _KIND.name, **as_json(chosen)},
             last=True,
             puts_back=False,

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from dualeval.cli.grouped import Words
 from dualeval.cli.run import is_flag, job_of, run
 from dualeval.errors import DualevalError, LaunchError, UsageError
 from dualeval.launch import slurm
@@ -57,7 +58,13 @@ class _Submit(click.Command):
 @click.option(
     "--log", default="dualeval-%j.log", show_default=True, help="File for the output; %j is the job's number."
 )
-@click.option("--backend", default="torch", show_default=True, help=f"Backend: {', '.join(slurm.SHIPPED)}.")
+@click.option(
+    "--backend",
+    type=Words(tuple(slurm.SHIPPED), "NAME"),
+    default="torch",
+    show_default=True,
+    help=f"Backend: {', '.join(slurm.SHIPPED)}.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the batch script and how to submit it; submit nothing.")
 @click.argument("arguments", metavar="[-- ARGS]", nargs=-1, type=click.UNPROCESSED)
 def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:

@@ -49,6 +49,7 @@ class Question:
         context: the text, the same object for all questions on it.
         answers: the gold answers; none where the text holds no answer.
         starts: where each of them is said to begin in the context, in characters.
+        article: the title of the article that the text is of.
     """
 
     id: str
@@ -56,6 +57,7 @@ class Question:
     context: str
     answers: tuple[str, ...]
     starts: tuple[int, ...]
+    article: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,7 @@ def questions_of_rows(rows: Sequence[Mapping[str, Any]]) -> Questions:
 
     Args:
         rows: each with ``id``, ``context``, ``question`` and ``answers``, a dict of the lists ``text`` and
-            ``answer_start``.
+            ``answer_start``; and the ``title`` of the article, where they have one.
 
     Raises:
         UsageError: there is none, one is not of this form, or two have one id.
@@ -153,9 +155,11 @@ def questions_of_rows(rows: Sequence[Mapping[str, Any]]) -> Questions:
             f"the questions are in parts ({', '.join(map(str, rows))}): give one, as data['validation']"
         )
     questions = []
+    # Rows without a title: each text is an article.
+    texts: dict[str, str] = {}
     for number in range(len(rows)):
         try:
-            questions.append(_question_of_row(rows[number]))
+            questions.append(_question_of_row(rows[number], texts))
         except _Wrong as wrong:
             raise UsageError(
                 f"row {number} of the questions: {_shown(wrong.way)} {wrong}. Expected the columns of "
@@ -169,7 +173,7 @@ def questions_of_rows(rows: Sequence[Mapping[str, Any]]) -> Questions:
     )
 
 
-def _question_of_row(row: Any) -> Question:
+def _question_of_row(row: Any, articles: dict[str, str]) -> Question:
     answers = _get(row, "answers", dict, ())
     texts, starts = (list(_get(answers, key, list, ("answers",))) for key in ("text", "answer_start"))
     if len(texts) != len(starts):
@@ -179,21 +183,30 @@ def _question_of_row(row: Any) -> Question:
         "question": _get(row, "question", str, ()),
         "answers": [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)],
     }
-    return _question(entry, _get(row, "context", str, ()), ())
+    context = _get(row, "context", str, ())
+    title = _title(row) or articles.setdefault(context, f"text {len(articles) + 1}")
+    return _question(entry, context, title, ())
 
 
 def _questions(content: Any) -> Iterator[Question]:
     way: _Way = ()
     for number, article in enumerate(_get(content, "data", list, way)):
         in_article = (*way, "data", number)
+        title = _title(article) or f"article {number + 1}"
         for place, paragraph in enumerate(_get(article, "paragraphs", list, in_article)):
             in_paragraph = (*in_article, "paragraphs", place)
             context = _get(paragraph, "context", str, in_paragraph)
             for index, entry in enumerate(_get(paragraph, "qas", list, in_paragraph)):
-                yield _question(entry, context, (*in_paragraph, "qas", index))
+                yield _question(entry, context, title, (*in_paragraph, "qas", index))
 
 
-def _question(entry: Any, context: str, way: _Way) -> Question:
+def _title(entry: Any) -> str | None:
+    """The title of an article; None where it has none that can be written down."""
+    title = entry.get("title") if isinstance(entry, Mapping) else None
+    return title if isinstance(title, str) and title and _is_unicode(title) else None
+
+
+def _question(entry: Any, context: str, article: str, way: _Way) -> Question:
     own = {key: _get(entry, key, str, way) for key in ("id", "question")}
     answers = [
         (
@@ -207,6 +220,7 @@ def _question(entry: Any, context: str, way: _Way) -> Question:
     return Question(
         **own,
         context=context,
+        article=article,
         answers=tuple(text for text, _ in answers),
         starts=tuple(start for _, start in answers),
     )

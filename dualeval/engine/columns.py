@@ -29,11 +29,15 @@ class _Declared(dict[str, Values]):
 
 
 def kept_columns(
-    rows: Sequence[str], metrics: Sequence[Metric], row_metrics: Sequence[RowMetric]
+    rows: Sequence[str],
+    metrics: Sequence[Metric],
+    row_metrics: Sequence[RowMetric],
+    cluster: str | None = None,
 ) -> tuple[str, ...]:
     """The columns that journal and predictions.parquet hold: the ``rows`` of a task, then what metrics read.
 
-    Without those of metrics that say ``keeps_rows = False``. The same on every rank.
+    Without those of metrics that say ``keeps_rows = False``; last the one that says which samples go
+    together, where it is not among these. The same on every rank.
 
     Raises:
         UsageError: a metric does not say which columns it reads.
@@ -41,7 +45,8 @@ def kept_columns(
     check_declarations([*metrics, *row_metrics])
     # The rows are all that a row metric has: its columns are kept whatever it says.
     reading: list[Metric | RowMetric] = [*filter(keeps_rows, metrics), *row_metrics]
-    return tuple(dict.fromkeys((*rows, *(name for metric in reading for name in metric.columns))))
+    read = (name for metric in reading for name in metric.columns)
+    return tuple(dict.fromkeys((*rows, *read, *(() if cluster is None else (cluster,)))))
 
 
 def check_declarations(metrics: Sequence[Metric | RowMetric]) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import say, say_traceback, spoken, try_for
+from dualeval.engine.ending import close_displays, say, say_traceback, spoken, try_for
 from dualeval.engine.watch import Watch
 from dualeval.errors import (
     EXIT_DONE,
@@ -72,6 +72,7 @@ class Conclusion:
         if not self._concluding.acquire(blocking=False):
             # The watch was first, and ends the process.
             threading.Event().wait()
+        close_displays()
         stops = self._control.failure is None and (
             isinstance(error, Stopped) or self._control.stopping is not None
         )
@@ -92,6 +93,7 @@ class Conclusion:
         if not self._concluding.acquire(blocking=False):
             threading.Event().wait(_ALL_SAVED_WITHIN_S)
             return self._code
+        close_displays()
         control = self._control
         code = self._conclude_stop() if control.failure is None else None
         failure = control.failure
@@ -160,7 +162,7 @@ class Conclusion:
             return EXIT_DONE
         missing = ", ".join(control.missing[:8])
         if missing:
-            silent = f"stopped by {stop}, but nothing was heard of {missing}: killed, or hanging"
+            silent = f"after {stop}, {missing} did not report that all is saved: killed or hanging"
             message = control.ended or silent
             self._write_down(DualevalError(message))
             self._say(f"dualeval: error: {message}")
@@ -215,7 +217,7 @@ class Conclusion:
         """Write the end into status.json."""
         folder = self.watch.folder
         if folder is not None and folder.shared:
-            with _surviving("write down the end"):
+            with _surviving("write status.json"):
                 folder.note_end(error, self._control.saved_by_all if isinstance(error, Stopped) else None)
 
     def _save(self, first: BaseException | None = None) -> str | None:

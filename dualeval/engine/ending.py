@@ -35,6 +35,24 @@ def say(line: str) -> None:
     try_for(_WITHIN_S, write)
 
 
+def show_until_end(close: Callable[[], None]) -> None:
+    """Have a display closed before the last line is written: else half a bar stays, and a prompt behind it.
+
+    Args:
+        close: closes it, from any thread and more than once.
+    """
+    _displays.append(close)
+
+
+def close_displays() -> None:
+    """Close what is shown of the run."""
+    while _displays:
+        try_for(_WITHIN_S, _displays.pop())
+
+
+_displays: list[Callable[[], None]] = []
+
+
 def say_traceback(error: BaseException, *, whole: bool, is_first: bool = True) -> None:
     """Write on standard error where an error was raised.
 
@@ -83,6 +101,7 @@ def end_process(code: int) -> NoReturn:
     try:
         for worker in multiprocessing.active_children():
             worker.kill()
+        close_displays()
         try_for(_WITHIN_S, _flush)
     finally:
         os._exit(code)

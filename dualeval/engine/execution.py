@@ -92,7 +92,8 @@ class Execution:
         self.said: list[str] = []
         self._plan = plan_of(dataset, context)
         metrics, row_metrics = in_two(chosen_metrics(self._options.metric, task.metrics(), rows))
-        self._columns = kept_columns(rows, metrics, row_metrics)
+        cluster = self._options.cluster or task.cluster
+        self._columns = kept_columns(rows, metrics, row_metrics, cluster)
         trial.check_names([*metrics, *row_metrics], self._columns)
         # What nobody reads again is not kept where nothing is written.
         of_rows = tuple(dict.fromkeys(name for metric in row_metrics for name in metric.columns))
@@ -103,7 +104,8 @@ class Execution:
             plan=self._plan,
             metrics=metrics,
             row_metrics=row_metrics,
-            kept=of_rows if self._options.out is None else self._columns,
+            kept=of_rows if self._options.out is None and cluster is None else self._columns,
+            cluster=cluster,
             context=context,
             device=context.backend.device,
             workers=self._options.workers or 0,
@@ -148,6 +150,8 @@ class Execution:
             "batch_size": self._plan.batch_size,
             "precision": self._options.precision,
             "on_error": self._options.on_error,
+            # Its intervals are other ones.
+            **({} if of.cluster is None else {"cluster": of.cluster}),
         }
         machine = {
             **machine_facts(self._backend.device, self._task.libraries, self._options.precision),
@@ -265,7 +269,7 @@ class Execution:
             ranks = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
             note(
                 f"rank {ranks} of {self._world.size} cannot see {folder.path} on {socket.gethostname()}: "
-                "what they finish is sent when all is done, and is lost where the run is ended before"
+                "their rows are sent at the end of the run, and are lost if it ends early"
             )
 
     def stored_batch(self) -> replay.StoredBatch | None:
@@ -316,7 +320,9 @@ class Execution:
         )
         self._control.meet()
         self._close(done=True)
-        return replace(self.previous.finished, earlier=True, replay=self._proof)
+        # It may have been moved since.
+        folder = str(self._folder.path)
+        return replace(self.previous.finished, earlier=True, replay=self._proof, folder=folder)
 
     def _has_earlier(self) -> bool:
         return (
@@ -351,7 +357,7 @@ class Execution:
     def start_loop(self) -> None:
         """Make the loop, and what takes its batches; what was done until now counts as setup."""
         if self._folder is None:
-            self._writer: JournalWriter | MemoryWriter = MemoryWriter(keeps=bool(self.evaluation.row_metrics))
+            self._writer: JournalWriter | MemoryWriter = MemoryWriter(keeps=bool(self.evaluation.kept))
         else:
             self._writer = JournalWriter(
                 self._folder.journal,

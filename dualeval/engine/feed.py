@@ -162,8 +162,8 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
                 f"(indices {index_of(self._dataset, indices[0])} to "
                 f"{index_of(self._dataset, indices[-1])}) cannot be read: {named(first)}.{alone} "
                 f"{type(self._dataset).__name__} returns ready batches, so no single sample can be left out "
-                "(--on-error skip): mend or remove the bad one, or let __getitems__ return a list of samples "
-                "and the task's collate make the batch."
+                "(--on-error skip): repair or remove the bad one, or let __getitems__ return a list of "
+                "samples and the task's collate make the batch."
             )
             keep_own_code(refusal, own_code(first))
             raise refusal from error
@@ -383,9 +383,9 @@ def lost_worker(error: BaseException) -> DualevalError | None:
         return None
     return DualevalError(
         f"a reading process (pid {found[1]}) ended early ({found[2]}); its batch is lost. "
-        "One that is killed mostly means that the host has run out of memory ('dmesg' says so): try fewer "
-        "--workers or a smaller --batch-size. One that crashes has read what its decoder cannot bear: "
-        "--workers 0 shows where. Finished work is saved, and the same command resumes."
+        "One that is killed mostly means that the host has run out of memory ('dmesg' shows it): try fewer "
+        "--workers or a smaller --batch-size. One that crashes has read a file that breaks its decoder: "
+        "--workers 0 shows which. Finished work is saved, and the same command resumes."
     )
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from dualeval.columns import Column
 from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
+from dualeval.engine.clusters import check_cluster
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample, Feed, Reader, lost_worker
 from dualeval.engine.folder.layout import journal_of
@@ -45,6 +46,7 @@ class Evaluation:
         metrics: the task's, of the ledger.
         row_metrics: the task's, of all rows together.
         kept: the columns whose rows are kept: in the journal, or, where nothing is written, in memory.
+        cluster: the one of them that says which samples go together; None where all are independent.
         context: where it runs, and how.
         device: where the batches are wanted.
         workers: reading processes of this rank.
@@ -62,6 +64,7 @@ class Evaluation:
     device: torch.device
     workers: int
     threads: int
+    cluster: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,7 @@ def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -
             f"none of the first samples can be read, so nothing is left out: {said}Fix the data."
         )
     refusal = UsageError(
-        f"{said}Mend or remove it, or run with --on-error skip to leave such samples out and list them."
+        f"{said}Repair or remove it, or run with --on-error skip to leave such samples out and list them."
     )
     keep_own_code(refusal, sample.own_code)
     return refusal
@@ -321,6 +324,8 @@ class Loop:
         if not evaluated.any():
             return
         of = self._evaluation
+        if of.cluster is not None:
+            check_cluster(of.cluster, columns)
         trial.check_columns(columns, of.kept, len(work.samples), [*of.metrics, *of.row_metrics])
         check_rows(columns, work.batch, work.samples)
         notes = trial.try_first_batch(

@@ -16,7 +16,7 @@ from dualeval.metrics import DIRECTIONS, Measured
 from dualeval.metrics.scores import Score, score_from
 
 # Fields of ``Measured`` and of ``Result``.
-_SAID_BY_KEY = ("intervals", "nonfinite", "units", "directions", "scores")
+_SAID_BY_KEY = ("intervals", "rough", "nonfinite", "units", "directions", "scores")
 
 
 def plain(metric: str, measured: Measured) -> Measured:
@@ -40,6 +40,7 @@ def plain(metric: str, measured: Measured) -> Measured:
         measured,
         values=values.mapping("values", measured.values, at_top=True),
         intervals=values.intervals(measured.intervals, measured.values),
+        rough=values.of_values("rough", measured.rough, measured.intervals, each=values.text),
         nonfinite=values.mapping("nonfinite", measured.nonfinite, each=values.counts),
         units=values.of_values("units", measured.units, measured.values, each=values.text),
         directions=values.of_values(
@@ -68,6 +69,13 @@ def fields_of_result(measured: Sequence[Measured]) -> dict[str, Any]:
     }
     merged["scores"] = {key: score.to_json() for key, score in merged["scores"].items()}
     return merged
+
+
+def rough_warnings(rough: Mapping[str, str]) -> list[str]:
+    """A sentence for each reason why intervals may cover less than 95 %."""
+    reasons = dict.fromkeys(rough.values())
+    named = {why: ", ".join(key for key in rough if rough[key] == why) for why in reasons}
+    return [f"the interval of {keys} is {why}" for why, keys in named.items()]
 
 
 def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -51,6 +51,8 @@ class RunOptions:
         sample: evaluate only so many samples, drawn by their ids: those with the smallest sha256 of seed and
             id, in data-set order; None for all.
         seed: another one draws other samples; None is 0.
+        cluster: a column whose equal entries mark samples that are not independent, such as questions on one
+            text; the intervals allow for that. None: the task's own, which most have not.
         precision: one of ``choices.PRECISIONS``.
         workers: reading processes of each rank; 0 reads in the rank's own process. None: none where the
             samples lie in memory already, else up to one a core; a loop of the caller's own has none.
@@ -78,6 +80,7 @@ class RunOptions:
     limit: int | None = None
     sample: int | None = None
     seed: int | None = None
+    cluster: str | None = None
     precision: str = "fp32"
     workers: int | None = None
     fewer_workers: bool = False
@@ -94,6 +97,7 @@ class RunOptions:
         check_count("batch_size", self.batch_size, 1)
         check_kind("metric", self.metric, _are_texts(self.metric), "names of metrics, as ('loss', 'top1')")
         check_part(limit=self.limit, sample=self.sample, seed=self.seed)
+        check_kind("cluster", self.cluster, _is_name(self.cluster), "the name of a column, or None")
         check_count("workers", self.workers, 0)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("on_error", self.on_error, ON_ERROR)
@@ -125,6 +129,10 @@ class RunOptions:
 
 def _is_text(value: object) -> bool:
     return value is None or isinstance(value, str)
+
+
+def _is_name(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value != "")
 
 
 def _is_bool(value: object) -> bool:
@@ -187,7 +195,7 @@ def run_options_of(options: Mapping[str, Any]) -> RunOptions:
         raise UsageError(f"{unknown!r} is an option of the session: write dualeval.Session({unknown}=...).")
     near = difflib.get_close_matches(unknown, known, n=1)
     hint = f" Did you mean {near[0]}?" if near else f" There are {', '.join(known)}."
-    raise UsageError(f"{unknown!r} is no option of an evaluation.{hint}")
+    raise UsageError(f"{unknown!r} is not an option of an evaluation.{hint}")
 
 
 def check_timeout(option: str, seconds: float) -> None:

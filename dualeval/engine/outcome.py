@@ -12,6 +12,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from dualeval.columns import Rows
+from dualeval.engine.clusters import columns_wanted, find_clusters, with_clusters
 from dualeval.engine.columns import columns_of
 from dualeval.engine.description import describe
 from dualeval.engine.folder.collecting import errors_of, gather_failures
@@ -28,6 +30,7 @@ from dualeval.engine.recorder import Recorder
 from dualeval.engine.replay import batch_of_predictions, metric_digests
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured
+from dualeval.metrics.clusters import ClusterIntervals
 from dualeval.result import Result
 
 _NAMED_AT_MOST = 5
@@ -103,7 +106,8 @@ class Outcome:
         measured = [plain(metric.name, metric.compute(slots)) for metric, slots in self._ledger.parts()]
         measured += self._measured_by_rows(rows)
         check_keys(measured)
-        made = self._made(measured, reports, failures, evaluated, replay, setup_s)
+        clusters = self._clusters(rows, measured)
+        made = self._made(measured, clusters, reports, failures, evaluated, replay, setup_s)
         if self._folder is None or not self._is_main:
             return made
         with self._writable():
@@ -162,11 +166,7 @@ class Outcome:
         found: list[dict[str, Any]] | None = None
         if self._is_main:
             names = sorted({name for metric in metrics for name in metric.columns})
-            folder = None if self._folder is None else self._folder.path
-            with self._writable():
-                columns = read_columns(
-                    rows, self._of.plan, names, folder, partial(self._progress.step, "write")
-                )
+            columns = self._columns(rows, names)
             found = [
                 asdict(plain(metric.name, metric.compute(columns_of(metric, columns)))) for metric in metrics
             ]
@@ -176,9 +176,33 @@ class Outcome:
         # JSON keeps every bit of a float.
         return [measured_from(measured) for measured in found]
 
+    def _clusters(
+        self, rows: Sequence[RowsOfChunks], measured: Sequence[Measured]
+    ) -> ClusterIntervals | None:
+        """What rank 0 makes of samples that go together, sent to every rank; None where there are none."""
+        name = self._of.cluster
+        if name is None:
+            return None
+        found: dict[str, Any] | None = None
+        if self._is_main:
+            columns = self._columns(rows, columns_wanted(name, measured, self._of.kept))
+            found = asdict(find_clusters(name, measured, columns))
+        self._control.meet()
+        found = self._backend.broadcast_json(found, src=0)
+        assert found is not None
+        ends = {key: (low, high) for key, (low, high) in found["intervals"].items()}
+        return ClusterIntervals(**{**found, "intervals": ends, "warnings": tuple(found["warnings"])})
+
+    def _columns(self, rows: Sequence[RowsOfChunks], names: Sequence[str]) -> dict[str, Rows]:
+        """Columns of all evaluated samples, mapped from files where there is a folder; rank 0 calls it."""
+        folder = None if self._folder is None else self._folder.path
+        with self._writable():
+            return read_columns(rows, self._of.plan, names, folder, partial(self._progress.step, "write"))
+
     def _made(
         self,
         measured: Sequence[Measured],
+        clusters: ClusterIntervals | None,
         reports: Sequence[dict[str, Any]],
         failures: Sequence[tuple[int, str]],
         evaluated: int,
@@ -193,7 +217,7 @@ class Outcome:
         found = findings_of(of.task, of.dataset, plan.num_samples)
         odd = {kind: ids for kind, ids in found.items() if ids}
         part = part_of(of.dataset, plan)
-        fields = fields_of_result(measured)
+        fields, said = with_clusters(fields_of_result(measured), of.cluster, clusters)
         remaining = previous.chunks.remaining
         machines = chunks_by_machine(
             [
@@ -203,8 +227,8 @@ class Outcome:
         )
         return Result(
             **fields,
+            whole_set_intervals=whole_set_intervals(part, evaluated, fields),
             part=part,
-            whole_set_intervals=whole_set_intervals(part, evaluated, fields["metrics"], fields["intervals"]),
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
             failed=[{"id": of.dataset.id(index), "error": error} for index, error in failures],
             chunks={
@@ -247,7 +271,7 @@ class Outcome:
                 *warnings_of(part),
                 *previous.notes,
                 *dict.fromkeys(sentence for report in reports for sentence in report["settings"]),
-                *_warnings(measured, len(failures), odd, len(machines)),
+                *_warnings(measured, said, len(failures), odd, len(machines)),
             ],
             folder=None if self._folder is None else str(self._folder.path),
         )
@@ -290,7 +314,11 @@ def _compared_with_replaced(result: Result, previous: PreviousRun) -> Result:
 
 
 def _warnings(
-    measured: Sequence[Measured], failed: int, odd: Mapping[str, Sequence[str]], machines: int
+    measured: Sequence[Measured],
+    said: Sequence[str],
+    failed: int,
+    odd: Mapping[str, Sequence[str]],
+    machines: int,
 ) -> Iterator[str]:
     if failed:
         yield f"{failed} samples could not be read and are in no metric; result.json lists them"
@@ -300,9 +328,10 @@ def _warnings(
         yield f"{kind.replace('_', ' ')}: {len(ids)} samples ({named}{more}), listed in result.json"
     for part in measured:
         yield from part.warnings
+    yield from said
     if machines > 1:
         yield (
             f"{machines} kinds of machine have computed this (machines in result.json: device model, CPU "
-            "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest can "
-            "be compared with none"
+            "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest "
+            "cannot be compared with any other"
         )

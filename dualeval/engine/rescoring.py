@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dualeval.columns import to_column
+from dualeval.engine.clusters import check_cluster, columns_wanted, find_clusters, with_clusters
 from dualeval.engine.columns import check_declarations, columns_of, update
 from dualeval.engine.folder.mapped_columns import MappedColumns
 from dualeval.engine.measured import check_keys, fields_of_result, plain
@@ -21,10 +22,13 @@ from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, in_two, keeps_rows, per_batch
 from dualeval.metrics.by_name import check_metrics
+from dualeval.metrics.clusters import ClusterIntervals
 from dualeval.result import JOB, PREDICTIONS, RESULT, Result, checksum_of, read_result, read_status
 
 
-def rescore(folder: str | Path, *, metrics: Sequence[Metric | RowMetric]) -> Result:
+def rescore(
+    folder: str | Path, *, metrics: Sequence[Metric | RowMetric], cluster: str | None = None
+) -> Result:
     """Compute metrics from the rows of a finished run, without a forward; nothing is written.
 
     A metric that the run has computed comes to the same bits. What else the result says is the run's.
@@ -32,10 +36,11 @@ def rescore(folder: str | Path, *, metrics: Sequence[Metric | RowMetric]) -> Res
     Args:
         folder: the run's output folder.
         metrics: metrics to compute.
+        cluster: a column whose equal entries mark samples that are not independent; None for the run's.
 
     Raises:
-        UsageError: no finished run is there, no metric is given, or a metric reads a column that the run
-            has not kept.
+        UsageError: no finished run is there, no metric is given, or a column is wanted that the run has not
+            kept.
         DualevalError: result.json or predictions.parquet is damaged.
     """
     folder = Path(folder)
@@ -46,7 +51,7 @@ def rescore(folder: str | Path, *, metrics: Sequence[Metric | RowMetric]) -> Res
     measured = recompute(rows, metrics)
     names = [metric.name for metric in metrics]
     return replace(
-        with_measured(result, measured),
+        with_measured(result, measured, rows, cluster),
         job={**result.job, "metric": names, "rows_of": str(folder.absolute())},
         folder=str(folder.absolute()),
     )
@@ -96,18 +101,49 @@ def check_finished(folder: Path) -> None:
     )
 
 
-def with_measured(result: Result, measured: Sequence[Measured]) -> Result:
-    """A run's result with other metrics in place of its own."""
-    warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings)]
-    fields = fields_of_result(measured)
+def with_measured(
+    result: Result, measured: Sequence[Measured], rows: StoredRows, cluster: str | None = None
+) -> Result:
+    """A run's result with other metrics in place of its own.
+
+    Args:
+        result: the run's.
+        measured: by the other metrics.
+        rows: the run's.
+        cluster: the column of the clusters; None for the run's own.
+
+    Raises:
+        UsageError: the rows have no such column, or its entries cannot be told apart.
+    """
+    cluster = cluster or result.clusters.get("column")
+    found = None if cluster is None else _stored_clusters(rows, cluster, measured)
+    fields, said = with_clusters(fields_of_result(measured), cluster, found)
+    warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings), *said]
     return replace(
         result,
         **fields,
-        whole_set_intervals=whole_set_intervals(
-            result.part, result.samples["evaluated"], fields["metrics"], fields["intervals"]
-        ),
+        whole_set_intervals=whole_set_intervals(result.part, result.samples["evaluated"], fields),
         warnings=list(dict.fromkeys(warnings)),
     )
+
+
+def _stored_clusters(rows: StoredRows, name: str, measured: Sequence[Measured]) -> ClusterIntervals:
+    if name not in rows.names:
+        raise UsageError(
+            f"--cluster {name!r}: {rows.path} has no such column. The columns are {', '.join(rows.names)}. "
+            "A run keeps the column that its own --cluster names."
+        )
+    names = columns_wanted(name, measured, rows.names)
+    checked = False
+    with MappedColumns(None) as mapped:
+        for window in rows.windows(names):
+            if not checked and window.evaluated.any():
+                check_cluster(name, {name: to_column(window.columns[name])})
+                checked = True
+            with _temporary():
+                mapped.append(window.columns)
+        with _temporary():
+            return find_clusters(name, measured, mapped.columns())
 
 
 def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[Measured]:

@@ -23,6 +23,7 @@ from dualeval.result import DRAWN_SAMPLES, PREDICTIONS, RESULT, Result, checksum
 # Of one kind of difference; a file cut in half differs in every row.
 _NAMED_AT_MOST = 20
 _LONGEST_SHOWN = 120
+_FIELDS_OF_INTERVALS = ("intervals", "rough", "naive_intervals", "clusters", "whole_set_intervals")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Chec
     except DualevalError as error:
         yield _unreadable(error)
         return
-    found = replace(with_measured(result, measured), failed=[{"id": name} for name in failed])
+    found = replace(with_measured(result, measured, rows), failed=[{"id": name} for name in failed])
     yield _metrics_check(result, found)
     yield Check(
         name="metrics_digest",
@@ -174,7 +175,7 @@ def _ids_twice(rows: StoredRows, hashes: Sequence[npt.NDArray[np.uint64]]) -> li
 
 def _metrics_check(result: Result, found: Result) -> Check:
     differences: list[str] = []
-    for field in ("metrics", "intervals", "whole_set_intervals", "nonfinite", "units", "directions"):
+    for field in ("metrics", *_FIELDS_OF_INTERVALS, "nonfinite", "units", "directions"):
         of_field = "" if field == "metrics" else f"{field}."
         one, other = asdict(result)[field], asdict(found)[field]
         # A run of an earlier version has written no directions, and units of percent alone.

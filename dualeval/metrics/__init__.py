@@ -68,6 +68,7 @@ class Measured:
     Attributes:
         values: the metric's values by key; None where there is no finite value.
         intervals: 95 % intervals (low, high) by key, for the keys that have one.
+        rough: by key, why an interval may cover less than 95 %; a key without one covers.
         nonfinite: by key, how many samples were ``nan``, ``pos_inf`` and ``neg_inf``; only keys with any.
         units: by key, "fraction" for values of 0 to 1, which are shown in percent; "percent" for values of 0
             to 100; any other text is shown behind the value. A key without one is a plain number.
@@ -79,6 +80,7 @@ class Measured:
 
     values: dict[str, Value]
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    rough: dict[str, str] = field(default_factory=dict)
     nonfinite: dict[str, dict[str, int]] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     directions: dict[str, str] = field(default_factory=dict)

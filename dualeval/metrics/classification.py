@@ -221,7 +221,7 @@ class CalibrationError(Described):
         # Fifteen times a float32 needs 28 bits: exact in float64, so a border falls into the lower bin.
         bins = (confidence.to(torch.float64) * _ECE_BINS).nan_to_num_(0.0, 0.0, 0.0).ceil_().to(torch.int64)
         bins = bins.sub_(1).clamp_(0, _ECE_BINS - 1)
-        added = exact_sums(confidence, bins, _ECE_BINS)
+        added = exact_sums(confidence, bins, _ECE_BINS, powers=False)
         samples = torch.bincount(bins[finite], minlength=_ECE_BINS).tolist()
         correct = torch.bincount(bins[finite & right], minlength=_ECE_BINS).tolist()
 
@@ -229,7 +229,11 @@ class CalibrationError(Described):
         slots = [before + new for before, new in zip(nonfinite, added.nonfinite, strict=True)]
         new = zip(samples, correct, added.sums, strict=True)
         for before, after in zip(per_bin, new, strict=True):
-            slots += [before[0] + after[0], before[1] + after[1], *to_limbs(before[2] + after[2], SUM_LIMBS)]
+            slots += [
+                before[0] + after[0],
+                before[1] + after[1],
+                *to_limbs(before[2] + after[2], SUM_LIMBS).tolist(),
+            ]
         ledger.copy_(torch.tensor(slots, dtype=torch.int64))
 
     def compute(self, ledger: Tensor) -> Measured:

@@ -52,6 +52,7 @@ class Described:
         *,
         nonfinite: Mapping[str, int] | None = None,
         unit: str | None = None,
+        rough: str | None = None,
         warnings: Iterable[str] = (),
     ) -> Measured:
         """The value under the metric's name.
@@ -61,6 +62,7 @@ class Described:
             interval: left out where an end is not finite.
             nonfinite: what ``nonfinite_counts`` gave.
             unit: where the metric was given none.
+            rough: why the interval may cover less than it says; None where it covers.
             warnings: as in ``Measured``.
         """
         unit = self.unit or unit
@@ -68,6 +70,7 @@ class Described:
         return Measured(
             values={self.name: value},
             intervals={self.name: interval} if interval is not None and known else {},
+            rough={self.name: rough} if rough is not None and known else {},
             nonfinite={self.name: dict(nonfinite)} if nonfinite else {},
             units={} if unit is None else {self.name: unit},
             directions={} if self.higher_is_better is None else {self.name: direction(self.higher_is_better)},

@@ -1,10 +1,10 @@
-"""Exact sums of numbers, of their squares and of products, held as integers and rounded once at the end.
+"""Exact sums of numbers, their squares, cubes and products, held as integers and rounded once at the end.
 
-Every finite float32 is an integer times 2**-149, and its square an integer times 2**-298; a float64 likewise,
-with 2**-1074 and 2**-2148. A sum of such integers does not depend on the order of its terms. In the ledger it
-lies as limbs: a fixed-point number with 32 bits to an int64 slot, lowest first, so that ledgers can be added
-before any carry is propagated (Kulisch's long accumulator; U. Kulisch, "Computer Arithmetic and Validity",
-2013, chapter 8).
+Every finite float32 is an integer times 2**-149, its square an integer times 2**-298, its cube one times
+2**-447; a float64 likewise, with 2**-1074, 2**-2148 and 2**-3222. A sum of such integers does not depend on
+the order of its terms. In the ledger it lies as limbs: a fixed-point number with 32 bits to an int64 slot,
+lowest first, so that ledgers can be added before any carry is propagated (Kulisch's long accumulator;
+U. Kulisch, "Computer Arithmetic and Validity", 2013, chapter 8).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,9 +23,10 @@ from dualeval.errors import UsageError
 # The largest float32 is below 2**277 units: 9 limbs, and one above them for the sign and 2**43 terms.
 SUM_LIMBS = 10
 SUM_UNIT_BITS = 149
-# The largest float64 is below 2**2098 units, its square below 2**4196; likewise.
+# The largest float64 is below 2**2098 units, its square below 2**4196, its cube below 2**6294; likewise.
 DOUBLE_SUM_LIMBS = 67
 DOUBLE_PRODUCT_LIMBS = 133
+DOUBLE_CUBE_LIMBS = 198
 DOUBLE_UNIT_BITS = 1074
 
 NONFINITE_KINDS = ("nan", "pos_inf", "neg_inf")
@@ -37,6 +39,8 @@ _EXPONENT_MASK = 0xFF
 _SIGN = 0x100
 _PATTERNS = 0x200  # sign and exponent together
 _PIECE = 1 << 17  # a squared fraction is below 2**46: so many of them stay below 2**63
+# So many fractions add up to less than 2**40, and their number stands above that.
+_COUNT_PLACE = 40
 
 _DOUBLE_FRACTION_BITS = 52
 _DOUBLE_EXPONENT_MASK = 0x7FF
@@ -53,48 +57,44 @@ class ExactSums:
 
     Attributes:
         sums: per group, the sum of the finite values in units of 2**-149.
-        square_sums: per group, the sum of their squares in units of 2**-298.
+        square_sums: per group, the sum of their squares in units of 2**-298; 0 where only sums were made.
+        cube_sums: likewise, the sum of their cubes in units of 2**-447.
         nonfinite: over all groups, how many values were NaN, +inf and -inf; they are in no sum.
     """
 
     sums: list[int]
     square_sums: list[int]
+    cube_sums: list[int]
     nonfinite: tuple[int, int, int]
 
 
-def exact_sums(values: Tensor, groups: Tensor | None = None, group_count: int = 1) -> ExactSums:
-    """Sum float32 values and their squares exactly.
+def exact_sums(
+    values: Tensor, groups: Tensor | None = None, group_count: int = 1, *, powers: bool = True
+) -> ExactSums:
+    """Sum float32 values, their squares and cubes exactly.
 
-    Values of equal sign and exponent share a unit, so their fractions are summed as int64 by one indexed
-    addition; only the up to 510 sums per group, not the values, become Python integers.
+    Values of equal sign and exponent share a unit, so their fractions are summed as int64 by indexed
+    additions; only the up to 510 sums per group, not the values, become Python integers.
 
     Args:
         values: float32 of shape (samples,), on the CPU.
         groups: int64 of the same shape, each 0 <= group < group_count; None puts all values into group 0.
         group_count: how many sums to make.
+        powers: sum squares and cubes, too.
 
     Raises:
         UsageError: the values are not float32.
     """
     if values.dtype != torch.float32:
         raise UsageError(f"exact sums are made of float32 values, found {values.dtype}: cast with .float()")
-    sums = [0] * group_count
-    square_sums = [0] * group_count
+    sums, square_sums, cube_sums = ([0] * group_count for _ in range(3))
     has_nonfinite = False
-    bins = _PATTERNS * group_count
     for start in range(0, len(values), _PIECE):
-        bits = values[start : start + _PIECE].view(torch.int32)
-        index = (bits >> _FRACTION_BITS).bitwise_and_(_PATTERNS - 1).to(torch.int64)
-        if groups is not None:
-            index.add_(groups[start : start + _PIECE], alpha=_PATTERNS)
-        fraction = bits.bitwise_and(_FRACTION_MASK).to(torch.int64)
-        table = torch.zeros((3, bins), dtype=torch.int64)
-        table[0] = torch.bincount(index, minlength=bins)
-        table[1].index_add_(0, index, fraction)
-        table[2].index_add_(0, index, fraction.mul_(fraction))
-        occupied = table[0].nonzero().squeeze(1)
-        rows = table.index_select(1, occupied).tolist()
-        for pattern, count, first, second in zip(occupied.tolist(), *rows, strict=True):
+        piece = slice(start, start + _PIECE)
+        tables = _fraction_sums(
+            values[piece].view(torch.int32), None if groups is None else groups[piece], group_count, powers
+        )
+        for pattern, count, first, second, third in zip(*tables, strict=True):
             exponent = pattern & _EXPONENT_MASK
             if exponent == _EXPONENT_MASK:
                 has_nonfinite = True
@@ -103,16 +103,49 @@ def exact_sums(values: Tensor, groups: Tensor | None = None, group_count: int = 
             if exponent:
                 # A normal value is (2**23 + fraction) units of its exponent; a subnormal one has no 2**23.
                 shift = exponent - 1
+                third += 3 * ((second << _FRACTION_BITS) + (first << 2 * _FRACTION_BITS))
+                third += count << 3 * _FRACTION_BITS
                 second += (first << (_FRACTION_BITS + 1)) + (count << (2 * _FRACTION_BITS))
                 first += count << _FRACTION_BITS
+            sign = -1 if pattern & _SIGN else 1
             group = pattern // _PATTERNS
-            sums[group] += (-first if pattern & _SIGN else first) << shift
+            sums[group] += sign * first << shift
             square_sums[group] += second << (2 * shift)
+            cube_sums[group] += sign * third << (3 * shift)
     return ExactSums(
         sums=sums,
-        square_sums=square_sums,
+        square_sums=square_sums if powers else [0] * group_count,
+        cube_sums=cube_sums if powers else [0] * group_count,
         nonfinite=count_nonfinite(values) if has_nonfinite else (0, 0, 0),
     )
+
+
+def _fraction_sums(
+    bits: Tensor, groups: Tensor | None, group_count: int, powers: bool
+) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    """Of at most 2**17 values: the patterns of group, sign and exponent that occur, how often each does, and
+    the sums of their fractions, of the fractions' squares and of their cubes."""
+    index = (bits >> _FRACTION_BITS).bitwise_and_(_PATTERNS - 1).to(torch.int64)
+    if groups is not None:
+        index.add_(groups, alpha=_PATTERNS)
+    fraction = bits.bitwise_and(_FRACTION_MASK).to(torch.int64)
+    table = torch.zeros((4 if powers else 1, _PATTERNS * group_count), dtype=torch.int64)
+    table[0].index_add_(0, index, fraction | (1 << _COUNT_PLACE))
+    if powers:
+        square = fraction * fraction
+        table[1].index_add_(0, index, square)
+        # A cube has 69 bits: it is summed in two parts of 46.
+        table[2].index_add_(0, index, square.bitwise_and(_FRACTION_MASK).mul_(fraction))
+        table[3].index_add_(0, index, square.bitwise_right_shift_(_FRACTION_BITS).mul_(fraction))
+    occupied = table[0].nonzero().squeeze(1)
+    first, *rest = table.index_select(1, occupied).tolist()
+    counts = [both >> _COUNT_PLACE for both in first]
+    first = [both & ((1 << _COUNT_PLACE) - 1) for both in first]
+    if not powers:
+        return occupied.tolist(), counts, first, [0] * len(first), [0] * len(first)
+    second, low, high = rest
+    third = [below + (above << _FRACTION_BITS) for below, above in zip(low, high, strict=True)]
+    return occupied.tolist(), counts, first, second, third
 
 
 def count_nonfinite(values: Tensor) -> tuple[int, int, int]:
@@ -129,19 +162,26 @@ def nonfinite_counts(slots: Sequence[int]) -> dict[str, int]:
     return dict(zip(NONFINITE_KINDS, slots, strict=True)) if any(slots) else {}
 
 
-def from_limbs(limbs: Sequence[int]) -> int:
+def from_limbs(limbs: Sequence[int] | npt.NDArray[np.int64]) -> int:
     """The integer that limbs stand for, whether or not their carries were propagated."""
-    return sum(limb << (_LIMB_BITS * place) for place, limb in enumerate(limbs))
+    slots = np.asarray(limbs, np.int64)
+    low = int.from_bytes((slots & _LIMB_MASK).astype("<u4").tobytes(), "little")
+    carries = slots >> _LIMB_BITS
+    places = np.flatnonzero(carries).tolist()
+    return low + sum(int(carries[place]) << (_LIMB_BITS * (place + 1)) for place in places)
 
 
-def to_limbs(value: int, count: int) -> list[int]:
+def to_limbs(value: int, count: int) -> npt.NDArray[np.int64]:
     """An integer as ``count`` limbs, lowest first: each in [0, 2**32), the top one signed.
 
     2**30 such limbs add up to less than 2**62, so ledgers are merged by plain int64 addition.
     """
-    top = value >> (_LIMB_BITS * (count - 1))
-    rest = (value - (top << (_LIMB_BITS * (count - 1)))).to_bytes(_LIMB_BITS // 8 * (count - 1), "little")
-    return [*np.frombuffer(rest, dtype="<u4").tolist(), top]
+    below = _LIMB_BITS * (count - 1)
+    top = value >> below
+    limbs = np.empty(count, np.int64)
+    limbs[:-1] = np.frombuffer((value - (top << below)).to_bytes(below // 8, "little"), "<u4")
+    limbs[-1] = top
+    return limbs
 
 
 def units_of_double(value: float) -> int:
@@ -184,7 +224,23 @@ class ExactColumn:
 
     def dot(self, other: ExactColumn) -> int:
         """The sum of the products with another column of the same samples, in units of 2**-2148."""
-        return sum(_dot(one, two) for one in self._terms for two in other._terms)
+        return sum(
+            _collect(one.shift + two.shift, _products(one.parts, two.parts))
+            for one in self._terms
+            for two in other._terms
+        )
+
+    def dots(self, other: ExactColumn, third: ExactColumn) -> int:
+        """The sum of the products with two other columns of the same samples, in units of 2**-3222."""
+        return sum(
+            _collect(
+                one.shift + two.shift + three.shift,
+                _products(_carried(_products(one.parts, two.parts)), three.parts),
+            )
+            for one in self._terms
+            for two in other._terms
+            for three in third._terms
+        )
 
 
 def _largest(values: Tensor) -> int:
@@ -210,10 +266,28 @@ def _split(values: Tensor) -> _Doubles:
     )
 
 
-def _dot(one: _Doubles, two: _Doubles) -> int:
-    (a, b, c), (x, y, z) = one.parts, two.parts
-    products = (a * x, a * y + b * x, a * z + b * y + c * x, b * z + c * y, c * z)
-    return _collect(one.shift + two.shift, products)
+def _products(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Tensor]:
+    """The products of numbers that are given in parts of 18 bits, in such parts before their carries."""
+    found: list[Tensor] = []
+    for place in range(len(one) + len(two) - 1):
+        pairs = [(a, place - a) for a in range(len(one)) if 0 <= place - a < len(two)]
+        [(a, b), *others] = pairs
+        part = one[a] * two[b]
+        for a, b in others:
+            part.addcmul_(one[a], two[b])
+        found.append(part)
+    return found
+
+
+def _carried(parts: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers with parts of 18 bits, but the last one, which has the sign."""
+    found = []
+    carry: Tensor | int = 0
+    for part in parts[:-1]:
+        part = part + carry
+        found.append(part & _PART_MASK)
+        carry = part >> _PART_BITS
+    return [*found, parts[-1] + carry]
 
 
 def _collect(shifts: Tensor, parts: Sequence[Tensor]) -> int:

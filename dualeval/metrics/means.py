@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 
 import torch
@@ -21,7 +23,17 @@ from dualeval.metrics.exact import (
     nonfinite_counts,
     to_limbs,
 )
-from dualeval.metrics.intervals import NORMAL_95, TRANSFORMS, square_root, wilson_interval
+from dualeval.metrics.intervals import (
+    SHOWN_FROM,
+    TRANSFORMS,
+    Ends,
+    PairSums,
+    Spread,
+    skewed_ends,
+    spread_of_mean,
+    spread_of_ratio,
+    wilson_interval,
+)
 from dualeval.metrics.moments import Moments, Sums, finite_of, numbers_of
 from dualeval.metrics.scores import Score
 
@@ -39,22 +51,68 @@ class _Estimate(Described):
             check_choice("transform", transform, tuple(TRANSFORMS))
         self.transform = transform
 
-    def _estimated(self, mean: Fraction, variance: Fraction | None) -> Measured:
-        """The measured value, rounded once.
+    def _estimated(
+        self, mean: Fraction, ends: Ends | None, *, value: float | None, rough: str | None
+    ) -> Measured:
+        """The measured value with its interval.
 
         Args:
             mean: exact.
-            variance: of the mean; None where it is unknown.
+            ends: of the interval of the mean; None where it has none.
+            value: the mean as it is to be rounded; None for once, from the exact one.
+            rough: why the interval may cover less than it says; None where it covers.
         """
         if self.transform is not None:
-            value, interval = TRANSFORMS[self.transform](mean, variance)
-            said = f"metric {self.name!r} has no finite value: it is {self.transform} of {_shown(mean)}"
-            return self.measured(value, interval, warnings=() if value is not None else (said,))
-        try:
-            value = float(mean)
-        except OverflowError:
-            return self.measured(None, warnings=(f"metric {self.name!r} is beyond what a float64 holds",))
-        return self.measured(value, _normal(value, variance))
+            function = TRANSFORMS[self.transform]
+            value = function(mean)
+            if value is None:
+                said = f"metric {self.name!r} has no finite value: it is {self.transform} of {_shown(mean)}"
+                return self.measured(None, warnings=(said,))
+            ends = None if ends is None else function.of_ends(ends)
+        elif value is None:
+            try:
+                value = float(mean)
+            except OverflowError:
+                return self.measured(None, warnings=(f"metric {self.name!r} is beyond what a float64 holds",))
+        return self.measured(value, ends, rough=rough)
+
+    def _of_spread(
+        self, mean: Fraction, samples: int, spread: Spread | None, *, value: float | None = None
+    ) -> Measured:
+        """As ``_estimated``, with Hall's interval of a spread; None where the samples show none."""
+        if spread is None:
+            return self._without_interval(mean, _without_spread(samples), value=value)
+        centre = value if value is not None else _rounded(mean)
+        low, high = skewed_ends(spread)
+        ends = (centre + low, centre + high)
+        return self._estimated(mean, ends, value=value, rough=rough_below(samples))
+
+    def _without_interval(self, mean: Fraction, why: str, *, value: float | None = None) -> Measured:
+        """As ``_estimated``, with a warning that says why there is no interval."""
+        found = self._estimated(mean, None, value=value, rough=None)
+        if found.values[self.name] is None:
+            return found
+        return replace(found, warnings=(f"{self.name} has no interval: {why}",))
+
+
+def rough_below(samples: int) -> str | None:
+    """Why an interval by Hall's transformation may cover less than 95 %; None where it was shown to cover."""
+    if samples >= SHOWN_FROM:
+        return None
+    return f"of {samples} samples, and was shown to cover from {SHOWN_FROM} on"
+
+
+def _without_spread(samples: int) -> str:
+    if samples == 1:
+        return "it is of one sample"
+    return f"its {samples} samples are all equal, and say nothing of how far others may be from them"
+
+
+def _rounded(mean: Fraction) -> float:
+    try:
+        return float(mean)
+    except OverflowError:
+        return math.inf
 
 
 def _shown(mean: Fraction) -> str:
@@ -64,100 +122,68 @@ def _shown(mean: Fraction) -> str:
         return "a number beyond what a float64 holds"
 
 
-def _normal(value: float, variance: Fraction | None) -> tuple[float, float] | None:
-    if variance is None:
-        return None
-    half_width = NORMAL_95 * square_root(variance)
-    return value - half_width, value + half_width
-
-
 def sums_of(values: Tensor) -> Sums:
-    """The exact sums for a mean: counts of samples and of bools, the sum, the sum of squares.
+    """The exact sums for a mean: counts of samples and of bools, the sum, those of squares and of cubes.
 
     Args:
         values: as ``numbers_of`` gave them.
     """
     if values.dtype == torch.bool:
         true = int(torch.count_nonzero(values))
-        sums, squares = true << DOUBLE_UNIT_BITS, true << 2 * DOUBLE_UNIT_BITS
-        return Sums(counts=(len(values), len(values)), nonfinite=(0, 0, 0), sums=(sums,), products=(squares,))
+        first, second, third = (true << power * DOUBLE_UNIT_BITS for power in (1, 2, 3))
+        return Sums(
+            counts=(len(values), len(values)),
+            nonfinite=(0, 0, 0),
+            sums=(first,),
+            products=(second,),
+            cubes=(third,),
+        )
     counts = (len(values), 0)
     if values.is_floating_point() and values.dtype != torch.float64:
         # Three times as fast as by float64; the two half floats are float32 numbers, too.
         added = exact_sums(values.float())
         finer = DOUBLE_UNIT_BITS - SUM_UNIT_BITS
-        [total], [squares] = added.sums, added.square_sums
+        [total], [squares], [cubes] = added.sums, added.square_sums, added.cube_sums
         return Sums(
             counts=counts,
             nonfinite=added.nonfinite,
             sums=(total << finer,),
             products=(squares << 2 * finer,),
+            cubes=(cubes << 3 * finer,),
         )
     [finite], nonfinite = finite_of([values])
     column = ExactColumn(finite)
-    return Sums(counts=counts, nonfinite=nonfinite, sums=(column.total(),), products=(column.dot(column),))
+    return Sums(
+        counts=counts,
+        nonfinite=nonfinite,
+        sums=(column.total(),),
+        products=(column.dot(column),),
+        cubes=(column.dots(column, column),),
+    )
 
 
-def mean_of_sums(
-    samples: int, total: int, squares: int, factor: float = 1.0
-) -> tuple[float, tuple[float, float] | None]:
-    """A mean, equal to ``factor * math.fsum(values) / N`` to the last bit, and its normal interval.
+def mean_of_sum(samples: int, total: int, factor: float = 1.0) -> float:
+    """A mean, equal to ``factor * math.fsum(values) / N`` to the last bit.
 
     Args:
-        samples: at least 1; a single one has no interval.
+        samples: at least 1.
         total: the sum in units of 2**-1074.
-        squares: the sum of squares in units of 2**-2148.
         factor: 100 for percent.
     """
     try:
         # Python's int / int rounds correctly; the sum is rounded before the division, as fsum does it.
-        mean = factor * (total / (1 << DOUBLE_UNIT_BITS)) / samples
+        return factor * (total / (1 << DOUBLE_UNIT_BITS)) / samples
     except OverflowError:  # the sum alone is beyond a float64
-        mean = float(Fraction(factor) * Fraction(total, samples << DOUBLE_UNIT_BITS))
-    variance = _variance(samples, total, squares)
-    if variance is None:
-        return mean, None
-    half_width = factor * (NORMAL_95 * square_root(variance))
-    return mean, (mean - half_width, mean + half_width)
-
-
-def _variance(samples: int, total: int, squares: int) -> Fraction | None:
-    """Of the mean: the sample variance over the number of samples."""
-    if samples < 2:
-        return None
-    divisor = samples * samples * (samples - 1) << (2 * DOUBLE_UNIT_BITS)
-    return Fraction(samples * squares - total * total, divisor)
-
-
-def _variance_of_ratio(
-    samples: int, ratio: Fraction, total: int, products: tuple[int, int, int]
-) -> Fraction | None:
-    """The variance of a ratio of sums of y and x, by the delta method.
-
-    With z = y - ratio * x of each sample: N / (N - 1) * sum of z**2 / (sum of x)**2 (W. G. Cochran, "Sampling
-    Techniques", 1977, section 6.4, for an infinite population).
-
-    Args:
-        samples: their number N.
-        ratio: of the sums.
-        total: the sum of x, in units of 2**-1074; not 0.
-        products: sums of y * y, x * x and x * y, in units of 2**-2148.
-    """
-    if samples < 2:
-        return None
-    yy, xx, xy = products
-    residuals = yy - 2 * ratio * xy + ratio * ratio * xx
-    # Products that were rounded may leave a sum of squares below 0.
-    return Fraction(samples, samples - 1) * max(residuals, Fraction()) / (total * total)
+        return float(Fraction(factor) * Fraction(total, samples << DOUBLE_UNIT_BITS))
 
 
 class Mean(_Estimate):
     """The mean of a column with one number a sample: exact, rounded once.
 
-    Equal to ``math.fsum(values) / N`` to the last bit. Its interval is mean ± 1.959963984540054 *
-    sqrt(s**2 / N), the normal approximation, with s**2 the sample variance (divisor N - 1) from exact
-    integers; that of a bool column, which is the fraction of true values, is Wilson's. With any NaN or
-    infinity in the column the value is None and the three counts are given.
+    Equal to ``math.fsum(values) / N`` to the last bit. Its interval is Hall's, which allows for skewed
+    populations, from the exact sums of values, squares and cubes; that of a bool column, which is the
+    fraction of true values, is Wilson's. Of values that are all equal there is none. With any NaN or infinity
+    in the column the value is None and the three counts are given.
 
     With a weight: sum(weight * value) / sum(weight), with the interval of a ratio. Perplexity, where a column
     has each sample's mean negative log-likelihood of its tokens: ``Mean("loss", weight="tokens",
@@ -169,7 +195,7 @@ class Mean(_Estimate):
     Args:
         column: bool, integers, or floats of at most 64 bits.
         weight: likewise; without one each sample counts alike.
-        transform: "exp", "sqrt" or "log" of the mean, with its interval by the delta method.
+        transform: "exp", "sqrt" or "log" of the mean; its interval is that of the ends of the mean's.
         name: of metric and value; without one the column's, behind the transform's: ``sqrt_error``.
         unit: as in ``Measured``; without one "fraction" for the mean of bools, none otherwise.
         higher_is_better: None where neither is better.
@@ -193,7 +219,11 @@ class Mean(_Estimate):
         self.column = column
         self.weight = weight
         self.columns = (column,) if weight is None else (column, weight)
-        self._moments = Moments(counts=2, sums=1, products=1 if weight is None else 4)
+        self._moments = (
+            Moments(counts=2, sums=1, products=1, cubes=1)
+            if weight is None
+            else Moments(counts=2, sums=1, products=4, cubes=4)
+        )
         self.size = self._moments.size
 
     @property
@@ -224,25 +254,30 @@ class Mean(_Estimate):
             return self.measured(None)
         [total] = found.sums
         if self.weight is not None:
-            return self._weighted(samples, total, found.products, known=not special)
-        [squares] = found.products
-        if self.transform is not None:
-            mean = Fraction(total, samples << DOUBLE_UNIT_BITS)
-            return self._estimated(mean, _variance(samples, total, squares))
-        value, interval = mean_of_sums(samples, total, squares)
+            return self._weighted(samples, total, found, known=not special)
+        [squares], [cubes] = found.products, found.cubes
+        mean = Fraction(total, samples << DOUBLE_UNIT_BITS)
+        value = mean_of_sum(samples, total)
         if special == samples:
-            interval = wilson_interval(total >> DOUBLE_UNIT_BITS, samples)
-            return self.measured(value, interval, unit=FRACTION)
-        return self.measured(value, interval)
+            ends = wilson_interval(total >> DOUBLE_UNIT_BITS, samples)
+            of_bools = self._estimated(mean, ends, value=value, rough=None)
+            return of_bools if self.transform is not None else self.measured(value, ends, unit=FRACTION)
+        return self._of_spread(
+            mean, samples, spread_of_mean(samples, total, squares, cubes, DOUBLE_UNIT_BITS), value=value
+        )
 
-    def _weighted(self, samples: int, weights: int, products: tuple[int, ...], *, known: bool) -> Measured:
+    def _weighted(self, samples: int, weights: int, found: Sums, *, known: bool) -> Measured:
         if weights == 0:
             return self.measured(None, warnings=(f"metric {self.name!r}: its weights add up to 0",))
-        total, *rounded = products
+        total, *products = found.products
         mean = Fraction(total, weights << DOUBLE_UNIT_BITS)
-        uu, ww, uw = rounded
-        variance = _variance_of_ratio(samples, mean, weights, (uu, ww, uw)) if known else None
-        return self._estimated(mean, variance)
+        uu, ww, uw = products
+        uuu, uuw, uww, www = found.cubes
+        sums = PairSums(samples=samples, x=weights, products=(uu, ww, uw), cubes=(uuu, uuw, uww, www))
+        if not known:
+            why = "a product of value and weight is beyond what a float64 holds"
+            return self._without_interval(mean, why)
+        return self._of_spread(mean, samples, spread_of_ratio(mean, sums))
 
 
 def _weighted_sums(values: Tensor, weights: Tensor) -> Sums:
@@ -257,24 +292,30 @@ def _weighted_sums(values: Tensor, weights: Tensor) -> Sums:
         nonfinite=nonfinite,
         sums=(w.total(),),
         products=(x.dot(w), u.dot(u), w.dot(w), u.dot(w)),
+        cubes=_cubes(u, w),
     )
+
+
+def _cubes(y: ExactColumn, x: ExactColumn) -> tuple[int, int, int, int]:
+    """The sums of yyy, yyx, yxx and xxx."""
+    return y.dots(y, y), y.dots(y, x), x.dots(x, y), x.dots(x, x)
 
 
 class Ratio(_Estimate):
     """The sum of one column over the sum of another, exact and rounded once.
 
     Such as negative log-likelihoods over tokens; with ``transform="exp"`` that is perplexity. The samples are
-    what was drawn: the interval is that of a ratio of two means by the delta method, from the exact sums of
-    squares and products. With any NaN or infinity in a column the value is None and the three counts are
+    what was drawn: the interval is Hall's, of the linearised ratio, from the exact sums of products of two
+    and three factors. With any NaN or infinity in a column the value is None and the three counts are
     given, over both columns.
 
-    Ledger: the number of samples, the counts of NaN, +inf and -inf, then the limbs of two sums and three sums
-    of products.
+    Ledger: the number of samples, the counts of NaN, +inf and -inf, then the limbs of two sums, three sums of
+    products of two and four of products of three.
 
     Args:
         numerator: a column with one number a sample: bool, integers, or floats of at most 64 bits.
         denominator: likewise.
-        transform: "exp", "sqrt" or "log" of the ratio, with its interval by the delta method.
+        transform: "exp", "sqrt" or "log" of the ratio; its interval is that of the ends of the ratio's.
         name: of metric and value; without one as ``loss_per_tokens``, behind the transform's name.
         unit: as in ``Measured``.
         higher_is_better: None where neither is better.
@@ -299,7 +340,7 @@ class Ratio(_Estimate):
         self.numerator = numerator
         self.denominator = denominator
         self.columns = (numerator, denominator)
-        self._moments = Moments(counts=1, sums=2, products=3)
+        self._moments = Moments(counts=1, sums=2, products=3, cubes=4)
         self.size = self._moments.size
 
     @property
@@ -321,6 +362,7 @@ class Ratio(_Estimate):
             nonfinite=nonfinite,
             sums=(y.total(), x.total()),
             products=(y.dot(y), x.dot(x), x.dot(y)),
+            cubes=_cubes(y, x),
         )
         self._moments.add(ledger, added)
 
@@ -338,7 +380,9 @@ class Ratio(_Estimate):
             return self.measured(None, warnings=(said,))
         ratio = Fraction(above, below)
         yy, xx, xy = found.products
-        return self._estimated(ratio, _variance_of_ratio(samples, ratio, below, (yy, xx, xy)))
+        yyy, yyx, yxx, xxx = found.cubes
+        sums = PairSums(samples=samples, x=below, products=(yy, xx, xy), cubes=(yyy, yyx, yxx, xxx))
+        return self._of_spread(ratio, samples, spread_of_ratio(ratio, sums))
 
 
 class Count(Described):
@@ -380,8 +424,8 @@ class Count(Described):
                 "expected bool or integers. The sum of floats over the number of samples is Mean"
             )
         added = ExactColumn(values).total() >> DOUBLE_UNIT_BITS
-        slots = to_limbs(from_limbs(ledger.tolist()) + added, _COUNT_LIMBS)
-        ledger.copy_(torch.tensor(slots, dtype=torch.int64))
+        slots = ledger.numpy()
+        slots[:] = to_limbs(from_limbs(slots) + added, _COUNT_LIMBS)
 
     def compute(self, ledger: Tensor) -> Measured:
         """The count under the metric's name; 0 without samples."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dualeval.errors import UsageError
 from dualeval.metrics.exact import (
+    DOUBLE_CUBE_LIMBS,
     DOUBLE_PRODUCT_LIMBS,
     DOUBLE_SUM_LIMBS,
     NONFINITE_KINDS,
@@ -33,56 +34,56 @@ class Sums:
         nonfinite: how many values were NaN, +inf and -inf; their samples are in no sum.
         sums: in units of 2**-1074.
         products: sums of products of two columns, in units of 2**-2148.
+        cubes: sums of products of three columns, in units of 2**-3222.
     """
 
     counts: tuple[int, ...]
     nonfinite: tuple[int, ...]
     sums: tuple[int, ...]
     products: tuple[int, ...]
+    cubes: tuple[int, ...]
 
 
 class Moments:
-    """A number of counts, sums and sums of products, which merge by adding their ledgers.
+    """A number of counts, and of sums of one, two and three factors, which merge by adding their ledgers.
 
     Wide enough for any float64, so that the ledger's size does not depend on what a column holds: 67 slots a
-    sum, 133 a sum of products.
+    sum, 133 a sum of products of two, 198 one of three.
     """
 
-    def __init__(self, *, counts: int, sums: int, products: int) -> None:
-        self._lengths = [
-            counts,
-            len(NONFINITE_KINDS),
-            sums * DOUBLE_SUM_LIMBS,
-            products * DOUBLE_PRODUCT_LIMBS,
+    def __init__(self, *, counts: int, sums: int, products: int, cubes: int) -> None:
+        self._counts = counts
+        self._limbs = [
+            *[DOUBLE_SUM_LIMBS] * sums,
+            *[DOUBLE_PRODUCT_LIMBS] * products,
+            *[DOUBLE_CUBE_LIMBS] * cubes,
         ]
+        self._kinds = (sums, sums + products)
+        self._lengths = [counts, len(NONFINITE_KINDS), *self._limbs]
         self.size = sum(self._lengths)
 
     def add(self, ledger: Tensor, added: Sums) -> None:
         """Add to the ledger, in place."""
-        before = self.read(ledger)
-        slots = [
-            *(one + new for one, new in zip(before.counts, added.counts, strict=True)),
-            *(one + new for one, new in zip(before.nonfinite, added.nonfinite, strict=True)),
-        ]
-        for one, new in zip(before.sums, added.sums, strict=True):
-            slots += to_limbs(one + new, DOUBLE_SUM_LIMBS)
-        for one, new in zip(before.products, added.products, strict=True):
-            slots += to_limbs(one + new, DOUBLE_PRODUCT_LIMBS)
-        ledger.copy_(torch.tensor(slots, dtype=torch.int64))
+        counts, nonfinite, *before = torch.split(ledger, self._lengths)
+        counts += torch.tensor(added.counts, dtype=torch.int64)
+        nonfinite += torch.tensor(added.nonfinite, dtype=torch.int64)
+        new = (*added.sums, *added.products, *added.cubes)
+        for slots, limbs, number in zip(before, self._limbs, new, strict=True):
+            mapped = slots.numpy()
+            mapped[:] = to_limbs(from_limbs(mapped) + number, limbs)
 
     def read(self, ledger: Tensor) -> Sums:
         """What is in the ledger."""
-        counts, nonfinite, sums, products = (part.tolist() for part in torch.split(ledger, self._lengths))
+        counts, nonfinite, *limbs = torch.split(ledger, self._lengths)
+        numbers = tuple(from_limbs(slots.numpy()) for slots in limbs)
+        sums, products = self._kinds
         return Sums(
-            counts=tuple(counts),
-            nonfinite=tuple(nonfinite),
-            sums=tuple(_numbers(sums, DOUBLE_SUM_LIMBS)),
-            products=tuple(_numbers(products, DOUBLE_PRODUCT_LIMBS)),
+            counts=tuple(counts.tolist()),
+            nonfinite=tuple(nonfinite.tolist()),
+            sums=numbers[:sums],
+            products=numbers[sums:products],
+            cubes=numbers[products:],
         )
-
-
-def _numbers(limbs: Sequence[int], each: int) -> list[int]:
-    return [from_limbs(limbs[start : start + each]) for start in range(0, len(limbs), each)]
 
 
 def numbers_of(metric: str, column: str, values: object) -> Tensor:

@@ -23,6 +23,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,10 @@ from torch import Tensor
 
 from dualeval.metrics import Measured, Value
 from dualeval.metrics.described import PERCENT, direction
-from dualeval.metrics.exact import DOUBLE_UNIT_BITS, units_of_double
-from dualeval.metrics.intervals import wilson_interval
-from dualeval.metrics.means import mean_of_sums, sums_of
-from dualeval.metrics.moments import Moments
+from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn, units_of_double
+from dualeval.metrics.intervals import Ends, bounded_interval, wilson_interval
+from dualeval.metrics.means import mean_of_sum
+from dualeval.metrics.moments import Moments, Sums
 from dualeval.metrics.scores import Score
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -118,7 +119,9 @@ class ExactMatch:
 
 
 class F1:
-    """The mean F1 in percent, equal to ``100 * math.fsum(f1) / N``, with its interval, cut at 0 and 100.
+    """The mean F1 in percent, equal to ``100 * math.fsum(f1) / N``, with Wilson's interval for its variance.
+
+    Where each F1 is 0 or 1, as where there is no answer, the interval is that of the exact match.
 
     Ledger: the ``Moments`` of a mean; with ``parts`` two more, of the questions that have an answer and of
     those that have none.
@@ -129,14 +132,23 @@ class F1:
     def __init__(self, *, parts: bool) -> None:
         self._keys = (self.name, *(f"{part}f1" for part in _PARTS)) if parts else (self.name,)
         self.columns = (self.name, "has_answer") if parts else (self.name,)
-        self._moments = Moments(counts=2, sums=1, products=1)
+        self._moments = Moments(counts=1, sums=1, products=1, cubes=0)
         self.size = len(self._keys) * self._moments.size
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add the samples of column ``f1``, and of ``has_answer`` with parts."""
         count = len(self._keys)
         for slots, chosen in zip(ledger.view(count, -1), _groups(columns, count), strict=True):
-            self._moments.add(slots, sums_of(columns[self.name][chosen]))
+            values = columns[self.name][chosen]
+            column = ExactColumn(values)
+            added = Sums(
+                counts=(len(values),),
+                nonfinite=(0, 0, 0),
+                sums=(column.total(),),
+                products=(column.dot(column),),
+                cubes=(),
+            )
+            self._moments.add(slots, added)
 
     def compute(self, ledger: Tensor) -> Measured:
         """Key f1; with parts HasAns_f1 and NoAns_f1 too. None without samples."""
@@ -144,12 +156,22 @@ class F1:
         intervals = {}
         for key, slots in zip(self._keys, ledger.view(len(self._keys), -1), strict=True):
             found = self._moments.read(slots)
+            [samples], [total], [squares] = found.counts, found.sums, found.products
             values[key] = None
-            if samples := found.counts[0]:
-                values[key], ends = mean_of_sums(samples, found.sums[0], found.products[0], _PERCENT)
-                if ends is not None:
-                    intervals[key] = (max(0.0, ends[0]), min(_PERCENT, ends[1]))
+            if samples:
+                values[key] = mean_of_sum(samples, total, _PERCENT)
+                low, high = _interval_of_f1(samples, total, squares)
+                intervals[key] = (_PERCENT * low, _PERCENT * high)
         return _in_percent(self.name, values, intervals)
+
+
+def _interval_of_f1(samples: int, total: int, squares: int) -> Ends:
+    if squares == total << DOUBLE_UNIT_BITS:
+        # No value of 0 to 1 is below its square: each is 0 or 1.
+        return wilson_interval(total >> DOUBLE_UNIT_BITS, samples)
+    mean = Fraction(total, samples << DOUBLE_UNIT_BITS)
+    of_squares = Fraction(squares, samples << 2 * DOUBLE_UNIT_BITS)
+    return bounded_interval(mean, (of_squares - mean * mean) / samples, samples)
 
 
 def _in_percent(

@@ -31,6 +31,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
     world, timing = result.world, result.timing
     lines = [
         f"samples         {_samples(result)}",
+        *([f"clusters        {_clusters(result)}"] if result.clusters else []),
         f"ranks           {world['size']} ({world['launcher']}, {world['backend']}, "
         f"{result.device['device']})",
         *([f"machine         {_machine(result)}"] if result.device.get("bits") else []),
@@ -60,7 +61,10 @@ def _metrics(result: Result) -> Table:
             pairs.append(result.intervals.get(name, ()))
             numbers = [number for pair in pairs for number in pair]
             first, *ends = shown_numbers(value, *numbers, unit=result.units.get(name))
-            table.add_row(name, first, *[" to ".join(ends[at : at + 2]) for at in range(0, len(ends), 2)])
+            shown = [" to ".join(ends[at : at + 2]) for at in range(0, len(ends), 2)]
+            if name in result.rough:
+                shown = [f"{pair} (rough)" for pair in shown]
+            table.add_row(name, first, *shown)
         elif value is None:
             counts = ", ".join(f"{n} {kind}" for kind, n in result.nonfinite.get(name, {}).items() if n)
             table.add_row(name, f"not finite ({counts})" if counts else "none")
@@ -105,6 +109,11 @@ def _samples(result: Result) -> str:
     return f"{described_part(part)}, {failed}"
 
 
+def _clusters(result: Result) -> str:
+    clusters = result.clusters
+    return f"{clusters['count']:,} ({clusters['column']}); the intervals allow for them"
+
+
 def _machine(result: Result) -> str:
     device = result.device
     return f"{device['model']}, {device['cpu_capability']}, bits {device['bits']}"
@@ -124,7 +133,7 @@ def _work(result: Result) -> str:
 def _comparable(result: Result) -> str:
     if result.homogeneous:
         return ""
-    return f" (comparable with none: {len(result.machines)} kinds of machine)"
+    return f" (not comparable: {len(result.machines)} kinds of machine)"
 
 
 def shown_numbers(*values: float, unit: str | None = None) -> list[str]:

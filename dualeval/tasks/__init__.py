@@ -67,6 +67,8 @@ class Task(ABC):
         name: the task's name in results and messages; without one its class's.
         rows: the columns of ``postprocess`` that are written to predictions.parquet, in this order; behind
             them come those that the metrics read, wherever they are not among these. None: all columns.
+        cluster: the column whose equal entries mark samples that are not independent, such as questions on
+            one text; where a run names none itself. None: all are independent.
         wants_workers: whether reading a sample costs enough to be worth worker processes; None: it does
             where the samples do not lie in memory.
         thread_safe: whether ``forward`` and ``observe`` may run on several batches at once, in threads with a
@@ -87,6 +89,10 @@ class Task(ABC):
 
     @property
     def rows(self) -> tuple[str, ...] | None:
+        return None
+
+    @property
+    def cluster(self) -> str | None:
         return None
 
     @property

@@ -13,11 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from dualeval.columns import Column
 from dualeval.data.squad import Questions, read_null_odds, read_predictions, read_questions
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.squad import BestThresholds
-from dualeval.tasks.scored_answers import ScoredAnswers, answer_metrics, chosen
+from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
 
 # Behind all odds that a run writes.
 _NEVER = float(np.finfo(np.float32).max)
@@ -68,12 +69,13 @@ class GivenAnswers(ScoredAnswers):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """How each answer is scored."""
+        """How each answer is scored, and the article that its question is on."""
         of_nulls = ("span_exact_match", "span_f1", "span_is_empty", "null_odds")
         return (
             *("exact_match", "f1"),
             *(("has_answer",) if self._unanswerable else ()),
             *(of_nulls if self._odds is not None else ()),
+            ARTICLE,
         )
 
     def dataset(self) -> Questions:
@@ -96,11 +98,11 @@ class GivenAnswers(ScoredAnswers):
         """Nothing is computed."""
         return {}
 
-    def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Tensor]:
+    def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Column]:
         """Score the answers; a question that has none in the file is wrong."""
         ids = [self._questions.id(index) for index in samples]
         given = [self._answers.get(name) for name in ids]
-        found = self._scored(given, samples)
+        found: dict[str, Column] = {**self._scored(given, samples)}
         if self._odds is not None:
             found |= {f"span_{name}": column for name, column in found.items()}
             found["span_is_empty"] = torch.tensor([answer == "" for answer in given])
@@ -112,6 +114,7 @@ class GivenAnswers(ScoredAnswers):
             found["null_odds"] = torch.tensor(odds, dtype=torch.float64)
         if self._unanswerable:
             found["has_answer"] = self._has_answer(samples)
+        found[ARTICLE] = self._articles(samples)
         return found
 
     def texts(self, rows: Mapping[str, npt.NDArray[Any]], first: int) -> dict[str, list[str | None]]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from dualeval.columns import Column
 from dualeval.data.squad import questions_of_rows, read_questions
 from dualeval.data.windows import EncodedQuestions, WindowEncoder
 from dualeval.errors import UsageError
@@ -27,7 +28,7 @@ from dualeval.models.weights import (
     refuse_choice_without_file,
     seed_of,
 )
-from dualeval.tasks.scored_answers import ScoredAnswers, answer_metrics, chosen
+from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
 
 # What the model gives in files of their own, under the names that the official scripts' users know.
 PREDICTIONS = "predictions.json"
@@ -123,11 +124,12 @@ class QuestionAnswering(ScoredAnswers):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The best span of each question and how it is scored."""
+        """The best span of each question, how it is scored, and the article that it is on."""
         of_nulls = ("null_odds", "has_answer", "span_exact_match", "span_f1", "span_is_empty")
         return (
             *("start", "end", "score", "exact_match", "f1", "windows", "nan_logits", "inf_logits"),
             *(of_nulls if self._unanswerable else ()),
+            ARTICLE,
         )
 
     @property
@@ -201,7 +203,7 @@ class QuestionAnswering(ScoredAnswers):
         work = {name: batch[name] for name in ("windows", "tokens", "padded_tokens")}
         return {**columns_of(best_of_windows(windows, batch["places"])), **work}
 
-    def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Tensor]:
+    def postprocess(self, columns: Mapping[str, Tensor], samples: range) -> dict[str, Column]:
         """Cut the answers out of their texts and score them."""
         spans = [
             _without_blanks(self._questions[index].context, start, end)
@@ -211,7 +213,7 @@ class QuestionAnswering(ScoredAnswers):
         ]
         starts, ends = (torch.tensor(places, dtype=torch.int32) for places in zip(*spans, strict=True))
         texts = self._cut(starts.tolist(), ends.tolist(), samples.start)
-        found = {**columns, "start": starts, "end": ends}
+        found: dict[str, Column] = {**columns, "start": starts, "end": ends, ARTICLE: self._articles(samples)}
         # Whatever is right: a logit that is NaN is no answer.
         failed = columns["nan_logits"].tolist()
         of_spans = self._scored(_without(texts, failed), samples)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dualeval.columns import Text
 from dualeval.data.squad import Questions
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -17,6 +18,8 @@ from dualeval.metrics.squad import F1, AnswerCounts, ExactMatch, score_answer
 from dualeval.tasks import Task
 
 NAME = "question-answering"
+# The column of the articles' titles: questions on one article are not independent.
+ARTICLE = "article"
 
 
 def answer_metrics(*, unanswerable: bool) -> list[Metric]:
@@ -52,6 +55,7 @@ class ScoredAnswers(Task):
     """
 
     name = NAME
+    cluster = ARTICLE
 
     def __init__(self, questions: Questions, metrics: Sequence[str]) -> None:
         self._questions = questions
@@ -94,6 +98,9 @@ class ScoredAnswers(Task):
             "exact_match": torch.tensor([exact for exact, _ in scores]),
             "f1": torch.tensor([f1 for _, f1 in scores], dtype=torch.float64),
         }
+
+    def _articles(self, samples: range) -> Text:
+        return Text(self._questions[index].article for index in samples)
 
     def _has_answer(self, samples: range) -> Tensor:
         return torch.tensor([bool(self._questions[index].answers) for index in samples])

@@ -1,0 +1,369 @@
+"""How often 95 % intervals hold the population's value; it makes the tables in docs/metrics.md.
+
+Of each population samples are drawn again and again; the metric of the package counts them, and it is counted
+how many of its intervals hold the value of the population. Beside it stands the usual interval of the same
+samples, the value ± 1.96 standard errors as if they were independent. The losses are those of the embedded
+job, which is evaluated first.
+
+    python benchmarks/coverage.py [--rounds N] [--docs]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.parquet
+import torch
+from common import BIN, ONE_THREAD, ROOT, end_on_sigterm, machine, run_process, table, write_results
+
+from dualeval.metrics import Mean, Metric, Ratio
+from dualeval.metrics.clusters import cluster_intervals
+from dualeval.metrics.intervals import NORMAL_95
+from dualeval.metrics.squad import F1
+
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+Draw: TypeAlias = Callable[[np.random.Generator, int], Columns]
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+PAGE = ROOT / "docs/metrics.md"
+MARKS = ("<!-- made by benchmarks/coverage.py -->", "<!-- end -->")
+# What is wanted of all that the package does not call rough.
+LEAST = 0.90
+MEANS, BOUNDED, FUNCTIONS, CLUSTERS = "means", "values of 0 to 1", "functions and ratios", "clusters"
+_SIZES = {
+    MEANS: (10, 30, 100, 300, 1_000),
+    BOUNDED: (5, 10, 30, 100, 300),
+    FUNCTIONS: (10, 30, 100, 300),
+    CLUSTERS: (5, 10, 35, 100),
+}
+_SHOWN_FROM = {MEANS: 30, BOUNDED: 0, FUNCTIONS: 30, CLUSTERS: 10}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Population:
+    """What is drawn from, and what the metric of all of it would be.
+
+    Attributes:
+        name: of the population, for people.
+        group: its table.
+        draw: gives the columns of so many samples, or clusters.
+        metric: of which there is an interval.
+        truth: its value over the whole population.
+        shown_from: as the package says it: fewer are rough.
+    """
+
+    name: str
+    group: str
+    draw: Draw
+    metric: Metric
+    truth: float
+    shown_from: int
+
+
+def populations(losses: Floats) -> Iterator[Population]:
+    """All of the tables.
+
+    Args:
+        losses: of the embedded job.
+    """
+    mean, f1 = Mean("x"), F1(parts=False)
+
+    def of(
+        group: str, name: str, draw: Callable[[np.random.Generator, int], Floats], truth: float
+    ) -> Population:
+        metric, column = (f1, "f1") if group == BOUNDED else (mean, "x")
+        return Population(
+            name=name,
+            group=group,
+            draw=lambda g, n: {column: draw(g, n)},
+            metric=metric,
+            truth=truth * (100 if group == BOUNDED else 1),
+            shown_from=_SHOWN_FROM[group],
+        )
+
+    yield of(MEANS, "losses of the embedded job", lambda g, n: g.choice(losses, n), float(losses.mean()))
+    yield of(MEANS, "exponential", lambda g, n: g.exponential(1.0, n), 1.0)
+    yield of(MEANS, "log-normal, σ = 1", lambda g, n: g.lognormal(0.0, 1.0, n), math.exp(0.5))
+    yield of(MEANS, "normal", lambda g, n: g.standard_normal(n), 0.0)
+    yield of(MEANS, "Student's, 5 degrees of freedom", lambda g, n: g.standard_t(5, n), 0.0)
+
+    for zeros, ones in ((0.1, 0.8), (0.01, 0.97), (0.9, 0.05), (0.3, 0.3)):
+        name = f"F1: 0 in {zeros:.0%}, 1 in {ones:.0%}, else between"
+        truth = ones + (1 - zeros - ones) * float(_BETWEEN.mean())
+        yield of(BOUNDED, name, _mixture(zeros, ones), truth)
+    yield of(BOUNDED, "right or wrong, 95 % right", lambda g, n: (g.random(n) < 0.95).astype(float), 0.95)
+
+    a_token = 2.0 + 8.0 / 41
+    functions: tuple[tuple[str, Metric, Draw, float], ...] = (
+        ("Ratio: loss a token", Ratio("sum", "tokens"), _texts, a_token),
+        ("its exp, the perplexity", Ratio("sum", "tokens", "exp"), _texts, math.exp(a_token)),
+        ("its log", Ratio("sum", "tokens", "log"), _texts, math.log(a_token)),
+        ("Mean with weight: loss by tokens", Mean("loss", "tokens"), _texts, a_token),
+        ("sqrt of squared normal errors", Mean("x", transform="sqrt"), _squares, 1.0),
+        ("exp of exponential, mean 2", Mean("x", transform="exp"), _exponential, math.exp(2.0)),
+    )
+    for name, metric, draw, truth in functions:
+        yield Population(
+            name=name,
+            group=FUNCTIONS,
+            draw=draw,
+            metric=metric,
+            truth=truth,
+            shown_from=_SHOWN_FROM[FUNCTIONS],
+        )
+    for right, within in ((0.8, 0.05), (0.8, 0.2), (0.97, 0.05)):
+        for alike in (True, False):
+            yield Population(
+                name=f"{right:.0%} right, correlation {within:g}, clusters of {_sizes_said(alike)}",
+                group=CLUSTERS,
+                draw=_answers(right, within, alike),
+                metric=Mean("right"),
+                truth=right,
+                shown_from=_SHOWN_FROM[CLUSTERS],
+            )
+    for alike in (True, False):
+        yield Population(
+            name=f"skewed losses of skewed means, clusters of {_sizes_said(alike)}",
+            group=CLUSTERS,
+            draw=_clustered_losses(alike),
+            metric=Mean("x"),
+            truth=math.exp(0.18),
+            shown_from=30,
+        )
+
+
+_BETWEEN = np.array([2 / 9, 1 / 4, 1 / 3, 2 / 5, 1 / 2, 4 / 7, 2 / 3, 3 / 4, 4 / 5, 6 / 7, 10 / 11])
+
+
+def _mixture(zeros: float, ones: float) -> Callable[[np.random.Generator, int], Floats]:
+    def draw(generator: np.random.Generator, count: int) -> Floats:
+        part = generator.random(count)
+        return np.where(
+            part < zeros, 0.0, np.where(part < zeros + ones, 1.0, generator.choice(_BETWEEN, count))
+        )
+
+    return draw
+
+
+def _texts(generator: np.random.Generator, count: int) -> Columns:
+    """Texts whose mean loss falls with their number of tokens."""
+    tokens = 1 + generator.poisson(40, count)
+    loss = 2.0 + 8.0 / tokens + 0.5 * generator.standard_normal(count)
+    return {"loss": loss, "sum": loss * tokens, "tokens": tokens}
+
+
+def _squares(generator: np.random.Generator, count: int) -> Columns:
+    return {"x": generator.standard_normal(count) ** 2}
+
+
+def _exponential(generator: np.random.Generator, count: int) -> Columns:
+    return {"x": generator.exponential(2.0, count)}
+
+
+def _sizes_said(alike: bool) -> str:
+    return "50" if alike else "very unequal size"
+
+
+def _members(generator: np.random.Generator, clusters: int, alike: bool) -> npt.NDArray[np.int64]:
+    """The number of the cluster of each sample."""
+    sizes = generator.lognormal(math.log(40), 0.7, clusters).astype(int)
+    return np.repeat(np.arange(clusters), np.full(clusters, 50) if alike else np.maximum(1, sizes))
+
+
+def _answers(right: float, within: float, alike: bool) -> Draw:
+    both = 1 / within - 1
+
+    def draw(generator: np.random.Generator, clusters: int) -> Columns:
+        cluster = _members(generator, clusters, alike)
+        chance = generator.beta(right * both, (1 - right) * both, clusters)
+        return {"cluster": cluster, "right": generator.random(len(cluster)) < chance[cluster]}
+
+    return draw
+
+
+def _clustered_losses(alike: bool) -> Draw:
+    def draw(generator: np.random.Generator, clusters: int) -> Columns:
+        cluster = _members(generator, clusters, alike)
+        means = generator.lognormal(0.0, 0.6, clusters)
+        return {"cluster": cluster, "x": means[cluster] * generator.exponential(1.0, len(cluster))}
+
+    return draw
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """How often intervals of one population, of samples of one size, hold its value.
+
+    Attributes:
+        population: its name.
+        group: its table.
+        size: samples or clusters.
+        held: part of the rounds in which the package's interval holds it.
+        usual: likewise, the usual interval.
+        none: part of the rounds without an interval, because all samples were equal; they hold nothing.
+        rough: the package says that so few have not been shown to cover.
+    """
+
+    population: str
+    group: str
+    size: int
+    held: float
+    usual: float
+    none: float
+    rough: bool
+
+
+def measure(population: Population, size: int, rounds: int) -> Cell:
+    """Draw samples of one size, and count.
+
+    Args:
+        population: what is drawn from.
+        size: of each sample; of clusters their number.
+        rounds: how many samples.
+    """
+    generator = np.random.default_rng(crc32(f"{population.name} {size}".encode()))
+    [key] = population.metric.compute(torch.zeros(population.metric.size, dtype=torch.int64)).values
+    held = usual = none = 0
+    for _ in range(rounds):
+        columns = population.draw(generator, size)
+        ends, normal = _intervals(population.metric, columns, key)
+        none += ends is None
+        held += ends is not None and ends[0] <= population.truth <= ends[1]
+        usual += normal[0] <= population.truth <= normal[1]
+    return Cell(
+        population=population.name,
+        group=population.group,
+        size=size,
+        held=held / rounds,
+        usual=usual / rounds,
+        none=none / rounds,
+        rough=size < population.shown_from,
+    )
+
+
+def _intervals(
+    metric: Metric, columns: Columns, key: str
+) -> tuple[tuple[float, float] | None, tuple[float, float]]:
+    ledger = torch.zeros(metric.size, dtype=torch.int64)
+    read = {name: torch.from_numpy(columns[name]) for name in metric.columns}
+    metric.update(ledger, read)
+    found = metric.compute(ledger)
+    score, value = found.scores[key], found.values[key]
+    assert isinstance(value, float)
+    ends = found.intervals.get(key)
+    if "cluster" in columns:
+        ends = cluster_intervals("cluster", columns, found.values, found.scores, found.units).intervals.get(
+            key
+        )
+    y, x, _ = score.terms(columns)
+    ratio = y.sum() / x.sum()
+    error = math.sqrt(len(y) / (len(y) - 1) * ((y - ratio * x) ** 2).sum()) / abs(x.sum())
+    # By the delta method.
+    slopes: dict[str | None, Callable[[float], float]] = {
+        None: lambda x: 1.0,
+        "exp": math.exp,
+        "log": lambda x: 1 / x,
+        "sqrt": lambda x: 0.5 / math.sqrt(x),
+    }
+    half_width = NORMAL_95 * score.factor * slopes[score.transform](ratio) * error
+    return ends, (value - half_width, value + half_width)
+
+
+def losses_of_the_embedded_job() -> Floats:
+    """The loss of each of its 10,000 samples; ``dualeval run`` evaluates it."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(BIN / "dualeval"), "run", "--out", folder, "--metric", "loss", "--no-progress"]
+        run_process(command, timeout_s=600, environ=ONE_THREAD)
+        rows = pyarrow.parquet.read_table(Path(folder) / "predictions.parquet", columns=["loss"])
+        losses: Floats = rows["loss"].to_numpy().astype(np.float64)
+        return losses
+
+
+def report(cells: Sequence[Cell], rounds: int) -> str:
+    """The tables, as Markdown."""
+    parts = []
+    for group in dict.fromkeys(cell.group for cell in cells):
+        own = [cell for cell in cells if cell.group == group]
+        sizes = list(dict.fromkeys(cell.size for cell in own))
+        head = [group, *(f"{size:,} clusters" if group == CLUSTERS else f"N = {size:,}" for size in sizes)]
+        rows = [
+            [name, *(_shown(cell) for cell in own if cell.population == name)]
+            for name in dict.fromkeys(cell.population for cell in own)
+        ]
+        parts.append(table(head, rows))
+    return (
+        f"Parts of {rounds:,} rounds in percent: the interval here / the usual one. In brackets: `rough`, of "
+        "fewer samples or clusters than are needed.\n\n" + "\n".join(parts)
+    )
+
+
+def _shown(cell: Cell) -> str:
+    text = f"{100 * cell.held:.1f} / {100 * cell.usual:.1f}"
+    if cell.none > 0.001:
+        text += f", none in {100 * cell.none:.1f}"
+    return f"({text})" if cell.rough else text
+
+
+def short(cells: Sequence[Cell], least: float = LEAST) -> list[str]:
+    """A sentence for each cell that is not rough, and holds the value too seldom."""
+    return [
+        f"{cell.population}, {cell.size}: {cell.held:.3f}, wanted at least {least}"
+        for cell in cells
+        if not cell.rough and cell.held < least
+    ]
+
+
+def write_page(body: str) -> None:
+    """Put the tables between their marks in docs/metrics.md."""
+    begin, end = map(re.escape, MARKS)
+    text = PAGE.read_text("utf-8")
+    new, count = re.subn(f"{begin}.*{end}", lambda _: f"{MARKS[0]}\n\n{body}\n{MARKS[1]}", text, flags=re.S)
+    assert count == 1, f"{PAGE} has {count} pairs of marks"
+    PAGE.write_text(new, "utf-8")
+
+
+def main() -> None:
+    """Simulate, print and write the results; ends with 1 where intervals cover too seldom."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=2_000, help="samples of each population and size")
+    parser.add_argument("--docs", action="store_true", help=f"write the tables into {PAGE.name}, too")
+    parser.add_argument("--only-check", action="store_true", help="write nothing")
+    arguments = parser.parse_args()
+    end_on_sigterm()
+    torch.set_num_threads(1)
+    host = machine()
+    cells = []
+    for population in populations(losses_of_the_embedded_job()):
+        for size in _SIZES[population.group]:
+            cells.append(measure(population, size, arguments.rounds))
+            print(f"{cells[-1].population}, {size}: {_shown(cells[-1])}", file=sys.stderr, flush=True)
+    body = report(cells, arguments.rounds)
+    print(body)
+    if arguments.docs:
+        write_page(body)
+    found = short(cells)
+    if not arguments.only_check:
+        _write(cells, body, arguments.rounds, host)
+    if found:
+        sys.exit("\n".join(found))
+
+
+def _write(cells: Sequence[Cell], body: str, rounds: int, host: dict[str, Any]) -> None:
+    figures = {"rounds": rounds, "cells": [vars(cell) for cell in cells]}
+    page = write_results("coverage", "How often 95 % intervals hold the value", body, figures, host)
+    print(f"written to {page}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Samples that go together: the column that says so, and the intervals that allow for it, in the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualeval.columns import Column, Rows, Text, described
+from dualeval.engine.measured import rough_warnings
+from dualeval.errors import UsageError
+from dualeval.metrics import Measured
+from dualeval.metrics.clusters import ClusterIntervals, cluster_intervals
+
+_NUMBERED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_cluster(name: str, columns: Mapping[str, Column]) -> None:
+    """Check that a batch has the column, and that its entries can be told apart.
+
+    Raises:
+        UsageError: it has not, or they cannot.
+    """
+    if name not in columns:
+        raise UsageError(
+            f"--cluster {name!r}: there is no such column. The columns are {', '.join(columns)}. Name one of "
+            "them, or have observe or postprocess make one: equal entries mark samples that go together."
+        )
+    column = columns[name]
+    told_apart = isinstance(column, Text)
+    if isinstance(column, Tensor):
+        told_apart = column.ndim == 1 and column.dtype in _NUMBERED
+    if not told_apart:
+        raise UsageError(
+            f"--cluster {name!r}: the column is {described(column)}. Expected integers, bools or text, one "
+            "entry a sample."
+        )
+
+
+def columns_wanted(name: str, measured: Sequence[Measured], kept: Sequence[str]) -> list[str]:
+    """The columns from which intervals by clusters follow, of those that are kept."""
+    scores = [score for part in measured for score in part.scores.values()]
+    wanted = dict.fromkeys((name, *(column for score in scores for column in score.columns)))
+    return [column for column in wanted if column in kept]
+
+
+def find_clusters(name: str, measured: Sequence[Measured], rows: Mapping[str, Rows]) -> ClusterIntervals:
+    """The intervals by clusters of all that metrics have measured.
+
+    Args:
+        name: the column whose equal entries make a cluster.
+        measured: by all metrics.
+        rows: the columns of ``columns_wanted``, of all evaluated samples in data-set order.
+    """
+    values = {key: value for part in measured for key, value in part.values.items()}
+    units = {key: unit for part in measured for key, unit in part.units.items()}
+    scores = {
+        key: score
+        for part in measured
+        for key, score in part.scores.items()
+        if all(column in rows for column in score.columns)
+    }
+    return cluster_intervals(name, rows, values, scores, units)
+
+
+def with_clusters(
+    fields: Mapping[str, Any], name: str | None, found: ClusterIntervals | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a result with intervals by clusters in place of those of independent samples.
+
+    Args:
+        fields: as ``fields_of_result`` gave them.
+        name: of the column; None where there are no clusters.
+        found: likewise.
+
+    Returns:
+        The fields, and sentences on their intervals.
+    """
+    if name is None or found is None:
+        return dict(fields), rough_warnings(fields["rough"])
+    without = [
+        f"no interval of {key} by {name}: its metric does not say how the value follows from each sample"
+        for key in fields["intervals"]
+        if key not in fields["scores"]
+    ]
+    new = {
+        **fields,
+        "intervals": found.intervals,
+        "rough": found.rough,
+        "naive_intervals": fields["intervals"],
+        "clusters": {"column": name, "count": found.count},
+    }
+    return new, [*found.warnings, *without, *rough_warnings(found.rough)]

@@ -1,0 +1,256 @@
+"""95 % intervals of samples that are not independent: those of one cluster, such as an article."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dualeval.metrics import Value
+from dualeval.metrics.described import FRACTION, PERCENT
+from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn
+from dualeval.metrics.intervals import (
+    SHOWN_FROM,
+    TRANSFORMS,
+    Ends,
+    Spread,
+    clustered_interval,
+    skewed_ends,
+)
+from dualeval.metrics.scores import Score
+
+# Fewer clusters than these have not been shown to cover: of values of 0 to 1, and of others.
+BOUNDED_SHOWN_FROM = 10
+_PIECE = 1 << 20
+# Integers that lie closer together are numbered by a table.
+_WIDEST_TABLE = 1 << 26
+# A residual below so many units in the last place of what it is a difference of is 0.
+_NOISE = 8 * 2.0**-52
+
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterIntervals:
+    """What clusters say of values.
+
+    Attributes:
+        count: how many clusters there are.
+        intervals: by key, cluster-robust 95 % intervals.
+        rough: by key, why an interval may cover less.
+        warnings: why there is none, a sentence each.
+    """
+
+    count: int
+    intervals: dict[str, Ends] = field(default_factory=dict)
+    rough: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+class Clusters:
+    """Which samples go together; takes 4 bytes of memory a sample.
+
+    Args:
+        column: an entry a sample: bool, integers or text; equal ones make a cluster.
+
+    Attributes:
+        count: how many clusters there are.
+    """
+
+    def __init__(self, column: Any) -> None:
+        self._places = np.empty(len(column), np.int32)
+        if isinstance(column, np.ndarray):
+            self.count = self._number_integers(column)
+            return
+        known: dict[str, int] = {}
+        for piece in _pieces(len(column)):
+            self._places[piece] = [known.setdefault(text, len(known)) for text in column[piece]]
+        self.count = len(known)
+
+    def pieces(self) -> Iterator[tuple[slice, npt.NDArray[np.int32]]]:
+        """The samples a piece at a time, with the number of the cluster of each."""
+        for piece in _pieces(len(self._places)):
+            yield piece, self._places[piece]
+
+    def _number_integers(self, column: npt.NDArray[Any]) -> int:
+        pieces = [*_pieces(len(column))]
+        if not pieces:
+            return 0
+        # A uint64 column is refused before; the difference of two int64 numbers needs Python's integers.
+        least = min(int(column[piece].min()) for piece in pieces)
+        span = max(int(column[piece].max()) for piece in pieces) - least + 1
+        if span > _WIDEST_TABLE:
+            distinct = _distinct(np.concatenate([_distinct(column[piece]) for piece in pieces]))
+            for piece in pieces:
+                order = np.argsort(column[piece], kind="stable")
+                # Sorted, they are found in the order in which they lie in memory.
+                self._places[piece][order] = np.searchsorted(distinct, column[piece][order])
+            return len(distinct)
+        present = np.zeros(span, np.bool_)
+        for piece in pieces:
+            present[column[piece].astype(np.int64) - least] = True
+        numbers = np.cumsum(present, dtype=np.int32) - np.int32(1)
+        for piece in pieces:
+            self._places[piece] = numbers[column[piece].astype(np.int64) - least]
+        return int(np.count_nonzero(present))
+
+
+def _pieces(samples: int) -> Iterator[slice]:
+    for start in range(0, samples, _PIECE):
+        yield slice(start, min(start + _PIECE, samples))
+
+
+def _distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    values = np.sort(values)
+    first = np.ones(len(values), np.bool_)
+    first[1:] = values[1:] != values[:-1]
+    return np.compress(first, values)
+
+
+def cluster_intervals(
+    name: str,
+    rows: Mapping[str, Any],
+    values: Mapping[str, Value],
+    scores: Mapping[str, Score],
+    units: Mapping[str, str],
+) -> ClusterIntervals:
+    """Cluster-robust intervals of all values that follow from a number of each sample.
+
+    Args:
+        name: of the column whose equal entries make a cluster.
+        rows: this column and those of the scores, by name, in data-set order; memory for a piece of them.
+        values: the values by key; those that are no number have no interval.
+        scores: how they follow from the rows.
+        units: of the values: those of "fraction" and "percent" are of 0 to 1, if each sample's are.
+    """
+    clusters = Clusters(rows[name])
+    intervals, rough = {}, {}
+    without: dict[str, list[str]] = {}
+    for key, score in scores.items():
+        if not isinstance(values.get(key), (int, float)):
+            continue
+        sums = _Sums(clusters, rows, score)
+        ends = sums.interval(bounded=units.get(key) in (FRACTION, PERCENT))
+        if isinstance(ends, str):
+            without.setdefault(ends, []).append(key)
+            continue
+        if score.transform is not None:
+            found = TRANSFORMS[score.transform].of_ends(ends)
+            if found is None:
+                continue
+            ends = found
+        low, high = score.factor * ends[0], score.factor * ends[1]
+        if not (math.isfinite(low) and math.isfinite(high)):
+            continue
+        intervals[key] = (low, high)
+        if sums.count < sums.shown_from:
+            rough[key] = f"of {sums.count} clusters, and was shown to cover from {sums.shown_from} on"
+    warnings = tuple(f"no interval of {', '.join(keys)} by {name}: {why}" for why, keys in without.items())
+    return ClusterIntervals(count=clusters.count, intervals=intervals, rough=rough, warnings=warnings)
+
+
+class _Sums:
+    """What the clusters' samples add up to for one score.
+
+    Attributes:
+        count: of clusters with a sample that counts.
+        shown_from: so many clusters were shown to be enough; from ``interval`` on.
+    """
+
+    shown_from: int
+
+    def __init__(self, clusters: Clusters, rows: Mapping[str, Any], score: Score) -> None:
+        """Two passes: sums of y and x, and then of the residuals, which cancel in no sum."""
+        names = score.columns
+        above = below = samples = 0
+        self._lies_between = True
+        of_clusters = np.zeros(clusters.count, np.int64)
+        for piece, places in clusters.pieces():
+            y, x, counts = score.terms({name: rows[name][piece] for name in names})
+            above, below = above + _total(y), below + _total(x)
+            samples += int(np.count_nonzero(counts))
+            of_clusters += np.bincount(places[counts], minlength=clusters.count)
+            self._lies_between = self._lies_between and bool(((y >= 0) & (y <= x)).all())
+        present = of_clusters > 0
+        self.count = int(np.count_nonzero(present))
+        self._samples = samples
+        # A metric has a value, and so the sum of x is not 0.
+        self._ratio = ratio = float(Fraction(above, below))
+        residuals, weights = np.zeros(clusters.count), np.zeros(clusters.count)
+        for piece, places in clusters.pieces():
+            y, x, _ = score.terms({name: rows[name][piece] for name in names})
+            parts = ratio * x
+            left = y - parts
+            left[np.abs(left) <= _NOISE * np.maximum(np.abs(y), np.abs(parts))] = 0.0
+            residuals += np.bincount(places, left, minlength=clusters.count)
+            weights += np.bincount(places, x, minlength=clusters.count)
+        whole = Fraction(below, 1 << DOUBLE_UNIT_BITS)
+        self._shares = weights[present] / float(whole)
+        self._residuals = residuals[present] / float(whole)
+
+    def interval(self, *, bounded: bool) -> Ends | str:
+        """The ends of the interval of the ratio of sums; or why there is none.
+
+        Args:
+            bounded: each sample's ratio is of 0 to 1, if its own numbers say so, too.
+        """
+        bounded = bounded and self._lies_between
+        self.shown_from = BOUNDED_SHOWN_FROM if bounded else SHOWN_FROM
+        if self.count < 2:
+            return "all samples are of one cluster"
+        shares = self._shares
+        if not (shares < 1).all():
+            return "one cluster has all the weight"
+        degrees = degrees_of_freedom(shares)
+        if bounded:
+            variance = _sum(self._residuals**2 / (1 - shares))
+            return clustered_interval(self._ratio, variance, self._samples, degrees)
+        # Pustejovsky and Tipton's way of writing what Bell and McCaffrey call bias-reduced linearisation.
+        square = _sum(self._residuals**2 / (1 - shares))
+        if square == 0:
+            return f"its {self.count} clusters are all equal, and say nothing of how far others may be"
+        skewness = (
+            math.sqrt(self.count) * _sum(self._residuals**3) / _power_of_3_halves(_sum(self._residuals**2))
+        )
+        spread = Spread(samples=self.count, variance=Fraction(square), skewness=skewness, degrees=degrees)
+        low, high = skewed_ends(spread)
+        return self._ratio + low, self._ratio + high
+
+
+def degrees_of_freedom(shares: _Floats) -> float:
+    """Of the variance of a mean over clusters of unequal size, by Satterthwaite's approximation.
+
+    R. Bell, D. McCaffrey, "Bias reduction in standard errors for linear regression with multi-stage samples",
+    Survey Methodology 28 (2002), 169-181, of cluster means of equal variance: with G clusters of one size it
+    is G - 1.
+
+    Args:
+        shares: of each cluster in the sum of weights; all below 1, and adding up to 1.
+    """
+    # The variance is a quadratic form with the matrix (1 - 1 h') diag(c) (1 - h 1'); (tr M)**2 / tr(M**2).
+    h, c = shares, shares * shares / (1 - shares)
+    s, a, b, d = _sum(c), _sum(c * h), _sum(h * h), _sum(c * c)
+    trace = s - 2 * a + s * b
+    of_square = d - 4 * _sum(c * c * h) + 2 * s * _sum(c * h * h)
+    of_square += 2 * a * a + 2 * d * b - 4 * s * a * b + s * s * b * b
+    return max(1.0, trace * trace / of_square)
+
+
+def _power_of_3_halves(value: float) -> float:
+    return value * math.sqrt(value)
+
+
+def _total(values: _Floats) -> int:
+    """The exact sum, in units of 2**-1074."""
+    return ExactColumn(torch.from_numpy(np.ascontiguousarray(values))).total()
+
+
+def _sum(values: _Floats) -> float:
+    """The sum, rounded once: numpy adds in another order on another machine."""
+    return _total(values) / (1 << DOUBLE_UNIT_BITS)

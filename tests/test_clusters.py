@@ -1,0 +1,266 @@
+"""Intervals by clusters: against their definition, and in the results of runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dualeval
+from dualeval.columns import Text, to_rows
+from dualeval.engine.verification import verify
+from dualeval.errors import UsageError
+from dualeval.metrics import Mean, Measured, Metric, Ratio, RowMetric, Score, TopK
+from dualeval.metrics.clusters import ClusterIntervals, Clusters, cluster_intervals, degrees_of_freedom
+from dualeval.metrics.intervals import student_95, wilson_interval
+from tests.measuring import ledger_of
+
+GENERATOR = np.random.default_rng(5)
+CLUSTER = GENERATOR.integers(0, 40, 500)
+ROWS = {
+    "cluster": CLUSTER,
+    "right": GENERATOR.random(500) < GENERATOR.random(40)[CLUSTER],
+    "loss": GENERATOR.lognormal(size=500) * GENERATOR.lognormal(size=40)[CLUSTER],
+    "tokens": GENERATOR.integers(1, 30, 500),
+}
+
+
+def robust(rows: dict[str, Any], value: float, score: Score, unit: str | None = None) -> ClusterIntervals:
+    units = {} if unit is None else {"x": unit}
+    return cluster_intervals("cluster", rows, {"x": value}, {"x": score}, units)
+
+
+def by_definition(score: Score) -> tuple[float, float, float, float]:
+    """Ratio, variance, skewness and degrees of freedom, with whole matrices."""
+    y, x, _ = score.terms(ROWS)
+    ratio = y.sum() / x.sum()
+    residuals = np.array([(y - ratio * x)[g == CLUSTER].sum() for g in range(40)]) / x.sum()
+    shares = np.array([x[g == CLUSTER].sum() for g in range(40)]) / x.sum()
+    centring = np.eye(40) - np.outer(np.ones(40), shares)
+    form = centring.T @ np.diag(shares**2 / (1 - shares)) @ centring
+    degrees = np.trace(form) ** 2 / np.trace(form @ form)
+    skewness = math.sqrt(40) * (residuals**3).sum() / (residuals**2).sum() ** 1.5
+    return ratio, float((residuals**2 / (1 - shares)).sum()), skewness, float(degrees)
+
+
+@pytest.mark.parametrize("score", [Score(column="loss"), Score(column="loss", weight="tokens", factor=100.0)])
+def test_unbounded_values(score: Score) -> None:
+    ratio, variance, skewness, degrees = by_definition(score)
+    found = robust(ROWS, 1.0, score)
+    assert found.count == 40
+    skew, error = skewness / math.sqrt(40), math.sqrt(variance)
+    ends = []
+    for quantile in (student_95(degrees), -student_95(degrees)):
+        ends.append(ratio - error * (np.cbrt(1 + skew * (quantile - skew / 6)) - 1) * 3 / skew)
+    assert found.intervals["x"] == pytest.approx([score.factor * end for end in ends])
+    assert (found.rough, found.warnings) == ({}, ())
+
+
+def test_values_of_0_to_1() -> None:
+    score = Score(column="right")
+    ratio, variance, _, degrees = by_definition(score)
+    square = student_95(degrees) ** 2
+    alike = ratio * (1 - ratio) / variance
+    assert alike < 500
+    centre = (alike * ratio + square / 2) / (alike + square)
+    half_width = math.sqrt(square * (alike * ratio * (1 - ratio) + square / 4)) / (alike + square)
+    found = robust(ROWS, ratio, score, "fraction").intervals["x"]
+    assert found == pytest.approx((centre - half_width, centre + half_width))
+    # It is wider than that of as many independent samples.
+    low, high = wilson_interval(int(ROWS["right"].sum()), 500)
+    assert found[0] < low < high < found[1]
+
+
+def test_a_transform_is_that_of_the_ends() -> None:
+    plain = robust(ROWS, 1.0, Score(column="loss")).intervals["x"]
+    found = robust(ROWS, 1.0, Score(column="loss", transform="log")).intervals["x"]
+    assert found == pytest.approx([math.log(end) for end in plain])
+
+
+def test_clusters_of_one_sample_have_the_interval_of_independent_samples() -> None:
+    rows = {**ROWS, "cluster": np.arange(500)}
+    columns = {"loss": torch.from_numpy(ROWS["loss"]), "tokens": torch.from_numpy(ROWS["tokens"])}
+    metric = Mean("loss")
+    measured = metric.compute(ledger_of(metric, columns))
+    found = robust(rows, 1.0, Score(column="loss")).intervals["x"]
+    assert found == pytest.approx(measured.intervals["loss"], rel=1e-12)
+    assert degrees_of_freedom(np.full(7, 1 / 7)) == pytest.approx(6)
+
+
+def test_the_same_clusters_by_any_name() -> None:
+    wanted = robust(ROWS, 1.0, Score(column="loss"))
+    texts = to_rows(Text(f"patient {number}" for number in CLUSTER))
+    for column in (CLUSTER.astype(np.int16) - 20, CLUSTER * (2**62 // 20) - 2**62, texts):
+        assert robust({**ROWS, "cluster": column}, 1.0, Score(column="loss")).count == 40
+        found = robust({**ROWS, "cluster": column}, 1.0, Score(column="loss")).intervals["x"]
+        assert found == pytest.approx(wanted.intervals["x"], rel=1e-12)
+    assert Clusters(np.array([True, False, True])).count == 2
+    assert Clusters(np.array([], np.int64)).count == 0
+
+
+def test_only_samples_that_count_make_clusters() -> None:
+    rows = {**ROWS, "chosen": CLUSTER < 7}
+    found = robust(rows, 0.5, Score(column="right", where="chosen", factor=100.0), "percent")
+    assert found.rough == {"x": "of 7 clusters, and was shown to cover from 10 on"}
+    within = {name: column[CLUSTER < 7] for name, column in ROWS.items()}
+    alone = robust(within, 0.5, Score(column="right"), "fraction").intervals["x"]
+    assert found.intervals["x"] == pytest.approx([100 * end for end in alone])
+    assert robust(within, 0.5, Score(column="loss")).rough == {
+        "x": "of 7 clusters, and was shown to cover from 30 on"
+    }
+
+
+def test_what_shows_nothing() -> None:
+    def said(value: float, **columns: Any) -> tuple[str, ...]:
+        rows = {**ROWS, **columns}
+        found = robust(rows, value, Score(column="loss"))
+        assert found.intervals == {}
+        return found.warnings
+
+    one = np.zeros(500, np.int64)
+    assert said(1.0, cluster=one) == ("no interval of x by cluster: all samples are of one cluster",)
+    [sentence] = said(0.1, loss=np.full(500, 0.1))
+    assert sentence.startswith("no interval of x by cluster: its 40 clusters are all equal")
+    # A metric without a value has none.
+    assert cluster_intervals("cluster", ROWS, {"x": None}, {"x": Score(column="loss")}, {}).intervals == {}
+    # All right: as wide as that of so many samples, with Student's quantile.
+    rows = {**ROWS, "right": np.ones(500, np.bool_)}
+    found = robust(rows, 1.0, Score(column="right"), "fraction").intervals["x"]
+    sizes = np.bincount(CLUSTER) / 500
+    assert found == pytest.approx((500 / (500 + student_95(degrees_of_freedom(sizes)) ** 2), 1.0))
+
+
+# -- in the results of runs ------------------------------------------------------------------------------
+
+SAMPLES = [
+    (torch.tensor([float(value)]), int(number)) for value, number in zip(ROWS["loss"], CLUSTER, strict=True)
+]
+
+
+def observe(outputs: Tensor, batch: Any) -> dict[str, Any]:
+    numbers = batch[1]
+    return {
+        "loss": outputs[:, 0],
+        "rank": (outputs[:, 0] > 1).int(),
+        "patient": numbers,
+        "site": [f"site {number % 12}" for number in numbers.tolist()],
+    }
+
+
+class Bare:
+    """A metric that gives an interval and no score."""
+
+    name, columns, size = "bare", ("loss",), 1
+
+    def update(self, ledger: Tensor, columns: dict[str, Tensor]) -> None:
+        ledger += len(columns["loss"])
+
+    def compute(self, ledger: Tensor) -> Measured:
+        return Measured(values={"bare": 1.0}, intervals={"bare": (0.0, 2.0)})
+
+
+METRICS: list[Metric | RowMetric] = [Mean("loss"), TopK(1)]
+
+
+def evaluate(**options: Any) -> dualeval.Result:
+    options = {"metrics": METRICS, "launcher": "none", "device": "cpu", **options}
+    model = nn.Identity().eval()
+    return dualeval.evaluate(
+        model=model, data=SAMPLES, forward=lambda model, batch: model(batch[0]), observe=observe, **options
+    )
+
+
+def test_a_run_by_clusters(tmp_path: Path) -> None:
+    independent = evaluate()
+    assert (independent.naive_intervals, independent.clusters) == ({}, {})
+    in_memory = evaluate(cluster="patient")
+    written = evaluate(cluster="patient", out=tmp_path)
+    again = evaluate(cluster="patient", out=tmp_path)
+    assert again.earlier
+    for result in (in_memory, written):
+        assert result.metrics_digest == independent.metrics_digest
+        assert result.clusters == {"column": "patient", "count": 40}
+        assert result.naive_intervals == independent.intervals
+        assert result.intervals == in_memory.intervals != independent.intervals
+    assert json.loads(again.to_json())["intervals"] == json.loads(written.to_json())["intervals"]
+    # From the rows: the same, or by another column.
+    assert all(not check.differences for check in verify(tmp_path, METRICS))
+    assert dualeval.rescore(tmp_path, metrics=METRICS).intervals == written.intervals
+    by_site = dualeval.rescore(tmp_path, metrics=METRICS, cluster="site")
+    assert by_site.clusters == {"column": "site", "count": 12}
+    assert by_site.intervals != written.intervals
+    assert "the interval of loss is of 12 clusters, and was shown to cover from 30 on" in by_site.warnings
+    with pytest.raises(UsageError, match=r"no such column\. The columns are loss, rank, patient, site"):
+        dualeval.rescore(tmp_path, metrics=METRICS, cluster="patients")
+    with pytest.raises(UsageError, match=r"job\.cluster: patient there, site now"):
+        evaluate(cluster="site", out=tmp_path)
+
+
+def test_an_interval_that_knows_no_clusters_is_a_naive_one() -> None:
+    result = evaluate(metrics=[Bare(), Ratio("loss", "patient")], cluster="patient")
+    assert result.naive_intervals["bare"] == (0.0, 2.0)
+    assert result.intervals.keys() == {"loss_per_patient"}
+    assert any("no interval of bare by patient" in sentence for sentence in result.warnings)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        (
+            "patients",
+            "--cluster 'patients': there is no such column. The columns are loss, rank, patient, site",
+        ),
+        ("loss", r"--cluster 'loss': the column is torch.float32 with rows of shape \(\). Expected integers"),
+        ("", "cluster '': expected the name of a column, or None"),
+    ],
+)
+def test_a_column_that_makes_no_clusters(cluster: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        evaluate(cluster=cluster)
+
+
+def questions_on(articles: int, title: Callable[[int], Any]) -> dict[str, Any]:
+    data = []
+    for number in range(articles):
+        qas = [
+            {"id": f"{number}-{at}", "question": "?", "answers": [{"text": "one", "answer_start": 0}]}
+            for at in range(3)
+        ]
+        data.append({**title(number), "paragraphs": [{"context": "one two", "qas": qas}]})
+    return {"version": "1.1", "data": data}
+
+
+@pytest.mark.parametrize(
+    ("title", "count"),
+    [
+        (lambda number: {"title": f"T{number}"}, 12),
+        (lambda number: {"title": f"T{number % 4}"}, 4),
+        (lambda number: {}, 12),
+        (lambda number: {"title": None}, 12),
+    ],
+    ids=["titles", "titles twice", "no titles", "null"],
+)
+def test_questions_on_one_article_go_together(
+    tmp_path: Path, title: Callable[[int], Any], count: int
+) -> None:
+    from dualeval.tasks.given_answers import GivenAnswers
+
+    data, answers = tmp_path / "data.json", tmp_path / "answers.json"
+    data.write_text(json.dumps(questions_on(12, title)))
+    answers.write_text(
+        json.dumps({f"{n}-{at}": "one" if n % 3 else "two" for n in range(12) for at in range(3)})
+    )
+    task = GivenAnswers(data=data, predictions=answers)
+    result = dualeval.evaluate(task, launcher="none", device="cpu")
+    assert result.clusters == {"column": "article", "count": count}
+    assert result.intervals["exact_match"] == result.intervals["f1"]
+    low, high = result.naive_intervals["exact_match"]
+    assert result.intervals["exact_match"][0] < low < high < result.intervals["exact_match"][1]
+    assert bool(result.rough) == (count < 10)

@@ -1,0 +1,48 @@
+"""Whether 95 % intervals cover: a short form of benchmarks/coverage.py, which the usual ones do not pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def coverage(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    # A package of this name may be installed.
+    spec = importlib.util.spec_from_file_location("benchmark_of_coverage", ROOT / "benchmarks/coverage.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_few_rounds(coverage: Any) -> None:
+    # As skewed as the losses of the embedded job, 5.8.
+    losses = np.random.default_rng(1).lognormal(-3.0, 1.7, 10_000)
+    found = {population.name: population for population in coverage.populations(losses)}
+    for name, size, least, usual_at_most in (
+        ("losses of the embedded job", 50, 0.84, 0.83),
+        ("F1: 0 in 1%, 1 in 97%, else between", 30, 0.88, 0.70),
+        ("80% right, correlation 0.2, clusters of 50", 10, 0.86, 0.70),
+        ("sqrt of squared normal errors", 30, 0.88, 0.97),
+    ):
+        cell = coverage.measure(found[name], size, 150)
+        print(cell)
+        assert cell.held >= least, cell
+        assert cell.usual <= usual_at_most, cell
+
+
+@pytest.mark.long
+def test_all_rounds() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/coverage.py"), "--only-check", "--rounds", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3_000, check=False)
+    assert done.returncode == 0, done.stderr[-2_000:]
