@@ -38,6 +38,7 @@ from dualeval.engine.shared_memory import Reading, choose_workers, measure_readi
 from dualeval.errors import PeerError, UsageError
 from dualeval.metrics import in_two
 from dualeval.metrics.by_name import chosen_metrics
+from dualeval.metrics.classification import NonfiniteWarning
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
 from dualeval.tasks import Dataset, Task
 
@@ -186,7 +187,8 @@ class Execution:
             "launches": sorted({rank["launch"] for rank in everyone} - {None}),
             "files": sorted(self._task.exports),
             "task_class": f"{type(self._task).__module__}.{type(self._task).__qualname__}",
-            "metrics": job["metrics"],
+            # What only warns is nothing to compute again.
+            "metrics": [name for name in job["metrics"] if name != NonfiniteWarning.name],
             "fingerprint": sha256_of_json(job),
         }
 

@@ -484,4 +484,5 @@ def test_a_rank_that_raises_is_named_by_all(launch: Launch, tmp_path: Path, name
     assert run.launchers[0].returncode == 1, run.said()
     for rank in (0, 1):
         assert_said(run, rank, [2], "RuntimeError: the model broke$")
-    assert run.said().count("Traceback (most recent call last)") == 1
+    assert run.said().count("dualeval: in your code (") == 1 and run.said().count(", in _raise\n") == 1
+    assert "Traceback" not in run.said()
