@@ -357,7 +357,7 @@ def as_column(name: str, entries: Sequence[Any]) -> Column:
     for place, entry in enumerate(entries):
         if entry.ndim == 0 or (entry.dtype, entry.shape[1:]) != (first.dtype, first.shape[1:]):
             raise UsageError(
-                f"the column {name!r} is a list of tensors that do not go together: entry {place} is "
+                f"the column {name!r} is a list of tensors that do not match: entry {place} is "
                 f"{entry.dtype} of shape {tuple(entry.shape)}, and entry 0 {first.dtype} of shape "
                 f"{tuple(first.shape)}. Expected one dtype, and one shape but for the first dimension: where "
                 "a sample has none, torch.zeros((0, 4)) and not torch.zeros(0)"

@@ -2,6 +2,7 @@
 
     DualevalError            1   something failed; the message says what
     ├── UsageError           2   the caller's input is wrong: an option, a file, a folder, a name
+    │   ├── RefusedSamples   2   a library's metric takes the samples, and cannot compute from these alone
     │   └── LaunchError      2   the launcher's variables and the wanted backend do not fit together
     │       └── LibraryError 2   a library, or the code of a task, is missing or broken on this node
     ├── BackendError         1   a collective was asked for something that no backend does, or it broke
@@ -62,6 +63,10 @@ class UsageError(DualevalError):
     """The caller's input is wrong: an option, a file, a folder or a name."""
 
     exit_code = EXIT_USAGE
+
+
+class RefusedSamples(UsageError):
+    """A metric of a library has taken the samples and computes nothing of them; of more it may."""
 
 
 class LaunchError(UsageError):

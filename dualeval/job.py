@@ -33,10 +33,11 @@ from dualeval.plugins import (
 if TYPE_CHECKING:
     from dualeval.tasks import Task
 
-EVALUATED = "What to evaluate"
-HOW = "How"
-WHERE = "Where it runs"
-OUTPUT = "Output"
+# Headings of the help; those of a task's own options stand between DATA and RUN.
+MODEL = "Model"
+DATA = "Data"
+RUN = "Run"
+LAUNCH = "Launch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,31 +64,27 @@ class Job:
 
     kind: TaskKind
     options: Any
-    metric: tuple[str, ...] = option(
-        (), "Metric to compute; repeat it for several.", group=EVALUATED, shown="all"
-    )
-    limit: int | None = option(None, "Evaluate only the first N samples.", group=EVALUATED, least=1)
-    sample: int | None = option(None, "Evaluate only N samples, drawn at random.", group=EVALUATED, least=1)
+    metric: tuple[str, ...] = option((), "Metric to compute; repeat it for several.", group=RUN, shown="all")
+    limit: int | None = option(None, "Evaluate only the first N samples.", group=DATA, least=1)
+    sample: int | None = option(None, "Evaluate only N samples, drawn at random.", group=DATA, least=1)
     seed: int | None = option(
-        None, "With --sample: another number draws others.", group=EVALUATED, least=0, shown="0"
+        None, "With --sample: another number draws others.", group=DATA, least=0, shown="0"
     )
     cluster: str | None = option(
         None,
-        "Samples with equal entries are not independent.",
-        group=EVALUATED,
+        "Equal entries: not independent samples.",
+        group=RUN,
         metavar="COLUMN",
     )
-    batch_size: int = option(64, "Samples per batch.", group=HOW, least=1)
+    batch_size: int = option(64, "Samples per batch.", group=RUN, least=1)
     precision: str = option(
-        "fp32", "fp32 (default), tf32 (GPU), amp-bf16, amp-fp16.", group=HOW, choices=PRECISIONS
+        "fp32", "fp32 (default), tf32 (GPU), amp-bf16, amp-fp16.", group=RUN, choices=PRECISIONS
     )
     on_error: str = option(
-        "stop", "An unreadable sample: stop (default) or skip it.", group=HOW, choices=ON_ERROR
+        "stop", "An unreadable sample: stop (default) or skip it.", group=RUN, choices=ON_ERROR
     )
-    device: str | None = option(None, "cpu, cuda or cuda:N.", group=WHERE, shown="a GPU if any")
-    workers: int | None = option(
-        None, "Reading processes per rank.", group=WHERE, least=0, shown="by task, cores"
-    )
+    device: str | None = option(None, "cpu, cuda or cuda:N.", group=LAUNCH, shown="a GPU if any")
+    workers: int | None = option(None, "Reading processes per rank.", group=LAUNCH, least=0, shown="by task")
 
     @property
     def task(self) -> str:
@@ -196,6 +193,31 @@ _TASKS_OWN_TOO = ("sample", "seed", "cluster")
 
 # The options that every run has, by name.
 COMMON = {field.name: field for field in fields_of(Job) if field.name not in ("kind", "options")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What a job file may say of one start; no part of the job."""
+
+    out: Path | None = option(None)
+    nproc: int | None = option(None, least=1)
+
+
+_START = {field.name: field for field in fields_of(_Start)}
+
+
+def start_of(path: Path | None) -> dict[str, Any]:
+    """``out`` and ``nproc`` of a job file, where they are in it; ``out`` counts from the file's folder.
+
+    Raises:
+        UsageError: the file is missing or malformed, or a value is wrong.
+    """
+    content = {} if path is None else _content(path)
+    found = {}
+    for name in _START.keys() & content.keys():
+        found[name] = _START[name].of_toml(content[name], f"--config {path}: {name}", Path(path or "").parent)
+        _START[name].check(found[name])
+    return found
 
 
 def asked_task(path: Path | None, flag: str | None, content: Mapping[str, Any] | None = None) -> str:
@@ -354,11 +376,11 @@ def _from_file(path: Path, content: Mapping[str, Any], kind: TaskKind) -> dict[s
         if name in seen:
             raise UsageError(f"--config {path}: {key!r} is there twice, with - and with _. Remove one.")
         seen.add(name)
-        if name == "task":
+        if name == "task" or name in _START:
             continue
         if name not in known:
             refuse_foreign(name, kind.name)
-            names = ["task", *known]
+            names = ["task", *known, *_START]
             near = difflib.get_close_matches(name, names, n=3)
             hint = f" Nearest: {', '.join(near)}." if near else ""
             raise UsageError(f"--config {path}: unknown key {key!r}.{hint} Keys: {', '.join(names)}")

@@ -109,9 +109,9 @@ class Result:
     metric_digests: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     description: dict[str, str] = field(default_factory=dict)
-    labels: dict[str, Any] = field(default_factory=dict)
     part: dict[str, Any] = field(default_factory=dict)
     whole_set_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    labels: dict[str, Any] = field(default_factory=dict)
 
     @property
     def metrics_digest(self) -> str:

@@ -5,8 +5,8 @@
     horovodrun -np 2 python examples/detection.py
     dualeval run --task examples/detection.py:rectangles --nproc 2 --out runs/rectangles
 
-A picture has any number of true boxes: columns may be ragged. Killed or stopped, it goes on when the same is
-typed again. Needs pycocotools.
+A picture has any number of true boxes: columns may be ragged. If it is killed or stopped, type the same
+command again to resume. Needs pycocotools.
 """
 
 from contextlib import redirect_stdout

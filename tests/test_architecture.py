@@ -19,6 +19,8 @@ GROUND = {
     *("choices", "errors", "world", "network", "store", "vision_library", "waiting", "weights_name"),
     "process_start",
     "option_fields",
+    "own_code",
+    "model_errors",
 }
 ALLOWED = {
     "door": {"engine", "tasks", "local_ranks", "result"},
@@ -38,7 +40,7 @@ ALLOWED = {
         "local_ranks",
     },
     "columns": set(),
-    "comparison": {"engine", "metrics.scores", "result", "tasks.stored"},
+    "comparison": {"engine", "metrics.scores", "metrics.intervals", "result", "tasks.stored"},
     "engine": {"columns", "metrics", "result", "tasks", "backends.base"},
     "tasks": {"columns", "models", "data", "metrics"},
     "models": {"data"},
@@ -61,6 +63,8 @@ ALLOWED = {
     "waiting": set(),
     "weights_name": set(),
     "option_fields": set(),
+    "own_code": set(),
+    "model_errors": set(),
     "process_start": set(),
     "assets": set(),
 }

@@ -191,9 +191,15 @@ def test_a_class_is_a_factory() -> None:
         ("not_installed_here:make", ["no module named 'not_installed_here'"]),
         ("zoo.needs_more:make", ["no module named 'not_installed_here'"]),
         (":make", ["expected package.module:factory"]),
-        ("zoo.models:", ["expected package.module:factory"]),
+        (
+            "zoo.models:",
+            ["is a file of code", "Type: --model zoo.models:with_classes. It has with_classes, "],
+        ),
         (".models:make", ["expected package.module:factory"]),
-        ("zoo/models.py:make", ["expected package.module:factory"]),
+        ("zoo/models.py:make", ["is a file of code", "Type: --model zoo.models:make. It has"]),
+        ("zoo/models.py", ["is a file of code", "Type: --model zoo.models:with_classes."]),
+        ("zoo/lite.py", ["a file of code, which does not exist", "Type: --model zoo.lite:FUNCTION"]),
+        ("zoo.models", ["Type: --model zoo.models:with_classes."]),
     ],
 )
 def test_a_factory_that_is_none(name: str, words: list[str]) -> None:
@@ -254,7 +260,7 @@ def test_default_weights_that_are_not_there(cache: Path) -> None:
 
 
 @pytest.mark.usefixtures("factories")
-@pytest.mark.parametrize("name", ["fashion-cnn", "zoo.models:with_classes", "resnet81"])
+@pytest.mark.parametrize("name", ["zoo.models:with_classes", "resnet81"])
 def test_default_weights_of_a_model_that_has_none(cache: Path, name: str) -> None:
     assert f"--weights DEFAULT: {name} has no weights of its own" in fails(name, "DEFAULT")
     assert list(cache.iterdir()) == []

@@ -119,11 +119,8 @@ CASES = {
 }
 # These say no before any process is started, or are about starting itself.
 PLAIN_ONLY = {"nproc beyond reason", "half-set torchrun", "backend without launcher"}
-# Of those that ranks find, one for each place: options, data, weights, model, output folder, a sample.
-ON_RANKS = {
-    *("unknown precision", "missing data folder", "weights that do not fit", "input size"),
-    *("unwritable output", "no image"),
-}
+# Of those that ranks find: in the data, in the weights, and in the output folder.
+ON_RANKS = {"missing data folder", "weights that do not fit", "unwritable output"}
 
 
 def two_in_one(average: dict[str, torch.Tensor]) -> dict[str, object]:

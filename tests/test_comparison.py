@@ -50,12 +50,15 @@ class SeededTask(TinyTask):
     def observe(self, outputs: Any, batch: Any) -> dict[str, Any]:
         columns = super().observe(outputs, batch)
         group = (batch["features"][:, 0] * 40).long()
-        return {**columns, "group": group, "tokens": group % 7 + 1, "early": group < 20}
+        return {**columns, "group": group, "tokens": group % 7 + 1, "early": group < 12}
 
     def metrics(self) -> list[Metric | RowMetric]:
         return [
             *super().metrics(),
             Ratio("loss", "tokens", transform="exp", name="perplexity"),
+            Ratio("loss", "tokens", transform="sqrt", name="root"),
+            Ratio("loss", "tokens", transform="log", name="log"),
+            Ratio("loss", "tokens", name="plain"),
             Mean("group", name="same"),
             Mean("early", name="no_direction"),
         ]
@@ -241,15 +244,21 @@ def test_values_differences_and_flips_are_those_of_the_rows(runs: tuple[Path, Pa
     assert found.metrics["top1"].p_holm >= found.metrics["top1"].p
 
 
-def test_a_ratio_with_a_transform_agrees_with_the_jackknife(runs: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    [("perplexity", math.exp), ("root", math.sqrt), ("log", math.log), ("plain", float)],
+)
+def test_a_ratio_with_a_transform_agrees_with_the_jackknife(
+    runs: tuple[Path, Path], name: str, transform: Callable[[float], float]
+) -> None:
     a, b = map(table_of, runs)
     tokens, sums = a["tokens"].to_numpy(float), [run["loss"].to_numpy(float) for run in (a, b)]
 
     def difference(chosen: Any) -> float:
-        one, other = (math.exp(loss[chosen].sum() / tokens[chosen].sum()) for loss in sums)
+        one, other = (transform(loss[chosen].sum() / tokens[chosen].sum()) for loss in sums)
         return other - one
 
-    found = dualeval.compare(*runs).metrics["perplexity"]
+    found = dualeval.compare(*runs, metrics=[name]).metrics[name]
     assert found.difference == pytest.approx(difference(np.ones(COUNT, bool)))
     without = [difference(np.arange(COUNT) != left) for left in range(COUNT)]
     error = math.sqrt((COUNT - 1) * np.var(without))
@@ -281,9 +290,20 @@ def test_a_worse_run_is_called_worse(runs: tuple[Path, Path], tmp_path: Path) ->
     assert {found.metrics[name].verdict for name in ("top1", "loss")} == {"B is worse"}
     assert found.metrics["top1"].difference < 0 < found.metrics["loss"].difference
     assert [gate.passed for gate in found.gates] == [True, False] and not found.passed
+    other = changed(runs[0], tmp_path / "other", lambda rows: _flipped(rows, range(3)))
+    assert dualeval.compare(runs[0], other).metrics["no_direction"].verdict == "no difference shown"
+    other = changed(runs[0], tmp_path / "many", lambda rows: _flipped(rows, range(COUNT)))
+    assert dualeval.compare(runs[0], other).metrics["no_direction"].verdict == "B is higher"
     back = dualeval.compare(bad, runs[0], gates={"top1": 0.0, "loss": 0.0})
     assert {back.metrics[name].verdict for name in ("top1", "loss")} == {"B is better"}
     assert back.passed and all(gate.bound < 0 for gate in back.gates)
+
+
+def _flipped(rows: Any, places: range) -> Any:
+    """Rows with the other value of the column early in some places."""
+    early = np.asarray(rows["early"]).copy()
+    early[list(places)] ^= True
+    return rows.set_column(rows.schema.get_field_index("early"), "early", pyarrow.array(early))
 
 
 def test_a_gate_is_the_one_sided_bound(runs: tuple[Path, Path]) -> None:
@@ -314,6 +334,30 @@ def test_clusters_of_a_column(runs: tuple[Path, Path]) -> None:
         dualeval.compare(*runs, cluster="top")
     with pytest.raises(UsageError, match="--cluster loss: it is not the same in both runs"):
         dualeval.compare(*runs, cluster="loss")
+
+
+def test_clusters_of_a_text_column(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """As the articles of questions."""
+
+    def with_articles(rows: Any) -> Any:
+        return rows.append_column("article", [[f"article {group}" for group in rows["group"].to_pylist()]])
+
+    both = [changed(run, tmp_path / run.name, with_articles) for run in runs]
+    assert (
+        dualeval.compare(*both, cluster="article").metrics == dualeval.compare(*runs, cluster="group").metrics
+    )
+
+
+def test_chosen_metrics_alone_are_compared(runs: tuple[Path, Path]) -> None:
+    every = dualeval.compare(*runs)
+    found = dualeval.compare(*runs, metrics=["top1"], gates={"loss": 1})
+    assert list(found.metrics) == ["top1", "loss"] and not found.not_compared
+    top1 = found.metrics["top1"]
+    assert top1.p == every.metrics["top1"].p and top1.p_holm <= 2 * top1.p
+    with pytest.raises(UsageError, match=r"--metric top3: neither run has it\. .* has loss, top1, top5"):
+        dualeval.compare(*runs, metrics=["top3"])
+    with pytest.raises(UsageError, match="no metric that can be compared: ece: it does not follow"):
+        dualeval.compare(*runs, metrics=["ece"])
 
 
 def test_failed_samples_are_left_out_and_said(runs: tuple[Path, Path], tmp_path: Path) -> None:

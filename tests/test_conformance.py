@@ -370,6 +370,7 @@ def test_a_launcher_that_is_broken(launch: Launch, tmp_path: Path) -> None:
     assert len(absent) == 1, absent
 
 
+@pytest.mark.long
 def test_interrupted_it_leaves_a_report_and_nothing_else(launch: Launch, tmp_path: Path) -> None:
     words = ["--launchers", "nproc", "--ranks", "2", "--limit", "64", "--out", "report"]
     with launch.started([*CONFORMANCE, *words], cwd=tmp_path) as process:

@@ -78,7 +78,7 @@ with connect(None, detect(os.environ), "cpu") as backend:
         for name, backend in [("horovodrun", "horovod"), ("mpirun", "mpi")]
     ],
 )
-@pytest.mark.parametrize("chosen", [None, "3"])
+@pytest.mark.parametrize("chosen", [None, pytest.param("3", marks=pytest.mark.long)])
 def test_threads_are_the_share_unless_the_user_chose(
     launcher: str, chosen: str | None, launch: Launch, tmp_path: Path
 ) -> None:

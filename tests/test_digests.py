@@ -168,7 +168,7 @@ FURTHER = [
         (Way(typed=typed, launcher="torchrun", backend="torch", folder=ROOT), size)
         for typed, size in [
             ("torchrun dualeval run --backend torch", 1),
-            ("torchrun --nproc-per-node {n} dualeval run --backend torch", 2),
+            ("torchrun --nproc-per-node {n} dualeval run --backend torch", 4),
         ]
     ),
 ]

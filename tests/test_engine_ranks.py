@@ -51,7 +51,15 @@ def test_no_collective_in_the_loop_and_one_for_all_metrics(launch: Launch, tmp_p
         assert all(count == counts[0] for count in counts), "the number depends on samples or metrics"
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=needs(*way), id=" ".join(way)) for way in WAYS])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(
+            way, marks=[*needs(*way), *([pytest.mark.long] if "horovod" in way else [])], id=" ".join(way)
+        )
+        for way in WAYS
+    ],
+)
 def test_rows_reach_rank_0_without_a_shared_folder(
     launch: Launch, tmp_path: Path, wanted: str, way: tuple[str, str]
 ) -> None:
@@ -104,14 +112,14 @@ def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) 
 @pytest.mark.parametrize(
     "way",
     [
-        *(pytest.param(way, marks=needs(*way), id=" ".join(way)) for way in WAYS if way != ("mpirun", "mpi")),
+        *(pytest.param(way, marks=needs(*way), id=" ".join(way)) for way in WAYS[:2]),
         *(
             pytest.param(
                 ("mpirun", backend),
                 marks=[*needs("mpirun", backend), pytest.mark.long],
                 id=f"mpirun {backend}",
             )
-            for backend in ("mpi", "torch")
+            for backend in ("horovod", "mpi", "torch")
         ),
     ],
 )

@@ -106,7 +106,9 @@ def test_a_script_that_stands_still_is_named(launch: Launch, tmp_path: Path, lau
     ("launcher", "words"),
     [
         pytest.param(TORCHRUN, [], id="DDP"),
-        pytest.param(HOROVODRUN, ["horovod"], id="Horovod", marks=needs("horovodrun", "")),
+        pytest.param(
+            HOROVODRUN, ["horovod"], id="Horovod", marks=[*needs("horovodrun", ""), pytest.mark.long]
+        ),
     ],
 )
 def test_training_goes_on_bit_for_bit(launch: Launch, launcher: list[str], words: list[str]) -> None:

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 from dualeval.data.idx import IdxImages
 from dualeval.data.image_folder import ImageFolder
-from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.errors import EXIT_USAGE, DualevalError, UsageError
 from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.own_code import own_code
 from dualeval.tasks.image_classification import (
     ASSETS,
     EMBEDDED_WEIGHTS,
@@ -281,18 +282,27 @@ def test_a_number_of_channels_that_the_model_cannot_take() -> None:
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("asserts", "AssertionError"), ("raises_value", "only 32x32"), ("raises_runtime", "only 32x32")],
+    [
+        ("asserts", "AssertionError"),
+        ("raises_value", "ValueError: only 32x32"),
+        ("raises_runtime", "RuntimeError: only 32x32"),
+    ],
 )
-def test_however_a_model_refuses_its_input(folder: Path, name: str, said: str) -> None:
-    """torchvision's transformers, for one, assert."""
-    message = refused(small(folder, f"shapes:{name}"))
-    assert f"cannot take images of shape (3, 40, 40) (channels, height, width): {said}. Set" in message
+def test_what_a_models_own_code_raises_is_not_blamed_on_the_size(folder: Path, name: str, said: str) -> None:
+    with pytest.raises(DualevalError) as caught:
+        small(folder, f"shapes:{name}").build_model(CPU)
+    message = str(caught.value)
+    assert f"the code of the model shapes:{name} raised {said} (its input: float32 images of" in message
     assert "More of it" not in message
+    assert "--resize" not in message
+    assert "shapes.py" in own_code(caught.value)
 
 
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize(
-    ("name", "found"), [("vector", "(2,)"), ("one_row", "(1, 3)"), ("pair", "tuple")], ids=str
+    ("name", "found"),
+    [("vector", "(2,)"), ("one_row", "(1, 3)"), ("pair", "a tuple of 2 values (Tensor, NoneType)")],
+    ids=str,
 )
 def test_outputs_that_are_no_logits(folder: Path, name: str, found: str) -> None:
     message = refused(small(folder, f"shapes:{name}"))

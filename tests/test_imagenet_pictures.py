@@ -106,7 +106,15 @@ def test_the_published_accuracy(evaluate: Evaluate, pictures: Pictures, processe
     assert run.result["metrics"]["loss"] == math.fsum(losses) / len(losses)
 
 
-@pytest.mark.parametrize(("processes", "workers"), [(1, 2), (2, 0), (2, 2), (3, 0)])
+@pytest.mark.parametrize(
+    ("processes", "workers"),
+    [
+        (1, 2),
+        pytest.param(2, 0, marks=pytest.mark.long),
+        (2, 2),
+        pytest.param(3, 0, marks=pytest.mark.long),
+    ],
+)
 def test_the_same_bits(evaluate: Evaluate, pictures: Pictures, processes: int, workers: int) -> None:
     one = evaluate(pictures, 1, "--workers", "0")
     other = evaluate(pictures, processes, "--workers", str(workers))
@@ -180,7 +188,7 @@ def test_a_failed_sample_is_in_the_digest(
     assert skipped.result["metrics_digest"] != whole.result["metrics_digest"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_broken_picture_stops_the_run(
     launch: Launch, with_broken: Pictures, tmp_path: Path, processes: int
 ) -> None:

@@ -37,8 +37,14 @@ WAYS = {
     "mpirun -np 2 dualeval run --backend mpi": ("mpirun", "mpi"),
     "mpirun -np 2 dualeval run --backend torch": ("mpirun", "torch"),
 }
+# Each launcher, and each backend, is in another one of the ways, too.
+DOUBLES = ("dualeval run --nproc 2 --backend horovod", "mpirun -np 2 dualeval run --backend torch")
 EVERY_WAY = pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=needs(*names)) for way, names in WAYS.items()]
+    "way",
+    [
+        pytest.param(way, marks=[*needs(*names), *([pytest.mark.long] if way in DOUBLES else [])])
+        for way, names in WAYS.items()
+    ],
 )
 
 
@@ -99,7 +105,7 @@ def with_timeout(process: subprocess.Popen[str], seconds: float) -> bool:
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_to_the_launcher_ends_all(
     way: str, number: signal.Signals, launch: Launch, tmp_path: Path
 ) -> None:

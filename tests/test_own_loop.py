@@ -237,7 +237,8 @@ def test_misuse_is_said_at_once() -> None:
     misuse(lambda loop, batch, number: None, "samples 0 to 15 was not added")
     misuse(twice, "samples 0 to 15 was added before")
     misuse(
-        lambda loop, batch, number: loop.add(batch.clone(), value=batch), "a Tensor that is not the batch in"
+        lambda loop, batch, number: loop.add(batch.clone(), value=batch),
+        "a Tensor that is not the current batch",
     )
     misuse(lambda loop, batch, number: loop.add(batch, value=batch[1:]), "has 15 rows .* expected 16")
     misuse(
@@ -267,7 +268,7 @@ def test_misuse_is_said_at_once() -> None:
     with opened(data) as loop:
         with pytest.raises(UsageError, match="without a loop"):
             loop.result()
-        with pytest.raises(UsageError, match="without a batch in hand"):
+        with pytest.raises(UsageError, match="without a current batch"):
             loop.add(data, value=data)
 
 

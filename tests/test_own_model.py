@@ -305,7 +305,7 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
         lambda: wrong(metrics=[TORCHMETRICS.classification.MulticlassAUROC(num_classes=7)]),
         r"a MulticlassAUROC of TorchMetrics: write dualeval\.metrics\.from_torchmetrics",
     ),
-    (lambda: wrong(modle=1), "'modle' is no option of an evaluation"),
+    (lambda: wrong(modle=1), "'modle' is not an option of an evaluation"),
 ]
 
 

@@ -62,6 +62,7 @@ def test_wheel_holds_dualeval_alone(built: Path) -> None:
         "dualeval/backends/base.py",
         "dualeval/launch/detect.py",
         "dualeval/assets/fashion_cnn.safetensors",
+        "dualeval/assets/imagenet_wnids.txt",
         "dualeval/assets/t10k-images-idx3-ubyte.gz",
         "dualeval/assets/LICENSE-fashion-mnist.txt",
     } <= set(names)

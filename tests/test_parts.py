@@ -379,8 +379,8 @@ def test_the_first_samples_are_said_to_be_the_first(tmp_path: Path) -> None:
     assert result.part == {"kind": "first", "samples": 1500, "of": 7000, "classes": 2, "of_classes": 7}
     assert described_part(result.part) == "first 1,500 of 7,000 (2 of 7 classes)"
     assert result.warnings == [
-        "first 1,500 of 7,000 (2 of 7 classes): the first samples are no random sample of all, and their "
-        "intervals say nothing of the others. --sample 1500 draws a random one."
+        "first 1,500 of 7,000 (2 of 7 classes): the first samples are not a random sample, so the "
+        "intervals say nothing about the others. --sample 1500 draws a random one."
     ]
     assert result.whole_set_intervals == {}
     assert evaluate(labelled(70), None, limit=70).part == {"kind": "all", "samples": 70, "of": 70}
@@ -443,7 +443,9 @@ def covered(
     rounds = 600
     for seed in range(rounds):
         value, beyond = intervals_of(values[parts.draw(data, count, seed)])
-        of_all = parts.whole_set_intervals(part, count, {"m": value}, {"m": beyond})["m"]
+        of_all = parts.whole_set_intervals(
+            part, count, {"metrics": {"m": value}, "intervals": {"m": beyond}}
+        )["m"]
         hits += [low <= truth <= high for low, high in (of_all, beyond)]
     return hits / rounds
 

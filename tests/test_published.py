@@ -86,7 +86,7 @@ def test_weights_by_name(networks: list[nn.Module], weights: str, number: int, r
         (MODEL, "default", ["does not exist", "Nearest: DEFAULT"]),
         (MODEL, "ResNet50_Weights.IMAGENET1K_V1", ["mobilenet_v2 has no weights of this name"]),
         (MODEL, f"{LONG}.IMAGENET1K_V9", ["no weights of this name", "Nearest: IMAGENET1K_V"]),
-        ("fashion-cnn", "IMAGENET1K_V1", ["fashion-cnn has no weights of its own"]),
+        ("fashion-cnn", "IMAGENET1K_V1", ["whose own weights are shipped", "Leave --weights out"]),
         ("package.models:make", "IMAGENET1K_V1", ["package.models:make has no weights of its own"]),
         ("vgg16", "IMAGENET1K_FEATURES", ["without its classifier", "IMAGENET1K_V1, DEFAULT"]),
         (MODEL, "IMAGENET1K_V1", ["is not in the local cache", "--download"]),

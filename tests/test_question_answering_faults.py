@@ -328,6 +328,24 @@ def test_a_model_of_another_vocabulary(tmp_path: Path) -> None:
         task.build_model(torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("model.safetensors", b"", r"model\.safetensors is empty \(0 bytes\)"),
+        ("model.safetensors", b"version https://git-lfs", r"is a pointer of Git LFS.*git lfs pull"),
+        ("tokenizer.json", b"<!doctype html>", r"tokenizer\.json is a web page"),
+    ],
+)
+def test_a_file_of_the_folder_is_not_what_its_name_says(
+    tiny: Path, data: dict[str, Path], tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "copy")
+    assert (folder / name).is_file()
+    (folder / name).write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        QuestionAnswering(model=folder, data=data["v1.1"]).build_model(torch.device("cpu"))
+
+
 def test_a_model_that_needs_code_is_refused(tiny: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny, tmp_path / "code")
     config = json.loads((folder / "config.json").read_text())

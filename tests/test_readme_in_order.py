@@ -35,7 +35,7 @@ ELSEWHERE = {
     "apt install git make python3-venv": "the system's own: tests do not install any of it",
     "pip install .": "for another environment: tests/test_packaging.py makes one",
     "pip install '.[qa]'": "for another environment",
-    "pip install 'dualeval @ git+URL'": "for another environment, with the reader's URL",
+    "pip install git+URL": "for another environment, with the reader's URL",
     "make test": "this is one of its tests",
     "make check": "it is run on every change",
     "make bench": "it takes an hour",

@@ -300,9 +300,9 @@ def measure(out: Path, **options: Any) -> Result:
 @pytest.mark.parametrize(
     ("begun", "name", "words"),
     [
-        (True, "limit", "metric 'limited' makes other numbers of the rows in "),
-        (False, "limit", "metric 'limited' makes other numbers of the rows in "),
-        (False, "scale", "metric 'limited' makes other numbers of the rows in "),
+        (True, "limit", "metric 'limited' gives other numbers for the rows in "),
+        (False, "limit", "metric 'limited' gives other numbers for the rows in "),
+        (False, "scale", "metric 'limited' gives other numbers for the rows in "),
         (False, "word", r"column 'word': '0.0' there, '1.0' now"),
     ],
 )

@@ -252,9 +252,7 @@ def test_a_result_of_an_earlier_run_says_so_first(replay: str, words: str) -> No
 
 def test_a_mixed_result_says_that_its_digest_is_comparable_with_none() -> None:
     mixed = result(homogeneous=False, machines=[{}, {}])
-    assert f"metrics_digest  {mixed.metrics_digest} (comparable with none: 2 kinds of machine)" in printed(
-        mixed
-    )
+    assert f"metrics_digest  {mixed.metrics_digest} (not comparable: 2 kinds of machine)" in printed(mixed)
 
 
 def test_warnings_come_last() -> None:

@@ -89,8 +89,8 @@ def test_questions_by_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "unanswerable"),
     [
-        *((version, False) for version in (None, "", "1.1", "v1.1", "1.2", "dev")),
-        *((version, True) for version in ("2.0", "v2.0", "V2.0", "v2", "2.1")),
+        *((version, False) for version in (None, "", "1.1", "v1.1", "1.2", "dev", "2024-03-01", "20", "2nd")),
+        *((version, True) for version in ("2", "2.0", "v2.0", "V2.0", "v2", "2.1")),
     ],
 )
 def test_kind_of_file_by_its_version(tmp_path: Path, version: str | None, unanswerable: bool) -> None:

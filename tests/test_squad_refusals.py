@@ -30,7 +30,8 @@ from tests.squad_files import (
 # No JSON
 
 NO_JSON = {
-    "empty": ("", ", line 1, column 1: no valid JSON: Expecting value"),
+    "empty": ("", " is empty (0 bytes): its download or copy has failed. Fetch it again."),
+    "a page": ("<!DOCTYPE html>\n<title>404", " is a web page, and begins with '<!DOCTYPE html>'"),
     "no comma": (
         '{\n  "version": "1.1"\n  "data": []\n}',
         ", line 3, column 3: no valid JSON, after the key \"version\": Expecting ',' delimiter",

@@ -233,6 +233,18 @@ def test_other_shapes_are_no_number_of_classes(state: dict[str, Tensor]) -> None
     assert "2 of another shape" in message
 
 
+def test_another_vocabulary_is_no_number_of_classes() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+    state = {**model.state_dict(), "0.weight": torch.ones(12, 4)}
+    with pytest.raises(UsageError) as caught:
+        load_into(model, state, "the weights w.pt")
+    message = str(caught.value)
+    assert "the weights w.pt has 12 rows in the embedding 0.weight, and the model 10" in message
+    assert "the vocabulary" in message
+    assert "weights, config.json and tokenizer of one and the same model" in message
+    assert "classes" not in message
+
+
 class Renamed(nn.Module):
     """Loads its first version, in which ``weight`` was called ``kernel``."""
 

@@ -33,21 +33,31 @@ from dualeval.errors import (
     DualevalError,
     LibraryError,
     UsageError,
+    named,
     text_of,
 )
 from dualeval.launch import detect
+from dualeval.own_code import wants_debug
 from dualeval.world import World
 
 _HEAD_START_S = 1.0
 _EXIT_FUNCTIONS_WITHIN_S = 10.0
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+# Without a command it is no error to be told what there is.
+@click.group(
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="dualeval")
 # python -m torch.distributed.launch puts it there, beside the variable LOCAL_RANK that says the same.
 @click.option("--local-rank", hidden=True, expose_value=False)
-def dualeval() -> None:
+@click.pass_context
+def dualeval(context: click.Context) -> None:
     """Evaluate any PyTorch model on any number of processes, with the same bits on each."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 dualeval.add_command(run)
@@ -76,8 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _say("interrupted", words)
         code = EXIT_FAILED
     except DualevalError as error:
+        _show_code(error, words)
         _say(text_of(error), words, of_node=isinstance(error, LibraryError))
         code = error.exit_code
+    except Exception as error:  # noqa: BLE001 - of a user's own code, or of ours: it is shown where
+        _show_code(error, words)
+        _say(named(error), words)
+        code = EXIT_FAILED
     problem = process_start.unwritten()
     # Whoever read it may have seen enough, as head.
     if code == EXIT_DONE and problem is not None and not isinstance(problem, BrokenPipeError):
@@ -102,6 +117,16 @@ def _end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _show_code(error: Exception, words: Sequence[str]) -> None:
+    from dualeval.engine.ending import say_traceback
+
+    say_traceback(
+        error,
+        whole="--debug" in words or wants_debug(os.environ),
+        is_first=process_start.may_print(os.environ),
+    )
 
 
 def _say(message: str, words: Sequence[str], *, of_node: bool = False) -> None:

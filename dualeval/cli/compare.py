@@ -15,6 +15,13 @@ from dualeval.errors import EXIT_DONE, EXIT_GATE, UsageError
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME",
+    help="Metric to compare; give it again for more.  [default: all that both have]",
+)
+@click.option(
     "--gate",
     "gates",
     multiple=True,
@@ -34,6 +41,7 @@ def compare(
     context: click.Context,
     a: Path,
     b: Path,
+    metrics: Sequence[str],
     gates: Sequence[str],
     flips: Path | None,
     cluster: str | None,
@@ -55,7 +63,7 @@ def compare(
     from dualeval.comparison.compared import compare as compare_runs
     from dualeval.report.comparison import as_markdown, print_comparison
 
-    comparison = compare_runs(a, b, gates=margins, cluster=cluster, trust_ids=trust_ids)
+    comparison = compare_runs(a, b, metrics=metrics, gates=margins, cluster=cluster, trust_ids=trust_ids)
     if flips is not None:
         comparison.write_flips(flips)
     if as_json:

@@ -148,7 +148,7 @@ class GroupedCommand(click.Command):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is None:
                 continue
-            group = getattr(parameter, "group", None) or (self._last[-1] if self._last else "Options")
+            group = getattr(parameter, "group", None) or (self._last[0] if self._last else "Options")
             (last if group in last else rows).setdefault(group, []).append(record)
         for group, records in [*rows.items(), *last.items()]:
             if records:

@@ -23,18 +23,20 @@ from dualeval.engine.signals import numbers_of
 from dualeval.errors import DualevalError
 from dualeval.job import (
     COMMON,
-    EVALUATED,
-    HOW,
-    OUTPUT,
-    WHERE,
+    DATA,
+    LAUNCH,
+    MODEL,
+    RUN,
     Job,
     asked_task,
     owners_of,
     refuse_foreign,
+    start_of,
     texts_of,
 )
 from dualeval.launch import PROBES, examine
 from dualeval.launch.cores import own_cores, share_of_cores
+from dualeval.launch.starts import may_start_ranks
 from dualeval.plugins import DEFAULT_TASK, TASK_GROUP, TASKS, TaskKind, entry_points_of, task_kind
 from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.world import World
@@ -63,6 +65,7 @@ class _Invocation:
     heartbeat_timeout: float
     forward_timeout: float
     stop_signals: tuple[str, ...]
+    debug: bool
     started: float
 
     def __post_init__(self) -> None:
@@ -193,13 +196,9 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
         return found or [CompletionItem(incomplete, type="file")]
 
 
-@click.command(cls=_Run, groups=(EVALUATED,), last=(HOW, WHERE, OUTPUT))
-@grouped(
-    "--task", group=EVALUATED, type=_TaskName(), help="A task's name, package.mod:Class or file.py:Class."
-)
-@grouped(
-    "-T", "options", group=EVALUATED, multiple=True, metavar="NAME=VALUE", help="Any option of the task."
-)
+@click.command(cls=_Run, groups=(MODEL, DATA), last=(RUN, LAUNCH))
+@grouped("--task", group=MODEL, type=_TaskName(), help="A task's name, package.mod:Class or file.py:Class.")
+@grouped("-T", "options", group=MODEL, multiple=True, metavar="NAME=VALUE", help="Any option of the task.")
 @_of_job("metric")
 @_of_job("limit")
 @_of_job("sample")
@@ -207,7 +206,7 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
 @_of_job("cluster")
 @grouped(
     "--config",
-    group=EVALUATED,
+    group=RUN,
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Job file (TOML); flags override it.",
@@ -217,37 +216,37 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
 @_of_job("on_error")
 @grouped(
     "--schedule",
-    group=HOW,
+    group=RUN,
     type=Words(SCHEDULES, "WORD"),
     default=SCHEDULES[0],
     help="static (default); dynamic: slow ranks get less.",
 )
 @grouped(
     "--replay/--no-replay",
-    group=HOW,
+    group=RUN,
     default=True,
     help="Before resuming, check one finished batch.",
 )
-@grouped("--nproc", group=WHERE, type=int, metavar="N", help="Start N processes on this machine.")
+@grouped("--nproc", group=LAUNCH, type=int, metavar="N", help="Start N processes on this machine.")
 @_of_job("device")
 @_of_job("workers")
 @grouped(
     "--backend",
-    group=WHERE,
+    group=LAUNCH,
     type=Words(("single", "torch", "horovod", "mpi"), "NAME"),
     help="single, torch, horovod, mpi.  [default: by launcher]",
 )
 @grouped(
     "--launcher",
-    group=WHERE,
+    group=LAUNCH,
     type=Words(tuple(PROBES), "NAME"),
     help="Launcher of the ranks.  [default: detected]",
 )
-@grouped("--allow-shared-gpu", group=WHERE, is_flag=True, help="Let several ranks of a node share a GPU.")
-@grouped("--mix-machines", group=WHERE, is_flag=True, help="Let devices or versions differ between ranks.")
+@grouped("--allow-shared-gpu", group=LAUNCH, is_flag=True, help="Let several ranks of a node share a GPU.")
+@grouped("--mix-machines", group=LAUNCH, is_flag=True, help="Let devices or versions differ between ranks.")
 @grouped(
     "--heartbeat-timeout",
-    group=WHERE,
+    group=LAUNCH,
     type=float,
     metavar="S",
     default=60.0,
@@ -255,7 +254,7 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
 )
 @grouped(
     "--forward-timeout",
-    group=WHERE,
+    group=LAUNCH,
     type=float,
     metavar="S",
     default=1800.0,
@@ -263,22 +262,23 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
 )
 @grouped(
     "--stop-signals",
-    group=WHERE,
+    group=LAUNCH,
     metavar="NAMES",
     default=",".join(DEFAULT_SIGNALS),
     help="Save and exit.  [default: " + ",".join(DEFAULT_SIGNALS) + "]",
 )
 @grouped(
     "--out",
-    group=OUTPUT,
+    group=RUN,
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="Output folder; an unfinished run resumes there.",
 )
-@grouped("--fresh", group=OUTPUT, is_flag=True, help="Remove an earlier run's files from --out first.")
-@grouped("--progress/--no-progress", group=OUTPUT, default=True, help="Show the progress.")
-@grouped("--json", "as_json", group=OUTPUT, is_flag=True, help="Print result.json, and nothing else.")
-@grouped("--dry-run", group=OUTPUT, is_flag=True, help="Check and print the job; evaluate nothing.")
+@grouped("--fresh", group=RUN, is_flag=True, help="Remove an earlier run's files from --out first.")
+@grouped("--progress/--no-progress", group=RUN, default=True, help="Show the progress.")
+@grouped("--json", "as_json", group=RUN, is_flag=True, help="Print result.json, and nothing else.")
+@grouped("--debug", group=RUN, is_flag=True, help="Show the whole traceback of an error.")
+@grouped("--dry-run", group=RUN, is_flag=True, help="Check and print the job; evaluate nothing.")
 @click.pass_context
 def run(context: click.Context, /, **flags: Any) -> None:
     """Evaluate a model; without options the embedded job: 10,000 real images.
@@ -291,20 +291,25 @@ def run(context: click.Context, /, **flags: Any) -> None:
     """
     started = perf_counter()
     launcher, nproc, dry_run = flags["launcher"], flags["nproc"], flags["dry_run"]
+    detection = examine(os.environ, launcher)
+    world = detection.place
+    of_file = start_of(flags["config"])
+    flags["out"] = of_file.get("out") if flags["out"] is None else flags["out"]
+    # The ranks that it starts read the same file.
+    if nproc is None and may_start_ranks(world):
+        nproc = of_file.get("nproc")
     invocation = _Invocation(
         started=started,
         stop_signals=tuple(flags["stop_signals"].split(",")),
         **{
             name: flags[name]
             for name in (
-                *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json"),
+                *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json", "debug"),
                 *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines"),
             )
         },
     )
     job = job_of(flags)
-    detection = examine(os.environ, launcher)
-    world = detection.place
     if dry_run:
         if world.is_main:
             click.echo(json.dumps(_dry_run(job, invocation, world, nproc), indent=2, ensure_ascii=False))
@@ -410,6 +415,7 @@ def _evaluate(job: Job, invocation: _Invocation, launcher: str | None) -> int:
         heartbeat_timeout=invocation.heartbeat_timeout,
         forward_timeout=invocation.forward_timeout,
         stop_signals=invocation.stop_signals,
+        debug=invocation.debug,
     )
     return options.evaluate_and_show(
         session, lambda session: _run_engine(job, invocation, session), as_json=invocation.as_json
@@ -417,6 +423,7 @@ def _evaluate(job: Job, invocation: _Invocation, launcher: str | None) -> int:
 
 
 def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
+    from dualeval.engine.ending import show_until_end
     from dualeval.engine.options import NEW_FOLDER
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
@@ -426,6 +433,8 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
     stream = sys.stderr if invocation.as_json else sys.stdout
     shows = invocation.progress and session.world.is_main
     shown = Progress(stream, as_bar=on_screen(stream)) if shows else None
+    if shown is not None:
+        show_until_end(shown.close)
     try:
         return session.evaluate(
             task,

@@ -165,6 +165,7 @@ def compare(
     a: str | Path,
     b: str | Path,
     *,
+    metrics: Sequence[str] = (),
     gates: Mapping[str, float] | None = None,
     cluster: str | None = None,
     trust_ids: bool = False,
@@ -174,6 +175,7 @@ def compare(
     Args:
         a: output folder of the first run, the one to compare with.
         b: of the second.
+        metrics: names of those to compare, with those of gates; empty for all that both runs have.
         gates: by metric, how much worse than A B may be, in the metric's own unit.
         cluster: a column of the rows; samples with equal entries depend on each other. None: that of the
             runs' results, if there is one.
@@ -190,10 +192,16 @@ def compare(
     runs = open_run(a), open_run(b)
     wanted = dict(gates or {})
     _check_gates(runs, wanted)
+    chosen = list(dict.fromkeys((*metrics, *wanted))) if metrics else None
+    for name in metrics:
+        if not any(name in run.result.metrics for run in runs):
+            raise UsageError(
+                f"--metric {name}: neither run has it. {runs[0].folder} has {', '.join(runs[0].scores)}."
+            )
     pairs = pair(*runs, trust_ids=trust_ids)
     column = cluster or _cluster_column(runs)
     clusters = None if column is None else clusters_of(pairs, column)
-    differences, not_compared = differences_of(pairs, clusters)
+    differences, not_compared = differences_of(pairs, clusters, chosen)
     for name in wanted:
         if name not in differences:
             raise UsageError(f"--gate {name}: it cannot be compared: {not_compared[name]}")

@@ -75,9 +75,15 @@ class _NotCompared(Exception):
 
 
 def differences_of(
-    pairs: Pairs, clusters: npt.NDArray[np.int64] | None
+    pairs: Pairs, clusters: npt.NDArray[np.int64] | None, chosen: Sequence[str] | None = None
 ) -> tuple[dict[str, Estimate], dict[str, str]]:
-    """Estimate the difference of each metric that both runs have; for the others say why not."""
+    """Estimate the difference of each metric that both runs have; for the others say why not.
+
+    Args:
+        pairs: the samples of both runs.
+        clusters: the number of each pair's cluster.
+        chosen: names of metrics; None for all.
+    """
     found: dict[str, Estimate] = {}
     not_compared: dict[str, str] = {}
     a, b = pairs.a, pairs.b
@@ -85,9 +91,10 @@ def differences_of(
         {name for name, value in run.result.metrics.items() if isinstance(value, (int, float, type(None)))}
         for run in (a, b)
     ]
-    for name in dict.fromkeys((*a.result.metrics, *b.result.metrics, *a.scores, *b.scores)):
+    names = (*a.result.metrics, *b.result.metrics, *a.scores, *b.scores) if chosen is None else chosen
+    for name in dict.fromkeys(names):
         if name not in a.scores and name not in b.scores:
-            if name in numbers[0] | numbers[1]:
+            if chosen is not None or name in numbers[0] | numbers[1]:
                 not_compared[name] = "it does not follow from a number of each sample"
         elif name not in a.scores or name not in b.scores:
             not_compared[name] = f"only {'A' if name in a.scores else 'B'} has it"

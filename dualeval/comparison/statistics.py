@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dualeval.metrics.intervals import from_cubic
+
 LEVEL = 0.05
 POWER = 0.8
-# Below this a float64 has no digits left for the cube root of Hall's transformation.
-_NO_SKEW = 1e-6
 
 
 class Difference(Protocol):
@@ -92,7 +92,7 @@ class MeanDifference:
     def bounds(self, tail: float) -> tuple[float, float]:
         quantile = t_quantile(1 - tail, self.units - 1)
         high, low = (
-            [self.value - self.error * _studentised(x, a) if self.error else self.value for a in self._slants]
+            [self.value - self.error * from_cubic(x, a) if self.error else self.value for a in self._slants]
             for x in (-quantile, quantile)
         )
         return min(low), max(high)
@@ -104,11 +104,6 @@ class MeanDifference:
             return None
         freedom = self.units - 1
         return (t_quantile(1 - LEVEL / 2, freedom) + t_quantile(POWER, freedom)) * self.error
-
-
-def _studentised(x: float, slant: float) -> float:
-    """The inverse of Hall's transformation: the studentised difference that it makes x."""
-    return x if abs(slant) < _NO_SKEW else 3 / slant * (float(np.cbrt(1 + slant * (x - slant / 6))) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
 from torch import Tensor
 
+from dualeval.data.contents import HEAD, what_it_holds
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.vision_library import torchvision
 
@@ -56,8 +57,10 @@ def _opened(file: IO[bytes]) -> Image.Image:
     try:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:
-        found = "the file is empty (0 bytes)" if file.seek(0, 2) == 0 else "the file is no picture"
-        raise OSError(f"{found}: expected one of {', '.join(FORMATS)}") from error
+        file.seek(0)
+        if (other := what_it_holds(file.read(HEAD))) is not None:
+            raise OSError(f"the file {other}") from error
+        raise OSError(f"the file is no picture: expected one of {', '.join(FORMATS)}") from error
 
 
 @contextmanager

@@ -17,10 +17,13 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
 
 _SHOWN_AT_MOST = 5
 _KEY = re.compile(r'"((?:[^"\\\n]|\\.)*)"\s*:')
+# "v2.0" and the like; not a date, as "2024-03-01".
+_SECOND = re.compile(r"[vV]?2(\.[^-]*)?")
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 _EXPECTED: dict[type, str] = {
@@ -133,7 +136,7 @@ def read_questions(path: Path) -> Questions:
     _refuse_twice([question.id for question in questions], f"{path}: question ids must be unique, but")
     return Questions(
         questions=questions,
-        unanswerable=version.lstrip("vV").startswith("2") or any(not q.answers for q in questions),
+        unanswerable=_SECOND.fullmatch(version) is not None or any(not q.answers for q in questions),
     )
 
 
@@ -292,6 +295,8 @@ def _parse(text: str, path: Path, **options: Any) -> Any:
     try:
         return json.loads(text, **options)
     except json.JSONDecodeError as error:
+        if (other := what_it_is(path)) is not None:
+            raise UsageError(f"{path} {other}.") from error
         keys = _KEY.findall(text, max(0, error.pos - 100_000), error.pos)
         after = f', after the key "{keys[-1]}"' if keys else ""
         raise UsageError(

@@ -20,10 +20,11 @@ from torch import nn
 
 from dualeval.columns import as_columns
 from dualeval.engine import numerics
-from dualeval.engine.accelerator import accelerator_of
+from dualeval.engine.accelerator import accelerator_of, is_out_of_memory
 from dualeval.engine.settings_watch import is_compiled, watch_settings
 from dualeval.engine.transfer import Columns, Downloads, Pending
 from dualeval.errors import UsageError
+from dualeval.model_errors import why_model_failed
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task
@@ -154,9 +155,15 @@ class Compute:
     def _columns(self, model: nn.Module, data: Any) -> Columns:
         # These modes and autocast belong to a thread: a pool's thread is in none.
         with self._gradients_off():
-            with numerics.autocast(self._precision, self._device):
-                outputs = self._task.forward(model, data)
-            observed = self._task.observe(outputs, data)
+            try:
+                with numerics.autocast(self._precision, self._device):
+                    outputs = self._task.forward(model, data)
+                observed = self._task.observe(outputs, data)
+            except (RuntimeError, IndexError, TypeError, ValueError) as error:
+                why = None if is_out_of_memory(error) else why_model_failed(error, model)
+                if why is None:
+                    raise
+                raise UsageError(f"this batch cannot be computed: {why}.") from error
             if not isinstance(observed, Mapping):
                 raise UsageError(
                     f"observe returned a {type(observed).__name__}, expected a dict of columns, one row a "

@@ -8,13 +8,12 @@ once, and all end with one exit code.
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import say, spoken, try_for
+from dualeval.engine.ending import close_displays, say, say_traceback, spoken, try_for
 from dualeval.engine.watch import Watch
 from dualeval.errors import (
     EXIT_DONE,
@@ -44,6 +43,7 @@ class Conclusion:
     Args:
         control: where the ranks learn of it.
         is_owner: say how it ended; a guest raises it instead.
+        debug: print the whole traceback of every rank's error.
         ends_process: as for ``Watch``, and ``stop``.
 
     Attributes:
@@ -56,10 +56,12 @@ class Conclusion:
         *,
         is_owner: bool,
         ends_process: bool,
+        debug: bool = False,
         stop: Callable[[], bool | str] | None = None,
     ) -> None:
         self._control = control
         self._is_owner = is_owner
+        self._debug = debug
         self._concluding = threading.Lock()
         self._code = EXIT_FAILED
         self.watch = Watch(control, self.by_watch, ends_process=ends_process, stop=stop)
@@ -70,6 +72,7 @@ class Conclusion:
         if not self._concluding.acquire(blocking=False):
             # The watch was first, and ends the process.
             threading.Event().wait()
+        close_displays()
         stops = self._control.failure is None and (
             isinstance(error, Stopped) or self._control.stopping is not None
         )
@@ -90,6 +93,7 @@ class Conclusion:
         if not self._concluding.acquire(blocking=False):
             threading.Event().wait(_ALL_SAVED_WITHIN_S)
             return self._code
+        close_displays()
         control = self._control
         code = self._conclude_stop() if control.failure is None else None
         failure = control.failure
@@ -158,7 +162,7 @@ class Conclusion:
             return EXIT_DONE
         missing = ", ".join(control.missing[:8])
         if missing:
-            silent = f"stopped by {stop}, but nothing was heard of {missing}: killed, or hanging"
+            silent = f"after {stop}, {missing} did not report that all is saved: killed or hanging"
             message = control.ended or silent
             self._write_down(DualevalError(message))
             self._say(f"dualeval: error: {message}")
@@ -178,9 +182,9 @@ class Conclusion:
         # Where rank 0 is what failed, any other has to write it.
         if rank == 0 or (isinstance(error, PeerError) and first.rank == 0):
             self._write_down(error)
-        if not isinstance(error, DualevalError) and self._is_owner:
+        if self._is_owner and not isinstance(error, PeerError):
             with _surviving("print the traceback"):
-                traceback.print_exception(error)
+                say_traceback(error, whole=self._debug, is_first=first.rank == rank)
         # What rank 0 met as well is no matter of one rank.
         everybodys = first.rank == 0 or text_of(first) == text_of(error)
         line = f"dualeval: error: {text_of(first)}" if everybodys else spoken(first, 0)
@@ -213,7 +217,7 @@ class Conclusion:
         """Write the end into status.json."""
         folder = self.watch.folder
         if folder is not None and folder.shared:
-            with _surviving("write down the end"):
+            with _surviving("write status.json"):
                 folder.note_end(error, self._control.saved_by_all if isinstance(error, Stopped) else None)
 
     def _save(self, first: BaseException | None = None) -> str | None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -14,8 +15,10 @@ from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from dualeval.errors import DualevalError, PeerError, text_of
+from dualeval.own_code import own_code
 
 _WITHIN_S = 0.5
+_FRAME = '\n  File "'
 
 
 def say(line: str) -> None:
@@ -30,6 +33,49 @@ def say(line: str) -> None:
             stream.flush()
 
     try_for(_WITHIN_S, write)
+
+
+def show_until_end(close: Callable[[], None]) -> None:
+    """Have a display closed before the last line is written: else half a bar stays, and a prompt behind it.
+
+    Args:
+        close: closes it, from any thread and more than once.
+    """
+    _displays.append(close)
+
+
+def close_displays() -> None:
+    """Close what is shown of the run."""
+    while _displays:
+        try_for(_WITHIN_S, _displays.pop())
+
+
+_displays: list[Callable[[], None]] = []
+
+
+def say_traceback(error: BaseException, *, whole: bool, is_first: bool = True) -> None:
+    """Write on standard error where an error was raised.
+
+    Args:
+        error: raised.
+        whole: all of its traceback. Without it the lines of the user's own code, or all where there are none
+            and the error is nobody's message.
+        is_first: whether all ranks end because of this one; without it what follows from the first is not
+            shown, unless the whole is wanted.
+    """
+    if whole:
+        text = "".join(traceback.format_exception(error))
+    elif not is_first:
+        return
+    elif isinstance(error, DualevalError) and _FRAME in text_of(error):
+        return  # its text shows them
+    elif lines := own_code(error):
+        text = f"dualeval: in your code (--debug or DUALEVAL_DEBUG=1 shows the whole traceback):\n{lines}"
+    elif isinstance(error, DualevalError):
+        return
+    else:
+        text = "".join(traceback.format_exception(error))
+    say(text.rstrip("\n"))
 
 
 def error_stream() -> TextIO:
@@ -55,6 +101,7 @@ def end_process(code: int) -> NoReturn:
     try:
         for worker in multiprocessing.active_children():
             worker.kill()
+        close_displays()
         try_for(_WITHIN_S, _flush)
     finally:
         os._exit(code)

@@ -76,7 +76,7 @@ class Evaluator:
         if not isinstance(task, Task):
             raise UsageError(
                 f"{type(task).__name__} is not a task: expected an object whose class is derived from "
-                "dualeval.Task. For a loop of your own over a data set use session.batches(dataset)."
+                "dualeval.Task. For your own loop over a data set use session.batches(dataset)."
             )
         numerics.check_precision(options.precision, backend.device)
         self._task = task

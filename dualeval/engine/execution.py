@@ -267,7 +267,7 @@ class Execution:
             ranks = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
             note(
                 f"rank {ranks} of {self._world.size} cannot see {folder.path} on {socket.gethostname()}: "
-                "what they finish is sent when all is done, and is lost where the run is ended before"
+                "their rows are sent at the end of the run, and are lost if it ends early"
             )
 
     def stored_batch(self) -> replay.StoredBatch | None:
@@ -318,7 +318,9 @@ class Execution:
         )
         self._control.meet()
         self._close(done=True)
-        return replace(self.previous.finished, earlier=True, replay=self._proof)
+        # It may have been moved since.
+        folder = str(self._folder.path)
+        return replace(self.previous.finished, earlier=True, replay=self._proof, folder=folder)
 
     def _has_earlier(self) -> bool:
         return (

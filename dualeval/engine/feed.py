@@ -9,8 +9,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from time import perf_counter
@@ -27,6 +27,7 @@ from dualeval.engine.storages import own_storages
 from dualeval.engine.transfer import Uploads
 from dualeval.engine.worker_state import pack, unpack
 from dualeval.errors import DualevalError, UsageError, named, text_of
+from dualeval.own_code import keep_own_code, own_code
 from dualeval.tasks import Dataset, Task
 
 _PR_SET_PDEATHSIG = 1
@@ -46,10 +47,12 @@ class FailedSample:
     Attributes:
         index: its place in the data set.
         error: type and message of the last error.
+        own_code: the lines of the user's own code that it came through, where it ends the run.
     """
 
     index: int
     error: str
+    own_code: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +127,10 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             try:
                 samples[index] = self._read_one(index)
             except Exception as error:  # noqa: BLE001 - reported with the sample's id; the run decides
-                failed.append(FailedSample(index=index, error=named(error)))
-        if self._ready_batches:
+                # Of samples that are left out there may be many.
+                lines = "" if self._fill else own_code(error)
+                failed.append(FailedSample(index=index, error=named(error), own_code=lines))
+        if self._ready_batches or (not self._fill and _is_of_batch(first, samples, failed)):
             return self._read_ready_batch_again(indices, first, failed), ()
         if not samples or (failed and not self._fill):
             return None, tuple(failed)
@@ -152,14 +157,16 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
                 f" Alone, sample {name_of(self._dataset, sample.index)} gives {sample.error}."
                 for sample in failed[:1]
             )
-            raise UsageError(
+            refusal = UsageError(
                 f"the batch of samples {self._dataset.id(indices[0])} to {self._dataset.id(indices[-1])} "
                 f"(indices {index_of(self._dataset, indices[0])} to "
                 f"{index_of(self._dataset, indices[-1])}) cannot be read: {named(first)}.{alone} "
                 f"{type(self._dataset).__name__} returns ready batches, so no single sample can be left out "
-                "(--on-error skip): mend or remove the bad one, or let __getitems__ return a list of samples "
-                "and the task's collate make the batch."
-            ) from error
+                "(--on-error skip): repair or remove the bad one, or let __getitems__ return a list of "
+                "samples and the task's collate make the batch."
+            )
+            keep_own_code(refusal, own_code(first))
+            raise refusal from error
 
     def _try_to_fill(self, example: Any) -> None:
         """Find out at the first batch, and not at the first failure, that nothing can take a sample's place.
@@ -196,6 +203,11 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             ) from error
 
 
+def _is_of_batch(first: Exception, samples: Mapping[int, Any], failed: Sequence[FailedSample]) -> bool:
+    """Whether it is the batch that cannot be read: all samples fail alone, and none as the batch has."""
+    return not samples and not any(each.error.startswith(f"{type(first).__name__}:") for each in failed)
+
+
 class _Returning(torch.utils.data.Dataset[Any]):
     """A reader whose errors for people are returned: a loader would wrap them into its worker's traceback.
 
@@ -222,7 +234,18 @@ class _Returning(torch.utils.data.Dataset[Any]):
             data, failed = self._reader[indices]
             return own_storages(data), failed
         except DualevalError as error:
-            return error
+            return _with_own_code(error)
+        except Exception as error:
+            if not own_code(error):
+                raise
+            # Of the user's own, as a collate: torch would raise another one, with this process's traceback.
+            return _with_own_code(DualevalError(f"a reading process: {named(error)}"), error)
+
+
+def _with_own_code(said: DualevalError, error: BaseException | None = None) -> DualevalError:
+    """An error that can be sent to another process with the lines that it came through."""
+    keep_own_code(said, own_code(error or said))
+    return said
 
 
 class Feed:
@@ -360,9 +383,9 @@ def lost_worker(error: BaseException) -> DualevalError | None:
         return None
     return DualevalError(
         f"a reading process (pid {found[1]}) ended early ({found[2]}); its batch is lost. "
-        "One that is killed mostly means that the host has run out of memory ('dmesg' says so): try fewer "
-        "--workers or a smaller --batch-size. One that crashes has read what its decoder cannot bear: "
-        "--workers 0 shows where. Finished work is saved, and the same command resumes."
+        "One that is killed mostly means that the host has run out of memory ('dmesg' shows it): try fewer "
+        "--workers or a smaller --batch-size. One that crashes has read a file that breaks its decoder: "
+        "--workers 0 shows which. Finished work is saved, and the same command resumes."
     )
 
 

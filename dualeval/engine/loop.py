@@ -29,6 +29,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
 from dualeval.errors import DualevalError, Stopped, UsageError, text_of
 from dualeval.metrics import Metric, RowMetric
+from dualeval.own_code import keep_own_code
 from dualeval.result import JOB
 from dualeval.tasks import Dataset, Task
 
@@ -124,9 +125,11 @@ def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -
         return UsageError(
             f"none of the first samples can be read, so nothing is left out: {said}Fix the data."
         )
-    return UsageError(
-        f"{said}Mend or remove it, or run with --on-error skip to leave such samples out and list them."
+    refusal = UsageError(
+        f"{said}Repair or remove it, or run with --on-error skip to leave such samples out and list them."
     )
+    keep_own_code(refusal, sample.own_code)
+    return refusal
 
 
 def unwritable(recorder: Recorder, error: OSError) -> Exception:

@@ -159,6 +159,7 @@ _OF_A_SESSION: dict[str, tuple[Callable[[object], bool], str]] = {
     "heartbeat_timeout": (_is_number, "seconds, as 60.0"),
     "forward_timeout": (_is_number, "seconds, as 1800.0"),
     "stop_signals": (_are_texts, "names of signals, as ('SIGTERM', 'SIGINT')"),
+    "debug": (_is_bool, _BOOL),
     "on_stall": (_is_text, "'raise', 'exit' or None"),
     "stop": (_is_call, "a function without arguments, or None"),
     "note": (_is_call, "a function of a sentence, or None"),
@@ -194,7 +195,7 @@ def run_options_of(options: Mapping[str, Any]) -> RunOptions:
         raise UsageError(f"{unknown!r} is an option of the session: write dualeval.Session({unknown}=...).")
     near = difflib.get_close_matches(unknown, known, n=1)
     hint = f" Did you mean {near[0]}?" if near else f" There are {', '.join(known)}."
-    raise UsageError(f"{unknown!r} is no option of an evaluation.{hint}")
+    raise UsageError(f"{unknown!r} is not an option of an evaluation.{hint}")
 
 
 def check_timeout(option: str, seconds: float) -> None:

@@ -218,7 +218,6 @@ class Outcome:
         odd = {kind: ids for kind, ids in found.items() if ids}
         part = part_of(of.dataset, plan)
         fields, said = with_clusters(fields_of_result(measured), of.cluster, clusters)
-        independent = fields.get("naive_intervals", fields["intervals"])
         remaining = previous.chunks.remaining
         machines = chunks_by_machine(
             [
@@ -228,8 +227,8 @@ class Outcome:
         )
         return Result(
             **fields,
+            whole_set_intervals=whole_set_intervals(part, evaluated, fields),
             part=part,
-            whole_set_intervals=whole_set_intervals(part, evaluated, fields["metrics"], independent),
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
             failed=[{"id": of.dataset.id(index), "error": error} for index, error in failures],
             chunks={
@@ -333,6 +332,6 @@ def _warnings(
     if machines > 1:
         yield (
             f"{machines} kinds of machine have computed this (machines in result.json: device model, CPU "
-            "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest can "
-            "be compared with none"
+            "capability, bits or versions differ): metrics agree to tolerance only, and metrics_digest "
+            "cannot be compared with any other"
         )

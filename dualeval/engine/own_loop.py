@@ -73,8 +73,8 @@ class OwnLoop:
         check_samples(dataset)
         if numerics.PRECISIONS[context.options.precision] is not None:
             raise UsageError(
-                f"precision {context.options.precision!r}: autocast in a loop of your own is yours to write, "
-                "with torch.autocast(...) around the forward. Leave precision out."
+                f"precision {context.options.precision!r}: in your own loop write autocast yourself, "
+                "as torch.autocast(...) around the forward. Leave precision out."
             )
         numerics.check_precision(context.options.precision, context.backend.device)
         kind = "a function of a list of samples, or None for torch's default_collate"
@@ -111,7 +111,7 @@ class OwnLoop:
             Stopped: a signal has ended the run; what was added is saved.
         """
         if self._batches is not None:
-            raise UsageError("the batches of this loop have been asked for before: one loop, one result")
+            raise UsageError("the batches of this loop were already requested: one loop gives one result")
         self._batches = self._run()
         return self._batches
 
@@ -127,14 +127,14 @@ class OwnLoop:
             UsageError: it is not that batch, it was added before, or a column is not as it must be.
         """
         if self._in_hand is None:
-            raise UsageError(f"add without a batch in hand: {_USAGE}")
+            raise UsageError(f"add was called without a current batch: {_USAGE}")
         given, samples = self._in_hand
         if self._added is not None:
             raise UsageError(f"the batch of {_named(samples)} was added before: add each batch once")
         if not any(batch is part for part in _parts(given)):
             raise UsageError(
-                f"add was given a {type(batch).__name__} that is not the batch in hand, of "
-                f"{_named(samples)}: give what the loop has given last, or a part of it, as it is: {_USAGE}"
+                f"add was given a {type(batch).__name__} that is not the current batch, of "
+                f"{_named(samples)}: give the loop's last batch, or a part of it, unchanged: {_USAGE}"
             )
         if not columns:
             raise UsageError(f"add was given no column for the batch of {_named(samples)}: {_USAGE}")
@@ -163,7 +163,7 @@ class OwnLoop:
                 raise UsageError(
                     f"the loop was left before its end: {share - self._done} of the {share} samples of this "
                     "rank are missing. Let the loop "
-                    "come to its end (no break) before you ask for the result."
+                    "come to its end (no break) before you call result()."
                 )
             assert self._execution is not None
             precision, device = self._context.options.precision, self._context.backend.device
@@ -184,7 +184,7 @@ class OwnLoop:
         if self._batches is not None:
             self._batches.close()
         if self._result is None:
-            self._fail(error or UsageError("the result of the loop was not asked for"))
+            self._fail(error or UsageError("result() was not called after the loop"))
 
     def _fail(self, error: BaseException) -> None:
         execution, self._execution = self._execution, None
@@ -297,7 +297,7 @@ class OwnLoop:
                     raise UsageError(
                         f"rank {rank} has other samples in its data set than rank 0. Give every rank the "
                         "whole data set, without a sampler, a shard or a Subset of its own: the session "
-                        "shares it out"
+                        "divides it"
                     )
 
     def _learn_columns(self, threads: int) -> Generator[Any, None, None]:

@@ -243,16 +243,15 @@ def warnings_of(part: Mapping[str, Any]) -> list[str]:
     if part["kind"] != FIRST_SAMPLES:
         return []
     return [
-        f"{described_part(part)}: the first samples are no random sample of all, and their intervals say "
-        f"nothing of the others. --sample {part['samples']} draws a random one."
+        f"{described_part(part)}: the first samples are not a random sample, so the intervals say "
+        f"nothing about the others. --sample {part['samples']} draws a random one."
     ]
 
 
 def whole_set_intervals(
     part: Mapping[str, Any],
     evaluated: int,
-    metrics: Mapping[str, Any],
-    intervals: Mapping[str, tuple[float, float]],
+    fields: Mapping[str, Any],
 ) -> dict[str, tuple[float, float]]:
     """95 % intervals for the values that the whole data set would give; none but of drawn samples.
 
@@ -263,12 +262,14 @@ def whole_set_intervals(
     Args:
         part: as ``part_of`` gives it.
         evaluated: number n of the N samples that were drawn and could be read.
-        metrics: values by name.
-        intervals: about samples beyond the data set, each sample by itself.
+        fields: of the result: ``metrics``, and their ``intervals`` about samples beyond the data set; where
+            these are of clusters, the ``naive_intervals`` of single samples.
     """
     if part.get("kind") != DRAWN_SAMPLES:
         return {}
     factor = math.sqrt(max(0.0, 1.0 - evaluated / part["of"]))
+    intervals = {**fields["intervals"], **fields.get("naive_intervals", {})}
+    metrics = fields["metrics"]
     return {
         name: (value - (value - low) * factor, value + (high - value) * factor)
         for name, (low, high) in intervals.items()

@@ -223,7 +223,7 @@ class Proof:
             "dropout, a random number or a time decides them, and nothing can show that the two belong "
             "together."
             if unsteady
-            else "The identity of the job is that of then, so something that it does not name has changed: "
+            else "The job's identity is unchanged, so something that it does not name has changed: "
             "an imported helper, a file or variable that the model reads, or the middle of a picture "
             "(--data-fingerprint content reads all of it)."
         )
@@ -285,10 +285,10 @@ class Proof:
             differing = [name for name, digest in now.items() if digests.get(name, digest) != digest]
         if differing:
             raise UsageError(
-                f"metric {differing[0]!r} makes other numbers of the rows in {self._place} than it did then. "
-                "Its options and source file are those of then, so something that they do not name has "
+                f"metric {differing[0]!r} gives other numbers for the rows in {self._place} than before. "
+                "Its options and source file are unchanged, so something that they do not name has "
                 "changed: an imported helper, or a file or variable that it reads. Give another --out, or "
-                "--fresh to start over; 'dualeval score' computes metrics of a finished run anew, from its "
+                "--fresh to start over; 'dualeval score' computes metrics of a finished run again, from its "
                 "rows; --no-replay continues without this comparison."
             )
 

@@ -119,13 +119,10 @@ def with_measured(
     found = None if cluster is None else _stored_clusters(rows, cluster, measured)
     fields, said = with_clusters(fields_of_result(measured), cluster, found)
     warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings), *said]
-    independent = fields.get("naive_intervals", fields["intervals"])
     return replace(
         result,
         **fields,
-        whole_set_intervals=whole_set_intervals(
-            result.part, result.samples["evaluated"], fields["metrics"], independent
-        ),
+        whole_set_intervals=whole_set_intervals(result.part, result.samples["evaluated"], fields),
         warnings=list(dict.fromkeys(warnings)),
     )
 

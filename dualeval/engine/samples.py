@@ -74,10 +74,17 @@ def check_samples(data: Any) -> None:
         hint = ". Ranks cannot share out, nor a resume find again, what only comes one after the other"
     elif isinstance(data, tuple) and len(data) > 1 and all(isinstance(part, _ARRAYS) for part in data):
         hint = ". Inputs and targets go together as torch.utils.data.TensorDataset(inputs, targets)"
+    elif isinstance(data, str | bytes | PurePath):
+        hint = ". Read the file first, or write a data set whose __getitem__ reads one sample of it"
+    elif hasattr(data, "__next__"):
+        hint = ". Make a list of it, as list(data)"
+    elif callable(data) and not hasattr(data, "__getitem__"):
+        hint = ". Call it, and give what it returns"
     else:
         hint = ""
     if hint or not (_has_length(data) and hasattr(data, "__getitem__")):
-        raise UsageError(f"a {type(data).__name__} has no length or no samples by index: {_WANTED}{hint}")
+        found = "None" if data is None else f"a {type(data).__name__}"
+        raise UsageError(f"the data is {found}, which has no length or no samples by index: {_WANTED}{hint}")
 
 
 class Samples:

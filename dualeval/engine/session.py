@@ -26,6 +26,7 @@ from dualeval.errors import (
     UsageError,
     text_of,
 )
+from dualeval.own_code import wants_debug
 from dualeval.process_start import DEFAULT_SIGNALS
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Session:
         stop_signals: names of the signals that stop a run and save what is finished; an owner's alone.
         on_stall: what follows where the main thread does not end by itself: "exit" ends the process, "raise"
             raises where Python runs. None is "exit" for an owner and "raise" for a guest.
+        debug: an owner prints the whole traceback of an error, on every rank that meets one; without it the
+            lines of the caller's own code. So does DUALEVAL_DEBUG=1 in the environment.
         stop: called several times a second from another thread; true, or a text that says why, stops all
             ranks with what is finished saved.
         note: called with sentences for people, on rank 0 only; None writes them on standard error.
@@ -100,6 +103,7 @@ class Session:
         forward_timeout: float = 1800.0,
         stop_signals: Sequence[str] = DEFAULT_SIGNALS,
         on_stall: str | None = None,
+        debug: bool = False,
         stop: Callable[[], bool | str] | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
@@ -120,6 +124,7 @@ class Session:
         self._forward_timeout = forward_timeout
         self._stop_signals = tuple(stop_signals)
         self._on_stall = on_stall
+        self._debug = debug
         self._stop = stop
         self._note = note
         self._backend: Backend | None = None
@@ -223,7 +228,11 @@ class Session:
         )
         ends_process = self._on_stall == "exit" or (self.is_owner and self._on_stall is None)
         self._conclusion = Conclusion(
-            self._control, is_owner=self.is_owner, ends_process=ends_process, stop=self._stop
+            self._control,
+            is_owner=self.is_owner,
+            ends_process=ends_process,
+            debug=self._debug or wants_debug(os.environ),
+            stop=self._stop,
         )
         if self._signals is not None:
             self._signals.tell(self._control.stop)

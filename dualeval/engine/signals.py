@@ -11,7 +11,7 @@ from contextlib import suppress
 from time import monotonic
 from types import FrameType
 
-from dualeval.engine.ending import end_process, say
+from dualeval.engine.ending import close_displays, end_process, say
 from dualeval.errors import EXIT_STOPPED, UsageError
 from dualeval.process_start import DEFAULT_SIGNALS
 
@@ -139,6 +139,7 @@ class Signals:
                     end_process(EXIT_STOPPED)
                 self._stop(name)
             elif number == signal.SIGINT and monotonic() - self._first[1] > _SECOND_AFTER_S:
+                close_displays()
                 say("dualeval: interrupted twice: ended at once.")
                 end_process(128 + signal.SIGINT)
 

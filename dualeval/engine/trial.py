@@ -20,7 +20,7 @@ from dualeval.engine.folder.mapped_columns import copied, read_only
 from dualeval.engine.folder.predictions import EVALUATED, json_entries, parquet_bytes
 from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.parts import texts_of
-from dualeval.errors import DualevalError, UsageError, named
+from dualeval.errors import DualevalError, RefusedSamples, UsageError, named, text_of
 from dualeval.metrics import Measured, Metric, RowMetric
 
 if TYPE_CHECKING:
@@ -207,8 +207,10 @@ def _try_row_metric(metric: RowMetric, columns: Mapping[str, Column]) -> tuple[M
 def _try_compute(name: str, compute: Callable[[], Measured]) -> tuple[Measured | None, list[str]]:
     try:
         measured = compute()
-    except DualevalError:
-        raise
+    except DualevalError as error:
+        if not isinstance(error, RefusedSamples):
+            raise
+        return None, [f"on the first batch alone, {text_of(error)} It is computed on all samples at the end"]
     except Exception as error:  # noqa: BLE001 - some need all classes, or many samples; the note says what it was
         return None, [
             f"metric {name!r} fails on the first batch alone ({named(error)}); it is "

@@ -10,11 +10,16 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
 
+# The columns of NonfiniteLogits, whose module imports torch.
+_NONFINITE = ("nan_logits", "inf_logits")
+
 
 def chosen_metrics(
     asked: Sequence[str], own: Sequence[Metric | RowMetric], columns: Collection[str] = ()
 ) -> list[Metric | RowMetric]:
     """The metrics of a task that were asked for; all of them where nobody asked.
+
+    Logits that are not finite are warned of in any case.
 
     Args:
         asked: names of the task's own metrics, or what ``named`` takes.
@@ -26,9 +31,23 @@ def chosen_metrics(
     """
     check_metrics(own)
     known = {metric.name: metric for metric in own}
-    if not asked:
-        return list(own)
-    return [known[text] if text in known else named(text, own, columns) for text in asked]
+    chosen = [known[text] if text in known else named(text, own, columns) for text in asked] or own
+    return with_warning(chosen, {*columns, *(name for metric in own for name in metric.columns)})
+
+
+def with_warning(metrics: Sequence[Metric | RowMetric], columns: Collection[str]) -> list[Metric | RowMetric]:
+    """Metrics, and behind them one that warns of logits that are not finite, where no other does.
+
+    Args:
+        metrics: those that are computed.
+        columns: all that they could read.
+    """
+    if not {*_NONFINITE} <= {*columns}:
+        return list(metrics)
+    from dualeval.metrics.classification import NonfiniteLogits, NonfiniteWarning
+
+    warns = any(isinstance(metric, NonfiniteLogits) for metric in metrics)
+    return [*metrics, *([] if warns else [NonfiniteWarning()])]
 
 
 def check_metrics(metrics: Sequence[Any]) -> None:

@@ -280,6 +280,17 @@ class NonfiniteLogits:
         return Measured(values={"nonfinite_logits": {"nan": nan, "inf": inf}}, warnings=warnings)
 
 
+class NonfiniteWarning(NonfiniteLogits):
+    """Warns as ``NonfiniteLogits`` does, and gives no value: for runs that do not ask for that metric."""
+
+    name = "nonfinite_warning"
+    keeps_rows = False
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """No value; a warning where there is a NaN or an infinity."""
+        return Measured(values={}, warnings=super().compute(ledger).warnings)
+
+
 _BY_NAME: dict[str, Callable[[int], Metric]] = {
     "loss": lambda num_classes: Mean("loss", higher_is_better=False),
     "precision_recall": PrecisionRecall,

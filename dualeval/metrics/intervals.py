@@ -172,10 +172,10 @@ def skewed_ends(spread: Spread) -> Ends:
     error = square_root(spread.variance)
     skew = spread.skewness / math.sqrt(spread.samples)
     quantile = student_95(spread.samples - 1 if spread.degrees is None else spread.degrees)
-    return -error * _from_cubic(quantile, skew), -error * _from_cubic(-quantile, skew)
+    return -error * from_cubic(quantile, skew), -error * from_cubic(-quantile, skew)
 
 
-def _from_cubic(quantile: float, skew: float) -> float:
+def from_cubic(quantile: float, skew: float) -> float:
     """The studentised mean that Hall's polynomial takes to a quantile: ((1 + s (q - s/6))**(1/3) - 1) 3/s."""
     moved = quantile - skew / 6
     root = cube_root(1 + skew * moved)

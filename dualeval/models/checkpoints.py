@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
+from dualeval.data.contents import what_weights_are
 from dualeval.errors import UsageError
 from dualeval.models.candidates import (
     KNOWN_KEYS,
@@ -109,6 +110,12 @@ def read_state_dict(path: Path, key: str | None = None) -> StateDict:
     """
     if not path.is_file():
         raise UsageError(f"weights file {path} does not exist. Give a state_dict file with --weights PATH.")
+    try:
+        other = what_weights_are(path)
+    except OSError as error:
+        raise UsageError(f"weights file {path} cannot be read: {error.strerror or error}") from error
+    if other is not None:
+        raise UsageError(f"weights file {path} {other}.")
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     if is_state_dict(content):
         if key is not None:
@@ -229,20 +236,26 @@ def _read_safetensors(path: Path) -> object:
 
 
 def _read_torch(path: Path) -> object:
+    # Only the zip format of torch >= 1.6 can be mapped into memory.
+    mapped = zipfile.is_zipfile(path)
     try:
         with warnings.catch_warnings(), _admitting():
             warnings.simplefilter("ignore")  # what torch guesses of a file that it then refuses
-            # Only the zip format of torch >= 1.6 can be mapped into memory.
-            mapped = zipfile.is_zipfile(path)
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         detail = _refusal(str(error))
+        why = f" ({detail})" if detail else ""
         raise UsageError(
-            f"{path} cannot be read as plain tensors ({detail}). It is damaged, or holds pickled Python "
+            f"{path} cannot be read as plain tensors{why}. It is damaged, or holds pickled Python "
             "objects, which could run code. Save it again with torch.save(model.state_dict(), PATH) or as "
             "safetensors."
         ) from error
     except Exception as error:  # a damaged stream raises whatever its bytes happen to ask for
+        if not mapped and path.read_bytes()[:2] == b"PK":
+            raise UsageError(
+                f"{path} is cut short: it begins as a file of torch.save, and its end is missing "
+                f"({path.stat().st_size:,} bytes are there). Fetch or save it again."
+            ) from error
         said = str(error) or type(error).__name__
         raise UsageError(f"{path} is not a readable torch file: {said.splitlines()[0]}") from error
 

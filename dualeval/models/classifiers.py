@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import inspect
@@ -24,6 +25,7 @@ from dualeval.vision_library import torchvision
 from dualeval.weights_name import is_published_name
 
 EMBEDDED = "fashion-cnn"
+_LISTED_AT_MOST = 8
 # torchvision's DenseNet files still have the names of its first version, denselayer1.norm.1 for .norm1.
 _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
 
@@ -40,11 +42,20 @@ def create(name: str, num_classes: int | None, *, entry: Any = None) -> nn.Modul
     Raises:
         UsageError: there is no such model; offers the nearest names.
     """
+    check_name(name)
     arguments = {} if num_classes is None else {"num_classes": num_classes}
     if ":" in name:
         factory = _import_factory(name)
         takes = inspect.signature(factory).parameters
         accepts = "num_classes" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        try:
+            inspect.signature(factory).bind(**(arguments if accepts else {}))
+        except TypeError as error:
+            raise UsageError(
+                f"--model {name}: {factory.__name__}{inspect.signature(factory)} is called with "
+                f"{'num_classes alone' if accepts else 'no arguments'}: {error}. Give a function that needs "
+                "no others, as def make(num_classes=10): return Net(...)."
+            ) from error
         model = factory(**(arguments if accepts else {}))
         if not isinstance(model, nn.Module):
             raise UsageError(f"--model {name} returned a {type(model).__name__}, expected a torch.nn.Module")
@@ -68,6 +79,40 @@ def create(name: str, num_classes: int | None, *, entry: Any = None) -> nn.Modul
     model = torchvision().models.get_model(name, weights=None, **arguments, **extra)
     assert isinstance(model, nn.Module)
     return model
+
+
+def check_name(name: str) -> None:
+    """Check that a model's name is no file of code.
+
+    Raises:
+        UsageError: it is one; says how to name the function in it.
+    """
+    file, _, function = name.partition(":")
+    path = Path(file if file.endswith(".py") else f"{file.replace('.', '/')}.py")
+    if not file.endswith(".py") and (function or not path.is_file()):
+        return
+    if file in (EMBEDDED, *published.torchvision_names()):
+        return
+    module = path.stem if path.is_absolute() else ".".join(path.with_suffix("").parts)
+    found = _callables(path)
+    example = function or next(iter(found), "FUNCTION")
+    inside = f" It has {', '.join(found[:_LISTED_AT_MOST])}." if found else ""
+    where = f" in {path.parent}" if path.is_absolute() else ""
+    what = "is a file of code" if path.is_file() else "is the name of a file of code, which does not exist"
+    raise UsageError(
+        f"--model {name} {what}: expected MODULE:FUNCTION, a function or class that returns the model. "
+        f"Type{where}: --model {module}:{example}.{inside}"
+    )
+
+
+def _callables(path: Path) -> list[str]:
+    """The functions and classes of a file, which is not run."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
 def _import_factory(name: str) -> Any:
@@ -127,6 +172,11 @@ def find_weights(name: str, weights: str) -> WeightsSource:
     if seed is not None:
         return WeightsSource(text=weights, seed=seed)
     if is_published_name(weights):
+        if name == EMBEDDED:
+            raise UsageError(
+                f"--weights {weights}: torchvision publishes none for {EMBEDDED}, whose own weights are "
+                "shipped with dualeval. Leave --weights out, or give --weights DEFAULT."
+            )
         entry = published.entry_named(name, weights)
         return WeightsSource(text=weights, path=published.checked_cached_file(entry, weights), entry=entry)
     path = Path(weights)

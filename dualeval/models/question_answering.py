@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualeval.data.contents import what_it_is
 from dualeval.data.windows import TokenizerFacts
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
@@ -66,7 +67,8 @@ def load_tokenizer(folder: Path) -> tuple[Any, TokenizerFacts]:
         except MemoryError:
             raise
         except Exception as error:  # what is missing or damaged decides what is raised
-            raise UsageError(f"{folder} holds no tokenizer that can be read: {_first_line(error)}") from error
+            said = _other_file(folder) or _first_line(error)
+            raise UsageError(f"{folder} holds no tokenizer that can be read: {said}") from error
     names = sorted(tokenizer.vocab_files_names.values())
     if names and not any((folder / name).is_file() for name in names):
         # The library then makes one that knows five tokens, and says nothing.
@@ -131,8 +133,9 @@ def build(
         except (UsageError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # what is missing or damaged decides what is raised
+            said = _other_file(folder) or _first_line(error)
             raise UsageError(
-                f"{folder} holds no model for question answering that can be read: {_first_line(error)}"
+                f"{folder} holds no model for question answering that can be read: {said}"
             ) from error
     assert isinstance(model, nn.Module)
     # A checkpoint in half precision is computed with as --precision says.
@@ -207,6 +210,19 @@ def try_out(folder: Path, model: nn.Module, windows: Mapping[str, Tensor]) -> No
                 f"the model in {folder} gave {gave} {name} for windows of shape {shape}, expected one a "
                 "token."
             )
+
+
+def _other_file(folder: Path) -> str | None:
+    """The first file that is not what its name says: one of a clone without Git LFS, or a failed download."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".txt", ".safetensors", ".bin", ".model") and path.is_file():
+            try:
+                found = what_it_is(path)
+            except OSError as error:
+                found = f"cannot be read: {error.strerror or error}"
+            if found is not None:
+                return f"{path.name} {found}"
+    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -209,6 +209,13 @@ def _misfit(
         if isinstance(own[name], Tensor) and isinstance(state.get(name), Tensor)
         if state[name].shape != own[name].shape
     }
+    if not missing and not unexpected and not kinds and (rows := _embedding_rows(model, shapes)):
+        name, found_rows, own_rows = rows
+        return UsageError(
+            f"{source} has {found_rows} rows in the embedding {name}, and the model {own_rows}: the "
+            "vocabulary (or the number of positions) is another one. Give weights, "
+            "config.json and tokenizer of one and the same model."
+        )
     if not missing and not unexpected and not kinds and (counts := _class_counts(shapes)):
         return OtherClasses(
             f"{source} is for {counts[0]} classes, but {counts[1]} were expected (from the data's class "
@@ -228,6 +235,17 @@ def _misfit(
         f"{source} does not fit the model {type(model).__name__}: {found}. Give the weights of this --model."
         f"{advice}"
     )
+
+
+def _embedding_rows(
+    model: nn.Module, shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+) -> tuple[str, int, int] | None:
+    """The first embedding with another number of rows: its name, the rows found and those of the model."""
+    for name, (found, wanted) in shapes.items():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(layer, nn.Embedding) and found[1:] == wanted[1:]:
+            return name, found[0], wanted[0]
+    return None
 
 
 def _class_counts(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, int] | None:

@@ -81,7 +81,7 @@ def _facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
         yield "agreement", f"{comparison.agreement:,} predictions are equal ({share:.2f} %)"
     for name, metric in comparison.metrics.items():
         if metric.flips is not None and (metric.flips.lost or metric.flips.gained):
-            yield f"{name} flips", _flips(metric)
+            yield "flips", f"{name}: {_flips(metric)}"
     found = [
         f"{name} {_amount(metric, metric.detectable)}"
         for name, metric in comparison.metrics.items()

@@ -174,8 +174,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{report['when']}, dualeval {report['versions'].get('dualeval')}, "
         f"{_count(len(site['nodes']), 'node')} {where}. Each run evaluates the first "
-        f"{options['limit']:,} of the 10,000 images of Fashion-MNIST's test set anew, with the small network "
-        "that comes with dualeval."
+        f"{options['limit']:,} of the 10,000 images of Fashion-MNIST's test set from the start, with the "
+        "small network that ships with dualeval."
     )
     yield ""
     if options["launchers"]:

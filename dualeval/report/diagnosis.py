@@ -67,7 +67,7 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
         if rank != 0 and facts["shares_output"] is False:
             yield (
                 f"rank {rank} on {facts['host']} does not see rank 0's files in {report['output']}: the run "
-                f"works, but rank 0 has to be sent what it writes, and only rank 0's part can be resumed"
+                f"works, but its rows must be sent to rank 0, and only rank 0's part can be resumed"
             )
     hosts: dict[str, list[Mapping[str, Any]]] = {}
     for facts in ranks.values():

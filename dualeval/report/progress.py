@@ -30,9 +30,12 @@ class Progress:
         self._bar: Bar | None = None
         self._start: float | None = None
         self._said = 0.0
+        self._is_closed = False
 
     def __call__(self, done: int, total: int) -> None:
         """Show that ``done`` of ``total`` samples are finished."""
+        if self._is_closed:
+            return
         now = self._clock()
         if self._start is None:
             self._start = self._said = now
@@ -43,16 +46,19 @@ class Progress:
             print(progress_line(done, total, now - self._start), file=self._stream, flush=True)
 
     def _show_bar(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = _make_bar(self._stream)
-            self._bar.add_task("evaluating", total=total)
-            self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=done, refresh=True)
+        bar = self._bar
+        if bar is None:
+            bar = self._bar = _make_bar(self._stream)
+            bar.add_task("evaluating", total=total)
+            bar.start()
+        bar.update(bar.task_ids[0], completed=done, refresh=True)
 
     def close(self) -> None:
-        """End the bar, if there is one."""
-        if self._bar is not None:
-            self._bar.stop()
+        """End the bar, if there is one, and show nothing any more."""
+        self._is_closed = True
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
 
 
 def _make_bar(stream: TextIO) -> Bar:

@@ -133,7 +133,7 @@ def _work(result: Result) -> str:
 def _comparable(result: Result) -> str:
     if result.homogeneous:
         return ""
-    return f" (comparable with none: {len(result.machines)} kinds of machine)"
+    return f" (not comparable: {len(result.machines)} kinds of machine)"
 
 
 def shown_numbers(*values: float, unit: str | None = None) -> list[str]:

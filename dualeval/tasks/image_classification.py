@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dualeval.data.idx import IdxImages
 from dualeval.data.labels import Labels, check_indices
 from dualeval.data.preprocessing import Normalisation
-from dualeval.errors import UsageError
+from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import (
     are_probabilities,
@@ -34,6 +34,7 @@ from dualeval.models.weights import (
 from dualeval.tasks import Task
 from dualeval.tasks.image_labels import FolderLabels, hint_for, names_of
 from dualeval.tasks.image_preprocessing import choose_for_files, choose_for_idx
+from dualeval.tasks.image_refusals import no_logits, refuse_other_task, refused_images
 
 if TYPE_CHECKING:
     from dualeval.data.image_folder import ImageFolder
@@ -103,11 +104,16 @@ class ImageClassification(Task):
     ) -> None:
         if data_fingerprint not in ("ends", "content"):
             raise UsageError(f"--data-fingerprint {data_fingerprint!r}: expected ends or content")
+        refuse_other_task(model, None if data is None else Path(data))
+        if model is not None:
+            classifiers.check_name(model)
         if model is None and (weights is not None or data is not None):
             given = "--weights" if data is None else "--data"
             raise UsageError(f"{given} was given without --model. Name the model that is to be evaluated.")
         self._model_name = model or classifiers.EMBEDDED
         embedded = self._model_name == classifiers.EMBEDDED
+        if embedded and weights == "DEFAULT":
+            weights = None
         if weights is None and not embedded:
             raise UsageError(
                 f"--model {model} was given without --weights. Give --weights PATH, "
@@ -306,24 +312,12 @@ class ImageClassification(Task):
                 outputs = self.forward(_for_a_trial(model), {"images": images})
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, AssertionError, ValueError) as error:
-            said = str(error) or type(error).__name__
-            size = (
-                "Give images in class folders, which --resize and --crop change, or idx files"
-                if self._in_memory
-                else "Set the size with --resize and --crop, or give data"
-            )
-            raise UsageError(
-                f"the model {self._model_name} cannot take images of shape {tuple(images.shape[1:])} "
-                f"(channels, height, width): {said.splitlines()[0].rstrip('.')}. "
-                f"{size} of the model's size."
-            ) from error
+        except DualevalError:
+            raise
+        except Exception as error:  # of the model's own code any
+            raise refused_images(error, self._model_name, model, images, in_memory=self._in_memory) from error
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(images):
-            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            raise UsageError(
-                f"the model {self._model_name} returned {found} for {len(images)} images, "
-                "expected logits of shape (images, classes)."
-            )
+            raise no_logits(self._model_name, outputs, len(images))
         classes = outputs.shape[1]
         if are_probabilities(outputs):
             raise UsageError(

@@ -15,9 +15,9 @@ from dualeval.weights_name import is_path_of_weights, is_published_name
 if TYPE_CHECKING:
     from dualeval.tasks.image_classification import ImageClassification
 
-_EVALUATED = "What to evaluate"
-_WEIGHTS = "Weights"
-_PREPROCESSING = "Preprocessing"
+_MODEL = "Model"
+_DATA = "Data"
+_IMAGES = "Images"
 _PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
 
 
@@ -41,23 +41,23 @@ class ImageClassificationOptions:
     model: str | None = option(
         None,
         "torchvision classifier, or package.module:factory.",
-        group=_EVALUATED,
+        group=_MODEL,
     )
     weights: str | None = option(
         None,
         "State_dict file, DEFAULT, IMAGENET1K_V1, random:SEED.",
-        group=_EVALUATED,
+        group=_MODEL,
         is_path=is_path_of_weights,
     )
-    data: Path | None = option(None, "Folder with one sub-folder per class, or idx files.", group=_EVALUATED)
+    data: Path | None = option(None, "Folder with one sub-folder per class, or idx files.", group=_DATA)
     num_classes: int | None = option(
-        None, "Number of classes, if data and weights do not define it.", group=_EVALUATED, least=1
+        None, "Number of classes, if data and weights do not define it.", group=_DATA, least=1
     )
-    class_map: Path | None = option(None, "Class index of each folder: a JSON or CSV file.", group=_EVALUATED)
+    class_map: Path | None = option(None, "Class index of each folder: a JSON or CSV file.", group=_DATA)
     class_order: str | None = option(
         None,
         "Order of class folders: number puts 2 before 10.",
-        group=_EVALUATED,
+        group=_DATA,
         choices=CLASS_ORDERS,
         shown="known names, else name",
         metavar="name|number",
@@ -65,43 +65,43 @@ class ImageClassificationOptions:
     data_fingerprint: str = option(
         DATA_FINGERPRINTS[0],
         "Compare image files by size and ends, or by content.",
-        group=_EVALUATED,
+        group=_DATA,
         choices=DATA_FINGERPRINTS,
     )
     weights_key: str | None = option(
-        None, "Key of the state_dict in a checkpoint, such as model_ema.", group=_WEIGHTS
+        None, "Key of the state_dict in a checkpoint, such as model_ema.", group=_MODEL
     )
     weights_prefix: str | None = option(
-        None, "Use only tensors whose names start with this; remove it.", group=_WEIGHTS
+        None, "Use only tensors whose names start with this; remove it.", group=_MODEL
     )
     download: bool = option(
-        False, "Download the weights of --weights DEFAULT, IMAGENET1K_V1, ...", group=_WEIGHTS
+        False, "Download the weights of --weights DEFAULT, IMAGENET1K_V1, ...", group=_MODEL
     )
     resize: int | None = option(
         None,
         "Resize the shorter side to this many pixels.",
-        group=_PREPROCESSING,
+        group=_IMAGES,
         least=1,
         shown="the model's",
     )
     crop: int | None = option(
         None,
         "Crop a square of this side from the centre.",
-        group=_PREPROCESSING,
+        group=_IMAGES,
         least=1,
         shown="the model's",
     )
     interpolation: str | None = option(
-        None, "nearest, bilinear, bicubic or lanczos.", group=_PREPROCESSING, shown="the model's"
+        None, "nearest, bilinear, bicubic or lanczos.", group=_IMAGES, shown="the model's"
     )
     channels: Literal[1, 3] | None = option(
-        None, "Channels of the images: 3 for RGB, 1 for grey.", group=_PREPROCESSING, shown="3"
+        None, "Channels of the images: 3 for RGB, 1 for grey.", group=_IMAGES, shown="3"
     )
     mean: tuple[float, ...] | None = option(
-        None, "Mean of each channel, with commas.", group=_PREPROCESSING, shown="the model's"
+        None, "Mean of each channel, with commas.", group=_IMAGES, shown="the model's"
     )
     std: tuple[float, ...] | None = option(
-        None, "Standard deviation of each channel.", group=_PREPROCESSING, shown="the model's"
+        None, "Standard deviation of each channel.", group=_IMAGES, shown="the model's"
     )
     metric: tuple[str, ...] = ()
 

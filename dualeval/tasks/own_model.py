@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import check_metrics, chosen_metrics, named, of_no_task
+from dualeval.metrics.by_name import check_metrics, chosen_metrics, named, of_no_task, with_warning
 from dualeval.metrics.classification import (
     are_probabilities,
     classification_metric,
@@ -21,14 +21,22 @@ from dualeval.metrics.classification import (
 )
 from dualeval.metrics.means import Mean
 from dualeval.tasks import Task
+from dualeval.tasks.refusals import (
+    FORWARD,
+    OBSERVE,
+    a_kind,
+    check_call,
+    no_tensor,
+    why_no_classes,
+    why_no_target,
+)
 
 _TOP = 5
 # Names of what is to be predicted, in samples that are dicts.
 _TARGETS = ("target", "targets", "label", "labels", "y")
 # And of what a model returns in a dict, or an object with attributes, as those of transformers do.
 _OUTPUTS = ("logits", "out", "output", "prediction", "predictions")
-_FORWARD = "Give forward=, a function (model, batch) -> outputs"
-_OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns, one row a sample"
+_CALLED = {"collate": ("samples",), "forward": ("model", "batch"), "observe": ("outputs", "batch")}
 
 
 class ModelTask(Task):
@@ -84,7 +92,12 @@ class ModelTask(Task):
     ) -> None:
         if not callable(model):
             raise UsageError(
-                f"model is a {type(model).__name__}: expected an nn.Module, or a function that returns one"
+                f"model is {a_kind(model)}: expected an nn.Module, or a function that returns one"
+                + (
+                    f". For a classifier of torchvision write torchvision.models.{model}(weights=...)"
+                    if isinstance(model, str)
+                    else ""
+                )
             )
         if metrics is not None and (isinstance(metrics, str) or not isinstance(metrics, Sequence)):
             raise UsageError(f"metrics is a {type(metrics).__name__}: expected a list of metrics or names")
@@ -94,6 +107,9 @@ class ModelTask(Task):
         for argument, function in (("collate", collate), ("forward", forward), ("observe", observe)):
             if function is not None and not callable(function):
                 raise UsageError(f"{argument} is a {type(function).__name__}: expected a function, or None")
+            check_call(argument, function, _CALLED[argument])
+        if not isinstance(model, nn.Module):
+            check_call("model", model, ())
         self._model = model
         self._data = data
         self._metrics = None if metrics is None else tuple(metrics)
@@ -107,8 +123,10 @@ class ModelTask(Task):
         self._classes: int | None = None
         self._gives_logits = True
         self._asked: tuple[str, ...] = ()
+        # What the first outputs and targets look like, for messages.
+        self._seen: str | None = None
         self._first_look = threading.Lock()
-        self._arguments: Mapping[str, inspect.Parameter] = {}
+        self._signature = inspect.Signature()
 
     @property
     def name(self) -> str:
@@ -139,13 +157,13 @@ class ModelTask(Task):
         model = self._model if isinstance(self._model, nn.Module) else self._model()
         if not isinstance(model, nn.Module):
             raise UsageError(
-                f"{self.name}() returned a {type(model).__name__}: expected an nn.Module. model= takes a "
+                f"{self.name}() returned {a_kind(model)}: expected an nn.Module. model= takes a "
                 "module, or a function without arguments that returns one."
             )
-        self._arguments = inspect.signature(model.forward).parameters
+        self._signature = inspect.signature(model.forward)
         # Of this evaluation: the task may have had another one before.
         self._classes, self._gives_logits = None, True
-        self._kinds, self._asked = {}, ()
+        self._kinds, self._asked, self._seen = {}, (), None
         return model
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -154,11 +172,28 @@ class ModelTask(Task):
         inputs, _ = _in_two(batch)
         if isinstance(inputs, Mapping):
             return self._called_with(model, inputs)
-        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        values = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        self._check_count(model, values)
+        return model(*values)
+
+    def _check_count(self, model: nn.Module, values: tuple[Any, ...]) -> None:
+        """Check that the model's forward takes so many values."""
+        try:
+            self._signature.bind(*values)
+        except TypeError as error:
+            found = "one value" if len(values) == 1 else f"{len(values)} values"
+            of_numbers = len(values) > 1 and all(
+                isinstance(each, Tensor) and each.ndim == 1 for each in values
+            )
+            hint = " Where these are the numbers of one list, make it a torch.tensor." if of_numbers else ""
+            raise UsageError(
+                f"the input of a sample is {found}, and {type(model).__name__}.forward takes "
+                f"{self._signature}.{hint} {FORWARD}."
+            ) from error
 
     def _called_with(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """Call the model with those entries of a dict that it has arguments for."""
-        takes = self._arguments
+        takes = self._signature.parameters
         whole = any(kind.kind is inspect.Parameter.VAR_KEYWORD for kind in takes.values())
         tensors = [name for name, value in inputs.items() if isinstance(value, Tensor)]
         named = {name: inputs[name] for name in inputs if name in takes or (whole and name in tensors)}
@@ -168,16 +203,24 @@ class ModelTask(Task):
             return model(inputs[tensors[0]])
         raise UsageError(
             f"the samples have {', '.join(inputs)}, and {type(model).__name__}.forward takes "
-            f"({', '.join(map(str, takes.values()))}): which is which cannot be seen. {_FORWARD}."
+            f"({', '.join(map(str, takes.values()))}): which is which cannot be seen. {FORWARD}."
         )
 
     def observe(self, outputs: Any, batch: Any) -> Mapping[str, Any]:
         if self._observe is not None:
             return self._observe(outputs, batch)
-        outputs = _tensor_of(outputs)
+        outputs = _tensor_of(outputs, batch)
         _, target = _in_two(batch)
         if not isinstance(target, Tensor):
+            self._seen = why_no_target(target)
             return {"prediction": _in_single(outputs.flatten(1) if outputs.ndim > 1 else outputs)}
+        if outputs.ndim and target.ndim and len(outputs) != len(target):
+            raise UsageError(
+                f"the model returned {len(outputs)} rows (shape {tuple(outputs.shape)}) for a batch of "
+                f"{len(target)} samples, expected one row a sample, in the samples' order"
+            )
+        if self._seen is None:
+            self._seen = why_no_classes(outputs, target)
         if _are_of_classes(outputs, target):
             if self._classes is None:
                 self._look(outputs)
@@ -212,7 +255,7 @@ class ModelTask(Task):
                     raise UsageError(
                         "the model returned probabilities (each row lies between 0 and 1 and sums to 1), "
                         "expected logits: of these loss, confidence and ece would be wrong. Leave out its "
-                        f"softmax, or return torch.log of them. {_OBSERVE} where that is what you want."
+                        f"softmax, or return torch.log of them. {OBSERVE} where that is what you want."
                     )
                 self._classes = outputs.shape[1]
 
@@ -246,7 +289,7 @@ class ModelTask(Task):
         else:
             own = [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
         known = {metric.name for metric in own}
-        return [*own, *self._asked_for(known)]
+        return with_warning([*own, *self._asked_for(known)], self._kinds)
 
     def _asked_for(self, known: Collection[str]) -> list[Metric | RowMetric]:
         """The metrics of classification that the run asks for, and the task would not have made."""
@@ -263,11 +306,12 @@ class ModelTask(Task):
                 Mean("absolute_error", name="mae", higher_is_better=False),
                 Mean("squared_error", transform="sqrt", name="rmse", higher_is_better=False),
             ]
-        found = [name for name, column in self._kinds.items() if _is_number(column)]
+        # The mean of the targets says nothing of the model.
+        found = [name for name, column in self._kinds.items() if _is_number(column) and name != "target"]
         if not found:
             raise UsageError(
                 f"the columns are {', '.join(self._kinds)}, none with one number a sample: give "
-                "metrics=[...] (docs/metrics.md)"
+                f"metrics=[...] (docs/metrics.md).{'' if self._seen is None else ' ' + self._seen}"
             )
         return [Mean(name) for name in found]
 
@@ -278,10 +322,11 @@ class ModelTask(Task):
         if self._classes is not None and (column is None or "rank" in self._kinds):
             return classification_metric(name, self._classes)
         if column is None or not _is_number(column):
+            why = "" if self._seen is None else f" {self._seen}"
             raise UsageError(
                 f"there is no metric {name!r} here: a name is that of a column with one number a sample "
                 f"(columns: {', '.join(self._kinds)}), or that of a metric of classification where the "
-                "outputs are logits. Give a metric (docs/metrics.md)."
+                f"outputs are logits.{why} Give a metric (docs/metrics.md)."
             )
         return Mean(name)
 
@@ -329,8 +374,8 @@ def _in_two(batch: Any) -> tuple[Any, Any]:
         return batch[0], None
     if len(batch) != 2:
         raise UsageError(
-            f"the samples are {len(batch)} values, expected an input, or a pair (input, target). {_FORWARD}; "
-            f"{_OBSERVE[0].lower()}{_OBSERVE[1:]}."
+            f"the samples are {len(batch)} values, expected an input, or a pair (input, target). {FORWARD}; "
+            f"{OBSERVE[0].lower()}{OBSERVE[1:]}."
         )
     return batch[0], batch[1]
 
@@ -340,7 +385,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty and parameter.kind not in of_all
 
 
-def _tensor_of(outputs: Any) -> Tensor:
+def _tensor_of(outputs: Any, batch: Any) -> Tensor:
     """The tensor that a model has returned, or what holds it."""
     if isinstance(outputs, Tensor):
         return outputs
@@ -350,10 +395,7 @@ def _tensor_of(outputs: Any) -> Tensor:
             return found
     if isinstance(outputs, (tuple, list)) and len(outputs) == 1 and isinstance(outputs[0], Tensor):
         return outputs[0]
-    raise UsageError(
-        f"the model returned a {type(outputs).__name__}, expected a tensor, or what holds one as "
-        f"{', '.join(_OUTPUTS)}. {_OBSERVE}."
-    )
+    raise no_tensor(outputs, batch, names=_OUTPUTS, targets=_TARGETS)
 
 
 def _is_whole(target: Tensor) -> bool:
@@ -390,7 +432,7 @@ def _dimension_of_classes(outputs: Tensor, target: Tensor) -> int | None:
         raise UsageError(
             f"the outputs have the shape {tuple(outputs.shape)} and the targets {tuple(target.shape)}: "
             f"whether the classes are dimension 1 or {outputs.ndim - 1} of the outputs cannot be seen. "
-            f"{_OBSERVE}, as "
+            f"{OBSERVE}, as "
             "lambda outputs, batch: {'prediction': outputs.argmax(1), 'target': batch[1]}"
         )
     return fitting.pop() if fitting else None

@@ -13,9 +13,9 @@ from dualeval.weights_name import is_path_of_weights
 if TYPE_CHECKING:
     from dualeval.tasks.question_answering import QuestionAnswering
 
-_EVALUATED = "What to evaluate"
-_WEIGHTS = "Weights"
-_WINDOWS = "Windows and answers"
+_MODEL = "Model"
+_DATA = "Data"
+_QUESTIONS = "Questions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,33 +37,35 @@ class QuestionAnsweringOptions:
 
     model: Path = option(
         help="Folder with a model and tokenizer of the transformers library.",
-        group=_EVALUATED,
+        group=_MODEL,
         metavar="DIR",
     )
     data: Path = option(
         help="Questions in the JSON format of SQuAD.",
-        group=_EVALUATED,
+        group=_DATA,
         metavar="FILE",
     )
     weights: str | None = option(
         None,
         "State_dict file, or random:SEED.",
-        group=_WEIGHTS,
+        group=_MODEL,
         is_path=is_path_of_weights,
         shown="in the model's folder",
     )
     weights_key: str | None = option(
-        None, "Key of the state_dict in a checkpoint, such as model_ema.", group=_WEIGHTS
+        None, "Key of the state_dict in a checkpoint, such as model_ema.", group=_MODEL
     )
     weights_prefix: str | None = option(
-        None, "Use only tensors whose names start with this; remove it.", group=_WEIGHTS
+        None, "Use only tensors whose names start with this; remove it.", group=_MODEL
     )
-    max_length: int = option(384, "Maximum tokens of a window (question and text).", group=_WINDOWS, least=1)
-    stride: int = option(128, "Tokens by which windows overlap.", group=_WINDOWS, least=0)
-    n_best: int = option(20, "Best start and end positions of a window to pair.", group=_WINDOWS, least=1)
-    max_answer_length: int = option(30, "Maximum tokens of an answer.", group=_WINDOWS, least=1)
+    max_length: int = option(
+        384, "Maximum tokens of a window (question and text).", group=_QUESTIONS, least=1
+    )
+    stride: int = option(128, "Tokens by which windows overlap.", group=_QUESTIONS, least=0)
+    n_best: int = option(20, "Best start and end positions of a window to pair.", group=_QUESTIONS, least=1)
+    max_answer_length: int = option(30, "Maximum tokens of an answer.", group=_QUESTIONS, least=1)
     null_threshold: float | None = option(
-        None, "Answer '' if the no-answer score leads by more than this.", group=_WINDOWS, shown="0"
+        None, "Answer '' if the no-answer score leads by more than this.", group=_QUESTIONS, shown="0"
     )
     metric: tuple[str, ...] = ()
     batch_size: int = 64

@@ -11,6 +11,7 @@ from typing import Any
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.by_name import named, of_no_task
+from dualeval.metrics.classification import NonfiniteWarning
 
 # Whose metrics follow from their options; each module has a function ``stored_metrics``.
 _TASKS = {
@@ -65,7 +66,9 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
     make = importlib.import_module(_TASKS[task_class]).stored_metrics
     try:
         own = [name for name in asked if name not in others]
-        metrics = [*make(content["job"]["task_options"], own or content["metrics"])]
+        # What only warns has done so in the run.
+        names = own or [name for name in content["metrics"] if name != NonfiniteWarning.name]
+        metrics = [*make(content["job"]["task_options"], names)]
     except (KeyError, TypeError) as error:
         raise DualevalError(f"{job_file} is damaged: {type(error).__name__}: {error}") from error
     metrics = [metric for metric in metrics if asked or is_of_rows(metric) or keeps_rows(metric)]

@@ -78,6 +78,18 @@ class Arguments:
             **{argument: _whole(shape, read, len(samples)) for argument, shape in self.named.items()},
         )
 
+    def described(self, columns: Mapping[str, Any]) -> str:
+        """The columns that are read, with their dtypes and shapes, for messages."""
+        shown = [f"{name}: {_kind_of(columns[name])}" for name in self.columns]
+        return "; ".join(shown)
+
+
+def _kind_of(column: Any) -> str:
+    if isinstance(column, (Tensor, np.ndarray)):
+        dtype = str(column.dtype).removeprefix("torch.")
+        return f"{dtype} {tuple(column.shape)}"
+    return f"{len(column)} entries"
+
 
 def _by_argument(columns: Columns, update: Any, name: str) -> tuple[list[Shape], dict[str, Shape]]:
     parameters = list(inspect.signature(update).parameters.values())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dualeval.errors import RefusedSamples, UsageError
 from dualeval.metrics import Measured
 from dualeval.metrics.limbs import add_exactly, rounded_sums
 from dualeval.metrics.torchmetrics.arguments import Arguments
@@ -18,6 +19,8 @@ from dualeval.metrics.torchmetrics.states import State, StateKind, check_additiv
 # Rows of one update. Fixed: the bits of a metric that rounds within an update depend on it.
 _PIECE_ROWS = 4_096
 _SEED = 0
+# What TorchMetrics raises where it does not take what it is given.
+_REFUSALS = (ValueError, RuntimeError, TypeError, LookupError, ArithmeticError)
 
 
 @contextmanager
@@ -79,6 +82,27 @@ class _Wrapped:
     def sources(self) -> Sequence[Any]:
         """The classes of the metric and of those inside it."""
         return list({type(part): None for part in self.metric.modules()})
+
+    def _update(self, metric: Any, columns: Mapping[str, Any], samples: range) -> None:
+        """Update a metric; what TorchMetrics refuses is said in one sentence."""
+        try:
+            self._arguments.update(metric, columns, samples)
+        except _REFUSALS as error:
+            found = self._arguments.described(columns)
+            raise UsageError(
+                f"metric {self.name!r}: TorchMetrics' {type(metric).__name__} refuses its columns ({found}): "
+                f"{_sentence(error)} Change the metric's arguments or its columns (docs/torchmetrics.md)."
+            ) from error
+
+    def _computed(self, metric: Any) -> Any:
+        """What a metric computes; likewise."""
+        try:
+            return metric.compute()
+        except _REFUSALS as error:
+            raise RefusedSamples(
+                f"metric {self.name!r}: TorchMetrics' {type(metric).__name__} cannot compute from these "
+                f"samples: {_sentence(error)}"
+            ) from error
 
     def _measured(self, computed: Any) -> Measured:
         better = self.metric.higher_is_better
@@ -150,13 +174,16 @@ class InLedger(_Wrapped):
                 setattr(metric, state.name, total.to(dtype).view(state.shape))
         metric._update_count = updates
         with _same_everywhere():
-            return self._measured(metric.compute())
-
-    def _update(self, metric: Any, columns: Mapping[str, Any], samples: range) -> None:
-        self._arguments.update(metric, columns, samples)
+            return self._measured(self._computed(metric))
 
     def _parts(self, ledger: Tensor) -> list[Tensor]:
         return list(torch.split(ledger[1:], [state.size for state in self._states]))
+
+
+def _sentence(error: BaseException) -> str:
+    """An error's text in one line, with a full stop."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if said.endswith((".", "!", "?")) else f"{said}."
 
 
 def _integers(total: Tensor, like: Tensor) -> Tensor:
@@ -177,5 +204,5 @@ class FromRows(_Wrapped):
             torch.manual_seed(_SEED)
             for start in range(0, rows, _PIECE_ROWS):
                 piece = range(start, min(start + _PIECE_ROWS, rows))
-                self._arguments.update(metric, columns, piece)
-            return self._measured(metric.compute())
+                self._update(metric, columns, piece)
+            return self._measured(self._computed(metric))

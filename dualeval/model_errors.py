@@ -1,0 +1,172 @@
+"""Why a model cannot take its inputs: what torch says of it, in words that lead to the mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ON_DEVICE = "device-side assert"
+_OF_SHAPES = ("shape", "size", "channels", "dimension", "elements")
+_OTHER_DTYPES = ("same dtype", "should be the same", "expected scalar type", "expected m1 and m2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call that an error came through: a layer of the model, or a function of torch."""
+
+    function: str
+    values: dict[str, Any]
+
+
+def why_model_failed(error: BaseException, model: nn.Module) -> str | None:
+    """What does not fit between a model and what it was given.
+
+    Args:
+        error: raised in a forward or a loss.
+        model: whose forward it was.
+
+    Returns:
+        What was found, what was expected and what to do, as sentences; None where the error says nothing of
+        this kind.
+    """
+    calls = list(_calls(error))
+    said = str(error)
+    if isinstance(error, IndexError):
+        return _index_of_embedding(calls, model) or _target_out_of_range(calls)
+    if not isinstance(error, (RuntimeError, TypeError, ValueError)):
+        return None
+    if _ON_DEVICE in said:
+        return (
+            "an index was out of range on the GPU: most often a label that the model has no class for, or a "
+            "token that its embedding has no row for. Run with --device cpu, which says which one"
+        )
+    if (kinds := _two_kinds(said, calls, model)) is not None:
+        return kinds
+    layer = next((call for call in reversed(calls) if _is_leaf(call)), None)
+    if layer is None or not any(word in said for word in _OF_SHAPES):
+        return None
+    return f"{_layer(layer, model)} cannot take {_given(layer)}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text without its full stop; its type where there is no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def channels_of(error: BaseException) -> tuple[int, int] | None:
+    """Where a convolution was given another number of channels than it has: its own, and those given."""
+    for call in reversed(list(_calls(error))):
+        layer = call.values.get("self")
+        # _ConvNd is the base of all of them.
+        own = getattr(layer, "in_channels", None)
+        inputs = call.values.get("input", call.values.get("x"))
+        if isinstance(layer, nn.Module) and isinstance(own, int):
+            if isinstance(inputs, Tensor) and inputs.ndim > 1 and inputs.shape[1] != own:
+                return own, int(inputs.shape[1])
+            return None
+    return None
+
+
+def floating_dtypes(model: nn.Module) -> list[torch.dtype]:
+    """The floating dtypes of a model's parameters, each once, in their order."""
+    return list(dict.fromkeys(each.dtype for each in model.parameters() if each.is_floating_point()))
+
+
+def _calls(error: BaseException) -> Iterator[_Call]:
+    trace = error.__traceback__
+    while trace is not None:
+        frame: FrameType = trace.tb_frame
+        yield _Call(function=frame.f_code.co_name, values=frame.f_locals)
+        trace = trace.tb_next
+
+
+def _is_leaf(call: _Call) -> bool:
+    layer = call.values.get("self")
+    return call.function == "forward" and isinstance(layer, nn.Module) and not list(layer.children())
+
+
+def _layer(call: _Call, model: nn.Module) -> str:
+    layer = call.values["self"]
+    name = next((name for name, module in model.named_modules() if module is layer), "")
+    text = str(layer)
+    short = text if len(text) <= 100 and "\n" not in text else type(layer).__name__
+    return f"the layer {name!r}, {short}," if name else f"the layer {short}"
+
+
+def _given(call: _Call) -> str:
+    tensors = [value for name, value in call.values.items() if isinstance(value, Tensor)]
+    return " and ".join(f"{_shown(tensor)}" for tensor in tensors[:2]) or "what it was given"
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"a tensor of shape {tuple(tensor.shape)} and {_plain(tensor.dtype)}"
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _index_of_embedding(calls: list[_Call], model: nn.Module) -> str | None:
+    """The index that an embedding has no row for."""
+    for call in reversed(calls):
+        layer, indices = call.values.get("self"), call.values.get("input")
+        if isinstance(layer, nn.Embedding) and isinstance(indices, Tensor):
+            outside = indices[(indices < 0) | (indices >= layer.num_embeddings)]
+            if not outside.numel():
+                return None
+            rows = layer.num_embeddings
+            return (
+                f"{_layer(call, model)} has {rows} rows and was given the index "
+                f"{int(outside.flatten()[0])}, expected 0 to {rows - 1}. Inputs and model have other "
+                "vocabularies (or a text is longer than the model has positions): give data that were "
+                "tokenised with this model's own tokenizer"
+            )
+    return None
+
+
+def _target_out_of_range(calls: list[_Call]) -> str | None:
+    """The target that a loss has no class for."""
+    for call in reversed(calls):
+        outputs, targets = call.values.get("input"), call.values.get("target")
+        if call.function not in ("cross_entropy", "nll_loss") or not (
+            isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+        ):
+            continue
+        classes = outputs.shape[0 if outputs.ndim == 1 else 1]
+        ignored = targets == call.values.get("ignore_index", -100)
+        outside = targets[((targets < 0) | (targets >= classes)) & ~ignored]
+        if not outside.numel():
+            return None
+        return (
+            f"{call.function} was given the target {int(outside.flatten()[0])} and outputs of shape "
+            f"{tuple(outputs.shape)}, expected targets of 0 to {classes - 1} (the classes are dimension "
+            f"{0 if outputs.ndim == 1 else 1} of the outputs), or {call.values.get('ignore_index', -100)} "
+            "for what does not count. Give data and model of the same classes or vocabulary"
+        )
+    return None
+
+
+def _two_kinds(said: str, calls: list[_Call], model: nn.Module) -> str | None:
+    """Inputs of one dtype for parameters of another."""
+    layer = next((call for call in reversed(calls) if isinstance(call.values.get("self"), nn.Module)), None)
+    if layer is None or not any(words in said for words in _OTHER_DTYPES):
+        return None
+    module = layer.values["self"]
+    own = floating_dtypes(module) or floating_dtypes(model)
+    given = next((value for value in layer.values.values() if isinstance(value, Tensor)), None)
+    if not own or given is None or given.dtype in own:
+        return None
+    found = f"the model has {_plain(own[0])} parameters and was given {_plain(given.dtype)} inputs"
+    if own[0] == torch.float32:
+        return (
+            f"{found}, expected float32. Make the samples float32 (tensor.float(), array.astype('float32')); "
+            "or, where the model takes them otherwise, give forward="
+        )
+    half = ", and --precision amp-bf16 for half precision" if own[0].itemsize < 4 else ""
+    return f"{found}, expected the same. Return model.float(){half}; or cast the inputs in forward="

@@ -1,0 +1,106 @@
+"""What is said where a model does not take the images, or model and data are of another task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.errors import DualevalError, UsageError
+from dualeval.model_errors import channels_of, first_line, floating_dtypes
+from dualeval.own_code import is_raised_by_own_code
+from dualeval.tasks.refusals import described, tensors_in
+
+_QUESTIONS = "question-answering"
+
+
+def refuse_other_task(model: str | None, data: Path | None) -> None:
+    """Refuse what is meant for question answering.
+
+    Args:
+        model: as given with --model.
+        data: as given with --data.
+
+    Raises:
+        UsageError: the data is a JSON file, or the model a folder as transformers writes it.
+    """
+    found = []
+    if data is not None and data.suffix in (".json", ".jsonl") and not data.is_dir():
+        found.append(f"--data {data} is a JSON file, expected a folder of images")
+    if model is not None and (Path(model) / "config.json").is_file():
+        found.append(f"--model {model} is a folder with a config.json, expected the name of a classifier")
+    if found:
+        raise UsageError(
+            f"the task is image-classification: {'; '.join(found)}. For questions on texts type: dualeval "
+            f"run --task {_QUESTIONS} --model {model or 'DIR'} --data {data or 'FILE.json'}"
+        )
+
+
+def refused_images(
+    error: Exception, name: str, model: nn.Module, images: Tensor, *, in_memory: bool
+) -> DualevalError:
+    """What is said where a model has failed on a few images, that one and its own code tell apart.
+
+    Args:
+        error: what it has raised.
+        name: of the model.
+        model: on the images' device.
+        images: uint8 of shape (n, channels, height, width).
+        in_memory: they are idx files, in their own size.
+    """
+    shape = tuple(images.shape[1:])
+    said = first_line(error)
+    # torch says by these what shapes and dtypes do not fit; any other is an error of the code.
+    if is_raised_by_own_code(error) or not isinstance(error, (RuntimeError, AssertionError, ValueError)):
+        kind = type(error).__name__
+        what = kind if said == kind else f"{kind}: {said}"
+        return DualevalError(
+            f"the code of the model {name} raised {what} (its input: float32 images of shape "
+            f"{shape}, channels, height, width)"
+        )
+    begin = f"the model {name} cannot take images of shape {shape} (channels, height, width)"
+    others = [str(kind).removeprefix("torch.") for kind in floating_dtypes(model) if kind != torch.float32]
+    if others and "type" in said:
+        return UsageError(
+            f"{begin}: its parameters are {', '.join(others)}, and images come as float32 ({said}). Return "
+            "model.float() from its function; --precision amp-bf16 or amp-fp16 computes in half precision."
+        )
+    if (channels := channels_of(error)) is not None and channels[1] == shape[0]:
+        return UsageError(
+            f"{begin}: a layer takes {channels[0]}, and the images have {channels[1]} channels ({said}). "
+            f"{_of_channels(channels[0], in_memory=in_memory)}"
+        )
+    size = (
+        "Give images in class folders, which --resize and --crop change, or idx files"
+        if in_memory
+        else "Set the size with --resize and --crop, or give data"
+    )
+    return UsageError(f"{begin}: {said}. {size} of the model's size.")
+
+
+def _of_channels(own: int, *, in_memory: bool) -> str:
+    if in_memory:
+        return f"Give idx files with {own} channels, or repeat the channel in the model's forward."
+    if own in (1, 3):
+        values = " and the --mean and --std of the model's training" if own == 1 else ""
+        return f"Give --channels {own}{values}."
+    return f"Pictures have 3 channels, or 1 with --channels 1: make {own} of them in the model's forward."
+
+
+def no_logits(name: str, outputs: object, images: int) -> UsageError:
+    """What is said where a model has returned no logits.
+
+    Args:
+        name: of the model.
+        outputs: what it has returned.
+        images: how many it was given.
+    """
+    begin = f"the model {name} returned {described(outputs)} for {images} images, expected logits of shape "
+    places = tensors_in(outputs)
+    if not places:
+        return UsageError(f"{begin}(images, classes).")
+    return UsageError(
+        f"{begin}(images, classes). Wrap it in a module whose forward returns the tensor that is meant: "
+        f"return self.model(images)[{places[0]!r}]."
+    )

@@ -1,0 +1,122 @@
+"""What is said where a caller's model, functions and samples do not fit together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dualeval.errors import UsageError
+
+FORWARD = "Give forward=, a function (model, batch) -> outputs"
+OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns, one row a sample"
+
+
+def check_call(argument: str, function: Any, given: tuple[str, ...]) -> None:
+    """Check that a function can be called with so many arguments.
+
+    Raises:
+        UsageError: it cannot; says how it is called.
+    """
+    try:
+        signature = inspect.signature(function) if function is not None else None
+    except (TypeError, ValueError):  # of some that are written in C nothing is known
+        return
+    if signature is None:
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        own = getattr(function, "__name__", type(function).__name__)
+        raise UsageError(
+            f"{argument} is {own}{signature}, and is called as {own}({', '.join(given)}): expected a "
+            f"function that takes {'these' if given else 'no arguments, as lambda: Net(10)'}"
+        ) from error
+
+
+def no_tensor(outputs: Any, batch: Any, *, names: Collection[str], targets: Collection[str]) -> UsageError:
+    """What is said where none of a model's outputs is known to be the one that is meant.
+
+    Args:
+        outputs: what the model has returned.
+        batch: what it was given.
+        names: those under which the one is found.
+        targets: names of what is no input in a batch that is a dict.
+    """
+    return UsageError(
+        f"the model returned {described(outputs)}, expected a tensor, or what holds one as "
+        f"{', '.join(names)}. {_advice(outputs, _input_of(batch, targets))}"
+    )
+
+
+def _input_of(batch: Any, targets: Collection[str]) -> str:
+    """How the input of a batch is written."""
+    if isinstance(batch, Mapping):
+        name = next((name for name in batch if name not in targets), "input")
+        return f"batch[{name!r}]"
+    return "batch[0]" if isinstance(batch, (tuple, list)) else "batch"
+
+
+def described(outputs: Any) -> str:
+    """What a model has returned, for messages."""
+    if isinstance(outputs, Tensor):
+        return str(tuple(outputs.shape))
+    if isinstance(outputs, Mapping):
+        return f"a {type(outputs).__name__} of {', '.join(map(repr, outputs)) or 'nothing'}"
+    if isinstance(outputs, (tuple, list)):
+        kinds = ", ".join(type(value).__name__ for value in outputs)
+        return f"a {type(outputs).__name__} of {len(outputs)} values ({kinds})"
+    return a_kind(outputs)
+
+
+def tensors_in(outputs: Any) -> list[Any]:
+    """The keys or places of the tensors in a dict, list or tuple."""
+    if isinstance(outputs, Mapping):
+        return [name for name, value in outputs.items() if isinstance(value, Tensor)]
+    if isinstance(outputs, (tuple, list)):
+        return [number for number, value in enumerate(outputs) if isinstance(value, Tensor)]
+    return []
+
+
+def _advice(outputs: Any, inputs: str) -> str:
+    """How the tensor that is meant is taken out."""
+    places = tensors_in(outputs)
+    if not places:
+        return f"{OBSERVE}."
+    return (
+        f"Wrap it: forward=lambda model, batch: model({inputs})[{places[0]!r}]. {OBSERVE}, where several are "
+        "wanted."
+    )
+
+
+def a_kind(value: Any) -> str:
+    """What kind of thing a value is, for messages."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def why_no_classes(outputs: Tensor, target: Tensor) -> str:
+    """What there is in place of logits and labels."""
+    found = (
+        f"The outputs have shape {tuple(outputs.shape)} and {outputs.dtype}, the targets "
+        f"{tuple(target.shape)} and {target.dtype}; logits are floats of shape (samples, classes) and labels "
+        "integers of shape (samples,)."
+    )
+    if outputs.ndim != 2 or outputs.shape[1] < 2:
+        return found
+    if target.ndim == 1 and target.is_floating_point():
+        return f"{found} Make the targets integers, as with target.long()."
+    if target.ndim == 2 and target.shape[1] == 1:
+        return f"{found} Drop the second dimension of the targets, as with target.squeeze(1)."
+    if target.ndim == 2 and target.shape == outputs.shape:
+        return f"{found} Of targets with a 1 at one class a sample, take target.argmax(1)."
+    return found
+
+
+def why_no_target(target: Any) -> str:
+    """What there is in place of a batch of targets."""
+    if target is None:
+        return "The samples have no target: give pairs (input, target), or dicts with the key 'label'."
+    first = next(iter(target), None) if isinstance(target, (list, tuple)) else target
+    return f"The targets are no numbers, as {first!r}: give each class a number."

@@ -1,0 +1,620 @@
+"""What is said where a user's model, data and functions do not fit: found, expected, what to type."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import dualeval
+from dualeval.cli import dualeval as command
+from dualeval.errors import EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
+from dualeval.metrics import Mean, from_torchmetrics
+from dualeval.own_code import own_code
+from dualeval.tasks.image_classification import ImageClassification
+from dualeval.vision_library import torchvision
+
+CPU = torch.device("cpu")
+INPUTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(12) % 3
+TOKENS = torch.arange(12 * 5).view(12, 5) % 20
+
+
+def evaluated(**options: Any) -> dualeval.Result:
+    given = {"model": nn.Linear(4, 3).eval(), "data": TensorDataset(INPUTS, LABELS), "workers": 0, **options}
+    return dualeval.evaluate(**given)
+
+
+def refused(**options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        evaluated(**options)
+    return str(caught.value)
+
+
+# -- a model and its inputs ----------------------------------------------------------------------------
+
+
+class LanguageModel(nn.Module):
+    """Of ten tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embedding(tokens))
+        return logits
+
+
+def losses(outputs: Tensor, batch: list[Tensor]) -> dict[str, Tensor]:
+    found = nn.functional.cross_entropy(outputs.flatten(0, 1), batch[1].flatten(), reduction="none")
+    return {"loss": found.view(len(outputs), -1).mean(1)}
+
+
+class Returning(nn.Module):
+    """Gives its outputs in something."""
+
+    def __init__(self, wrap: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.head(x), x)
+
+
+UNFIT: dict[str, tuple[Callable[[], str], list[str]]] = {
+    "a token that the embedding has not": (
+        lambda: refused(model=LanguageModel(), data=TensorDataset(TOKENS + 10)),
+        [
+            "the layer 'embedding', Embedding(10, 4), has 10 rows and was given the index 10, ex",
+            "other vocabularies",
+            "tokenised with this model's own tokenizer",
+        ],
+    ),
+    "a token that the outputs have not": (
+        lambda: refused(
+            model=LanguageModel(), data=TensorDataset(TOKENS % 10, TOKENS), observe=losses, batch_size=4
+        ),
+        ["cross_entropy was given the target 10 and outputs of shape (20, 10), expected targets of 0 to 9"],
+    ),
+    "half precision": (
+        lambda: refused(model=nn.Linear(4, 3).half()),
+        ["float16 parameters and was given float32 inputs", "Return model.float(), and --precision amp-bf16"],
+    ),
+    "double inputs": (
+        lambda: refused(data=TensorDataset(INPUTS.double(), LABELS)),
+        ["float32 parameters and was given float64 inputs", "Make the samples float32 (tensor.float()"],
+    ),
+    "inputs of integers": (
+        lambda: refused(data=TensorDataset(INPUTS.long(), LABELS)),
+        ["float32 parameters and was given int64 inputs", "Make the samples float32"],
+    ),
+    "another number of features": (
+        lambda: refused(model=nn.Sequential(nn.Linear(5, 3))),
+        ["the layer '0', Linear(in_features=5, ", "cannot take a tensor of shape (2, 4) and float32"],
+    ),
+    "lists of numbers": (
+        lambda: refused(data=[([1.0, 2.0, 3.0, 4.0], 1)] * 4),
+        ["the input of a sample is 4 values, and Linear.forward takes", "make it a torch.tensor"],
+    ),
+    "a dict": (
+        lambda: refused(model=Returning(lambda out, x: {"scores": out, "features": x})),
+        [
+            "the model returned a dict of 'scores', 'features', expected a tensor",
+            "Wrap it: forward=lambda model, batch: model(batch[0])['scores']",
+        ],
+    ),
+    "a dict for samples that are dicts": (
+        lambda: refused(
+            model=Returning(lambda out, x: {"scores": out}),
+            data=[{"pixels": INPUTS[0], "label": 1}] * 4,
+        ),
+        ["Wrap it: forward=lambda model, batch: model(batch['pixels'])['scores']"],
+    ),
+    "a tuple": (
+        lambda: refused(model=Returning(lambda out, x: (None, out))),
+        ["a tuple of 2 values (NoneType, Tensor)", "lambda model, batch: model(batch[0])[1]"],
+    ),
+    "nothing": (
+        lambda: refused(model=Returning(lambda out, x: None)),
+        ["the model returned None, expected a tensor"],
+    ),
+    "one row for all": (
+        lambda: refused(forward=lambda model, batch: model(batch[0])[:1]),
+        ["the model returned 1 rows (shape (1, 3)) for a batch of 2 samples, expected one row a sample"],
+    ),
+    "a label beyond the classes": (
+        lambda: refused(data=TensorDataset(INPUTS, LABELS + 7)),
+        ["sample 0 has the label 7, and the model tells 3 classes apart (labels 0 to 2)"],
+    ),
+    "float targets": (
+        lambda: refused(data=TensorDataset(INPUTS, LABELS.float()), metrics=["top1"]),
+        ["no metric 'top1' here", "the targets (2,) and torch.float32", "target.long()"],
+    ),
+    "float targets without metrics": (
+        lambda: refused(data=TensorDataset(INPUTS, LABELS.float())),
+        ["none with one number a sample", "target.long()"],
+    ),
+    "targets in a second dimension": (
+        lambda: refused(data=TensorDataset(INPUTS, LABELS[:, None]), metrics=["top1"]),
+        ["the targets (2, 1) and torch.int64", "target.squeeze(1)"],
+    ),
+    "no targets": (
+        lambda: refused(data=INPUTS, metrics=["top1"]),
+        ["no metric 'top1' here", "The samples have no target: give pairs (input, target)"],
+    ),
+    "targets of text": (
+        lambda: refused(data=[(row, "cat") for row in INPUTS]),
+        ["none with one number a sample", "The targets are no numbers, as 'cat': give each class a number"],
+    ),
+    "one-hot targets": (
+        lambda: refused(data=TensorDataset(INPUTS, nn.functional.one_hot(LABELS, 3)), metrics=["top1"]),
+        ["the targets (2, 3) and torch.int64", "target.argmax(1)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_model_and_data_that_do_not_fit(name: str) -> None:
+    ask, words = UNFIT[name]
+    message = ask()
+    for word in words:
+        assert word in message
+    assert "class folders" not in message
+    assert "--resize" not in message
+
+
+# -- arguments -----------------------------------------------------------------------------------------
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a generator": (
+        {"data": (row for row in INPUTS)},
+        ["data is a generator", "Make a list of it, as list("],
+    ),
+    "a function": ({"data": lambda: INPUTS}, ["the data is a function", "Call it, and give what it returns"]),
+    "a path": ({"data": "/data/val"}, ["the data is a str", "Read the file first"]),
+    "no data": ({"data": None}, ["the data is None"]),
+    "no sample": ({"data": []}, ["the data set is empty: nothing to evaluate"]),
+    "a name for the model": ({"model": "resnet18"}, ["a str", "torchvision.models.resnet18(weights=...)"]),
+    "forward of one argument": (
+        {"forward": lambda batch: batch},
+        ["is called as <lambda>(model, batch): expected a function that takes these"],
+    ),
+    "observe of one argument": (
+        {"observe": lambda outputs: {"a": outputs}},
+        ["observe is <lambda>(outputs), and is called as <lambda>(outputs, batch)"],
+    ),
+    "a class that needs arguments": (
+        {"model": Returning},
+        ["model is Returning(wrap:", "takes no arguments, as lambda: Net(10)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_another_kind(name: str) -> None:
+    options, words = ARGUMENTS[name]
+    message = refused(**options)
+    for word in words:
+        assert word in message
+
+
+# -- data sets -----------------------------------------------------------------------------------------
+
+
+class Plain(Dataset[tuple[Tensor, int]]):
+    """As torch's tutorials write one, with ids."""
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return INPUTS[index], int(LABELS[index])
+
+    def id(self, index: int) -> str:
+        return f"row {index}"
+
+    def fingerprint(self, count: int) -> str:
+        return "rows"
+
+
+class InBatches(Plain):
+    """Gives ready batches, and no sample alone."""
+
+    def __getitems__(self, indices: Any) -> Any:
+        if len(indices) == 1:
+            raise IndexError("one alone")
+        if 7 in indices:
+            raise ValueError("the shard is damaged")
+        return INPUTS[list(indices)], LABELS[list(indices)]
+
+
+class Differing(Plain):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.ones(3 + index % 2), 1
+
+
+class Failing(Plain):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        row = {"pixels": INPUTS[index]}
+        return row["pixel"], 1
+
+
+def test_a_plain_data_set_is_read_one_by_one() -> None:
+    assert evaluated(data=Plain()).samples["evaluated"] == len(INPUTS)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_error_of_a_ready_batch_is_the_one_that_is_shown(workers: int) -> None:
+    message = refused(data=InBatches(), collate=lambda batch: batch, batch_size=4, workers=workers)
+    assert (
+        "the batch of samples row 4 to row 7 (indices 4 to 7) cannot be read: ValueError: the shard is"
+        in (message)
+    )
+
+
+def test_samples_of_different_shapes() -> None:
+    message = refused(data=Differing())
+    assert "makes no batch of these samples" in message
+    assert "got [3] at entry 0 and [4] at entry 1. Give collate=" in message
+
+
+# -- the user's own lines ------------------------------------------------------------------------------
+
+
+def helper(values: Tensor) -> Tensor:
+    raise KeyError("no such layer")
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(self.head(x))
+
+
+class OwnMetric:
+    name, columns, size = "own", ("loss",), 1
+
+    def update(self, ledger: Tensor, columns: Any) -> None:
+        ledger += columns["los"]
+
+    def compute(self, ledger: Tensor) -> dualeval.Measured:
+        return dualeval.Measured(values={})
+
+
+def no_model() -> nn.Module:
+    return undefined_layer  # type: ignore[name-defined, no-any-return]  # noqa: F821
+
+
+def bad_collate(samples: Any) -> Any:
+    return samples.stacked
+
+
+OWN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "forward": ({"model": Broken()}, ["return helper(self.head(x))", 'raise KeyError("no such layer")']),
+    "forward=": ({"forward": lambda model, batch: batch.missing}, ["batch.missing"]),
+    "observe=": ({"observe": lambda outputs, batch: outputs.missing}, ["outputs.missing"]),
+    "collate=": ({"collate": bad_collate}, ["return samples.stacked"]),
+    "collate= in a reading process": ({"collate": bad_collate, "workers": 1}, ["return samples.stacked"]),
+    "model=": ({"model": no_model}, ["return undefined_layer"]),
+    "data=": ({"data": Failing()}, ['return row["pixel"], 1']),
+    "data= in a reading process": ({"data": Failing(), "workers": 1}, ['return row["pixel"], 1']),
+    "a metric": ({"metrics": [OwnMetric()]}, ['ledger += columns["los"]']),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_users_own_lines_are_shown(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    options, lines = OWN[name]
+    with pytest.raises(Exception) as caught:
+        evaluated(**options)
+    shown = own_code(caught.value)
+    printed = capfd.readouterr().err
+    for text in (shown, printed):
+        assert f'File "{__file__}", line' in text
+        for line in lines:
+            assert line in text
+        # What calls dualeval is not what has failed, and neither dualeval nor torch is the user's.
+        assert "evaluated(**options)" not in text
+        assert f"torch{os.sep}nn" not in text
+        assert "session.py" not in text
+    assert "--debug or DUALEVAL_DEBUG=1 shows the whole traceback" in printed
+    assert "dualeval: error: " in printed
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_debug_shows_the_whole_traceback(
+    how: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "variable":
+        monkeypatch.setenv("DUALEVAL_DEBUG", "1")
+    with pytest.raises(KeyError):
+        evaluated(model=Broken(), **({"debug": True} if how == "option" else {}))
+    monkeypatch.undo()
+    printed = capfd.readouterr().err
+    assert "Traceback (most recent call last)" in printed
+    assert "compute.py" in printed
+    assert 'raise KeyError("no such layer")' in printed
+
+
+def test_an_error_of_ours_alone_has_no_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    refused(data=[])
+    assert "in your code" not in capfd.readouterr().err
+
+
+def test_debug_is_an_option_of_the_session() -> None:
+    with (
+        dualeval.Session() as session,
+        pytest.raises(UsageError, match=r"write dualeval\.Session\(debug=\.\.\.\)"),
+    ):
+        session.evaluate(dualeval.ModelTask(model=nn.Linear(4, 3), data=INPUTS), debug=True)
+
+
+# -- metrics -------------------------------------------------------------------------------------------
+
+
+def accuracy(**arguments: Any) -> Any:
+    torchvision()
+    from torchmetrics.classification import MulticlassAUROC
+
+    return from_torchmetrics(MulticlassAUROC(**arguments), ["logits", "target"])
+
+
+def test_what_torchmetrics_does_not_make() -> None:
+    message = refused(metrics=["torchmetrics:MulticlassAccuracy(num_classes=1)"])
+    assert "TorchMetrics cannot make this metric: Expected argument `num_classes`" in message
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        (
+            lambda: "torchmetrics:MulticlassAccuracy(num_classes=2)",
+            ["refuses its columns (prediction: int32 (12,); target: int32 (12,)): Detected more"],
+        ),
+        (
+            lambda: accuracy(num_classes=2),
+            ["refuses its columns (logits: float32 (12, 3); target", "but got 3"],
+        ),
+    ],
+)
+def test_what_torchmetrics_does_not_take(metric: Any, words: list[str]) -> None:
+    message = refused(metrics=[metric()])
+    for word in [*words, "Change the metric's arguments or its columns"]:
+        assert word in message
+
+
+def test_what_torchmetrics_computes_of_more_samples_only() -> None:
+    """R2Score needs two; the first batch has one."""
+    said: list[str] = []
+    options = {"metrics": ["torchmetrics:R2Score()"], "model": nn.Linear(4, 1).eval(), "batch_size": 1}
+    data = TensorDataset(INPUTS, LABELS.float())
+    assert evaluated(**options, data=data, note=said.append).metrics["R2Score"] is not None
+    assert any("on the first batch alone" in sentence and "at least two" in sentence for sentence in said)
+    message = refused(**options, data=TensorDataset(INPUTS[:1], LABELS[:1].float()))
+    assert "R2Score cannot compute from these samples: Needs at least two samples" in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"metric": ("top1",)},
+        {"metrics": ["top1"]},
+        {"metrics": [Mean("confidence")], "rows": ("target",)},
+        {"metric": ("confidence",)},
+    ],
+    ids=str,
+)
+def test_logits_that_are_not_finite_are_warned_of_whatever_is_asked_for(options: dict[str, Any]) -> None:
+    inputs = INPUTS.clone()
+    inputs[3] = float("nan")
+    result = evaluated(data=TensorDataset(inputs, LABELS), **options)
+    assert "logits: 1 samples have a NaN, 0 an infinity" in result.warnings
+    assert "nonfinite_logits" not in result.metrics
+    assert "logits: " not in "".join(evaluated(**options).warnings)
+
+
+def test_a_mean_of_numbers_whose_sum_no_float_holds() -> None:
+    data = torch.full((3, 1), 1e308, dtype=torch.float64)
+    result = evaluated(data=data, forward=lambda model, batch: batch, observe=lambda out, _: {"v": out[:, 0]})
+    assert result.metrics == {"v": 1e308}
+
+
+# -- the command line ----------------------------------------------------------------------------------
+
+LITE = """
+import torch
+from torch import nn
+
+class Lite(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.conv(x).mean((2, 3)))
+
+class Wrong(Lite):
+    def forward(self, x):
+        return self.heads(x)
+
+class Logits(Lite):
+    def forward(self, x):
+        return {"logits": super().forward(x)}
+
+def half():
+    return Lite().half()
+
+def grey():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+
+def needs(width):
+    return Lite()
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to stand in, with ``lite.py`` and pictures of two classes."""
+    (tmp_path / "lite.py").write_text(LITE)
+    for name in "ab":
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "pictures" / name / "1.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "lite", raising=False)
+    return tmp_path
+
+
+def said_of(model: str, *, error: type[DualevalError] = UsageError, **options: Any) -> str:
+    try:
+        with pytest.raises(error) as caught:
+            ImageClassification(
+                model=model, **{"weights": "random:0", "data": Path("pictures"), **options}
+            ).build_model(CPU)
+    finally:
+        sys.modules.pop("lite", None)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            "lite.py",
+            ["lite.py is a file of code", "Type: --model lite:Lite. It has Lite, Wrong, Logits, half"],
+        ),
+        ("lite", ["Type: --model lite:Lite"]),
+        ("lite.py:half", ["Type: --model lite:half"]),
+        ("lite:half", ["its parameters are float16, and images come as float32", "Return model.float()"]),
+        (
+            "lite:grey",
+            ["a layer takes 1, and the images have 3 channels", "Give --channels 1 and the --mean and"],
+        ),
+        (
+            "lite:Logits",
+            ["returned a dict of 'logits'", "Wrap it in a module", "self.model(images)['logits']"],
+        ),
+        ("lite:needs", ["needs(width) is called with no arguments", "def make(num_classes=10)"]),
+    ],
+)
+def test_a_model_of_ones_own(model: str, words: list[str]) -> None:
+    message = said_of(model)
+    for word in words:
+        assert word in message
+    assert "--resize" not in message
+
+
+@pytest.mark.usefixtures("here")
+def test_an_error_in_a_models_own_forward() -> None:
+    words = ["run", "--model", "lite:Wrong", "--weights", "random:0", "--data", "pictures", "--no-progress"]
+    done = CliRunner().invoke(command, words)
+    sys.modules.pop("lite")
+    assert done.exit_code == EXIT_FAILED
+    assert 'lite.py", line 16, in forward\n    return self.heads(x)' in done.output
+    assert "the code of the model lite:Wrong raised AttributeError: 'Wrong' object has no attribute" in (
+        done.output
+    )
+    assert "--resize" not in done.output
+    assert "Traceback" not in done.output
+    done = CliRunner().invoke(command, [*words, "--debug"])
+    sys.modules.pop("lite")
+    assert "Traceback (most recent call last)" in done.output
+    assert "image_classification.py" in done.output
+
+
+@pytest.mark.usefixtures("here")
+def test_questions_are_another_task() -> None:
+    Path("tiny").mkdir()
+    (Path("tiny") / "config.json").write_text("{}")
+    Path("dev.json").write_text("{}")
+    done = CliRunner().invoke(command, ["run", "--model", "tiny", "--data", "dev.json", "--dry-run"])
+    assert isinstance(done.exception, UsageError)
+    assert done.exception.exit_code == EXIT_USAGE
+    message = str(done.exception)
+    assert "--data dev.json is a JSON file, expected a folder of images" in message
+    assert "dualeval run --task question-answering --model tiny --data dev.json" in message
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0.1,nan,0.2"])
+def test_a_mean_that_is_none(value: str) -> None:
+    done = CliRunner().invoke(command, ["run", f"--mean={value}", "--std", "1", "--dry-run"])
+    assert isinstance(done.exception, UsageError)
+    assert f"--mean {','.join(map(str, map(float, value.split(','))))}: expected numbers from 0 to 1" in str(
+        done.exception
+    )
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+PAGE = b"<!DOCTYPE html>\n<html><title>404</title>"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+FILES: dict[str, tuple[bytes, str]] = {
+    "empty.pt": (b"", "weights file empty.pt is empty (0 bytes): its download or copy has failed. Fetch it"),
+    "empty.safetensors": (b"", "empty.safetensors is empty (0 bytes)"),
+    "page.pt": (PAGE, "page.pt is a web page, and begins with '<!DOCTYPE html>': the server has sent"),
+    "page.safetensors": (PAGE, "page.safetensors is a web page"),
+    "denied.pt": (b"<?xml version='1.0'?><Error>AccessDenied", "denied.pt is a web page"),
+    "pointer.pt": (
+        POINTER,
+        "pointer.pt is a pointer of Git LFS, and not the file itself. Type: git lfs pull",
+    ),
+    "words.pt": (b'{"message": "Not Found"}', 'words.pt is a text file, and begins with \'{"message": "Not'),
+    "packed.pt": (b"\x1f\x8b\x08\x00", "packed.pt is a gzip archive. Unpack it first"),
+    "other.pt": (b"\x02\0\0\0\0\0\0\0{}", "is a safetensors file. Rename it to other.safetensors"),
+    "other.safetensors": (b"PK\x03\x04", "was written by torch.save. Rename it to other.pt"),
+    "short.pt": (b"PK\x03\x04" + bytes(60), "short.pt is cut short"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_holds_no_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, words = FILES[name]
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(content)
+    message = said_of("fashion-cnn", weights=name, data=None)
+    assert words in message
+    assert "pickle" not in message.lower()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "sample a/2.png (index 1) cannot be read: OSError: the file is empty (0 bytes)"),
+        (PAGE, "the file is a web page, and begins with '<!DOCTYPE html>'"),
+        (b"\x89PNG no more", "the file is no picture: expected one of JPEG, PNG"),
+    ],
+)
+def test_a_file_that_holds_no_picture(here: Path, content: bytes, words: str) -> None:
+    (here / "pictures" / "a" / "2.png").write_bytes(content)
+    task = ImageClassification(model="lite:Lite", weights="random:0", data=here / "pictures")
+    try:
+        with dualeval.Session() as session, pytest.raises(UsageError) as caught:
+            session.evaluate(task, workers=0)
+    finally:
+        sys.modules.pop("lite", None)
+    assert words in str(caught.value)
+    assert "BufferedReader" not in str(caught.value)
+
+
+def test_the_embedded_weights_have_a_name() -> None:
+    named, own = ImageClassification(model="fashion-cnn", weights="DEFAULT"), ImageClassification()
+    assert named.description()["weights"] == own.description()["weights"]
+    assert "shipped with dualeval" in named.description()["weights"]
