@@ -64,7 +64,7 @@ class Job:
 
     kind: TaskKind
     options: Any
-    metric: tuple[str, ...] = option((), "Metric to compute; repeat it for several.", group=RUN, shown="all")
+    metric: tuple[str, ...] = option((), "Metric; repeat it for several.", group=RUN, shown="all")
     limit: int | None = option(None, "Evaluate only the first N samples.", group=DATA, least=1)
     sample: int | None = option(None, "Evaluate only N samples, drawn at random.", group=DATA, least=1)
     seed: int | None = option(
