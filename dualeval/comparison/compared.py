@@ -245,7 +245,7 @@ def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, floa
 
 def _cluster_column(runs: tuple[ComparedRun, ComparedRun]) -> str | None:
     """The column by which the runs' own intervals take clusters."""
-    named: Sequence[Mapping[str, Any]] = [getattr(run.result, "clusters", None) or {} for run in runs]
+    named: Sequence[Mapping[str, Any]] = [run.result.clusters for run in runs]
     columns = list(dict.fromkeys(found["column"] for found in named if "column" in found))
     if len(columns) > 1:
         raise UsageError(

@@ -11,7 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.comparison.pairing import ComparedRun, Pairs
-from dualeval.comparison.statistics import MeanDifference, ProportionDifference, mean_difference
+from dualeval.comparison.statistics import (
+    ClusteredProportionDifference,
+    MeanDifference,
+    ProportionDifference,
+    mean_difference,
+)
 from dualeval.errors import UsageError
 from dualeval.metrics.scores import Score
 
@@ -64,7 +69,7 @@ class Estimate:
 
     a: float
     b: float
-    difference: MeanDifference | ProportionDifference
+    difference: MeanDifference | ProportionDifference | ClusteredProportionDifference
     samples: int
     clusters: int | None
     flips: Flips | None
@@ -164,23 +169,23 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
         )
     values = _value(one, score), _value(other, score)
     flips: Flips | None = None
-    difference: MeanDifference | ProportionDifference
-    of_zero_and_one = (
-        score.transform is score.weight is score.over is None and _is_binary(one.y) and _is_binary(other.y)
-    )
-    if of_zero_and_one:
+    difference: MeanDifference | ProportionDifference | ClusteredProportionDifference
+    if _is_proportion(pairs, score, one.y[chosen], other.y[chosen]):
         lost, gained = chosen & (one.y > other.y), chosen & (one.y < other.y)
         flips = Flips(lost=pairs.ids_of(lost), gained=pairs.ids_of(gained))
-    if flips is not None and clusters is None:
-        difference = ProportionDifference(
+        of_samples = ProportionDifference(
             lost=len(flips.lost), gained=len(flips.gained), samples=samples, factor=score.factor
         )
+    if flips is not None and clusters is None:
+        difference = of_samples
     else:
         influences = _influences(other, score)
         influences -= _influences(one, score)
         difference = mean_difference(values[1] - values[0], influences[chosen], clusters)
         if not math.isfinite(difference.error):
             raise _NotCompared(f"the {score.transform} of its mean has no finite standard error")
+        if flips is not None:
+            difference = ClusteredProportionDifference(by_cluster=difference, independent=of_samples)
     return Estimate(
         a=values[0],
         b=values[1],
@@ -203,8 +208,20 @@ def _check_terms(one: _Terms, other: _Terms) -> None:
             raise _NotCompared(f"its denominator is 0 in {run}")
 
 
-def _is_binary(y: npt.NDArray[np.float64]) -> bool:
-    return bool(((y == 0) | (y == 1)).all())
+def _is_proportion(
+    pairs: Pairs, score: Score, one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
+) -> bool:
+    """Whether each sample is right or wrong: an error that is 0 everywhere is none of a proportion."""
+    import pyarrow
+
+    if not score.transform is score.weight is score.over is None:
+        return False
+    if not all(bool(((y == 0) | (y == 1)).all()) for y in (one, other)):
+        return False
+    if score.below is not None or bool((one == 1).any() or (other == 1).any()):
+        return True
+    found = pairs.columns(score.column)
+    return found is not None and all(pyarrow.types.is_boolean(column.type) for column in found)
 
 
 def _mean(terms: _Terms) -> float:

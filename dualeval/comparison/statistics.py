@@ -197,6 +197,45 @@ class ProportionDifference:
         return self.factor * float(optimize.brentq(missing, 0.0, differing, xtol=1e-14))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClusteredProportionDifference:
+    """The difference of two paired proportions over samples in clusters.
+
+    Clusters that hardly differ say little of how far others do. So the interval is never shorter, and the
+    p-value never smaller, than for independent samples.
+
+    Attributes:
+        by_cluster: from the clusters' sums.
+        independent: as if each sample were independent.
+    """
+
+    by_cluster: MeanDifference
+    independent: ProportionDifference
+
+    @property
+    def value(self) -> float:
+        return self.independent.value
+
+    @property
+    def is_zero(self) -> bool:
+        return self.independent.is_zero
+
+    @property
+    def test(self) -> str:
+        return self.by_cluster.test
+
+    def p_value(self) -> float:
+        return max(self.by_cluster.p_value(), self.independent.p_value())
+
+    def bounds(self, tail: float) -> tuple[float, float]:
+        lows, highs = zip(self.by_cluster.bounds(tail), self.independent.bounds(tail), strict=True)
+        return min(lows), max(highs)
+
+    def detectable(self) -> float | None:
+        found = [each.detectable() for each in (self.by_cluster, self.independent)]
+        return max((one for one in found if one is not None), default=None)
+
+
 @lru_cache(maxsize=64)
 def t_quantile(probability: float, freedom: int) -> float:
     """Of Student's t distribution with so many degrees of freedom."""

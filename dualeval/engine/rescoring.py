@@ -91,6 +91,12 @@ def check_finished(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
+    if status is None and (folder / RESULT).is_file():
+        of = read_result(folder / RESULT).job.get("rows_of")
+        raise UsageError(
+            f"{folder} holds metrics that 'dualeval score' computed, and no rows. Give the run's own folder"
+            f"{'' if of is None else f': {of}'}."
+        )
     if status is None:
         raise UsageError(
             f"{folder} holds no run: it has no status.json. Give the output folder of a finished run."

@@ -23,6 +23,9 @@ _SMALLEST_P = 1e-4
 # Where the interval has no width.
 _DECIMALS = 4
 _MOST_DECIMALS = 8
+# Of a number with a power of ten; from _LARGE on it is easier to read than zeros.
+_MOST_DIGITS = 12
+_LARGE = 1e9
 # Of a table that a file takes.
 _WIDTH = 120
 
@@ -157,8 +160,11 @@ def _in_unit(metric: MetricComparison, value: float, *, signed: bool = False) ->
     width = factor * (metric.interval[1] - metric.interval[0])
     decimals = max(0, 2 - math.floor(math.log10(width))) if width else _DECIMALS
     sign = "+" if signed and value > 0 else ""
-    if decimals > _MOST_DECIMALS:
-        return f"{sign}{factor * value:.2e}"
+    if decimals > _MOST_DECIMALS or abs(factor * value) >= _LARGE:
+        # As many digits as tell the ends apart.
+        ratio = abs(factor * value) / width if width else 0.0
+        digits = min(_MOST_DIGITS, 2 + max(0, math.ceil(math.log10(ratio)) if ratio else 0))
+        return f"{sign}{factor * value:.{digits}e}"
     return f"{sign}{factor * value:,.{decimals}f}"
 
 
