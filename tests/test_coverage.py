@@ -41,6 +41,13 @@ def test_few_rounds(coverage: Any) -> None:
         assert cell.usual <= usual_at_most, cell
 
 
+def test_the_tables_are_in_the_docs(coverage: Any) -> None:
+    text = coverage.PAGE.read_text("utf-8")
+    begin, end = (text.index(mark) for mark in coverage.MARKS)
+    for population in coverage.populations(np.ones(3)):
+        assert population.name in text[begin:end]
+
+
 @pytest.mark.long
 def test_all_rounds() -> None:
     command = [sys.executable, str(ROOT / "benchmarks/coverage.py"), "--only-check", "--rounds", "1000"]

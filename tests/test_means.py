@@ -1,4 +1,4 @@
-"""Mean, Ratio and Count, against rational arithmetic; their intervals, by simulation."""
+"""Mean, Ratio and Count, against rational arithmetic."""
 
 from __future__ import annotations
 
@@ -306,53 +306,3 @@ def test_one_number_a_sample_may_have_a_dimension_of_its_own() -> None:
 def test_wrong_arguments_are_refused(make: Callable[[], object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         make()
-
-
-# -- intervals, by simulation ----------------------------------------------------------------------------
-
-
-def covered(
-    draw: Callable[[np.random.Generator], dict[str, Tensor]], metric: Mean | Ratio, truth: float
-) -> float:
-    """The part of 2,000 samples whose interval holds the value of the population."""
-    generator = np.random.default_rng(7)
-    hits = 0
-    for _ in range(2_000):
-        ledger = torch.zeros(metric.size, dtype=torch.int64)
-        metric.update(ledger, draw(generator))
-        low, high = metric.compute(ledger).intervals[metric.name]
-        hits += low <= truth <= high
-    return hits / 2_000
-
-
-def texts(generator: np.random.Generator) -> dict[str, Tensor]:
-    """200 texts: a mean loss of each, which falls with its number of tokens; and the sum."""
-    tokens = 1 + generator.poisson(40, 200)
-    loss = 2.0 + 8.0 / tokens + 0.5 * generator.standard_normal(200)
-    return {"loss": doubles(loss), "sum": doubles(loss * tokens), "tokens": torch.from_numpy(tokens)}
-
-
-# The sum of losses over the sum of tokens: 2 + 8 / (mean of tokens).
-_LOSS_A_TOKEN = 2.0 + 8.0 / 41
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("metric", "draw", "truth"),
-    [
-        (Ratio("sum", "tokens"), texts, _LOSS_A_TOKEN),
-        (Mean("loss", "tokens"), texts, _LOSS_A_TOKEN),
-        (Ratio("sum", "tokens", "exp"), texts, math.exp(_LOSS_A_TOKEN)),
-        (Ratio("sum", "tokens", "log"), texts, math.log(_LOSS_A_TOKEN)),
-        (Mean("x", transform="sqrt"), lambda g: {"x": doubles(g.standard_normal(200) ** 2)}, 1.0),
-        (Mean("x", transform="sqrt"), lambda g: {"x": doubles(g.standard_normal(30) ** 2)}, 1.0),
-        (Mean("x", transform="exp"), lambda g: {"x": doubles(g.exponential(2.0, 200))}, math.exp(2.0)),
-    ],
-    ids=["ratio", "weighted mean", "perplexity", "log", "rmse of 200", "rmse of 30", "exp of a mean"],
-)
-def test_intervals_cover_what_they_say(
-    metric: Mean | Ratio, draw: Callable[[np.random.Generator], dict[str, Tensor]], truth: float
-) -> None:
-    found = covered(draw, metric, truth)
-    print(f"{metric.name}: {found:.4f}")
-    assert 0.89 <= found <= 0.965
