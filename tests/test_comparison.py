@@ -27,6 +27,7 @@ from dualeval.comparison.statistics import (
 )
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean, Metric, Ratio, RowMetric
+from dualeval.report.comparison import in_unit
 from dualeval.result import PREDICTIONS, RESULT, STATUS, checksum_of
 from tests.test_evaluator import evaluate
 from tests.tiny import CLASSES, FEATURES, TinyTask
@@ -336,6 +337,49 @@ def test_clusters_of_a_column(runs: tuple[Path, Path]) -> None:
         dualeval.compare(*runs, cluster="loss")
 
 
+def test_clusters_without_a_flip_ask_for_evidence(runs: tuple[Path, Path]) -> None:
+    """Between clusters nothing varies, and other clusters may yet: as wide as for independent samples."""
+    found = dualeval.compare(runs[0], runs[0], gates={"top1": 0, "loss": 0}, cluster="group")
+    of_samples = ProportionDifference(lost=0, gained=0, samples=COUNT)
+    top1 = found.metrics["top1"]
+    assert top1.interval == of_samples.bounds(LEVEL / 2)
+    assert (top1.p, top1.verdict, top1.detectable) == (1.0, "the same on every sample", None)
+    assert [gate.passed for gate in found.gates] == [False, True]
+    alone = dualeval.compare(*runs).metrics["top1"]
+    clustered = dualeval.compare(*runs, cluster="group").metrics["top1"]
+    assert clustered.interval[0] <= alone.interval[0] and clustered.interval[1] >= alone.interval[1]
+    assert clustered.p >= alone.p
+    assert (clustered.detectable or 0) >= (alone.detectable or 0) > 0
+
+
+def test_an_error_of_0_everywhere_is_no_proportion(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    def without_loss(rows: Any) -> Any:
+        place = rows.schema.get_field_index("loss")
+        return rows.set_column(place, "loss", pyarrow.array(np.zeros(COUNT, np.float32)))
+
+    exact = changed(runs[0], tmp_path / "exact", without_loss)
+    loss = dualeval.compare(exact, exact).metrics["loss"]
+    assert (loss.flips, loss.interval, loss.test) == (None, (0.0, 0.0), "paired t and Hall's")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [
+        ((1e30, -2e29, 3e29), "+1.000e+30 -2.00e+29 +3.00e+29"),
+        ((1.0, 1 - 1e-12, 1 + 1e-12), "+1.000000000000e+00 +9.999999999990e-01 +1.000000000001e+00"),
+        ((0.25, 0.1, 0.4), "+0.250 +0.100 +0.400"),
+    ],
+)
+def test_numbers_have_digits_that_tell_the_ends_apart(
+    numbers: tuple[float, float, float], shown: str, runs: tuple[Path, Path]
+) -> None:
+    value, *interval = numbers
+    metric = replace(
+        dualeval.compare(*runs).metrics["loss"], difference=value, interval=(interval[0], interval[1])
+    )
+    assert " ".join(in_unit(metric, number, signed=True) for number in numbers) == shown
+
+
 def test_clusters_of_a_text_column(runs: tuple[Path, Path], tmp_path: Path) -> None:
     """As the articles of questions."""
 
@@ -426,6 +470,13 @@ def test_what_is_not_a_finished_run_is_refused(runs: tuple[Path, Path], tmp_path
     (stopped / STATUS).write_text(json.dumps({**status, "state": "stopped"}))
     with pytest.raises(UsageError, match="holds no finished run: its state is 'stopped'"):
         dualeval.compare(runs[0], stopped)
+    evaluated = TinyTask(8)
+    evaluate(evaluated, tmp_path / "run")
+    result = dualeval.rescore(tmp_path / "run", metrics=evaluated.metrics())
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores" / RESULT).write_text(result.to_json())
+    with pytest.raises(UsageError, match=rf"no rows\. Give the run's own folder: {tmp_path / 'run'}\."):
+        dualeval.compare(tmp_path / "scores", runs[0])
     damaged = changed(runs[1], tmp_path / "damaged")
     with (damaged / PREDICTIONS).open("ab") as file:
         file.write(b"more")

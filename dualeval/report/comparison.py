@@ -134,7 +134,7 @@ def _rows(comparison: Comparison) -> list[Sequence[str]]:
     for name, metric in comparison.metrics.items():
         a, b = shown_numbers(metric.a, metric.b, unit=metric.unit)
         difference, low, high = (
-            _in_unit(metric, value, signed=True) for value in (metric.difference, *metric.interval)
+            in_unit(metric, value, signed=True) for value in (metric.difference, *metric.interval)
         )
         behind = _behind(metric)
         interval = f"{low} to {high}{behind}"
@@ -144,7 +144,7 @@ def _rows(comparison: Comparison) -> list[Sequence[str]]:
 
 def _amount(metric: MetricComparison, value: float) -> str:
     """An amount of difference, without a sign."""
-    return _in_unit(metric, value) + _behind(metric)
+    return in_unit(metric, value) + _behind(metric)
 
 
 def _behind(metric: MetricComparison) -> str:
@@ -154,7 +154,7 @@ def _behind(metric: MetricComparison) -> str:
     return "" if metric.unit is None else f" {metric.unit}"
 
 
-def _in_unit(metric: MetricComparison, value: float, *, signed: bool = False) -> str:
+def in_unit(metric: MetricComparison, value: float, *, signed: bool = False) -> str:
     """A number with as many decimals as the width of the metric's interval is worth."""
     factor = 100 if metric.unit == "fraction" else 1
     width = factor * (metric.interval[1] - metric.interval[0])
