@@ -22,6 +22,7 @@ from scipy import optimize, stats
 import dualeval
 from dualeval.comparison.statistics import (
     LEVEL,
+    ClusteredProportionDifference,
     Difference,
     MeanDifference,
     ProportionDifference,
@@ -91,7 +92,7 @@ def means(
 
 def clustered(
     clusters: int, differing: float, worse: float, rounds: int, seed: int
-) -> Iterator[tuple[MeanDifference, ProportionDifference]]:
+) -> Iterator[tuple[ClusteredProportionDifference, ProportionDifference]]:
     """Draw comparisons of right and wrong answers to questions that come in clusters, as those of an article.
 
     Which run is the better one depends on the cluster; of 12 to 190 questions in each, 43 in the middle.
@@ -119,10 +120,9 @@ def clustered(
         value = (gained - lost) / samples
         # The sum of a cluster's influences, as mean_difference makes it of the single ones.
         influences = (counts[:, 1] - counts[:, 0] - value * sizes) / samples
-        yield (
-            mean_difference(value, influences, np.arange(clusters)),
-            ProportionDifference(lost=lost, gained=gained, samples=samples),
-        )
+        by_cluster = mean_difference(value, influences, np.arange(clusters))
+        independent = ProportionDifference(lost=lost, gained=gained, samples=samples)
+        yield ClusteredProportionDifference(by_cluster=by_cluster, independent=independent), independent
 
 
 @lru_cache
