@@ -192,7 +192,8 @@ def _joined(a: ComparedRun, b: ComparedRun, ids: Any, other_ids: Any) -> npt.NDA
         raise UsageError(
             f"{a.folder} and {b.folder} are runs over different samples: {len(ids) - len(only_a):,} ids are "
             f"in both, {_some('A', only_a)}, {_some('B', only_b)}. "
-            "A comparison is made of pairs: evaluate both over the same samples (--data, --limit)."
+            "A comparison is made of pairs: evaluate both over the same samples (--data, --limit, --sample, "
+            "--seed)."
         )
     rows: npt.NDArray[np.int64] = found.to_numpy().astype(np.int64)
     return rows
