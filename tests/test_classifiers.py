@@ -271,7 +271,7 @@ def test_default_weights_come_from_the_cache(cache: Path, publish: Publish) -> N
     publish("squeezenet1_1", "DEFAULT", trained, cache)
     assert is_equal(classifiers.build("squeezenet1_1", "DEFAULT", None), trained)
     assert is_equal(classifiers.build("squeezenet1_1", "DEFAULT", 1000), trained)
-    assert "is for 1000 classes, but 10 were expected" in fails("squeezenet1_1", "DEFAULT", 10)
+    assert "are for 1000 classes, but 10 were expected" in fails("squeezenet1_1", "DEFAULT", 10)
 
 
 def test_default_weights_transform_their_input(cache: Path, publish: Publish) -> None:

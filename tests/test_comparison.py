@@ -241,7 +241,7 @@ def test_values_differences_and_flips_are_those_of_the_rows(runs: tuple[Path, Pa
     assert loss.interval == pytest.approx(expected, rel=1e-9)
     assert found.metrics["same"].verdict == "the same on every sample"
     assert (found.metrics["same"].p, found.metrics["same"].interval) == (1.0, (0.0, 0.0))
-    assert "it does not follow" in found.not_compared["ece"]
+    assert "not an average of per-sample values" in found.not_compared["ece"]
     assert found.metrics["top1"].p_holm >= found.metrics["top1"].p
 
 
@@ -400,7 +400,7 @@ def test_chosen_metrics_alone_are_compared(runs: tuple[Path, Path]) -> None:
     assert top1.p == every.metrics["top1"].p and top1.p_holm <= 2 * top1.p
     with pytest.raises(UsageError, match=r"--metric top3: neither run has it\. .* has loss, top1, top5"):
         dualeval.compare(*runs, metrics=["top3"])
-    with pytest.raises(UsageError, match="no metric that can be compared: ece: it does not follow"):
+    with pytest.raises(UsageError, match="no metric that can be compared: ece: not an average"):
         dualeval.compare(*runs, metrics=["ece"])
 
 
@@ -432,7 +432,8 @@ def test_another_order_is_joined_by_id(runs: tuple[Path, Path], tmp_path: Path) 
 def test_runs_over_different_samples_are_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
     evaluate(SeededTask(COUNT + 5), tmp_path / "more", batch_size=32, limit=COUNT + 2)
     with pytest.raises(
-        UsageError, match=r"different samples: 600 ids .* 0 only in A, 2 only in B \(tiny/600"
+        UsageError,
+        match=r"different samples: 600 ids .* 0 only in A, 2 only in B \(tiny/600.* --sample, --seed\)",
     ):
         dualeval.compare(runs[0], tmp_path / "more")
 
@@ -583,6 +584,14 @@ def test_the_command_prints_and_gates(
     assert code == 3
     assert out.startswith("| metric | A | B | B - A | 95 % interval | p | shown |\n| --- |")
     assert "NOT passed" in out
+
+
+def test_a_metric_without_a_detectable_difference_says_why(
+    command: Callable[..., tuple[int, str, str]], runs: tuple[Path, Path]
+) -> None:
+    code, out, _ = command(runs[0], runs[0], "--metric", "top1")
+    assert code == 0
+    assert "detectable      top1: none, because too few samples differ" in out
 
 
 def test_wrong_usage_of_the_command(

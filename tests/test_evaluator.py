@@ -104,7 +104,12 @@ def test_failed_samples_are_left_out_and_listed(tmp_path: Path, workers: int) ->
     losses = [loss for index, loss in enumerate(table["loss"]) if index not in broken]
     assert all(table[name][index] is None for name in ("loss", "target", "top") for index in broken)
     assert result.metrics["loss"] == math.fsum(losses) / 24
-    assert "6 samples could not be read" in result.warnings[0]
+    assert "6 samples could not be read and are in no metric" in result.warnings[0]
+
+
+def test_one_failed_sample_is_one_sample(tmp_path: Path) -> None:
+    result = evaluate(TinyTask(9, [3]), tmp_path / "out", batch_size=4, on_error="skip", workers=0)
+    assert result.warnings[0] == "1 sample could not be read and is in no metric; result.json lists it"
 
 
 def test_no_other_samples_bits_depend_on_a_failed_one(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_an_extra_state_is_handed_on(tmp_path: Path, scale: Any, key: str) -> No
     [
         (Path("a"), "the model Scaled: 1 not plain: _extra_state."),
         ({"a": [np.float32(1)]}, "the model Scaled: 1 not plain: _extra_state."),
-        ("unknown", "does not fit the model Scaled: 'unknown'"),
+        ("unknown", "do not fit the model Scaled: 'unknown'"),
     ],
 )
 def test_an_extra_state_that_cannot_be_read(tmp_path: Path, scale: Any, said: str) -> None:

@@ -238,7 +238,7 @@ def test_num_classes_against_the_folders(folder: Path) -> None:
 def test_weights_of_another_number_of_classes(tmp_path: Path, folder: Path) -> None:
     model = TORCHVISION.models.squeezenet1_1(num_classes=5)
     torch.save(model.state_dict(), tmp_path / "w.pt")
-    assert "is for 5 classes, but 3 were expected" in refused(small(folder, weights=str(tmp_path / "w.pt")))
+    assert "are for 5 classes, but 3 were expected" in refused(small(folder, weights=str(tmp_path / "w.pt")))
 
 
 @pytest.mark.usefixtures("models")

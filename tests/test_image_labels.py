@@ -261,7 +261,7 @@ def test_weights_of_more_classes_than_folders(tmp_path: Path) -> None:
     network = TORCHVISION.models.squeezenet1_1(num_classes=5)
     torch.save(network.state_dict(), tmp_path / "w.pt")
     message = refused(task(data, "squeezenet1_1", weights=str(tmp_path / "w.pt")))
-    assert "is for 5 classes, but 2 were expected" in message
+    assert "are for 5 classes, but 2 were expected" in message
     assert "say which with --class-map FILE" in message
 
 

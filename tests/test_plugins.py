@@ -317,6 +317,12 @@ def test_a_task_of_a_package(package: Path) -> None:
         task_kind("broken")
 
 
+def test_list_alone_shows_its_help() -> None:
+    done = CliRunner().invoke(dualeval, ["list"])
+    assert done.exit_code == 0 and "dualeval list tasks" in done.stdout
+    assert "error" not in done.output
+
+
 def test_lists_name_what_is_broken_and_go_on(package: Path) -> None:
     done = CliRunner().invoke(dualeval, ["list", "tasks"])
     assert done.exit_code == 0

@@ -127,7 +127,7 @@ def test_what_lacks_behind_a_prefix_is_named_without_it(tmp_path: Path, state: d
     found = saved(tmp_path / "w.pt", {f"module.{name}": tensor for name, tensor in state.items()})
     message = refused(small(), found)
     assert message.startswith(
-        "the weights w.pt (without the prefix 'module.') does not fit the model Sequential"
+        "the weights w.pt (without the prefix 'module.') do not fit the model Sequential"
     )
     assert "1 missing in the file: 0.bias." in message
 
@@ -209,7 +209,7 @@ def test_a_prefix_that_no_name_has(tmp_path: Path, state: dict[str, Tensor], pre
     found = saved(tmp_path / "w.pt", {f"module.{name}": tensor for name, tensor in state.items()})
     message = refused(small(), found, prefix)
     if prefix == "modul":
-        assert "does not fit" in message
+        assert "do not fit" in message
     else:
         assert f"--weights-prefix {prefix}: no name in the weights w.pt begins with it" in message
         assert "(found: module.0.weight, module.0.bias, module.1.weight, ...)" in message
@@ -220,7 +220,7 @@ def test_the_prefix_that_would_fit_is_offered(tmp_path: Path, state: dict[str, T
     wrapper = Holder("model", train_top1=nn.BatchNorm1d(2))
     found = saved(tmp_path / "w.pt", wrapper.state_dict())
     message = refused(small(), found)
-    assert "does not fit the model Sequential" in message
+    assert "do not fit the model Sequential" in message
     assert (
         "The names that begin with 'model.' are those of the model: --weights-prefix model. takes" in message
     )

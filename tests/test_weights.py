@@ -60,6 +60,16 @@ def test_reads_safetensors(tmp_path: Path, state: dict[str, Tensor]) -> None:
     assert_equal(dict(sorted(found.items())), dict(sorted(state.items())))
 
 
+def test_a_safetensors_header_of_any_length(tmp_path: Path) -> None:
+    lengths = set()
+    for letters in range(1, 257, 8):
+        path = tmp_path / f"{letters}.safetensors"
+        save_file({"w" * letters: torch.ones(2)}, path)
+        lengths.add(path.read_bytes()[0])
+        assert list(read_state_dict(path)) == ["w" * letters]
+    assert 0x80 in lengths, "the byte that a pickle begins with"
+
+
 def test_a_zip_file_is_mapped_not_read(tmp_path: Path, state: dict[str, Tensor]) -> None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
@@ -193,12 +203,12 @@ def test_the_tensors_are_copied(state: dict[str, Tensor]) -> None:
 def test_missing_names_are_listed(state: dict[str, Tensor]) -> None:
     del state["0.bias"], state["1.running_mean"]
     message = misfit(state)
-    assert "does not fit the model Sequential: 2 missing in the file: 0.bias, 1.running_mean." in message
+    assert "do not fit the model Sequential: 2 missing in the file: 0.bias, 1.running_mean." in message
 
 
 def test_unexpected_names_are_listed(state: dict[str, Tensor]) -> None:
     message = misfit({**state, "head.weight": torch.ones(2)})
-    assert "does not fit the model Sequential: 1 not in the model: head.weight." in message
+    assert "do not fit the model Sequential: 1 not in the model: head.weight." in message
 
 
 def test_wrong_shapes_are_listed(state: dict[str, Tensor]) -> None:
@@ -222,7 +232,7 @@ def test_long_lists_are_cut(state: dict[str, Tensor]) -> None:
 
 def test_another_number_of_classes_is_said_so(state: dict[str, Tensor]) -> None:
     message = misfit({**state, "2.weight": torch.ones(7, 3), "2.bias": torch.ones(7)})
-    assert "is for 7 classes, but 2 were expected" in message
+    assert "are for 7 classes, but 2 were expected" in message
     assert "--num-classes" in message
 
 
@@ -239,7 +249,7 @@ def test_another_vocabulary_is_no_number_of_classes() -> None:
     with pytest.raises(UsageError) as caught:
         load_into(model, state, "the weights w.pt")
     message = str(caught.value)
-    assert "the weights w.pt has 12 rows in the embedding 0.weight, and the model 10" in message
+    assert "the weights w.pt have 12 rows in the embedding 0.weight, and the model 10" in message
     assert "the vocabulary" in message
     assert "weights, config.json and tokenizer of one and the same model" in message
     assert "classes" not in message
@@ -282,7 +292,7 @@ def test_a_format_without_versions_has_the_present_layout(tmp_path: Path) -> Non
 def test_what_a_module_says_itself_is_passed_on() -> None:
     later: OrderedDict[str, Tensor] = OrderedDict(weight=torch.ones(2))
     later._metadata = OrderedDict({"": {"version": 3}})  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match="does not fit the model Renamed: version 3"):
+    with pytest.raises(UsageError, match="do not fit the model Renamed: version 3"):
         load_into(Renamed(), later, "w.pt")
 
 

@@ -23,8 +23,10 @@ from dualeval.plugins import (
 _MOST_OF_LINE = 70
 
 
-@click.group("list")
-def list_names() -> None:
+# As 'dualeval' alone: without a command the help is shown, which is no error.
+@click.group("list", invoke_without_command=True)
+@click.pass_context
+def list_names(context: click.Context) -> None:
     """List tasks, metrics or models, with one line each.
 
     \b
@@ -32,6 +34,8 @@ def list_names() -> None:
     dualeval list metrics
     dualeval list models
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @list_names.command("tasks")

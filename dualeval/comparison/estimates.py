@@ -100,7 +100,7 @@ def differences_of(
     for name in dict.fromkeys(names):
         if name not in a.scores and name not in b.scores:
             if chosen is not None or name in numbers[0] | numbers[1]:
-                not_compared[name] = "it does not follow from a number of each sample"
+                not_compared[name] = "not an average of per-sample values"
         elif name not in a.scores or name not in b.scores:
             not_compared[name] = f"only {'A' if name in a.scores else 'B'} has it"
         else:

@@ -10,6 +10,7 @@ _SHOWN = 60
 _PAGE = re.compile(rb"\s*(<!doctype html|<html|<head|<\?xml|<error)", re.IGNORECASE)
 _POINTER = b"version https://git-lfs"
 _SAFETENSORS = re.compile(rb".{8}\s*\{", re.DOTALL)
+_LONGEST_HEADER = 100_000_000  # safetensors itself refuses a longer one
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _ARCHIVES = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7z", b"Rar!": "rar"}
 
@@ -53,12 +54,16 @@ def what_weights_are(path: Path) -> str | None:
     Raises:
         OSError: it cannot be read.
     """
-    found = what_it_is(path)
-    if found is not None:
-        return found
     with path.open("rb") as file:
         head = file.read(HEAD)
     is_safetensors = path.suffix == ".safetensors"
+    # Its first bytes are the header's length, and may be those of any other format: 128 is pickle's.
+    header = int.from_bytes(head[:8], "little")
+    if is_safetensors and _SAFETENSORS.match(head) and header <= _LONGEST_HEADER:
+        return None
+    found = what_it_holds(head)
+    if found is not None:
+        return found
     if is_safetensors and head.startswith((_ZIP, _PICKLE)):
         return f"was written by torch.save. Rename it to {path.with_suffix('.pt').name}"
     if not is_safetensors and _SAFETENSORS.match(head) and not head.startswith((_ZIP, _PICKLE)):

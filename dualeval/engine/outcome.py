@@ -321,7 +321,10 @@ def _warnings(
     machines: int,
 ) -> Iterator[str]:
     if failed:
-        yield f"{failed} samples could not be read and are in no metric; result.json lists them"
+        if failed == 1:
+            yield "1 sample could not be read and is in no metric; result.json lists it"
+        else:
+            yield f"{failed:,} samples could not be read and are in no metric; result.json lists them"
     for kind, ids in odd.items():
         more = ", ..." if len(ids) > _NAMED_AT_MOST else ""
         named = ", ".join(ids[:_NAMED_AT_MOST])

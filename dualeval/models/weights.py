@@ -212,13 +212,13 @@ def _misfit(
     if not missing and not unexpected and not kinds and (rows := _embedding_rows(model, shapes)):
         name, found_rows, own_rows = rows
         return UsageError(
-            f"{source} has {found_rows} rows in the embedding {name}, and the model {own_rows}: the "
+            f"{source} have {found_rows} rows in the embedding {name}, and the model {own_rows}: the "
             "vocabulary (or the number of positions) is another one. Give weights, "
             "config.json and tokenizer of one and the same model."
         )
     if not missing and not unexpected and not kinds and (counts := _class_counts(shapes)):
         return OtherClasses(
-            f"{source} is for {counts[0]} classes, but {counts[1]} were expected (from the data's class "
+            f"{source} are for {counts[0]} classes, but {counts[1]} were expected (from the data's class "
             "folders, or --num-classes). Give data and weights of the same classes.",
             counts[0],
         )
@@ -232,7 +232,7 @@ def _misfit(
     found = "; ".join(filter(None, parts)) or said.splitlines()[-1].strip()
     advice = " Integers in place of weights are quantized ones: save them as floats." if kinds else ""
     return UsageError(
-        f"{source} does not fit the model {type(model).__name__}: {found}. Give the weights of this --model."
+        f"{source} do not fit the model {type(model).__name__}: {found}. Give the weights of this --model."
         f"{advice}"
     )
 

@@ -92,6 +92,12 @@ def _facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     ]
     if found:
         yield "detectable", f"{', '.join(found)} (80 % power at the 5 % level)"
+    if unknown := [
+        name
+        for name, metric in comparison.metrics.items()
+        if metric.flips is not None and metric.detectable is None
+    ]:
+        yield "detectable", f"{', '.join(unknown)}: none, because too few samples differ"
     yield "tests", _tests(comparison.metrics)
     for reason, names in groupby(
         sorted(comparison.not_compared, key=lambda name: comparison.not_compared[name]),
