@@ -16,7 +16,7 @@ from dualeval.columns import to_column
 from dualeval.engine.clusters import check_cluster, columns_wanted, find_clusters, with_clusters
 from dualeval.engine.columns import check_declarations, columns_of, update
 from dualeval.engine.folder.mapped_columns import MappedColumns
-from dualeval.engine.measured import check_keys, fields_of_result, plain
+from dualeval.engine.measured import check_keys, fields_of_result, plain, rough_warnings
 from dualeval.engine.parts import whole_set_intervals
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
@@ -118,13 +118,23 @@ def with_measured(
     cluster = cluster or result.clusters.get("column")
     found = None if cluster is None else _stored_clusters(rows, cluster, measured)
     fields, said = with_clusters(fields_of_result(measured), cluster, found)
-    warnings = [*result.warnings, *(sentence for part in measured for sentence in part.warnings), *said]
+    own = [sentence for part in measured for sentence in part.warnings]
+    warnings = [*_not_of_intervals(result), *own, *said]
     return replace(
         result,
         **fields,
         whole_set_intervals=whole_set_intervals(result.part, result.samples["evaluated"], fields),
         warnings=list(dict.fromkeys(warnings)),
     )
+
+
+def _not_of_intervals(result: Result) -> Iterator[str]:
+    """A run's warnings, without those of intervals that other ones replace."""
+    of_rough = rough_warnings(result.rough)
+    by = f" by {result.clusters.get('column')}: "
+    for sentence in result.warnings:
+        if sentence not in of_rough and not (sentence.startswith("no interval of ") and by in sentence):
+            yield sentence
 
 
 def _stored_clusters(rows: StoredRows, name: str, measured: Sequence[Measured]) -> ClusterIntervals:
