@@ -203,6 +203,13 @@ def test_a_run_by_clusters(tmp_path: Path) -> None:
         evaluate(cluster="site", out=tmp_path)
 
 
+def test_other_clusters_leave_no_warning_of_the_runs_own(tmp_path: Path) -> None:
+    result = evaluate(metrics=[Mean("loss"), Bare()], cluster="site", out=tmp_path)
+    assert len(result.warnings) == 2
+    found = dualeval.rescore(tmp_path, metrics=[Mean("loss")], cluster="patient")
+    assert found.warnings == []
+
+
 def test_an_interval_that_knows_no_clusters_is_a_naive_one() -> None:
     result = evaluate(metrics=[Bare(), Ratio("loss", "patient")], cluster="patient")
     assert result.naive_intervals["bare"] == (0.0, 2.0)
@@ -264,3 +271,19 @@ def test_questions_on_one_article_go_together(
     low, high = result.naive_intervals["exact_match"]
     assert result.intervals["exact_match"][0] < low < high < result.intervals["exact_match"][1]
     assert bool(result.rough) == (count < 10)
+
+
+@pytest.mark.parametrize("power", [-600, 600])
+def test_values_whose_squares_no_float64_holds(power: int) -> None:
+    own = robust(ROWS, 1.0, Score(column="loss"))
+    scaled = robust({**ROWS, "loss": np.ldexp(ROWS["loss"], power)}, 1.0, Score(column="loss"))
+    assert scaled.intervals == {"x": tuple(math.ldexp(end, power) for end in own.intervals["x"])}
+
+
+def test_products_that_no_float64_holds_have_no_interval() -> None:
+    rows = {**ROWS, "loss": np.full(500, 1e200), "tokens": np.full(500, 1e200)}
+    found = robust(rows, 1.0, Score(column="loss", weight="tokens"))
+    assert not found.intervals
+    assert found.warnings == (
+        "no interval of x by cluster: a sum of a cluster is beyond what a float64 holds",
+    )

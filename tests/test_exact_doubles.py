@@ -169,3 +169,15 @@ def test_a_full_piece_of_the_largest_fractions_does_not_overflow() -> None:
     values = torch.full((2**20,), LARGEST, dtype=torch.float64)
     column = ExactColumn(values)
     assert column.dot(column) == int(LARGEST) ** 2 * 2**20 * 2**2148
+    for at, least in enumerate((LARGEST, -LARGEST)):
+        same = ExactColumn(torch.full((2**15,), least, dtype=torch.float64))
+        assert same.dots(same, same) == (-1) ** at * int(LARGEST) ** 3 * 2**15 * 2**3222
+
+
+def test_cubes_do_not_depend_on_how_many_doubles_are_added_at_once() -> None:
+    values = 1 + torch.rand(2**15, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole, parts = torch.zeros((2, mean_of().size), dtype=torch.int64)
+    mean_of().update(whole, {"value": values})
+    for part in torch.split(values, 512):
+        mean_of().update(parts, {"value": part})
+    assert mean_of().compute(whole) == mean_of().compute(parts)

@@ -124,16 +124,23 @@ def with_measured(
     cluster = cluster or result.clusters.get("column")
     found = None if cluster is None else _stored_clusters(rows, cluster, measured)
     fields, said = with_clusters(fields_of_result(measured), cluster, found)
-    # Those of the run's own intervals are not about these.
-    stale = {*rough_warnings(result.rough)} - {*said}
-    kept = [sentence for sentence in result.warnings if sentence not in stale]
-    warnings = [*kept, *(sentence for part in measured for sentence in part.warnings), *said]
+    own = [sentence for part in measured for sentence in part.warnings]
+    warnings = [*_not_of_intervals(result), *own, *said]
     return replace(
         result,
         **fields,
         whole_set_intervals=whole_set_intervals(result.part, result.samples["evaluated"], fields),
         warnings=list(dict.fromkeys(warnings)),
     )
+
+
+def _not_of_intervals(result: Result) -> Iterator[str]:
+    """A run's warnings, without those of intervals that other ones replace."""
+    of_rough = rough_warnings(result.rough)
+    by = f" by {result.clusters.get('column')}: "
+    for sentence in result.warnings:
+        if sentence not in of_rough and not (sentence.startswith("no interval of ") and by in sentence):
+            yield sentence
 
 
 def _stored_clusters(rows: StoredRows, name: str, measured: Sequence[Measured]) -> ClusterIntervals:

@@ -172,7 +172,8 @@ class _Sums:
         self._lies_between = True
         of_clusters = np.zeros(clusters.count, np.int64)
         for piece, places in clusters.pieces():
-            y, x, counts = score.terms({name: rows[name][piece] for name in names})
+            with np.errstate(over="ignore", invalid="ignore"):
+                y, x, counts = score.terms({name: rows[name][piece] for name in names})
             above, below = above + _total(y), below + _total(x)
             samples += int(np.count_nonzero(counts))
             of_clusters += np.bincount(places[counts], minlength=clusters.count)
@@ -181,18 +182,23 @@ class _Sums:
         self.count = int(np.count_nonzero(present))
         self._samples = samples
         # A metric has a value, and so the sum of x is not 0.
-        self._ratio = ratio = float(Fraction(above, below))
+        self._ratio = ratio = _rounded(Fraction(above, below))
         residuals, weights = np.zeros(clusters.count), np.zeros(clusters.count)
-        for piece, places in clusters.pieces():
-            y, x, _ = score.terms({name: rows[name][piece] for name in names})
-            parts = ratio * x
-            left = y - parts
-            left[np.abs(left) <= _NOISE * np.maximum(np.abs(y), np.abs(parts))] = 0.0
-            residuals += np.bincount(places, left, minlength=clusters.count)
-            weights += np.bincount(places, x, minlength=clusters.count)
-        whole = Fraction(below, 1 << DOUBLE_UNIT_BITS)
-        self._shares = weights[present] / float(whole)
-        self._residuals = residuals[present] / float(whole)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for piece, places in clusters.pieces():
+                y, x, _ = score.terms({name: rows[name][piece] for name in names})
+                parts = ratio * x
+                left = y - parts
+                left[np.abs(left) <= _NOISE * np.maximum(np.abs(y), np.abs(parts))] = 0.0
+                residuals += np.bincount(places, left, minlength=clusters.count)
+                weights += np.bincount(places, x, minlength=clusters.count)
+            whole = _rounded(Fraction(below, 1 << DOUBLE_UNIT_BITS))
+            self._shares = weights[present] / whole
+            residuals = residuals[present] / whole
+        self._is_known = all(np.isfinite(each).all() for each in (whole, self._shares, residuals))
+        # Times a power of two of their size: their cubes are neither beyond a float64 nor 0.
+        self._power = math.frexp(np.abs(residuals).max())[1] if self._is_known and len(residuals) else 0
+        self._residuals = np.ldexp(residuals, -self._power)
 
     def interval(self, *, bounded: bool) -> Ends | str:
         """The ends of the interval of the ratio of sums; or why there is none.
@@ -204,12 +210,14 @@ class _Sums:
         self.shown_from = BOUNDED_SHOWN_FROM if bounded else SHOWN_FROM
         if self.count < 2:
             return "all samples are of one cluster"
+        if not self._is_known:
+            return "a sum of a cluster is beyond what a float64 holds"
         shares = self._shares
         if not (shares < 1).all():
             return "one cluster has all the weight"
         degrees = degrees_of_freedom(shares)
         if bounded:
-            variance = _sum(self._residuals**2 / (1 - shares))
+            variance = math.ldexp(_sum(self._residuals**2 / (1 - shares)), 2 * self._power)
             return clustered_interval(self._ratio, variance, self._samples, degrees)
         # Pustejovsky and Tipton's way of writing what Bell and McCaffrey call bias-reduced linearisation.
         square = _sum(self._residuals**2 / (1 - shares))
@@ -218,7 +226,12 @@ class _Sums:
         skewness = (
             math.sqrt(self.count) * _sum(self._residuals**3) / _power_of_3_halves(_sum(self._residuals**2))
         )
-        spread = Spread(samples=self.count, variance=Fraction(square), skewness=skewness, degrees=degrees)
+        spread = Spread(
+            samples=self.count,
+            variance=Fraction(square) * Fraction(4) ** self._power,
+            skewness=skewness,
+            degrees=degrees,
+        )
         low, high = skewed_ends(spread)
         return self._ratio + low, self._ratio + high
 
@@ -240,6 +253,13 @@ def degrees_of_freedom(shares: _Floats) -> float:
     of_square = d - 4 * _sum(c * c * h) + 2 * s * _sum(c * h * h)
     of_square += 2 * a * a + 2 * d * b - 4 * s * a * b + s * s * b * b
     return max(1.0, trace * trace / of_square)
+
+
+def _rounded(value: Fraction) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def _power_of_3_halves(value: float) -> float:

@@ -44,7 +44,8 @@ _COUNT_PLACE = 40
 
 _DOUBLE_FRACTION_BITS = 52
 _DOUBLE_EXPONENT_MASK = 0x7FF
-# A fraction of 53 bits lies in three parts. Up to three products of two of them stay below 2**38.
+# A fraction of 53 bits lies in three parts. Up to three products of two of them stay below 2**38, and a
+# piece of these below 2**62.
 _PART_BITS = 18
 _PART_MASK = (1 << _PART_BITS) - 1
 _DOUBLE_PIECE = 1 << 24
@@ -280,14 +281,19 @@ def _products(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _carried(parts: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers with parts of 18 bits, but the last one, which has the sign."""
+    """The same numbers with parts of 18 bits, and one part more, which has the sign.
+
+    Of a product of two fractions this last part has at most 16 bits: no part of a product of three is larger
+    than one of two.
+    """
     found = []
     carry: Tensor | int = 0
-    for part in parts[:-1]:
+    for part in parts:
         part = part + carry
         found.append(part & _PART_MASK)
         carry = part >> _PART_BITS
-    return [*found, parts[-1] + carry]
+    assert isinstance(carry, Tensor)
+    return [*found, carry]
 
 
 def _collect(shifts: Tensor, parts: Sequence[Tensor]) -> int:
