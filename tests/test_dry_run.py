@@ -104,7 +104,7 @@ def test_published_weights(dry_run: DryRun, pictures: Path, publish: Publish, ca
         (["--data", "nowhere"], ["nowhere", "does not exist"]),
         (["--weights", "none.pt"], ["none.pt", "does not exist"]),
         (["--weights", "text.pt"], ["text.pt"]),
-        (["--weights", "twelve.pt"], ["is for 12 classes", "2 were expected"]),
+        (["--weights", "twelve.pt"], ["are for 12 classes", "2 were expected"]),
         (["--weights", "IMAGENET1K_V7"], ["IMAGENET1K_V7", "IMAGENET1K_V1"]),
         (["--model", "squeezenet"], ["there is no model 'squeezenet'"]),
         (["--metric", "topp1"], ["'topp1'", "top1"]),
