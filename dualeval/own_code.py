@@ -69,7 +69,15 @@ def _lines(error: BaseException) -> str:
     frames = list(traceback.extract_tb(error.__traceback__))
     inside = next((place for place, frame in enumerate(frames) if frame.filename.startswith(_PACKAGE)), 0)
     # What calls this package is not what has failed.
-    own = [frame for frame in frames[inside:] if _is_own(frame.filename)]
+    typed = [
+        frame.f_globals.get("__name__") == "__main__" for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    own = [
+        frame
+        for place, frame in enumerate(frames)
+        # A dataclass's generated methods are "<string>" as well, and nobody has typed them.
+        if place >= inside and _is_own(frame.filename) and (typed[place] or frame.filename != "<string>")
+    ]
     return "".join(traceback.StackSummary.from_list(own[-_SHOWN_AT_MOST:]).format())
 
 
