@@ -557,6 +557,7 @@ def test_questions_are_another_task() -> None:
 def test_a_mean_that_is_none(value: str) -> None:
     done = CliRunner().invoke(command, ["run", f"--mean={value}", "--std", "1", "--dry-run"])
     assert isinstance(done.exception, UsageError)
+    assert own_code(done.exception) == "", "a dataclass's generated __init__ is nobody's own code"
     assert f"--mean {','.join(map(str, map(float, value.split(','))))}: expected numbers from 0 to 1" in str(
         done.exception
     )
