@@ -433,7 +433,7 @@ def test_runs_over_different_samples_are_refused(runs: tuple[Path, Path], tmp_pa
     evaluate(SeededTask(COUNT + 5), tmp_path / "more", batch_size=32, limit=COUNT + 2)
     with pytest.raises(
         UsageError,
-        match=r"different samples: 600 ids .* 0 only in A, 2 only in B \(tiny/600.* --sample, --seed\)",
+        match=r"different samples: 600 ids .* 0 only in A, 2 only in B \(tiny/600.* --sample and --seed\)",
     ):
         dualeval.compare(runs[0], tmp_path / "more")
 

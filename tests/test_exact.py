@@ -142,8 +142,7 @@ def test_equal_values_have_no_interval() -> None:
     found = measure(float32([0.1] * 3))
     assert found.intervals == {}
     assert found.warnings == (
-        "loss has no interval: its 3 samples are all equal, and say nothing of how far others may be from "
-        "them",
+        "loss has no interval: its 3 samples are all equal, and do not show how far others may be",
     )
 
 

@@ -104,7 +104,7 @@ def check_interval(
     if len(above) < 2 or not any(residuals):
         assert found.intervals == {}
         return
-    assert found.rough == {key: f"of {len(above)} samples, and was shown to cover from 30 on"}
+    assert found.rough == {key: f"of {len(above)} samples; it was shown to cover from 30 samples on"}
     low, high = hall(ratio, residuals, total(below) / len(below))
     if math.isfinite(low) and math.isfinite(high):
         tolerance = 1e-9 * max(abs(low), abs(high), high - low)
@@ -216,7 +216,7 @@ def test_an_interval_of_few_samples_is_rough() -> None:
     values = torch.arange(30.0)
     assert measure(Mean("x"), {"x": values}).rough == {}
     assert measure(Mean("x"), {"x": values[1:]}).rough == {
-        "x": "of 29 samples, and was shown to cover from 30 on"
+        "x": "of 29 samples; it was shown to cover from 30 samples on"
     }
 
 

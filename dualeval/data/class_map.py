@@ -54,7 +54,7 @@ def read_class_map(path: Path) -> ClassMap:
     classes: dict[str, int | None] = {}
     for where, folder, index in entries:
         if folder in classes:
-            raise UsageError(f"{where}: the folder {folder!r} stands there twice. Leave one out.")
+            raise UsageError(f"{where} is there twice. Leave one out.")
         classes[folder] = index
     if not classes:
         raise UsageError(f"--class-map {path} is empty: {_EXPECTED}")
@@ -73,7 +73,11 @@ def _of_json(path: Path, text: str) -> _Entries:
         raise UsageError(f"{where} is not JSON: {error}") from error
     if not isinstance(pairs, _Pairs):
         raise UsageError(f"{where} holds a {type(pairs).__name__}: {_EXPECTED}")
-    return [(where, folder, _index(f"{where}: {folder!r}", index, "null")) for folder, index in pairs]
+    return [
+        (named, folder, _index(named, index, "null"))
+        for folder, index in pairs
+        for named in [f"{where}: {folder!r}"]
+    ]
 
 
 class _Pairs(list[tuple[str, Any]]):
@@ -88,13 +92,14 @@ def _of_csv(path: Path, text: str) -> _Entries:
             if len(cells) != 2:
                 raise UsageError(f"{where} has {len(cells)} columns, expected 2: FOLDER,INDEX")
             folder, index = cells
+            named = f"{where}: {folder!r}"
             try:
-                found.append((where, folder, _number(index) if index else None))
+                found.append((named, folder, _number(index) if index else None))
             except ValueError:
                 if found or number > 1:
-                    _index(where, index, "an empty one")
+                    _index(named, index, "an empty one")
                 continue  # a line of headings
-            _index(where, found[-1][2], "an empty one")
+            _index(named, found[-1][2], "an empty one")
     except csv.Error as error:
         raise UsageError(f"--class-map {path} is not CSV: {error}") from error
     return found

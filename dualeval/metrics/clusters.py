@@ -150,7 +150,7 @@ def cluster_intervals(
             continue
         intervals[key] = (low, high)
         if sums.count < sums.shown_from:
-            rough[key] = f"of {sums.count} clusters, and was shown to cover from {sums.shown_from} on"
+            rough[key] = f"of {sums.count} clusters; it was shown to cover from {sums.shown_from} clusters on"
     warnings = tuple(f"no interval of {', '.join(keys)} by {name}: {why}" for why, keys in without.items())
     return ClusterIntervals(count=clusters.count, intervals=intervals, rough=rough, warnings=warnings)
 
@@ -222,7 +222,7 @@ class _Sums:
         # Pustejovsky and Tipton's way of writing what Bell and McCaffrey call bias-reduced linearisation.
         square = _sum(self._residuals**2 / (1 - shares))
         if square == 0:
-            return f"its {self.count} clusters are all equal, and say nothing of how far others may be"
+            return f"its {self.count} clusters are all equal, and do not show how far others may be"
         skewness = (
             math.sqrt(self.count) * _sum(self._residuals**3) / _power_of_3_halves(_sum(self._residuals**2))
         )

@@ -99,13 +99,13 @@ def rough_below(samples: int) -> str | None:
     """Why an interval by Hall's transformation may cover less than 95 %; None where it was shown to cover."""
     if samples >= SHOWN_FROM:
         return None
-    return f"of {samples} samples, and was shown to cover from {SHOWN_FROM} on"
+    return f"of {samples} samples; it was shown to cover from {SHOWN_FROM} samples on"
 
 
 def _without_spread(samples: int) -> str:
     if samples == 1:
         return "it is of one sample"
-    return f"its {samples} samples are all equal, and say nothing of how far others may be from them"
+    return f"its {samples} samples are all equal, and do not show how far others may be"
 
 
 def _rounded(mean: Fraction) -> float:

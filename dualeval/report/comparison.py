@@ -54,7 +54,10 @@ def as_markdown(comparison: Comparison) -> str:
     rows = [_HEAD, ["---"] * len(_HEAD), *_rows(comparison)]
     table = [f"| {' | '.join(_escaped(entry) for entry in row)} |" for row in rows]
     lines = [*_title(comparison), *_lines(comparison), *_gates(comparison)]
-    listed = [f"- {_escaped(' '.join(line.split()))}" for line in lines]
+    listed = [
+        f"- {line[:_LABEL_WIDTH].rstrip()}: {_escaped(' '.join(line[_LABEL_WIDTH:].split()))}"
+        for line in lines
+    ]
     return "\n".join([*table, "", *listed, *(f"- Note: {note}" for note in comparison.notes)]) + "\n"
 
 
