@@ -417,7 +417,7 @@ def test_what_torchmetrics_computes_of_more_samples_only() -> None:
         {"metrics": [Mean("confidence")], "rows": ("target",)},
         {"metric": ("confidence",)},
     ],
-    ids=str,
+    ids=["by name", "by name in a list", "a metric", "of a column"],
 )
 def test_logits_that_are_not_finite_are_warned_of_whatever_is_asked_for(options: dict[str, Any]) -> None:
     inputs = INPUTS.clone()
