@@ -47,7 +47,7 @@ _SIZES = {
     FUNCTIONS: (10, 30, 100, 300),
     CLUSTERS: (5, 10, 35, 100),
 }
-_SHOWN_FROM = {MEANS: 30, BOUNDED: 0, FUNCTIONS: 30, CLUSTERS: 10}
+_SHOWN_FROM = {MEANS: 100, BOUNDED: 0, FUNCTIONS: 100, CLUSTERS: 10}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,7 @@ def populations(losses: Floats) -> Iterator[Population]:
         )
 
     yield of(MEANS, "losses of the embedded job", lambda g, n: g.choice(losses, n), float(losses.mean()))
+    yield of(MEANS, "losses of a model that is 95 % right", _losses, 0.95 * 0.02 + 0.05 * 4)
     yield of(MEANS, "exponential", lambda g, n: g.exponential(1.0, n), 1.0)
     yield of(MEANS, "log-normal, σ = 1", lambda g, n: g.lognormal(0.0, 1.0, n), math.exp(0.5))
     yield of(MEANS, "normal", lambda g, n: g.standard_normal(n), 0.0)
@@ -109,6 +110,7 @@ def populations(losses: Floats) -> Iterator[Population]:
         ("Ratio: loss a token", Ratio("sum", "tokens"), _texts, a_token),
         ("its exp, the perplexity", Ratio("sum", "tokens", "exp"), _texts, math.exp(a_token)),
         ("its log", Ratio("sum", "tokens", "log"), _texts, math.log(a_token)),
+        ("Ratio: 10 % of the texts are nine times as long", Ratio("sum", "tokens"), _few_long_texts, 2.0),
         ("Mean with weight: loss by tokens", Mean("loss", "tokens"), _texts, a_token),
         ("sqrt of squared normal errors", Mean("x", transform="sqrt"), _squares, 1.0),
         ("exp of exponential, mean 2", Mean("x", transform="exp"), _exponential, math.exp(2.0)),
@@ -120,7 +122,8 @@ def populations(losses: Floats) -> Iterator[Population]:
             draw=draw,
             metric=metric,
             truth=truth,
-            shown_from=_SHOWN_FROM[FUNCTIONS],
+            # Its few long texts weigh as if a third of the samples were there.
+            shown_from=(3 if draw is _few_long_texts else 1) * _SHOWN_FROM[FUNCTIONS],
         )
     for right, within in ((0.8, 0.05), (0.8, 0.2), (0.97, 0.05)):
         for alike in (True, False):
@@ -161,6 +164,18 @@ def _texts(generator: np.random.Generator, count: int) -> Columns:
     tokens = 1 + generator.poisson(40, count)
     loss = 2.0 + 8.0 / tokens + 0.5 * generator.standard_normal(count)
     return {"loss": loss, "sum": loss * tokens, "tokens": tokens}
+
+
+def _few_long_texts(generator: np.random.Generator, count: int) -> Columns:
+    """Texts of about 20 tokens, and a tenth of about 180."""
+    tokens = 1 + generator.poisson(20, count) * np.where(generator.random(count) < 0.1, 9, 1)
+    return {"sum": tokens * (1.0 + generator.exponential(1.0, count)), "tokens": tokens}
+
+
+def _losses(generator: np.random.Generator, count: int) -> Floats:
+    """Cross entropies: small where the answer is right, and large in 5 % of all cases."""
+    large = generator.random(count) < 0.05
+    return np.where(large, generator.gamma(2.0, 2.0, count), generator.exponential(0.02, count))
 
 
 def _squares(generator: np.random.Generator, count: int) -> Columns:

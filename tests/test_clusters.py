@@ -148,10 +148,30 @@ def observe(outputs: Tensor, batch: Any) -> dict[str, Any]:
     numbers = batch[1]
     return {
         "loss": outputs[:, 0],
+        "rows": outputs[:, :1],
+        "zero": torch.zeros(len(numbers)),
         "rank": (outputs[:, 0] > 1).int(),
         "patient": numbers,
         "site": [f"site {number % 12}" for number in numbers.tolist()],
     }
+
+
+class Scored:
+    """The mean loss, with a score that a user has written."""
+
+    name, columns, size = "scored", ("loss",), 2
+
+    def __init__(self, score: Score) -> None:
+        self._score = score
+
+    def update(self, ledger: Tensor, columns: dict[str, Tensor]) -> None:
+        ledger[0] += len(columns["loss"])
+        ledger[1] += int((columns["loss"] * 1024).sum())
+
+    def compute(self, ledger: Tensor) -> Measured:
+        samples, total = ledger.tolist()
+        mean = total / 1024 / samples
+        return Measured(values={"scored": mean}, intervals={"scored": (0, 2)}, scores={"scored": self._score})
 
 
 class Bare:
@@ -200,7 +220,9 @@ def test_a_run_by_clusters(tmp_path: Path) -> None:
         "the interval of loss is of 12 clusters; it was shown to cover from 30 clusters on"
         in by_site.warnings
     )
-    with pytest.raises(UsageError, match=r"no such column\. The columns are loss, rank, patient, site"):
+    with pytest.raises(
+        UsageError, match=r"no such column\. The columns are loss, rows, zero, rank, patient, site"
+    ):
         dualeval.rescore(tmp_path, metrics=METRICS, cluster="patients")
     with pytest.raises(UsageError, match=r"job\.cluster: patient there, site now"):
         evaluate(cluster="site", out=tmp_path)
@@ -225,7 +247,7 @@ def test_an_interval_that_knows_no_clusters_is_a_naive_one() -> None:
     [
         (
             "patients",
-            "--cluster 'patients': there is no such column. The columns are loss, rank, patient, site",
+            "--cluster 'patients': there is no such column. The columns are loss, rows, zero, rank, patient,",
         ),
         ("loss", r"--cluster 'loss': the column is torch.float32 with rows of shape \(\). Expected integers"),
         ("", "cluster '': expected the name of a column, or None"),
@@ -290,3 +312,33 @@ def test_products_that_no_float64_holds_have_no_interval() -> None:
     assert found.warnings == (
         "no interval of x by cluster: a sum of a cluster is beyond what a float64 holds",
     )
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        (Score(column="loss", factor=7.0), "its score gives another value than its metric"),
+        (Score(column="loss", over="zero"), "a sum of a cluster is beyond what a float64 holds"),
+        (Score(column="losses"), "the run has not kept the column 'losses'"),
+    ],
+)
+def test_a_score_that_does_not_fit_its_metric_makes_no_interval(score: Score, said: str) -> None:
+    result = evaluate(metrics=[Scored(score)], cluster="patient")
+    assert result.intervals == {}
+    assert f"no interval of scored by patient: {said}" in result.warnings
+
+
+def test_a_score_of_text_is_refused_on_the_first_batch() -> None:
+    with pytest.raises(UsageError, match=r"score of 'scored' reads the column 'site', which is text"):
+        evaluate(metrics=[Scored(Score(column="site"))], limit=64)
+    with pytest.raises(UsageError, match="transform 'sin': expected one of exp, sqrt, log"):
+        Score(column="loss", transform="sin")
+
+
+def test_columns_of_one_number_a_row_have_intervals_by_clusters() -> None:
+    flat = evaluate(metrics=[Mean("loss"), Ratio("loss", "patient", name="ratio")], cluster="patient")
+    rows = evaluate(
+        metrics=[Mean("rows", name="loss"), Ratio("rows", "patient", name="ratio")], cluster="patient"
+    )
+    assert flat.intervals.keys() == {"loss", "ratio"}
+    assert rows.intervals == flat.intervals

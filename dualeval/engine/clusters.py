@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from dualeval.engine.measured import rough_warnings
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured
 from dualeval.metrics.clusters import ClusterIntervals, cluster_intervals
+from dualeval.metrics.intervals import Ends
 
+# An interval may miss its value by what rounding leaves.
+_ROUNDING = 2.0**-40
 _NUMBERED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -56,13 +60,47 @@ def find_clusters(name: str, measured: Sequence[Measured], rows: Mapping[str, Ro
     """
     values = {key: value for part in measured for key, value in part.values.items()}
     units = {key: unit for part in measured for key, unit in part.units.items()}
-    scores = {
-        key: score
-        for part in measured
-        for key, score in part.scores.items()
-        if all(column in rows for column in score.columns)
-    }
-    return cluster_intervals(name, rows, values, scores, units)
+    scores = {key: score for part in measured for key, score in part.scores.items()}
+    absent = {key: [each for each in score.columns if each not in rows] for key, score in scores.items()}
+    known = {key: score for key, score in scores.items() if not absent[key]}
+    found = cluster_intervals(name, rows, values, known, units)
+    without = [
+        f"no interval of {key} by {name}: the run has not kept the column {columns[0]!r}"
+        for key, columns in absent.items()
+        if columns
+    ]
+    apart = [key for key, ends in found.intervals.items() if not _holds(ends, values[key])]
+    without += [
+        f"no interval of {key} by {name}: its score gives another value than its metric" for key in apart
+    ]
+    return replace(
+        found,
+        intervals={key: ends for key, ends in found.intervals.items() if key not in apart},
+        rough={key: why for key, why in found.rough.items() if key not in apart},
+        warnings=(*found.warnings, *without),
+    )
+
+
+def _holds(ends: Ends, value: Any) -> bool:
+    slack = _ROUNDING * max(map(abs, ends))
+    return bool(ends[0] - slack <= value <= ends[1] + slack)
+
+
+def check_scores(measured: Sequence[Measured], columns: Mapping[str, Column]) -> None:
+    """Check that the columns of metrics' scores hold a number a sample.
+
+    Raises:
+        UsageError: one does not; names it.
+    """
+    for part in measured:
+        for key, score in part.scores.items():
+            for name in score.columns:
+                column = columns.get(name)
+                if column is not None and not (isinstance(column, Tensor) and column.numel() == len(column)):
+                    raise UsageError(
+                        f"the score of {key!r} reads the column {name!r}, which is {described(column)}. "
+                        "Expected one number a sample."
+                    )
 
 
 def with_clusters(

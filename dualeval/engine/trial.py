@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dualeval.columns import Column, Ragged, Rows, to_rows
+from dualeval.engine.clusters import check_scores
 from dualeval.engine.columns import columns_of
 from dualeval.engine.folder.mapped_columns import copied, read_only
 from dualeval.engine.folder.predictions import EVALUATED, json_entries, parquet_bytes
@@ -101,7 +102,9 @@ def try_first_batch(
     present = {name: column[evaluated] for name, column in columns.items()}
     tried = [_try_metric(metric, present) for metric in metrics]
     tried += [_try_row_metric(metric, {name: present[name] for name in kept}) for metric in row_metrics]
-    check_keys(measured for measured, _ in tried if measured is not None)
+    found = [measured for measured, _ in tried if measured is not None]
+    check_keys(found)
+    check_scores(found, present)
     if writes:
         _try_files(task, dataset, kept, columns, samples, evaluated)
     return [note for _, notes in tried for note in notes]

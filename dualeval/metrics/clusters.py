@@ -16,7 +16,6 @@ from dualeval.metrics import Value
 from dualeval.metrics.described import FRACTION, PERCENT
 from dualeval.metrics.exact import DOUBLE_UNIT_BITS, ExactColumn
 from dualeval.metrics.intervals import (
-    SHOWN_FROM,
     TRANSFORMS,
     Ends,
     Spread,
@@ -26,7 +25,8 @@ from dualeval.metrics.intervals import (
 from dualeval.metrics.scores import Score
 
 # Fewer clusters than these have not been shown to cover: of values of 0 to 1, and of others.
-BOUNDED_SHOWN_FROM = 10
+_BOUNDED_SHOWN_FROM = 10
+_SHOWN_FROM = 30
 _PIECE = 1 << 20
 # Integers that lie closer together are numbered by a table.
 _WIDEST_TABLE = 1 << 26
@@ -145,7 +145,7 @@ def cluster_intervals(
             if found is None:
                 continue
             ends = found
-        low, high = score.factor * ends[0], score.factor * ends[1]
+        low, high = sorted((score.factor * ends[0], score.factor * ends[1]))
         if not (math.isfinite(low) and math.isfinite(high)):
             continue
         intervals[key] = (low, high)
@@ -181,10 +181,10 @@ class _Sums:
         present = of_clusters > 0
         self.count = int(np.count_nonzero(present))
         self._samples = samples
-        # A metric has a value, and so the sum of x is not 0.
-        self._ratio = ratio = _rounded(Fraction(above, below))
+        # Infinite only for a score that does not fit its metric: that has no value of nothing.
+        self._ratio = ratio = _rounded(Fraction(above, below)) if below else math.inf
         residuals, weights = np.zeros(clusters.count), np.zeros(clusters.count)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for piece, places in clusters.pieces():
                 y, x, _ = score.terms({name: rows[name][piece] for name in names})
                 parts = ratio * x
@@ -193,8 +193,7 @@ class _Sums:
                 residuals += np.bincount(places, left, minlength=clusters.count)
                 weights += np.bincount(places, x, minlength=clusters.count)
             whole = _rounded(Fraction(below, 1 << DOUBLE_UNIT_BITS))
-            self._shares = weights[present] / whole
-            residuals = residuals[present] / whole
+            self._shares, residuals = weights[present] / whole, residuals[present] / whole
         self._is_known = all(np.isfinite(each).all() for each in (whole, self._shares, residuals))
         # Times a power of two of their size: their cubes are neither beyond a float64 nor 0.
         self._power = math.frexp(np.abs(residuals).max())[1] if self._is_known and len(residuals) else 0
@@ -207,7 +206,7 @@ class _Sums:
             bounded: each sample's ratio is of 0 to 1, if its own numbers say so, too.
         """
         bounded = bounded and self._lies_between
-        self.shown_from = BOUNDED_SHOWN_FROM if bounded else SHOWN_FROM
+        self.shown_from = _BOUNDED_SHOWN_FROM if bounded else _SHOWN_FROM
         if self.count < 2:
             return "all samples are of one cluster"
         if not self._is_known:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 NORMAL_95 = 1.959963984540054  # the 0.975 quantile of the standard normal distribution
 # Of fewer samples the simulation in docs/metrics.md has not shown that intervals of means cover.
-SHOWN_FROM = 30
+SHOWN_FROM = 100
 
 Ends: TypeAlias = tuple[float, float]
 
@@ -80,12 +80,15 @@ class Spread:
         variance: of the mean: the sample variance over the number of samples; above 0.
         skewness: of the samples: the third central moment over the second one's power of 3/2.
         degrees: of freedom of the variance; None for one less than samples.
+        effective: the number of samples of equal weight whose mean varies as much, (sum of x)**2 / sum of
+            x**2, rounded down (L. Kish, "Survey Sampling", 1965, section 11.7); None for samples.
     """
 
     samples: int
     variance: Fraction
     skewness: float
     degrees: float | None = None
+    effective: int | None = None
 
 
 def spread_of_mean(samples: int, total: int, squares: int, cubes: int, unit_bits: int) -> Spread | None:
@@ -153,6 +156,7 @@ def spread_of_ratio(ratio: Fraction, sums: PairSums) -> Spread | None:
         variance=Fraction(samples * second, (samples - 1) * (below * sums.x) ** 2),
         # Over a negative sum of x it is mirrored.
         skewness=math.sqrt(samples) * _skewness(third if sums.x > 0 else -third, second),
+        effective=sums.x * sums.x // xx,
     )
 
 

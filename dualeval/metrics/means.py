@@ -85,7 +85,7 @@ class _Estimate(Described):
         centre = value if value is not None else _rounded(mean)
         low, high = skewed_ends(spread)
         ends = (centre + low, centre + high)
-        return self._estimated(mean, ends, value=value, rough=rough_below(samples))
+        return self._estimated(mean, ends, value=value, rough=_rough_below(samples, spread.effective))
 
     def _without_interval(self, mean: Fraction, why: str, *, value: float | None = None) -> Measured:
         """As ``_estimated``, with a warning that says why there is no interval."""
@@ -95,11 +95,13 @@ class _Estimate(Described):
         return replace(found, warnings=(f"{self.name} has no interval: {why}",))
 
 
-def rough_below(samples: int) -> str | None:
+def _rough_below(samples: int, effective: int | None) -> str | None:
     """Why an interval by Hall's transformation may cover less than 95 %; None where it was shown to cover."""
-    if samples >= SHOWN_FROM:
+    alike = samples if effective is None else effective
+    if alike >= SHOWN_FROM:
         return None
-    return f"of {samples} samples; it was shown to cover from {SHOWN_FROM} samples on"
+    unequal = "" if samples < SHOWN_FROM else f", which weigh as unequally as if they were {alike}"
+    return f"of {samples} samples{unequal}; it was shown to cover from {SHOWN_FROM} samples on"
 
 
 def _without_spread(samples: int) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dualeval.choices import check_choice
 from dualeval.errors import UsageError
+from dualeval.metrics.intervals import TRANSFORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,10 @@ class Score:
     factor: float = 1.0
     transform: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.transform is not None:
+            check_choice("transform", self.transform, tuple(TRANSFORMS))
+
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that it reads."""
@@ -50,22 +56,23 @@ class Score:
         """y and x of each sample, and which samples count; y and x are 0 where a sample does not.
 
         Args:
-            rows: the columns by name, each of shape (samples,).
+            rows: the columns by name, each of shape (samples,) or (samples, 1).
 
         Returns:
             three arrays of shape (samples,).
         """
-        numbers = rows[self.column]
+        one_each = {name: np.asarray(rows[name]).reshape(-1) for name in self.columns}
+        numbers = one_each[self.column]
         y = (numbers < self.below if self.below is not None else numbers).astype(np.float64)
         x = np.ones_like(y)
         if self.weight is not None:
-            x = rows[self.weight].astype(np.float64)
+            x = one_each[self.weight].astype(np.float64)
             y = y * x
         if self.over is not None:
-            x = rows[self.over].astype(np.float64)
+            x = one_each[self.over].astype(np.float64)
         counts = np.ones(len(y), np.bool_)
         if self.where is not None:
-            counts = rows[self.where].astype(np.bool_) == self.where_is
+            counts = one_each[self.where].astype(np.bool_) == self.where_is
             y, x = np.where(counts, y, 0.0), np.where(counts, x, 0.0)
         return y, x, counts
 
