@@ -128,7 +128,7 @@ def test_where_slurm_does_not_requeue_the_same_line_goes_on(batch: Batch, digest
         assert batch.cluster.wait_for_job(number, PATIENCE) == "FAILED"
     assert batch.facts(number)["ExitCode"] == "75:0"
     log = (batch.folder / f"dualeval-{number}.log").read_text()
-    assert "does not queue this job again. To go on, type the same line with --out out." in log
+    assert "does not queue this job again. To resume, type the same line with --out out." in log
     again = batch(line, PACKAGE)
     check_completed(batch, again.number, digest, restarts=0)
 
