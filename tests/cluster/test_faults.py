@@ -336,7 +336,7 @@ def check_standstill(
 COMPUTING = (
     r"dualeval: note: rank {rank} on \S+ \(pid \d+\): computing for \d+ s, chunk \d+, stage forward; it is "
 )
-COMPUTING += r"given up after 1,800 s \(--forward-timeout\)"
+COMPUTING += r"the limit is 1,800 s \(--forward-timeout\)"
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
