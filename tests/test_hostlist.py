@@ -30,7 +30,7 @@ def test_hosts(text: str, hosts: list[str]) -> None:
     "text", ["", ",", "a,", ",a", "a,,b", "n[", "n[1-", "n]", "n[]", "n[a]", "n[1-2", "n[3-1]", "n[1--2]"]
 )
 def test_no_hosts(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no list of hosts|no name of hosts|no range of numbers"):
+    with pytest.raises(ValueError, match=r"not a list of hosts|not a name of hosts|not a range of numbers"):
         expand_hosts(text)
 
 
@@ -43,7 +43,7 @@ def test_tasks(text: str, tasks: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "2(x)", "2x2", "2(x2", "-1", "1,,2", "1.5"])
 def test_no_tasks(text: str) -> None:
-    with pytest.raises(ValueError, match="no list of tasks a node"):
+    with pytest.raises(ValueError, match="not a list of tasks per node"):
         expand_tasks(text)
 
 
