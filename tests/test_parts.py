@@ -126,16 +126,16 @@ def losses(out: Path) -> dict[str, float]:
 
 def test_drawn_samples_are_evaluated_in_data_set_order(tmp_path: Path) -> None:
     evaluate(TinyTask(200), tmp_path / "all", batch_size=8)
-    result = evaluate(TinyTask(200), tmp_path / "out", batch_size=8, sample=30, seed=4)
-    chosen = smallest([f"tiny/{index}" for index in range(200)], 30, 4)
+    result = evaluate(TinyTask(200), tmp_path / "out", batch_size=8, sample=100, seed=4)
+    chosen = smallest([f"tiny/{index}" for index in range(200)], 100, 4)
     found = rows(tmp_path / "out")
     assert found["index"] == chosen
     assert found["id"] == [f"tiny/{index}" for index in chosen]
     assert found["target"] == [index * 31 % CLASSES for index in chosen]
     of_all = losses(tmp_path / "all")
     assert found["loss"] == pytest.approx([of_all[name] for name in found["id"]], rel=1e-5)
-    assert result.part == {"kind": "drawn", "samples": 30, "of": 200, "seed": 4}
-    assert result.samples == {"total": 30, "evaluated": 30, "failed": 0}
+    assert result.part == {"kind": "drawn", "samples": 100, "of": 200, "seed": 4}
+    assert result.samples == {"total": 100, "evaluated": 100, "failed": 0}
     assert result.data["samples"] == 200
     assert result.warnings == []
     assert "30 of 200 samples, seed 4, fingerprint" in result.description["data"]
