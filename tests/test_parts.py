@@ -138,7 +138,7 @@ def test_drawn_samples_are_evaluated_in_data_set_order(tmp_path: Path) -> None:
     assert result.samples == {"total": 100, "evaluated": 100, "failed": 0}
     assert result.data["samples"] == 200
     assert result.warnings == []
-    assert "30 of 200 samples, seed 4, fingerprint" in result.description["data"]
+    assert "100 of 200 samples, seed 4, fingerprint" in result.description["data"]
 
 
 def test_another_sample_is_another_job_and_the_same_one_goes_on(tmp_path: Path) -> None:
