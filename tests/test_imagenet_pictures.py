@@ -131,7 +131,7 @@ def test_the_same_bits_at_any_number_of_threads(evaluate: Evaluate, pictures: Pi
     assert two.result["metrics_digest"] == one.result["metrics_digest"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_broken_picture_is_skipped_and_listed(
     evaluate: Evaluate, with_broken: Pictures, processes: int
 ) -> None:

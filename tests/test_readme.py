@@ -95,7 +95,7 @@ def digest_alone(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> st
     "start",
     [
         "torchrun --nproc-per-node 2",
-        pytest.param("horovodrun -np 2 python", marks=needs("horovodrun", "")),
+        pytest.param("horovodrun -np 2 python", marks=[*needs("horovodrun", ""), pytest.mark.long]),
     ],
 )
 def test_the_first_example_runs(launch: Launch, tmp_path: Path, start: str, digest_alone: str) -> None:

@@ -195,7 +195,6 @@ def evaluate(cluster: Cluster, launch: Launch, tmp_path_factory: pytest.TempPath
             (TORCHRUN, 2),
             (SRUN_TORCHRUN, 4),
             (HOROVODRUN, 2),
-            (HOROVODRUN_GLOO, 2),
             (MPIRUN, 2),
             (SRUN, 4),
             (SRUN_HOROVOD, 2),
