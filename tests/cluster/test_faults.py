@@ -333,9 +333,7 @@ def check_standstill(
 
 # -- a batch that takes longer than the timeout ------------------------------------------------------------
 
-COMPUTING = (
-    r"dualeval: note: rank {rank} on \S+ \(pid \d+\): computing for \d+ s, chunk \d+, stage forward; it is "
-)
+COMPUTING = r"dualeval: note: rank {rank} on \S+ \(pid \d+\): computing for \d+ s, chunk \d+, stage forward; "
 COMPUTING += r"the limit is 1,800 s \(--forward-timeout\)"
 
 
