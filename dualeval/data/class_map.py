@@ -73,11 +73,11 @@ def _of_json(path: Path, text: str) -> _Entries:
         raise UsageError(f"{where} is not JSON: {error}") from error
     if not isinstance(pairs, _Pairs):
         raise UsageError(f"{where} holds a {type(pairs).__name__}: {_EXPECTED}")
-    return [
-        (named, folder, _index(named, index, "null"))
-        for folder, index in pairs
-        for named in [f"{where}: {folder!r}"]
-    ]
+    found: _Entries = []
+    for folder, index in pairs:
+        named = f"{where}: {folder!r}"
+        found.append((named, folder, _index(named, index, "null")))
+    return found
 
 
 class _Pairs(list[tuple[str, Any]]):

@@ -141,13 +141,13 @@ def choose_labels(
     if order is None and known is not None and (labels := _by_known(folders, known)) is not None:
         return labels
     classes = {folder: index for index, folder in enumerate(folders)}
-    warnings = [_numeric_warning(folders)] if order is None else []
+    warning = _numeric_warning(folders) if order is None else ""
     return Labels(
         rule="order of names",
         classes=classes,
         names=dict(enumerate(folders)),
         num_classes=len(folders),
-        warnings=tuple(filter(None, warnings)),
+        warnings=(warning,) if warning else (),
     )
 
 
@@ -164,11 +164,12 @@ def _numbers(folders: Sequence[str]) -> dict[str, int] | None:
 
 def _numeric_warning(folders: Sequence[str]) -> str:
     numbers = _numbers(folders)
-    if numbers is None or (by_number := sorted(folders, key=lambda name: (numbers[name], name))) == [
-        *folders
-    ]:
+    if numbers is None:
         return ""
-    place = next(i for i, (a, b) in enumerate(zip(folders, by_number, strict=True)) if a != b)
+    by_number = sorted(folders, key=lambda name: (numbers[name], name))
+    place = next((i for i, (a, b) in enumerate(zip(folders, by_number, strict=True)) if a != b), None)
+    if place is None:
+        return ""
     return (
         f"the class folders are numbered, but are in the order of their names: {folders[place]!r} is class "
         f"{place}. If the model was trained in numeric order, give --class-order number or --class-map FILE; "
@@ -297,7 +298,7 @@ def _by_map(folders: Sequence[str], given: ClassMap, known: KnownClasses | None)
         num_classes=None if known is None else len(known.names),
         left_out=left_out,
         notes=tuple(notes),
-        warnings=tuple(_contradictions(classes, known, said)),
+        warnings=_contradictions(classes, known, said),
     )
 
 
@@ -318,21 +319,22 @@ def check_indices(classes: Mapping[str, int], count: int, said: str, because: st
             raise UsageError(f"{said} makes {folder!r} class {index}, but {because} (0 to {count - 1}).")
 
 
-def _contradictions(classes: Mapping[str, int], known: KnownClasses | None, said: str) -> Iterable[str]:
+def _contradictions(classes: Mapping[str, int], known: KnownClasses | None, said: str) -> tuple[str, ...]:
     """A sentence where the map gives a folder another class than the one whose name it has."""
     if known is None:
-        return
+        return ()
     other = {
         folder: places[0]
         for folder, index in classes.items()
         if len(places := known.find(folder, exactly=True)) == 1 and places[0] != index
     }
-    for folder, place in other.items():
-        yield (
-            f"{said} makes {folder!r} class {classes[folder]}, and {known.of} has class {place} of this name "
-            f"({len(other)} such folders). The map was used."
-        )
-        return
+    if not other:
+        return ()
+    folder, place = next(iter(other.items()))
+    return (
+        f"{said} makes {folder!r} class {classes[folder]}, and {known.of} has class {place} of this name "
+        f"({len(other)} such folders). The map was used.",
+    )
 
 
 def _merged(classes: Mapping[str, int]) -> dict[int, list[str]]:

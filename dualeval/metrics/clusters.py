@@ -215,11 +215,11 @@ class _Sums:
         if not (shares < 1).all():
             return "one cluster has all the weight"
         degrees = degrees_of_freedom(shares)
-        if bounded:
-            variance = math.ldexp(_sum(self._residuals**2 / (1 - shares)), 2 * self._power)
-            return clustered_interval(self._ratio, variance, self._samples, degrees)
         # Pustejovsky and Tipton's way of writing what Bell and McCaffrey call bias-reduced linearisation.
         square = _sum(self._residuals**2 / (1 - shares))
+        if bounded:
+            variance = math.ldexp(square, 2 * self._power)
+            return clustered_interval(self._ratio, variance, self._samples, degrees)
         if square == 0:
             return f"its {self.count} clusters are all equal, and do not show how far others may be"
         skewness = (
