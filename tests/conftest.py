@@ -210,3 +210,14 @@ def _end(processes: Sequence[psutil.Process]) -> None:
 
 def _text(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+@contextmanager
+def working_module(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Work in a folder that has a module of this name, which nothing remembers afterwards."""
+    (folder / f"{name}.py").write_text(source)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield
+    sys.modules.pop(name, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import struct
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from dualeval.tasks.image_classification import (
     ImageClassification,
 )
 from dualeval.vision_library import torchvision
+from tests.conftest import working_module
 
 # Imported here, not in the first test that needs it: the import sets an environment variable.
 TORCHVISION = torchvision()
@@ -82,12 +82,8 @@ def raises_runtime(): return picky(RuntimeError)
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A working folder with ``shapes``, a module of small models."""
-    (tmp_path / "shapes.py").write_text(MODELS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield
-    sys.modules.pop("shapes", None)
+    with working_module(tmp_path, "shapes", MODELS, monkeypatch):
+        yield
 
 
 @pytest.fixture(scope="session")

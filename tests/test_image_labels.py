@@ -21,7 +21,7 @@ from dualeval.result import read_result
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.stored import metrics_of_run
 from dualeval.vision_library import torchvision
-from tests.conftest import Launch
+from tests.conftest import Launch, working_module
 from tests.published_weights import Publish, cache, publish
 from tests.test_evaluator import evaluate
 from tests.test_image_classification import idx_folder
@@ -59,12 +59,8 @@ def grey(num_classes): return Red(num_classes, channels=1)
 @pytest.fixture(autouse=True)
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A working folder with ``reds``, a module of models that see a picture's class."""
-    (tmp_path / "reds.py").write_text(MODELS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield
-    sys.modules.pop("reds", None)
+    with working_module(tmp_path, "reds", MODELS, monkeypatch):
+        yield
 
 
 def lay_out(root: Path, classes: dict[str, int]) -> Path:

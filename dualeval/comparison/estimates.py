@@ -169,6 +169,7 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
         )
     values = _value(one, score), _value(other, score)
     flips: Flips | None = None
+    of_samples: ProportionDifference | None = None
     difference: MeanDifference | ProportionDifference | ClusteredProportionDifference
     if _is_proportion(pairs, score, one.y[chosen], other.y[chosen]):
         lost, gained = chosen & (one.y > other.y), chosen & (one.y < other.y)
@@ -176,7 +177,7 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
         of_samples = ProportionDifference(
             lost=len(flips.lost), gained=len(flips.gained), samples=samples, factor=score.factor
         )
-    if flips is not None and clusters is None:
+    if of_samples is not None and clusters is None:
         difference = of_samples
     else:
         influences = _influences(other, score)
@@ -184,7 +185,7 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
         difference = mean_difference(values[1] - values[0], influences[chosen], clusters)
         if not math.isfinite(difference.error):
             raise _NotCompared(f"the {score.transform} of its mean has no finite standard error")
-        if flips is not None:
+        if of_samples is not None:
             difference = ClusteredProportionDifference(by_cluster=difference, independent=of_samples)
     return Estimate(
         a=values[0],
