@@ -211,7 +211,7 @@ def test_horovod_trains_to_the_same_bits(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("launcher", "backend"), LAUNCHERS)
-@pytest.mark.parametrize("precision", ["fp32", "amp-fp16", "amp-bf16", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_training_is_bit_for_bit_as_without_the_evaluation(
     launch: Launch, fashion: Path, tmp_path: Path, launcher: str, backend: str, precision: str
 ) -> None:
