@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dualeval.devices import connect as connect
     from dualeval.door import evaluate as evaluate
     from dualeval.early_stopping import EarlyStopping as EarlyStopping
+    from dualeval.door import export as export
     from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
     from dualeval.engine.rescoring import rescore as rescore
     from dualeval.engine.samples import wrap as wrap
@@ -67,6 +68,7 @@ _HOME = {
     "connect": "dualeval.devices",
     "detect": "dualeval.launch",
     "evaluate": "dualeval.door",
+    "export": "dualeval.door",
     "rescore": "dualeval.engine.rescoring",
     "wrap": "dualeval.engine.samples",
 }

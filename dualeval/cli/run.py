@@ -39,6 +39,7 @@ from dualeval.launch.cores import own_cores, share_of_cores
 from dualeval.launch.starts import may_start_ranks
 from dualeval.plugins import DEFAULT_TASK, TASK_GROUP, TASKS, TaskKind, entry_points_of, task_kind
 from dualeval.process_start import DEFAULT_SIGNALS
+from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class _Invocation:
     heartbeat_timeout: float
     forward_timeout: float
     stop_signals: tuple[str, ...]
+    loggers: tuple[str, ...]
     debug: bool
     started: float
 
@@ -73,6 +75,12 @@ class _Invocation:
         check_timeout("--heartbeat-timeout", self.heartbeat_timeout)
         check_timeout("--forward-timeout", self.forward_timeout)
         numbers_of(self.stop_signals)
+        _ = self.targets
+
+    @property
+    def targets(self) -> list[Target]:
+        """Where the result is logged."""
+        return targets_of(self.loggers, None, "--logger")
 
 
 _OF_TASK = "of_task_"
@@ -275,6 +283,14 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
     help="Output folder; an unfinished run resumes there.",
 )
 @grouped("--fresh", group=RUN, is_flag=True, help="Remove an earlier run's files from --out first.")
+@grouped(
+    "--logger",
+    "loggers",
+    group=RUN,
+    multiple=True,
+    metavar="KIND:WHERE",
+    help="tensorboard:DIR, wandb:PROJECT, mlflow:URI, jsonl:FILE.",
+)
 @grouped("--progress/--no-progress", group=RUN, default=True, help="Show the progress.")
 @grouped("--json", "as_json", group=RUN, is_flag=True, help="Print result.json, and nothing else.")
 @grouped("--debug", group=RUN, is_flag=True, help="Show the whole traceback of an error.")
@@ -295,6 +311,9 @@ def run(context: click.Context, /, **flags: Any) -> None:
     world = detection.place
     of_file = start_of(flags["config"])
     flags["out"] = of_file.get("out") if flags["out"] is None else flags["out"]
+    if not flags["loggers"]:
+        folder = Path(flags["config"] or "").parent
+        flags["loggers"] = tuple(counted_from(text, folder) for text in of_file.get("logger", ()))
     # The ranks that it starts read the same file.
     if nproc is None and may_start_ranks(world):
         nproc = of_file.get("nproc")
@@ -305,7 +324,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
             name: flags[name]
             for name in (
                 *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json", "debug"),
-                *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines"),
+                *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines", "loggers"),
             )
         },
     )
@@ -344,6 +363,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     numerics.check_precision(job.precision, device)
     if invocation.out is not None:
         check_path(invocation.out)
+    check_installed(invocation.targets, "--logger")
     if fetch := getattr(job.options, "fetch", None):
         fetch()
     task = job.make_task()
@@ -418,7 +438,10 @@ def _evaluate(job: Job, invocation: _Invocation, launcher: str | None) -> int:
         debug=invocation.debug,
     )
     return options.evaluate_and_show(
-        session, lambda session: _run_engine(job, invocation, session), as_json=invocation.as_json
+        session,
+        lambda session: _run_engine(job, invocation, session),
+        as_json=invocation.as_json,
+        targets=invocation.targets,
     )
 
 
@@ -428,6 +451,8 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
 
+    if session.world.is_main:
+        check_installed(invocation.targets, "--logger")
     _fetch(job, session)
     task = job.make_task()
     stream = sys.stderr if invocation.as_json else sys.stdout
