@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from dualeval.comparison.compared import compare as compare
     from dualeval.devices import connect as connect
     from dualeval.door import evaluate as evaluate
-    from dualeval.early_stopping import EarlyStopping as EarlyStopping
     from dualeval.door import export as export
+    from dualeval.early_stopping import EarlyStopping as EarlyStopping
     from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
     from dualeval.engine.rescoring import rescore as rescore
     from dualeval.engine.samples import wrap as wrap
