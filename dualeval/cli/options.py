@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -14,6 +14,8 @@ from dualeval.process_start import end_with, unwritten
 if TYPE_CHECKING:
     from dualeval.engine.session import Session
     from dualeval.result import Result
+
+_T = TypeVar("_T")
 
 METRIC = click.option(
     "--metric", multiple=True, help="Metric to compute; give it again for more.  [default: all]"
@@ -65,13 +67,27 @@ def evaluate_and_show(session: Session, evaluate: Callable[[Session], Result], *
         evaluate: called in it.
         as_json: as for ``show``.
     """
-    from dualeval.engine.ending import end_process
     from dualeval.result import RESULT
+
+    code, result = work_in_session(session, evaluate)
+    if result is not None and session.world.is_main:
+        show(result, as_json=as_json, kept=None if result.folder is None else Path(result.folder) / RESULT)
+    return code
+
+
+def work_in_session(session: Session, work: Callable[[Session], _T]) -> tuple[int, _T | None]:
+    """Do something in a session of its own; returns the exit code, and what came of it where that is 0.
+
+    Args:
+        session: not open yet.
+        work: called in it.
+    """
+    from dualeval.engine.ending import end_process
 
     try:
         with session:
             try:
-                result = evaluate(session)
+                done = work(session)
                 # It is on the disk: a signal that comes when the session takes none any more is too late.
                 end_with(EXIT_DONE)
             except BaseException as error:
@@ -84,7 +100,5 @@ def evaluate_and_show(session: Session, evaluate: Callable[[Session], Result], *
     except Exception:
         if not session.is_concluded:
             raise
-        return session.exit_code
-    if session.world.is_main:
-        show(result, as_json=as_json, kept=None if result.folder is None else Path(result.folder) / RESULT)
-    return EXIT_DONE
+        return session.exit_code, None
+    return EXIT_DONE, done
