@@ -25,6 +25,7 @@ GROUND = {
 ALLOWED = {
     "door": {"engine", "tasks", "local_ranks", "report.loggers", "result"},
     "cli": {
+        "bench",
         "metrics.by_name",
         "job",
         "plugins",
@@ -39,6 +40,7 @@ ALLOWED = {
         "result",
         "local_ranks",
     },
+    "bench": {"engine", "backends.base", "tasks"},
     "columns": set(),
     "comparison": {"engine", "metrics.scores", "metrics.intervals", "result", "tasks.stored"},
     "early_stopping": {"backends", "launch", "result"},

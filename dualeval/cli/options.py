@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from dualeval.engine.session import Session
     from dualeval.report.loggers.targets import Target
     from dualeval.result import Result
+
+_T = TypeVar("_T")
 
 METRIC = click.option(
     "--metric", multiple=True, help="Metric to compute; give it again for more.  [default: all]"
@@ -73,13 +75,35 @@ def evaluate_and_show(
         as_json: as for ``show``.
         targets: where the result is logged, when it is shown.
     """
-    from dualeval.engine.ending import end_process
     from dualeval.result import RESULT
+
+    code, result = work_in_session(session, evaluate)
+    if result is not None and session.world.is_main:
+        kept = None if result.folder is None else Path(result.folder) / RESULT
+        try:
+            show(result, as_json=as_json, kept=kept)
+        finally:
+            # Also where whoever reads the table has seen enough of it, as head.
+            if targets:
+                from dualeval.report.loggers.log import log_result
+
+                log_result(result, targets, None, session.note)
+    return code
+
+
+def work_in_session(session: Session, work: Callable[[Session], _T]) -> tuple[int, _T | None]:
+    """Do something in a session of its own; returns the exit code, and what came of it where that is 0.
+
+    Args:
+        session: not open yet.
+        work: called in it.
+    """
+    from dualeval.engine.ending import end_process
 
     try:
         with session:
             try:
-                result = evaluate(session)
+                done = work(session)
                 # It is on the disk: a signal that comes when the session takes none any more is too late.
                 end_with(EXIT_DONE)
             except BaseException as error:
@@ -92,15 +116,5 @@ def evaluate_and_show(
     except Exception:
         if not session.is_concluded:
             raise
-        return session.exit_code
-    if session.world.is_main:
-        try:
-            kept = None if result.folder is None else Path(result.folder) / RESULT
-            show(result, as_json=as_json, kept=kept)
-        finally:
-            # Also where whoever reads the table has seen enough of it, as head.
-            if targets:
-                from dualeval.report.loggers.log import log_result
-
-                log_result(result, targets, None, session.note)
-    return EXIT_DONE
+        return session.exit_code, None
+    return EXIT_DONE, done
