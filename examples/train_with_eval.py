@@ -25,7 +25,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -215,6 +215,8 @@ def read_checkpoint(options: argparse.Namespace, ranks: Ranks) -> Any:
     if not options.resume:
         raise dualeval.UsageError(f"{path} is there already: type --resume to go on, or give another --out")
     checkpoint = torch.load(path, "cpu", weights_only=True)
+    if "options" not in checkpoint:
+        raise dualeval.UsageError(f"{path} was not written by this example: give another --out")
     for name in FIXED:
         if (before := checkpoint["options"][name]) != now[name]:
             raise dualeval.UsageError(
@@ -237,9 +239,14 @@ def write(path: Path, save: Callable[[Path], Any]) -> None:
 
 
 def write_start(
-    options: argparse.Namespace, ranks: Ranks, world: dualeval.World, device: torch.device
+    options: argparse.Namespace, ranks: Ranks, world: dualeval.World, device: torch.device, log: list[Any]
 ) -> None:
-    """Write run.json, which says what the run is."""
+    """Write run.json, which says what the run is, and print the table so far."""
+    print("\n".join([HEADING, *(printed(entry, options.epochs) for entry in log)]), flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if log:
+        write_log(options.out, log)  # the run may have been killed before it wrote the last line
+        return
     names = ("model", "batch_size", "precision", "lr", "epochs", "seed")
     content = {
         **{name: getattr(options, name) for name in names},
@@ -259,6 +266,18 @@ def write_start(
     write(
         options.out / "run.json", lambda path: path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     )
+
+
+def write_epoch(
+    options: argparse.Namespace, ranks: Ranks, log: list[Any], states: dict[str, Any], *, is_best: bool
+) -> None:
+    """Write the checkpoints and log.jsonl, and print the epoch."""
+    checkpoint = {**states, "epoch": len(log), "log": log, "options": as_json(options, ranks)}
+    # last.pt at the end: a run that is killed before it trains this epoch again.
+    for name in ("best.pt", "last.pt") if is_best else ("last.pt",):
+        write(options.out / name, functools.partial(torch.save, checkpoint))
+    write_log(options.out, log)
+    print(printed(log[-1], options.epochs), flush=True)
 
 
 def write_log(folder: Path, log: list[dict[str, Any]]) -> None:
@@ -282,23 +301,26 @@ HEADING = "epoch     train loss  eval loss    Acc@1    Acc@5  train s  eval s  i
 # -- the run ---------------------------------------------------------------------------------------------
 
 
-def train(options: argparse.Namespace, world: dualeval.World) -> None:
-    """Train, and evaluate after each epoch; rank 0 writes the folder ``options.out``."""
-    started = time.perf_counter()
-    device = device_of(world, options.device)
-    ranks, precision = join_ranks(world, options.backend, device), PRECISIONS[options.precision]
+def prepared_on_all(options: argparse.Namespace, ranks: Ranks) -> Prepared:
+    """What ``prepare`` gives; what is wrong on one rank ends all of them, so that none waits for it."""
     prepared, problem = None, None
     try:
         prepared = prepare(options, ranks)
     except dualeval.UsageError as error:
         problem = str(error)
     problems = [each for each in ranks.gather(problem) if each is not None]
-    if prepared is None or problems:  # on one rank or all: all stop, and none waits for it
+    if prepared is None or problems:
         ranks.leave()
         raise dualeval.UsageError(problems[0])
+    return replace(prepared, checkpoint=ranks.share(prepared.checkpoint))
 
-    found = ranks.share(prepared.checkpoint)
-    net = prepared.model
+
+def train(options: argparse.Namespace, world: dualeval.World) -> None:
+    """Train, and evaluate after each epoch; rank 0 writes the folder ``options.out``."""
+    started, device = time.perf_counter(), device_of(world, options.device)
+    ranks, precision = join_ranks(world, options.backend, device), PRECISIONS[options.precision]
+    prepared = prepared_on_all(options, ranks)
+    net, found = prepared.model, prepared.checkpoint
     if found:
         net.load_state_dict(found["model"])
     net.to(device, torch.float32 if precision.has_masters else precision.weights)
@@ -315,28 +337,16 @@ def train(options: argparse.Namespace, world: dualeval.World) -> None:
     for name in ("lr_scheduler", "scaler", "stopping") if found else ():
         stateful[name].load_state_dict(found[name])
     log: list[dict[str, Any]] = found["log"] if found else []
-    if ranks.rank == 0:
-        options.out.mkdir(parents=True, exist_ok=True)
-        if not found:
-            write_start(options, ranks, world, device)
-        write_log(options.out, log)
-        print("\n".join([HEADING, *(printed(entry, options.epochs) for entry in log)]), flush=True)
-
-    sampler: Any = DistributedSampler(prepared.training, ranks.size, ranks.rank, seed=options.seed)
-    loader = DataLoader(
-        prepared.training,
-        options.batch_size,
-        sampler=sampler,
-        num_workers=options.workers,
-        pin_memory=device.type == "cuda",
-        drop_last=True,
-    )
     elapsed_before = log[-1]["elapsed_s"] if log else 0.0
+    if ranks.rank == 0:
+        write_start(options, ranks, world, device, log)
+
+    loader = loader_of(options, ranks, prepared.training, pin_memory=device.type == "cuda")
     for epoch in range(len(log) + 1, options.epochs + 1):
         if stopping.should_stop:
             break
         # Of each epoch its own, for order, augmentation and dropout: a resume needs no states of generators.
-        sampler.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch)
         prepared.training.epoch = epoch
         torch.manual_seed(mixed(options.seed, epoch, ranks.rank))
         lr, begun = optimizer.param_groups[0]["lr"], time.perf_counter()
@@ -344,33 +354,40 @@ def train(options: argparse.Namespace, world: dualeval.World) -> None:
         schedule.step()
         ranks.broadcast(dict(net.named_buffers()))  # a batch norm's statistics are each rank's own
         trained = time.perf_counter()
-        entry = {"epoch": epoch, "train_loss": loss, "lr": lr, "train_s": trained - begun}
         values: dict[str, Any] = {"metrics": {}, "intervals": {}, "metrics_digest": None}
         if not options.no_eval:
-            result = dualeval.evaluate(
-                task_of(net, prepared.validation),
-                batch_size=options.eval_batch_size,
-                precision=precision.evaluation,
-                limit=options.limit_eval,
-                workers=options.workers,
-                device=device.type,
-            )
-            stopping.update(result)
-            numbers = {name: value for name, value in result.metrics.items() if isinstance(value, float)}
-            intervals = {name: result.intervals[name] for name in numbers if name in result.intervals}
-            values = {"metrics": numbers, "intervals": intervals, "metrics_digest": result.metrics_digest}
+            values = evaluate(options, net, prepared.validation, stopping)
         now = time.perf_counter()
+        entry = {"epoch": epoch, "train_loss": loss, "lr": lr, "train_s": trained - begun}
         entry |= {"eval_s": now - trained, "elapsed_s": elapsed_before + now - started}
         log.append({**entry, "images_per_s": images / (trained - begun), **values})
         if ranks.rank == 0:
-            checkpoint = {name: part.state_dict() for name, part in stateful.items()}
-            checkpoint |= {"epoch": epoch, "log": log, "options": as_json(options, ranks)}
-            # last.pt at the end: a run that is killed before it trains this epoch again.
-            for name in ("best.pt", "last.pt") if stopping.is_best else ("last.pt",):
-                write(options.out / name, functools.partial(torch.save, checkpoint))
-            write_log(options.out, log)
-            print(printed(log[-1], options.epochs), flush=True)
+            states = {name: part.state_dict() for name, part in stateful.items()}
+            write_epoch(options, ranks, log, states, is_best=stopping.is_best)
     ranks.leave()
+
+
+def evaluate(options: argparse.Namespace, net: nn.Module, data: Any, stopping: Any) -> dict[str, Any]:
+    """Evaluate as a guest of the ranks, all of which call this."""
+    result = dualeval.evaluate(
+        task_of(net, data),
+        batch_size=options.eval_batch_size,
+        precision=PRECISIONS[options.precision].evaluation,
+        limit=options.limit_eval,
+        workers=options.workers,
+        device=options.device,
+    )
+    stopping.update(result)
+    numbers = {name: value for name, value in result.metrics.items() if isinstance(value, float)}
+    intervals = {name: result.intervals[name] for name in numbers if name in result.intervals}
+    return {"metrics": numbers, "intervals": intervals, "metrics_digest": result.metrics_digest}
+
+
+def loader_of(options: argparse.Namespace, ranks: Ranks, data: Any, **more: Any) -> Any:
+    """The batches of this rank."""
+    sampler: Any = DistributedSampler(data, ranks.size, ranks.rank, seed=options.seed)
+    more |= {"num_workers": options.workers, "drop_last": True}
+    return DataLoader(data, options.batch_size, sampler=sampler, **more)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

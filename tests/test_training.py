@@ -201,7 +201,10 @@ def test_torchrun(of_two_ranks: Path, fashion: Path) -> None:
 def test_horovod_trains_to_the_same_bits(
     of_two_ranks: Path, fashion: Path, tmp_path: Path, launch: Launch
 ) -> None:
-    done = start(launch, "horovodrun", fashion, tmp_path / "run")
+    # Over gloo: MPI's ranks wait with a core each, which other tests could use.
+    words = ["horovodrun", "--gloo", "-np", "2", sys.executable, EXAMPLES / "train_with_eval.py"]
+    words += ["--model", MODEL, "--data", fashion, "--out", tmp_path / "run", "--epochs", "2", *SMALL]
+    done = launch(words, variables=ONE_THREAD)
     assert done.returncode == 0, done.stderr
     assert read(tmp_path / "run/run.json")["backend"] == "horovod"
     assert bits(tmp_path / "run", "model", "epoch") == bits(of_two_ranks, "model", "epoch")
@@ -300,15 +303,14 @@ def test_a_resume_has_the_bits_of_a_run_without_a_break(
         written: list[Any] = []
 
         def write_log(folder: Path, log: list[Any]) -> None:
-            written.append(log)
-            if log:  # killed when last.pt of the first epoch is there, and its line is not
-                raise KeyboardInterrupt
+            written.append(log)  # killed when last.pt of the first epoch is there, and its line is not
+            raise KeyboardInterrupt
 
         patch.setattr(example, "write_log", write_log)
         with pytest.raises(KeyboardInterrupt):
             trained(example, fashion, tmp_path / "run")
     torch.distributed.destroy_process_group()
-    assert torch.load(tmp_path / "run/last.pt")["epoch"] == 1 and len(written) == 2
+    assert torch.load(tmp_path / "run/last.pt")["epoch"] == 1 and len(written) == 1
     torch.manual_seed(99)
     run = trained(example, fashion, tmp_path / "run", "--resume")
     assert bits(run) == bits(whole)
@@ -433,6 +435,47 @@ def test_a_folder_is_not_trained_over(example: Any, fashion: Path, tmp_path: Pat
     assert example.main(words) == 0
     assert example.main(words) == 2
     assert example.main([*words, "--resume", "--lr", "0.2"]) == 2
-    first, second = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    torch.save({"model": {}}, tmp_path / "last.pt")
+    assert example.main([*words, "--resume"]) == 2
+    first, second, third = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "last.pt was not written by this example" in third
     assert "last.pt is there already: type --resume to go on, or give another --out" in first
     assert "was trained with lr 0.05, and now it is 0.2" in second
+
+
+@pytest.mark.long
+def test_three_epochs_on_two_processes_and_their_curves(launch: Launch, tmp_path: Path) -> None:
+    """The embedded network learns; plot_curves draws two runs of it beside each other."""
+    data = write_fashion(tmp_path / "fashion", 8000, 2000)
+    for launcher in ("torchrun", "horovodrun"):
+        words = [
+            "--model",
+            "fashion-cnn",
+            "--data",
+            str(data),
+            "--out",
+            str(tmp_path / launcher),
+            "--epochs",
+            "3",
+        ]
+        options = ["--batch-size", "32", "--lr", "0.05", "--workers", "0", "--crop", "--flip"]
+        done = launch(
+            [SCRIPTS / f"{launcher}_one_node.sh", *words, *options], variables=ONE_THREAD, timeout=280
+        )
+        assert done.returncode == 0, done.stderr
+    log = log_of(tmp_path / "torchrun")
+    assert [entry["metrics_digest"] for entry in log_of(tmp_path / "horovodrun")] == [
+        entry["metrics_digest"] for entry in log
+    ]
+    assert log[-1]["metrics"]["top1"] > 0.8 and log[-1]["train_loss"] < log[0]["train_loss"]
+    assert log[-1]["metrics_digest"] == digest_by_dualeval(tmp_path / "torchrun", data)
+    drawing: list[str | Path] = [
+        EXAMPLES / "plot_curves.py",
+        tmp_path / "torchrun",
+        tmp_path / "horovodrun",
+        "--out",
+        tmp_path / "curves",
+    ]
+    done = launch([sys.executable, *drawing])
+    assert done.returncode == 0, done.stderr
+    assert {path.suffix for path in (tmp_path / "curves").iterdir()} >= {".png", ".svg"}
