@@ -17,9 +17,11 @@ from typing import NoReturn
 import click
 
 from dualeval import __version__, process_start
+from dualeval.cli.bench import bench
 from dualeval.cli.compare import compare
 from dualeval.cli.conformance import conformance
 from dualeval.cli.doctor import doctor
+from dualeval.cli.export import export
 from dualeval.cli.listing import list_names
 from dualeval.cli.run import run
 from dualeval.cli.score import score
@@ -64,6 +66,8 @@ dualeval.add_command(run)
 dualeval.add_command(score)
 dualeval.add_command(verify)
 dualeval.add_command(compare)
+dualeval.add_command(export)
+dualeval.add_command(bench)
 dualeval.add_command(list_names)
 dualeval.add_command(doctor)
 dualeval.add_command(conformance)
@@ -140,7 +144,7 @@ def _say(message: str, words: Sequence[str], *, of_node: bool = False) -> None:
     """
     try:
         # Any other command is no rank's.
-        may_be_a_rank = {"run", "doctor", "score", "conformance"} & set(words)
+        may_be_a_rank = {"run", "doctor", "score", "conformance", "bench"} & set(words)
         world = detect(os.environ, _launcher(words)) if may_be_a_rank else World.alone()
     except UsageError:
         world = None

@@ -5,40 +5,27 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from dualeval.choices import SCHEDULES, check_choice
 from dualeval.cli import options
-from dualeval.cli.grouped import GroupedCommand, Words, flag_for, grouped, with_flag
+from dualeval.cli.grouped import Words, grouped
+from dualeval.cli.task_flags import TaskCommand, TaskName, job_flag, job_of
 from dualeval.engine.options import check_timeout
 from dualeval.engine.session import Session
 from dualeval.engine.signals import numbers_of
-from dualeval.errors import DualevalError
-from dualeval.job import (
-    COMMON,
-    DATA,
-    LAUNCH,
-    MODEL,
-    RUN,
-    Job,
-    asked_task,
-    owners_of,
-    refuse_foreign,
-    start_of,
-    texts_of,
-)
+from dualeval.job import DATA, LAUNCH, MODEL, RUN, Job, owners_of, start_of
 from dualeval.launch import PROBES, examine
 from dualeval.launch.cores import own_cores, share_of_cores
 from dualeval.launch.starts import may_start_ranks
-from dualeval.plugins import DEFAULT_TASK, TASK_GROUP, TASKS, TaskKind, entry_points_of, task_kind
 from dualeval.process_start import DEFAULT_SIGNALS
+from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -65,6 +52,7 @@ class _Invocation:
     heartbeat_timeout: float
     forward_timeout: float
     stop_signals: tuple[str, ...]
+    loggers: tuple[str, ...]
     debug: bool
     started: float
 
@@ -73,137 +61,22 @@ class _Invocation:
         check_timeout("--heartbeat-timeout", self.heartbeat_timeout)
         check_timeout("--forward-timeout", self.forward_timeout)
         numbers_of(self.stop_signals)
+        _ = self.targets
+
+    @property
+    def targets(self) -> list[Target]:
+        """Where the result is logged."""
+        return targets_of(self.loggers, None, "--logger")
 
 
-_OF_TASK = "of_task_"
-_TASK = "dualeval.task"
-
-
-class _Run(GroupedCommand):
-    """A command whose flags are those of every run and those of the task that is asked for."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Find out first which task it is: on the command line, or in the job file."""
-        kind, is_asked = self._asked(ctx, args)
-        ctx.meta[_TASK] = _Flags(kind=kind, is_asked=is_asked, flags=self._flags_of(kind))
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            refuse_foreign(error.option_name.lstrip("-").replace("-", "_"), kind.name)
-            raise
-
-    def _asked(self, ctx: click.Context, args: list[str]) -> tuple[TaskKind, bool]:
-        parser = super().make_parser(ctx)
-        parser.ignore_unknown_options = True
-        try:
-            found, _, _ = parser.parse_args(list(args))
-        except click.UsageError:
-            found = {}  # said when all flags are known
-        config, task = found.get("config"), found.get("task")
-        try:
-            asked = asked_task(None if config is None else Path(config), task)
-            return task_kind(asked), task is not None or config is not None
-        except DualevalError:
-            if not ctx.resilient_parsing:
-                raise
-            return task_kind(DEFAULT_TASK), False  # the shell wants completions
-
-    def _flags_of(self, kind: TaskKind) -> list[click.Parameter]:
-        """A flag for each option of the task, but where the run has one of that name."""
-        taken = {name for parameter in self.params for name in parameter.opts}
-        group = f"Options of {kind.name}"
-        return [
-            flag_for(replace(field, group=field.group or group), name=f"{_OF_TASK}{field.name}")
-            for field in kind.fields
-            if field.is_settable and field.flag not in taken
-        ]
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """The flags of every run, and those of the task."""
-        found = ctx.meta.get(_TASK)
-        own = super().get_params(ctx)
-        return own if found is None else [*own[:_BEFORE_TASK], *found.flags, *own[_BEFORE_TASK:]]
-
-    def shown_params(self, context: click.Context) -> list[click.Parameter]:
-        """All flags; without a task only the most important ones of the default task."""
-        found = context.meta.get(_TASK)
-        params = self.get_params(context)
-        if found is None or found.is_asked:
-            return params
-        return [
-            parameter
-            for parameter in params
-            if parameter not in found.flags or parameter.name in _ALWAYS_SHOWN
-        ]
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Say where the options of a task are shown."""
-        found = ctx.meta.get(_TASK)
-        if found is None or found.is_asked:
-            return
-        formatter.write_paragraph()
-        formatter.write_text(
-            f"Without --task it is {found.kind.name}. All options of a task: 'dualeval run --task NAME "
-            "--help'; tasks, metrics and models: 'dualeval list'."
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Flags:
-    """The task of a command line, whether it is named there, and its flags."""
-
-    kind: TaskKind
-    is_asked: bool
-    flags: list[click.Parameter]
-
-
-def _of_job(name: str) -> Callable[[Any], Any]:
-    """The flag of a field of Job."""
-    return with_flag(flag_for(COMMON[name], multiple=name == "metric"))
-
-
-def job_of(flags: Mapping[str, Any]) -> Job:
-    """The job that the flags of ``dualeval run`` ask for."""
-    given = {name: flags[name] for name in ("task", *COMMON)}
-    own = {name[len(_OF_TASK) :]: value for name, value in flags.items() if name.startswith(_OF_TASK)}
-    return Job.read(flags["config"], {**own, **given}, texts_of(flags["options"]))
-
-
-def is_flag(name: str) -> bool:
-    """Whether ``dualeval run`` has a flag of this name, perhaps for one of the built-in tasks only."""
-    own = any(name in parameter.opts for parameter in run.params)
-    return own or bool(owners_of(name.lstrip("-").replace("-", "_")))
-
-
-# How many flags stand before those of the task, --help not counted.
-_BEFORE_TASK = 2
-_ALWAYS_SHOWN = tuple(f"{_OF_TASK}{name}" for name in ("model", "weights", "data"))
-
-
-class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic from click 8.4 on
-    """The name of a task; the shell completes names, and files of one's own."""
-
-    name = "task"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return "NAME"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        names = [*TASKS, *entry_points_of(TASK_GROUP)]
-        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
-        return found or [CompletionItem(incomplete, type="file")]
-
-
-@click.command(cls=_Run, groups=(MODEL, DATA), last=(RUN, LAUNCH))
-@grouped("--task", group=MODEL, type=_TaskName(), help="A task's name, package.mod:Class or file.py:Class.")
+@click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(RUN, LAUNCH))
+@grouped("--task", group=MODEL, type=TaskName(), help="A task's name, package.mod:Class or file.py:Class.")
 @grouped("-T", "options", group=MODEL, multiple=True, metavar="NAME=VALUE", help="Any option of the task.")
-@_of_job("metric")
-@_of_job("limit")
-@_of_job("sample")
-@_of_job("seed")
-@_of_job("cluster")
+@job_flag("metric")
+@job_flag("limit")
+@job_flag("sample")
+@job_flag("seed")
+@job_flag("cluster")
 @grouped(
     "--config",
     group=RUN,
@@ -211,9 +84,9 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
     metavar="FILE",
     help="Job file (TOML); flags override it.",
 )
-@_of_job("batch_size")
-@_of_job("precision")
-@_of_job("on_error")
+@job_flag("batch_size")
+@job_flag("precision")
+@job_flag("on_error")
 @grouped(
     "--schedule",
     group=RUN,
@@ -228,8 +101,8 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
     help="Before resuming, check one finished batch.",
 )
 @grouped("--nproc", group=LAUNCH, type=int, metavar="N", help="Start N processes on this machine.")
-@_of_job("device")
-@_of_job("workers")
+@job_flag("device")
+@job_flag("workers")
 @grouped(
     "--backend",
     group=LAUNCH,
@@ -275,6 +148,14 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
     help="Output folder; an unfinished run resumes there.",
 )
 @grouped("--fresh", group=RUN, is_flag=True, help="Remove an earlier run's files from --out first.")
+@grouped(
+    "--logger",
+    "loggers",
+    group=RUN,
+    multiple=True,
+    metavar="KIND:WHERE",
+    help="tensorboard:DIR, wandb:PROJECT, mlflow:URI, jsonl:FILE.",
+)
 @grouped("--progress/--no-progress", group=RUN, default=True, help="Show the progress.")
 @grouped("--json", "as_json", group=RUN, is_flag=True, help="Print result.json, and nothing else.")
 @grouped("--debug", group=RUN, is_flag=True, help="Show the whole traceback of an error.")
@@ -295,6 +176,9 @@ def run(context: click.Context, /, **flags: Any) -> None:
     world = detection.place
     of_file = start_of(flags["config"])
     flags["out"] = of_file.get("out") if flags["out"] is None else flags["out"]
+    if not flags["loggers"]:
+        folder = Path(flags["config"] or "").parent
+        flags["loggers"] = tuple(counted_from(text, folder) for text in of_file.get("logger", ()))
     # The ranks that it starts read the same file.
     if nproc is None and may_start_ranks(world):
         nproc = of_file.get("nproc")
@@ -305,7 +189,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
             name: flags[name]
             for name in (
                 *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json", "debug"),
-                *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines"),
+                *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines", "loggers"),
             )
         },
     )
@@ -320,6 +204,12 @@ def run(context: click.Context, /, **flags: Any) -> None:
     if nproc is not None:
         context.exit(_start_ranks(nproc, world, job, invocation, context.obj))
     context.exit(_evaluate(job, invocation, launcher))
+
+
+def is_flag(name: str) -> bool:
+    """Whether ``dualeval run`` has a flag of this name, perhaps for one of the built-in tasks only."""
+    own = any(name in parameter.opts for parameter in run.params)
+    return own or bool(owners_of(name.lstrip("-").replace("-", "_")))
 
 
 def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None) -> dict[str, Any]:
@@ -344,6 +234,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     numerics.check_precision(job.precision, device)
     if invocation.out is not None:
         check_path(invocation.out)
+    check_installed(invocation.targets, "--logger")
     if fetch := getattr(job.options, "fetch", None):
         fetch()
     task = job.make_task()
@@ -418,7 +309,10 @@ def _evaluate(job: Job, invocation: _Invocation, launcher: str | None) -> int:
         debug=invocation.debug,
     )
     return options.evaluate_and_show(
-        session, lambda session: _run_engine(job, invocation, session), as_json=invocation.as_json
+        session,
+        lambda session: _run_engine(job, invocation, session),
+        as_json=invocation.as_json,
+        targets=invocation.targets,
     )
 
 
@@ -428,6 +322,8 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
 
+    if session.world.is_main:
+        check_installed(invocation.targets, "--logger")
     _fetch(job, session)
     task = job.make_task()
     stream = sys.stderr if invocation.as_json else sys.stdout

@@ -16,7 +16,8 @@ from typing import Any
 import click
 
 from dualeval.cli.grouped import Words
-from dualeval.cli.run import is_flag, job_of, run
+from dualeval.cli.run import is_flag, run
+from dualeval.cli.task_flags import job_of
 from dualeval.errors import DualevalError, LaunchError, UsageError
 from dualeval.launch import slurm
 

@@ -125,7 +125,7 @@ def test_sbatch(script: str, state: str, cluster: Cluster, launch: Launch, tmp_p
 
 def until(found: Callable[[], bool]) -> None:
     """Wait for something that comes soon."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not found():
         assert time.monotonic() < deadline
         time.sleep(0.02)

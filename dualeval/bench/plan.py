@@ -1,0 +1,135 @@
+"""Which cells are measured, in which order, and what one start of a cell does: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# One process, one process that splits its batches over several GPUs, and ranks over two backends.
+SINGLE, DATAPARALLEL, TORCH, HOROVOD = "single", "dataparallel", "torch", "horovod"
+MODES = (SINGLE, DATAPARALLEL, TORCH, HOROVOD)
+# Modes whose ranks are a group, and their backend of that name.
+OF_RANKS = (TORCH, HOROVOD)
+# Of a training step, in their order.
+STAGES = ("forward", "backward", "all_reduce", "optimiser")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One combination that is measured.
+
+    Attributes:
+        mode: one of ``MODES``.
+        processes: how many ranks; for "dataparallel" how many GPUs its one process uses.
+        precision: one of ``choices.PRECISIONS``.
+        batch_size: samples a batch of each process.
+        reason: why it cannot be measured here; None where it can.
+    """
+
+    mode: str
+    processes: int
+    precision: str
+    batch_size: int
+    reason: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The cell in words."""
+        unit = "GPU" if self.mode == DATAPARALLEL else "process"
+        plural = "" if self.processes == 1 else "s" if unit == "GPU" else "es"
+        return f"{self.mode}, {self.processes} {unit}{plural}, {self.precision}, batch size {self.batch_size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellStart:
+    """What one start of a cell does.
+
+    Attributes:
+        mode: as in ``Cell``; likewise ``processes``, ``precision`` and ``batch_size``.
+        cores: of each process, which are its own.
+        min_seconds: the least time that is measured.
+        warmup: batches a process before that.
+        train: whether training steps are timed in place of evaluations.
+        begun: ``time.monotonic()`` when its command was started.
+        to: the file for what was measured.
+    """
+
+    mode: str
+    processes: int
+    precision: str
+    batch_size: int
+    cores: int
+    min_seconds: float
+    warmup: int
+    train: bool
+    begun: float
+    to: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields as plain values."""
+        return asdict(self)
+
+
+def plan_cells(
+    modes: Sequence[str],
+    processes: Sequence[int],
+    precisions: Sequence[str],
+    batch_sizes: Sequence[int],
+    why_not: Callable[[Cell], str | None],
+) -> list[Cell]:
+    """List the cells: every combination that is one, in a fixed order.
+
+    One process is a cell of its own mode; DataParallel needs at least two GPUs to differ from it.
+
+    Args:
+        modes: of ``MODES``.
+        processes: numbers of ranks, or of GPUs of DataParallel.
+        precisions: of ``choices.PRECISIONS``.
+        batch_sizes: samples a batch.
+        why_not: says why a cell cannot be measured here; None: it can.
+    """
+    cells = []
+    for precision in precisions:
+        for batch_size in batch_sizes:
+            for mode in (mode for mode in MODES if mode in modes):
+                for count in _counts(mode, processes):
+                    cell = Cell(mode=mode, processes=count, precision=precision, batch_size=batch_size)
+                    cells.append(Cell(**{**asdict(cell), "reason": why_not(cell)}))
+    return cells
+
+
+def _counts(mode: str, processes: Sequence[int]) -> Sequence[int]:
+    if mode == SINGLE:
+        return [1]
+    return [count for count in processes if mode != DATAPARALLEL or count > 1]
+
+
+def order_of_round(count: int, number: int) -> list[int]:
+    """In which order a round measures its cells: each round begins one cell later, every second backwards.
+
+    So no cell is always first, or always behind the same one.
+
+    Args:
+        count: how many cells there are.
+        number: of the round, from 0.
+    """
+    first = number % max(count, 1)
+    order = [*range(first, count), *range(first)]
+    return order if number % 2 == 0 else order[::-1]
+
+
+def cores_of_processes(processes: Sequence[int], usable: int) -> int:
+    """How many cores each process gets, the same in all cells: a share of the most processes that fit."""
+    return max(1, usable // max([count for count in processes if count <= usable], default=1))
+
+
+def own_part(cores: Sequence[int], each: int, local_rank: int) -> list[int]:
+    """The cores of one of the ranks of this machine.
+
+    Args:
+        cores: numbers of those that all of them may use.
+        each: how many each rank gets.
+        local_rank: which one it is.
+    """
+    return list(cores[local_rank * each : (local_rank + 1) * each])

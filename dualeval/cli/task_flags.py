@@ -1,0 +1,130 @@
+"""Flags of a job: those of every run, and those of the task that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from dualeval.cli.grouped import GroupedCommand, flag_for, with_flag
+from dualeval.errors import DualevalError
+from dualeval.job import COMMON, Job, asked_task, refuse_foreign, texts_of
+from dualeval.plugins import DEFAULT_TASK, TASK_GROUP, TASKS, TaskKind, entry_points_of, task_kind
+
+_OF_TASK = "of_task_"
+_TASK = "dualeval.task"
+
+
+class TaskCommand(GroupedCommand):
+    """A command whose flags are those of every run and those of the task that is asked for."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Find out first which task it is: on the command line, or in the job file."""
+        kind, is_asked = self._asked(ctx, args)
+        ctx.meta[_TASK] = _Flags(kind=kind, is_asked=is_asked, flags=self._flags_of(kind))
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            refuse_foreign(error.option_name.lstrip("-").replace("-", "_"), kind.name)
+            raise
+
+    def _asked(self, ctx: click.Context, args: list[str]) -> tuple[TaskKind, bool]:
+        parser = super().make_parser(ctx)
+        parser.ignore_unknown_options = True
+        try:
+            found, _, _ = parser.parse_args(list(args))
+        except click.UsageError:
+            found = {}  # said when all flags are known
+        config, task = found.get("config"), found.get("task")
+        try:
+            asked = asked_task(None if config is None else Path(config), task)
+            return task_kind(asked), task is not None or config is not None
+        except DualevalError:
+            if not ctx.resilient_parsing:
+                raise
+            return task_kind(DEFAULT_TASK), False  # the shell wants completions
+
+    def _flags_of(self, kind: TaskKind) -> list[click.Parameter]:
+        """A flag for each option of the task, but where the run has one of that name."""
+        taken = {name for parameter in self.params for name in parameter.opts}
+        group = f"Options of {kind.name}"
+        return [
+            flag_for(replace(field, group=field.group or group), name=f"{_OF_TASK}{field.name}")
+            for field in kind.fields
+            if field.is_settable and field.flag not in taken
+        ]
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The flags of every run, and those of the task."""
+        found = ctx.meta.get(_TASK)
+        own = super().get_params(ctx)
+        return own if found is None else [*own[:_BEFORE_TASK], *found.flags, *own[_BEFORE_TASK:]]
+
+    def shown_params(self, context: click.Context) -> list[click.Parameter]:
+        """All flags; without a task only the most important ones of the default task."""
+        found = context.meta.get(_TASK)
+        params = self.get_params(context)
+        if found is None or found.is_asked:
+            return params
+        return [
+            parameter
+            for parameter in params
+            if parameter not in found.flags or parameter.name in _ALWAYS_SHOWN
+        ]
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Say where the options of a task are shown."""
+        found = ctx.meta.get(_TASK)
+        if found is None or found.is_asked:
+            return
+        formatter.write_paragraph()
+        formatter.write_text(
+            f"Without --task it is {found.kind.name}. All options of a task: 'dualeval {self.name} "
+            "--task NAME --help'; tasks, metrics and models: 'dualeval list'."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flags:
+    """The task of a command line, whether it is named there, and its flags."""
+
+    kind: TaskKind
+    is_asked: bool
+    flags: list[click.Parameter]
+
+
+def job_flag(name: str) -> Callable[[Any], Any]:
+    """The flag of a field of Job, as a decorator of a command."""
+    return with_flag(flag_for(COMMON[name], multiple=name == "metric"))
+
+
+def job_of(flags: Mapping[str, Any]) -> Job:
+    """The job that the flags of a command ask for."""
+    given = {name: flags[name] for name in ("task", *COMMON)}
+    own = {name[len(_OF_TASK) :]: value for name, value in flags.items() if name.startswith(_OF_TASK)}
+    return Job.read(flags["config"], {**own, **given}, texts_of(flags["options"]))
+
+
+# How many flags stand before those of the task, --help not counted.
+_BEFORE_TASK = 2
+_ALWAYS_SHOWN = tuple(f"{_OF_TASK}{name}" for name in ("model", "weights", "data"))
+
+
+class TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic from click 8.4 on
+    """The name of a task; the shell completes names, and files of one's own."""
+
+    name = "task"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "NAME"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        names = [*TASKS, *entry_points_of(TASK_GROUP)]
+        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        return found or [CompletionItem(incomplete, type="file")]
