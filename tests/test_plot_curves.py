@@ -81,9 +81,7 @@ def test_curves_and_tables(
     said = capsys.readouterr().out
     one, two = "fp32, 1 process, global batch 64, lr 0.1", "fp32, 2 processes, global batch 128, lr 0.2"
     half = "amp-bf16, 1 process, global batch 64, lr 0.1"
-    assert said.startswith(
-        "Shared by all runs: resnet18, cifar10, batch 64, seed 0, over torch, started by torchrun, cpu."
-    )
+    assert said.startswith("Shared by all runs: resnet18, cifar10, batch 64, seed 0, over torch, cpu.")
     assert cells(said) == [
         [one, "3", "75.00% (epoch 2)", "70.00%", "10 + 2", "100"],
         [two, "3", "60.00% (epoch 3)", "60.00%", "6.25 + 2", "160"],
@@ -123,8 +121,19 @@ def test_the_run_that_is_most_alike_is_the_base(
     (row,) = (row for row in cells(said) if "→" in row[2])
     assert row[2:7] == ["1 → 4", "8 → 2.5", "3.20", "4", "80%"]  # of the same global batch
     assert row[7] == "batch 128 → batch 32; cpu → cuda"
-    assert "**The times are of different set-ups**: device differ" in said
+    assert "**The times are of different set-ups**: not the same device." in said
+    assert "above the ideal" not in said
     assert "1 (epoch 1)" in said
+
+
+def test_more_than_the_ideal_is_doubted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(tmp_path / "a", [0.5], 10.0), make_run(tmp_path / "b", [0.5], 4.0, 2)]
+    plot(monkeypatch, *runs, "--out", tmp_path)
+    said = capsys.readouterr().out
+    assert cells(said)[-1][4:7] == ["2.50", "2", "125%"]
+    assert "above the ideal mostly means that the machine had other work" in said
 
 
 @pytest.mark.parametrize(
