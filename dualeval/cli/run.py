@@ -289,7 +289,7 @@ class _TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
     group=RUN,
     multiple=True,
     metavar="KIND:WHERE",
-    help="tensorboard:DIR, wandb:PROJECT, mlflow:URI, jsonl:FILE.",
+    help="Log to tensorboard, wandb, mlflow or jsonl.",
 )
 @grouped("--progress/--no-progress", group=RUN, default=True, help="Show the progress.")
 @grouped("--json", "as_json", group=RUN, is_flag=True, help="Print result.json, and nothing else.")
