@@ -154,7 +154,7 @@ class _Invocation:
     group=RUN,
     multiple=True,
     metavar="KIND:WHERE",
-    help="Log to tensorboard:DIR, wandb:, mlflow:, jsonl:.",
+    help="Log to tensorboard, wandb, mlflow or jsonl.",
 )
 @grouped("--progress/--no-progress", group=RUN, default=True, help="Show the progress.")
 @grouped("--json", "as_json", group=RUN, is_flag=True, help="Print result.json, and nothing else.")

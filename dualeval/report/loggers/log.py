@@ -23,6 +23,8 @@ def log_result(
 ) -> None:
     """Log a result that is written; a tracker that fails is a note, and costs nothing else.
 
+    What is logged is noted too, but not the steps of a training.
+
     Args:
         result: of a run.
         targets: where it is logged.
@@ -32,7 +34,9 @@ def log_result(
     folder = None if result.folder is None else Path(result.folder)
     for outcome in _logged(result, folder, targets, step, _BEHIND_A_RUN_S):
         if not outcome.error:
-            note(f"logged to {outcome.target.kind}: {outcome.said}")
+            # A training would say it each epoch.
+            if step is None:
+                note(f"logged to {outcome.target.kind}: {outcome.said}")
             continue
         again = ""
         if folder is not None:
