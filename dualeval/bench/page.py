@@ -167,7 +167,7 @@ def _how_to_read(report: Mapping[str, Any]) -> Iterator[str]:
     yield "## How to read it"
     yield ""
     yield (
-        f"Up to {rounds} rounds; each round starts each cell once, in another order. Figures are medians "
+        f"{rounds} round{'' if rounds == 1 else 's'}; each round starts each cell once, in another order. Figures are medians "
         "over the rounds, in brackets the lowest and the highest. A start is measured for at least "
         f"{settings['min_seconds']:g} s, after a warm-up of {settings['warmup']} batches per process. Each "
         f"process has {_cores(settings['cores'])} of its own, also where it is the only one. Speed-up is "
