@@ -44,7 +44,7 @@ setup(
     install_requires=[
         "click>=8.1",
         "numpy>=1.26",
-        "pillow>=10",
+        "pillow>=10.1",
         "pyarrow>=15",
         "rich>=13",
         "safetensors>=0.4",
@@ -61,7 +61,7 @@ setup(
         "qa": ["transformers>=4.48"],
         "plots": ["matplotlib>=3.8"],
         "tensorboard": ["tensorboard>=2.16"],
-        "wandb": ["wandb>=0.17"],
+        "wandb": ["wandb>=0.19"],
         "mlflow": ["mlflow-skinny>=2.16"],
         "dev": [
             "build",

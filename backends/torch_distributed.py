@@ -28,7 +28,10 @@ from dualeval.world import World, place_by_hosts
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Libraries that send from host memory; what a group has beside them sends from a device's.
 _HOST_LIBRARIES = ("gloo", "mpi", "ucc", "fake")
-_ALL_EVALUATE = "Every rank of the script's group has to call dualeval.evaluate or open a Session."
+_ALL_EVALUATE = (
+    "Every rank of the script's group has to call the same: dualeval.evaluate, EarlyStopping.update or "
+    "Session.open."
+)
 
 
 class TorchBackend(Backend):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from dualeval.comparison.compared import compare as compare
     from dualeval.devices import connect as connect
     from dualeval.door import evaluate as evaluate
+    from dualeval.door import export as export
+    from dualeval.early_stopping import EarlyStopping as EarlyStopping
     from dualeval.engine.options import NEW_FOLDER as NEW_FOLDER
     from dualeval.engine.rescoring import rescore as rescore
     from dualeval.engine.samples import wrap as wrap
@@ -44,6 +46,7 @@ _HOME = {
     "BackendError": "dualeval.errors",
     "Dataset": "dualeval.tasks",
     "DualevalError": "dualeval.errors",
+    "EarlyStopping": "dualeval.early_stopping",
     "ExactlyOnceError": "dualeval.errors",
     "Job": "dualeval.job",
     "LaunchError": "dualeval.errors",
@@ -65,6 +68,7 @@ _HOME = {
     "connect": "dualeval.devices",
     "detect": "dualeval.launch",
     "evaluate": "dualeval.door",
+    "export": "dualeval.door",
     "rescore": "dualeval.engine.rescoring",
     "wrap": "dualeval.engine.samples",
 }

@@ -1,8 +1,10 @@
-"""evaluate: the door. A model and data, or a task, evaluated once on all ranks of a launcher."""
+"""evaluate: the door. A model and data, or a task, evaluated once on all ranks of a launcher; and export."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.options import check_session_options
@@ -29,7 +31,8 @@ def evaluate(task: Task | None = None, *, nproc: int | None = None, **options: A
             the ranks only. Under a launcher it has to be the number of its ranks, and does nothing.
         options: of ``ModelTask``, as ``model``, ``data``, ``metrics``, ``collate``, ``forward`` and
             ``observe``; of ``Session``, as ``backend`` and ``device``; and of ``RunOptions``, as ``out`` and
-            ``batch_size``. Without ``out`` nothing is written.
+            ``batch_size``. Without ``out`` nothing is written. ``loggers`` and ``step`` are those of
+            ``Session.evaluate``.
 
     Raises:
         SystemExit: the ranks that ``nproc`` has started have ended.
@@ -59,7 +62,41 @@ def evaluate(task: Task | None = None, *, nproc: int | None = None, **options: A
     # Before the ranks meet: a wrong argument is wrong on all of them.
     task, of_run = _task_of(task, others)
     with Session(**of_session) as session:
-        return session.evaluate(task, last=True, **of_run)
+        result = session.evaluate(task, last=True, **of_run)
+    if of_run.get("loggers") and session.world.is_main:
+        from dualeval.report.loggers.log import log_result
+        from dualeval.report.loggers.targets import targets_of
+
+        step = of_run.get("step")
+        log_result(result, targets_of(of_run["loggers"], step), step, session.note)
+    return result
+
+
+def export(result: Result | str | Path, to: str | Sequence[str], *, step: int | None = None) -> None:
+    """Log a finished result in trackers of experiments; every rank may call it, and rank 0 logs.
+
+    Args:
+        result: of an evaluation, or the output folder of a finished run.
+        to: where: ``KIND:WHERE``, such as "tensorboard:runs/tb" (docs/loggers.md); or several of these.
+        step: which step of a training it is, such as the epoch.
+
+    Raises:
+        UsageError: a text names no logger, a package is not installed, or no finished run is there.
+        DualevalError: a tracker failed; the others have the result.
+    """
+    from dualeval.local_ranks import rank_of_script
+    from dualeval.report.loggers.log import export_result, stored_result
+    from dualeval.report.loggers.targets import check_installed, targets_of
+
+    targets = targets_of(to, step, "to")
+    if not rank_of_script().is_main:
+        return
+    check_installed(targets, "to")
+    if isinstance(result, str | Path):
+        export_result(stored_result(Path(result)), Path(result), targets, step)
+    else:
+        folder = None if result.folder is None else Path(result.folder)
+        export_result(result, folder, targets, step)
 
 
 def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str, Any]]:

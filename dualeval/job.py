@@ -201,13 +201,14 @@ class _Start:
 
     out: Path | None = option(None)
     nproc: int | None = option(None, least=1)
+    logger: tuple[str, ...] = option(())
 
 
 _START = {field.name: field for field in fields_of(_Start)}
 
 
 def start_of(path: Path | None) -> dict[str, Any]:
-    """``out`` and ``nproc`` of a job file, where they are in it; ``out`` counts from the file's folder.
+    """``out``, ``nproc`` and ``logger`` of a job file, where they are in it; ``out`` counts from its folder.
 
     Raises:
         UsageError: the file is missing or malformed, or a value is wrong.

@@ -113,13 +113,7 @@ def start_this_script(
         UsageError: there is no script that can be run again, or as ``start_ranks``.
         LaunchError: this process is a rank already, of another number; or its variables are gone.
     """
-    # Said, not left to be found: variables of another launcher may be left over in the shell. Where its own
-    # are gone, that is an error here, and no start of ranks without end.
-    launcher = os.environ.get(_STARTED)
-    world = detect(os.environ, launcher)
-    group = group_of_caller()
-    if group is not None:
-        world = world_of_caller(group, world)
+    launcher, group, world = os.environ.get(_STARTED), group_of_caller(), rank_of_script()
     if launcher is not None or group is not None or not may_start_ranks(world):
         if world.size == nproc:
             return launcher
@@ -149,6 +143,19 @@ def start_this_script(
         sys.stderr.write(f"dualeval: error: {error}\n")
         code = error.exit_code
     sys.exit(code)
+
+
+def rank_of_script() -> World:
+    """Which rank this process is: of the group that its script has opened, or of what has started it.
+
+    Raises:
+        LaunchError: a launcher's variables are incomplete.
+    """
+    # Said, not left to be found: variables of another launcher may be left over in the shell. Where its own
+    # are gone, that is an error here, and no start of ranks without end.
+    world = detect(os.environ, os.environ.get(_STARTED))
+    group = group_of_caller()
+    return world if group is None else world_of_caller(group, world)
 
 
 def _own_command(nproc: int) -> list[str]:

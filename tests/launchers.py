@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from signal import SIGTERM
+
 import pytest
 
 from dualeval.launch.starts import Node, Site, start_words
@@ -36,3 +39,10 @@ def needs(launcher: str, backend: str) -> list[pytest.MarkDecorator]:
     if launcher.endswith("wheel"):
         names.add("mpi-wheels")
     return [pytest.mark.needs(*sorted(names))] if names else []
+
+
+def check_torchrun_reports(report: str, code: int) -> None:
+    """Check the exit codes in torchrun's own report: a rank that is slower to exit may get its SIGTERM."""
+    codes = [int(found) for found in re.findall(r"exitcode  : (-?\d+) ", report)]
+    assert code in codes, report
+    assert set(codes) <= {code, -SIGTERM}, report

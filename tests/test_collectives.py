@@ -21,7 +21,7 @@ SAID = {1: "first: 1 ranks, 3 losses, mean 1.0000", 2: "first: 2 ranks, 7 losses
         pytest.param(launcher, backend, size, marks=[*needs(launcher, backend), *marks])
         for launcher, backend, size, marks in [
             ("torchrun", "torch", 2, []),
-            ("horovodrun", "horovod", 2, []),
+            ("horovodrun", "horovod", 2, [pytest.mark.long]),
             ("none", "single", 1, [pytest.mark.long]),
             ("mpirun", "mpi", 2, [pytest.mark.long]),
             ("horovodrun --mpi", "horovod", 2, [pytest.mark.long]),

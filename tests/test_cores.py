@@ -74,8 +74,8 @@ with connect(None, detect(os.environ), "cpu") as backend:
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param(name, marks=needs(name, backend))
-        for name, backend in [("horovodrun", "horovod"), ("mpirun", "mpi")]
+        pytest.param("horovodrun", marks=[*needs("horovodrun", "horovod"), pytest.mark.long]),
+        pytest.param("mpirun", marks=needs("mpirun", "mpi")),
     ],
 )
 @pytest.mark.parametrize("chosen", [None, pytest.param("3", marks=pytest.mark.long)])

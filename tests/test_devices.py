@@ -22,7 +22,7 @@ from dualeval.devices import connect, device_here, take_device
 from dualeval.errors import DualevalError, UsageError
 from dualeval.world import World
 from tests.conftest import Launch
-from tests.launchers import start
+from tests.launchers import check_torchrun_reports, start
 from tests.played_gpus import played_gpus, played_uuid
 
 ALONE = World.alone()
@@ -251,7 +251,13 @@ def ranks(*letters: str) -> str:
             2,
             "rank 1 on {host} cannot compute on a GPU (torch {torch} is built without CUDA)",
         ),
-        (("", "A"), ["--device", "cuda"], 2, "--device cuda: rank 0 on {host} cannot compute on a GPU"),
+        pytest.param(
+            ("", "A"),
+            ["--device", "cuda"],
+            2,
+            "--device cuda: rank 0 on {host} cannot compute on a GPU",
+            marks=pytest.mark.long,
+        ),
         (("A", "A"), [], 2, "rank 0 on {host} and rank 1 on {host} would compute on one GPU, Played A (GPU-"),
         (("A", "B"), [], 1, "rank 0 on {host}: GPU 0 (Played A) does not work: "),
     ],
@@ -270,7 +276,7 @@ def test_ranks_meet_and_name_the_node(
     )
     assert finished.returncode != 0
     expected = message.format(host=socket.gethostname(), torch=torch.__version__)
-    # Wrong input is said once in all, any other failure by each rank.
-    assert finished.stderr.count(expected) == (1 if code == 2 else 2), finished.stderr
-    assert finished.stderr.count(f"exitcode  : {code} ") == 2, finished.stderr
+    # Wrong input is said once in all, any other failure by each rank that lives to say it.
+    assert finished.stderr.count(expected) in ([1] if code == 2 else [1, 2]), finished.stderr
+    check_torchrun_reports(finished.stderr, code)
     assert not (tmp_path / "out").exists()

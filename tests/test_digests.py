@@ -53,7 +53,7 @@ def wanted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Digests:
     return dict(zip(LIMITS, digests, strict=True))
 
 
-@pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.long) for size in (3, 4))])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 3, 4))])
 def test_world_sizes_workers_and_threads(launch: Launch, tmp_path: Path, wanted: Digests, size: int) -> None:
     """Ranks without any data (limits 1 and 3) finish like the others."""
     manners = [(limit, workers, 1) for limit in LIMITS[1:] for workers in (0, 2)]
@@ -130,7 +130,8 @@ class Way:
     def parameter(self, size: int) -> ParameterSet:
         """The values (way, size) of a test, which is named by the command."""
         # More ranks than these share two cores for long.
-        marks = [*needs(self.launcher, self.backend), *([pytest.mark.long] if size > 3 else [])]
+        is_long = size > 3 or self.typed in DOUBLES
+        marks = [*needs(self.launcher, self.backend), *([pytest.mark.long] if is_long else [])]
         return pytest.param(self, size, id=self.command(size), marks=marks)
 
 
@@ -145,6 +146,15 @@ class Evaluation:
     folder: Path | None = None
 
 
+# Each launcher and backend is in another way, too, or typed by the README's own test.
+DOUBLES = {
+    "dualeval run --nproc {n}",
+    "mpirun -np {n} dualeval run --backend torch",
+    "horovodrun --gloo -np {n} dualeval run",
+    "horovodrun --mpi -np {n} dualeval run",
+    "mpirun -np {n} dualeval run --backend horovod",
+    "python -m dualeval run",
+}
 SINGLE = Way(typed="dualeval run", launcher="none", backend="single")
 MANY = [
     Way(typed=typed, launcher=launcher, backend=backend)

@@ -43,13 +43,13 @@ def examined(finished: Finished) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("launcher", "launcher_name", "backend"),
     [
-        pytest.param(launcher, name, backend, marks=needs(launcher, backend))
-        for launcher, name, backend in [
-            ("none", "none", "single"),
-            ("torchrun", "torchrun", "torch"),
-            ("horovodrun", "horovodrun", "horovod"),
-            ("mpirun", "openmpi", "mpi"),
-            ("mpirun", "openmpi", "torch"),
+        pytest.param(launcher, name, backend, marks=[*needs(launcher, backend), *marks])
+        for launcher, name, backend, marks in [
+            ("none", "none", "single", []),
+            ("torchrun", "torchrun", "torch", []),
+            ("horovodrun", "horovodrun", "horovod", []),
+            ("mpirun", "openmpi", "mpi", [pytest.mark.long]),
+            ("mpirun", "openmpi", "torch", [pytest.mark.long]),
         ]
     ],
 )

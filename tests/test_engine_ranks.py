@@ -112,14 +112,10 @@ def test_failed_samples_of_all_ranks_are_listed(launch: Launch, tmp_path: Path) 
 @pytest.mark.parametrize(
     "way",
     [
-        *(pytest.param(way, marks=needs(*way), id=" ".join(way)) for way in WAYS[:2]),
+        pytest.param(("torchrun", "torch"), id="torchrun torch"),
         *(
-            pytest.param(
-                ("mpirun", backend),
-                marks=[*needs("mpirun", backend), pytest.mark.long],
-                id=f"mpirun {backend}",
-            )
-            for backend in ("horovod", "mpi", "torch")
+            pytest.param(way, marks=[*needs(*way), pytest.mark.long], id=" ".join(way))
+            for way in (*WAYS[1:], ("mpirun", "torch"))
         ),
     ],
 )
@@ -178,7 +174,7 @@ def test_what_differs_by_rank_in_a_model_is_explained(launch: Launch, tmp_path: 
         assert "a rank, a time or a random number does not belong there" in report["message"]
 
 
-@pytest.mark.parametrize("size", [1, 3, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 3))])
 def test_nothing_is_written_without_out(launch: Launch, tmp_path: Path, size: int) -> None:
     expected = evaluate(MedianTask(997, broken=[3, 500, 996]), None, batch_size=16, on_error="skip")
     for report in run_ranks(launch, "nothing_written", size, tmp_path):

@@ -657,7 +657,14 @@ def embedded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 @pytest.mark.parametrize(
     ("launcher", "backend", "size"),
-    [pytest.param(*way, marks=needs(*way[:2]), id=f"{way[0]} {way[1]} {way[2]}") for way in WAYS],
+    [
+        pytest.param(
+            *way,
+            marks=[*needs(*way[:2]), *([] if way[0] == "torchrun" else [pytest.mark.long])],
+            id=" ".join(map(str, way)),
+        )
+        for way in WAYS
+    ],
 )
 def test_ranks_launchers_and_backends_do_not_matter(
     launch: Launch, embedded: tuple[list[str | Path], str], launcher: str, backend: str, size: int

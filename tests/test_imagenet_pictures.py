@@ -89,7 +89,7 @@ def evaluate(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evalua
     ("processes", "workers"),
     [
         (1, 0),
-        (1, 2),
+        pytest.param(1, 2, marks=pytest.mark.long),
         pytest.param(2, 0, marks=pytest.mark.long),
         (2, 2),
         pytest.param(3, 0, marks=pytest.mark.long),

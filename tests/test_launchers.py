@@ -38,7 +38,11 @@ WAYS = {
     "mpirun -np 2 dualeval run --backend torch": ("mpirun", "torch"),
 }
 # Each launcher, and each backend, is in another one of the ways, too.
-DOUBLES = ("dualeval run --nproc 2 --backend horovod", "mpirun -np 2 dualeval run --backend torch")
+DOUBLES = (
+    "dualeval run --nproc 2 --backend horovod",
+    "mpirun -np 2 dualeval run --backend horovod",
+    "mpirun -np 2 dualeval run --backend torch",
+)
 EVERY_WAY = pytest.mark.parametrize(
     "way",
     [
@@ -54,7 +58,7 @@ OVER_MPI = "horovodrun --mpi -np 2 dualeval run"
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(way, marks=needs(*names))
+        pytest.param(way, marks=[*needs(*names), *([pytest.mark.long] if way in DOUBLES else [])])
         for way, names in {**WAYS, OVER_MPI: ("horovodrun --mpi", "horovod")}.items()
     ],
 )

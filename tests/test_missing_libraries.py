@@ -209,7 +209,12 @@ def test_horovod_under_srun_meets_over_mpi_where_both_have_it(
     [
         pytest.param(RUN, "single", id="plain"),
         pytest.param([*RUN, "--nproc", "2"], "torch", id="nproc"),
-        pytest.param([*start("mpirun", 2), *RUN], "mpi", id="mpirun", marks=pytest.mark.needs("mpi")),
+        pytest.param(
+            [*start("mpirun", 2), *RUN],
+            "mpi",
+            id="mpirun",
+            marks=[pytest.mark.needs("mpi"), pytest.mark.long],
+        ),
     ],
 )
 def test_all_else_works_without_horovod(

@@ -167,6 +167,7 @@ def test_who_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
             client = TCPStore(LOOPBACK, server.port, is_master=False)
             for rank in come:
                 client.set(f"dualeval/here/{rank}", "")
+                client.get(f"dualeval/here/{rank}")  # set does not wait until the store has it
             assert f"all ranks to join the library{expected}" in said_while_joining(world, server, capfd)
         client.set("comes at the end", "")
         held.result(timeout=30)
@@ -177,6 +178,7 @@ def test_a_store_that_is_gone_is_said() -> None:
     client = TCPStore(LOOPBACK, server.port, is_master=False, timeout=timedelta(seconds=1))
     names = names_of_absent(client, lambda: ["a", "b"])
     client.set("a", "")
+    client.get("a")  # set does not wait until the store has it
     assert names() == "rank 1 has not come"
     del server
     assert names().startswith("the store does not answer")

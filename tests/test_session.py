@@ -72,7 +72,7 @@ def test_an_owner_evaluates_twice(
     ("launcher", "mode"),
     [
         pytest.param(TORCHRUN, "torch", id="torch"),
-        pytest.param(ALONE, "spawned", id="spawned"),
+        pytest.param(ALONE, "spawned", id="spawned", marks=pytest.mark.long),
         pytest.param(HOROVODRUN, "horovod", id="horovod", marks=needs("horovodrun", "")),
         pytest.param(
             MPIRUN, "horovod", id="horovod under mpirun", marks=[*needs("mpirun", ""), pytest.mark.long]

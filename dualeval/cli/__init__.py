@@ -21,6 +21,7 @@ from dualeval.cli.bench import bench
 from dualeval.cli.compare import compare
 from dualeval.cli.conformance import conformance
 from dualeval.cli.doctor import doctor
+from dualeval.cli.export import export
 from dualeval.cli.listing import list_names
 from dualeval.cli.run import run
 from dualeval.cli.score import score
@@ -65,6 +66,7 @@ dualeval.add_command(run)
 dualeval.add_command(score)
 dualeval.add_command(verify)
 dualeval.add_command(compare)
+dualeval.add_command(export)
 dualeval.add_command(bench)
 dualeval.add_command(list_names)
 dualeval.add_command(doctor)

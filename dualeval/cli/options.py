@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,6 +13,7 @@ from dualeval.process_start import end_with, unwritten
 
 if TYPE_CHECKING:
     from dualeval.engine.session import Session
+    from dualeval.report.loggers.targets import Target
     from dualeval.result import Result
 
 _T = TypeVar("_T")
@@ -59,19 +60,34 @@ def show(result: Result, *, as_json: bool, kept: Path | None) -> None:
     click.echo(f"dualeval: note: {said}; the result is in {kept}", err=True)
 
 
-def evaluate_and_show(session: Session, evaluate: Callable[[Session], Result], *, as_json: bool) -> int:
+def evaluate_and_show(
+    session: Session,
+    evaluate: Callable[[Session], Result],
+    *,
+    as_json: bool,
+    targets: Sequence[Target] = (),
+) -> int:
     """Evaluate in a session of its own; returns the exit code, the same on every rank.
 
     Args:
         session: not open yet.
         evaluate: called in it.
         as_json: as for ``show``.
+        targets: where the result is logged, when it is shown.
     """
     from dualeval.result import RESULT
 
     code, result = work_in_session(session, evaluate)
     if result is not None and session.world.is_main:
-        show(result, as_json=as_json, kept=None if result.folder is None else Path(result.folder) / RESULT)
+        kept = None if result.folder is None else Path(result.folder) / RESULT
+        try:
+            show(result, as_json=as_json, kept=kept)
+        finally:
+            # Also where whoever reads the table has seen enough of it, as head.
+            if targets:
+                from dualeval.report.loggers.log import log_result
+
+                log_result(result, targets, None, session.note)
     return code
 
 

@@ -25,6 +25,7 @@ from dualeval.launch import PROBES, examine
 from dualeval.launch.cores import own_cores, share_of_cores
 from dualeval.launch.starts import may_start_ranks
 from dualeval.process_start import DEFAULT_SIGNALS
+from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class _Invocation:
     heartbeat_timeout: float
     forward_timeout: float
     stop_signals: tuple[str, ...]
+    loggers: tuple[str, ...]
     debug: bool
     started: float
 
@@ -59,6 +61,12 @@ class _Invocation:
         check_timeout("--heartbeat-timeout", self.heartbeat_timeout)
         check_timeout("--forward-timeout", self.forward_timeout)
         numbers_of(self.stop_signals)
+        _ = self.targets
+
+    @property
+    def targets(self) -> list[Target]:
+        """Where the result is logged."""
+        return targets_of(self.loggers, None, "--logger")
 
 
 @click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(RUN, LAUNCH))
@@ -140,6 +148,14 @@ class _Invocation:
     help="Output folder; an unfinished run resumes there.",
 )
 @grouped("--fresh", group=RUN, is_flag=True, help="Remove an earlier run's files from --out first.")
+@grouped(
+    "--logger",
+    "loggers",
+    group=RUN,
+    multiple=True,
+    metavar="KIND:WHERE",
+    help="Log to tensorboard:DIR, wandb:, mlflow:, jsonl:.",
+)
 @grouped("--progress/--no-progress", group=RUN, default=True, help="Show the progress.")
 @grouped("--json", "as_json", group=RUN, is_flag=True, help="Print result.json, and nothing else.")
 @grouped("--debug", group=RUN, is_flag=True, help="Show the whole traceback of an error.")
@@ -160,6 +176,9 @@ def run(context: click.Context, /, **flags: Any) -> None:
     world = detection.place
     of_file = start_of(flags["config"])
     flags["out"] = of_file.get("out") if flags["out"] is None else flags["out"]
+    if not flags["loggers"]:
+        folder = Path(flags["config"] or "").parent
+        flags["loggers"] = tuple(counted_from(text, folder) for text in of_file.get("logger", ()))
     # The ranks that it starts read the same file.
     if nproc is None and may_start_ranks(world):
         nproc = of_file.get("nproc")
@@ -170,7 +189,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
             name: flags[name]
             for name in (
                 *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json", "debug"),
-                *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines"),
+                *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines", "loggers"),
             )
         },
     )
@@ -215,6 +234,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     numerics.check_precision(job.precision, device)
     if invocation.out is not None:
         check_path(invocation.out)
+    check_installed(invocation.targets, "--logger")
     if fetch := getattr(job.options, "fetch", None):
         fetch()
     task = job.make_task()
@@ -289,7 +309,10 @@ def _evaluate(job: Job, invocation: _Invocation, launcher: str | None) -> int:
         debug=invocation.debug,
     )
     return options.evaluate_and_show(
-        session, lambda session: _run_engine(job, invocation, session), as_json=invocation.as_json
+        session,
+        lambda session: _run_engine(job, invocation, session),
+        as_json=invocation.as_json,
+        targets=invocation.targets,
     )
 
 
@@ -299,6 +322,8 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen
 
+    if session.world.is_main:
+        check_installed(invocation.targets, "--logger")
     _fetch(job, session)
     task = job.make_task()
     stream = sys.stderr if invocation.as_json else sys.stdout

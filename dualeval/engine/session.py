@@ -278,6 +278,8 @@ class Session:
         job: Mapping[str, Any] | None = None,
         show: Callable[[int, int], None] | None = None,
         started: float | None = None,
+        loggers: Sequence[str] = (),
+        step: int | None = None,
         last: bool = False,
         puts_back: bool = True,
         **options: Any,
@@ -292,7 +294,11 @@ class Session:
             started: ``perf_counter()`` at the start of the run, where that was before this call.
             puts_back: leave the model, random numbers and torch's settings as they were. Without it they may
                 change: the process ends.
-            last: nothing follows it: a signal that comes when the result is written comes too late.
+            loggers: where rank 0 logs the result when it is written, each as ``KIND:WHERE``, such as
+                "tensorboard:runs/tb" (docs/loggers.md). A tracker that fails is a note.
+            step: which step of a training the loggers record, such as the epoch.
+            last: nothing follows it: a signal that comes when the result is written comes too late. The
+                caller logs it once the session is closed.
             options: of ``RunOptions``, as ``out``, ``batch_size`` and ``precision``.
 
         Raises:
@@ -302,11 +308,15 @@ class Session:
             Stopped: a signal, or ``stop``, has ended the run; what was finished is saved.
         """
         from dualeval.engine.evaluator import Evaluator
+        from dualeval.report.loggers.targets import check_installed, targets_of
 
         self._require_going_on()
         run_options = run_options_of(options)
+        targets = targets_of(loggers, step)
         self._watch.begin()
         with self._concluding():
+            if self.world.is_main:
+                check_installed(targets)
             result = Evaluator(
                 task,
                 self.backend,
@@ -322,8 +332,12 @@ class Session:
             ).run()
         if last:
             self._watch.end()
-        else:
-            self._idle()
+            return result
+        self._idle()
+        if targets and self.world.is_main:
+            from dualeval.report.loggers.log import log_result
+
+            log_result(result, targets, step, self.note)
         return result
 
     @contextmanager

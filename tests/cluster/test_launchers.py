@@ -192,7 +192,6 @@ def evaluate(cluster: Cluster, launch: Launch, tmp_path_factory: pytest.TempPath
     [
         way.parameter(size)
         for way, size in [
-            (TORCHRUN, 2),
             (SRUN_TORCHRUN, 4),
             (HOROVODRUN, 2),
             (MPIRUN, 2),

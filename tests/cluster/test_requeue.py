@@ -120,6 +120,7 @@ def test_sigterm_to_the_batch_shell_lets_the_ranks_save(batch: Batch) -> None:
     assert (status(batch)["state"], status(batch)["signal"]) == ("stopped", "SIGTERM"), log
 
 
+@pytest.mark.long
 def test_where_slurm_does_not_requeue_the_same_line_goes_on(batch: Batch, digest: str) -> None:
     line = f"sbatch --no-requeue {TASKS} slurm/eval.sbatch {JOB}"
     with batch.begun(line, SLOW) as (number, _):
@@ -165,6 +166,7 @@ def test_a_job_of_a_lost_node_comes_back(
         check_completed(batch, number, digest, restarts=1)
 
 
+@pytest.mark.long
 def test_ranks_of_torchrun_are_warned_through_its_agents(batch: Batch) -> None:
     line = f"sbatch {TASKS} --output dualeval-%j.log --wrap '{TORCHRUN}'"
     with batch.begun(line, SLOW) as (number, _):

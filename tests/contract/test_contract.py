@@ -46,8 +46,9 @@ class Group:
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        # Four ranks take half of all the time, and two have shown nearly all that they can.
-        takes_long = self.size > 2 or (self.size > 1 and (self.launcher, self.backend) in _OTHER_WAYS)
+        # Four ranks take half of all the time, and two have shown nearly all that one or four can.
+        is_double = self.size != 2 or (self.launcher, self.backend) in _OTHER_WAYS
+        takes_long = self.launcher != "none" and is_double
         long = [pytest.mark.long] if takes_long else []
         return [pytest.mark.xdist_group(f"contract {self}"), *needs(self.launcher, self.backend), *long]
 

@@ -79,7 +79,13 @@ def test_more_than_one_call_can_carry(launch: Launch) -> None:
 
 
 @pytest.mark.needs("horovod", "mpi")
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in ("mpi first", "last in, last out") else [])
+        for name in SCRIPTS
+    ],
+)
 def test_one_mpi_in_a_process(name: str, launch: Launch) -> None:
     finished = launch([*start("mpirun", 2), sys.executable, "-c", PREPARE + SCRIPTS[name]], timeout=60)
     assert finished.returncode == 0, finished.stderr

@@ -1,0 +1,46 @@
+"""JSON Lines: a line a result, for pandas, jq and scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from dualeval.report.loggers.record import Record
+from dualeval.report.loggers.targets import Target
+
+
+def write(record: Record, target: Target) -> str:
+    """Add a line to the file; one that is there already stays the only one.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    path = Path(target.where)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    start = b""
+    if path.exists():
+        with path.open("rb") as file:
+            ends_whole = True
+            for line in file:
+                ends_whole = line.endswith(b"\n")
+                if _key(line) == record.key:
+                    return f"{path} has this result already"
+        start = b"" if ends_whole else b"\n"
+    content = {"key": record.key, "step": record.step, "name": record.name, "scalars": record.scalars}
+    line = json.dumps({**content, **record.result}, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    # In one piece behind what others write at the same time.
+    with path.open("ab", buffering=0) as file:
+        data = start + line + b"\n"
+        while data:
+            data = data[file.write(data) or 0 :]
+        os.fsync(file.fileno())
+    return f"a line in {path}"
+
+
+def _key(line: bytes) -> str | None:
+    try:
+        content = json.loads(line)
+    except ValueError:  # half a line, of a process that was killed, or another program's
+        return None
+    return content.get("key") if isinstance(content, dict) else None

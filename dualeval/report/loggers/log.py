@@ -1,0 +1,103 @@
+"""Results logged: what a run, a session, a script and ``dualeval export`` call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dualeval.errors import DualevalError, UsageError, text_of
+from dualeval.report.loggers.record import record_of
+from dualeval.report.loggers.sending import Outcome, send
+from dualeval.report.loggers.targets import Target
+from dualeval.result import RESULT, Result, read_result, read_status
+
+# Behind a run other ranks may wait for the first one: their libraries give up after minutes.
+_BEHIND_A_RUN_S = 60.0
+_BY_ITSELF_S = 600.0
+
+
+def log_result(
+    result: Result, targets: Sequence[Target], step: int | None, note: Callable[[str], None]
+) -> None:
+    """Log a result that is written; a tracker that fails is a note, and costs nothing else.
+
+    Args:
+        result: of a run.
+        targets: where it is logged.
+        step: of a training.
+        note: takes sentences for people.
+    """
+    folder = None if result.folder is None else Path(result.folder)
+    for outcome in _logged(result, folder, targets, step, _BEHIND_A_RUN_S):
+        if not outcome.error:
+            note(f"logged to {outcome.target.kind}: {outcome.said}")
+            continue
+        again = ""
+        if folder is not None:
+            behind = "" if step is None else f" --step {step}"
+            again = f" 'dualeval export {folder} --to {outcome.target.text}{behind}' tries it again."
+        note(f"not logged to {outcome.target.text}: {outcome.error}. The result is complete.{again}")
+
+
+def export_result(
+    result: Result, folder: Path | None, targets: Sequence[Target], step: int | None
+) -> list[str]:
+    """Log a result by itself.
+
+    Args:
+        result: of a run, or one that was computed from its rows.
+        folder: with its files; None where there is none.
+        targets: where it is logged.
+        step: of a training.
+
+    Returns:
+        for each target a sentence that says where it is.
+
+    Raises:
+        DualevalError: a tracker failed; the others have the result.
+    """
+    outcomes = _logged(result, folder, targets, step, _BY_ITSELF_S)
+    failed = [
+        f"not logged to {outcome.target.text}: {outcome.error}" for outcome in outcomes if outcome.error
+    ]
+    said = [f"logged to {outcome.target.kind}: {outcome.said}" for outcome in outcomes if not outcome.error]
+    if failed:
+        raise DualevalError(". ".join([*failed, *said]))
+    return said
+
+
+def _logged(
+    result: Result, folder: Path | None, targets: Sequence[Target], step: int | None, limit_s: float
+) -> list[Outcome]:
+    if not targets:
+        return []
+    try:
+        # As in the file: which run prints it makes no difference.
+        record = record_of(replace(result, earlier=False), folder, step)
+        return send(record, targets, os.environ, limit_s)
+    except (DualevalError, OSError) as error:
+        return [Outcome(target=target, error=text_of(error)) for target in targets]
+
+
+def stored_result(folder: Path) -> Result:
+    """Read the result of a finished run, or of ``dualeval score --out``.
+
+    Raises:
+        UsageError: no result is there; says what is.
+        DualevalError: it is damaged.
+    """
+    if (folder / RESULT).is_file():
+        return read_result(folder / RESULT)
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
+    status = read_status(folder)
+    if status is None:
+        raise UsageError(
+            f"{folder} holds no run: it has no {RESULT}. Give the output folder of a finished run."
+        )
+    raise UsageError(
+        f"{folder} holds no finished run: its state is '{status.state}'. Type the run's own command again, "
+        f"with --out {folder}; it resumes from there."
+    )

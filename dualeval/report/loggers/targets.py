@@ -1,0 +1,119 @@
+"""Where results are logged: the texts ``KIND:WHERE`` of ``--logger`` and ``loggers=``, checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualeval.errors import UsageError
+
+# By kind: what stands behind the colon.
+KINDS = {"tensorboard": "DIR", "wandb": "PROJECT", "mlflow": "URI", "jsonl": "FILE"}
+# By kind: the module that it needs, and what pip calls the extra.
+_MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+# Those that keep several runs in one place, so that the steps of a training need a name.
+_NAMED = ("wandb", "mlflow")
+_FILES = ("tensorboard", "jsonl")
+_DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_EXAMPLES = "tensorboard:runs/tb, wandb:my-project, mlflow:file:mlruns, jsonl:results.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where a result is logged.
+
+    Attributes:
+        text: as it was given.
+        kind: one of ``KINDS``.
+        where: a folder, project, address or file.
+        name: of the tracker's run, which several results share; None for one of its own.
+    """
+
+    text: str
+    kind: str
+    where: str
+    name: str | None
+
+
+def targets_of(texts: Sequence[str] | str, step: int | None, option: str = "loggers") -> list[Target]:
+    """Read the texts of several loggers.
+
+    Args:
+        texts: each as ``KIND:WHERE``, or for W&B and MLflow ``KIND:WHERE#NAME``; or one of them.
+        step: which step of a training the result belongs to.
+        option: what they are called in messages.
+
+    Raises:
+        UsageError: a text says no logger, or there is none of this kind; or the step is no whole number.
+    """
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+        raise UsageError(f"step={step!r}: expected a whole number of at least 0, such as the epoch, or None")
+    if isinstance(texts, str):
+        texts = [texts]
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"{option}={texts!r}: expected texts such as {_EXAMPLES}")
+    return [_target(text, step, option) for text in dict.fromkeys(texts)]
+
+
+def _target(text: str, step: int | None, option: str) -> Target:
+    kind, colon, where = text.partition(":")
+    if not colon or kind not in KINDS or not where:
+        forms = ", ".join(f"{kind}:{where}" for kind, where in KINDS.items())
+        raise UsageError(f"{option} {text!r}: expected one of {forms}; for example {_EXAMPLES}")
+    name = None
+    if kind in _NAMED:
+        where, sharp, name = where.partition("#")
+        if sharp and not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{option} {text!r}: {name!r} is no name of a run: expected 1 to 64 letters, digits, '-', "
+                "'_' and '.'"
+            )
+        name = name or None
+        if name is None and step is not None:
+            raise UsageError(
+                f"{option} {text!r} with step={step}: the steps of a training go to one run, which needs a "
+                f"name. Type {kind}:{where}#NAME."
+            )
+    return Target(text=text, kind=kind, where=where, name=name)
+
+
+def counted_from(text: str, folder: Path) -> str:
+    """A logger of a job file, whose path counts from the file's folder."""
+    kind, colon, where = text.partition(":")
+    if kind not in _FILES or not where:
+        return text
+    return f"{kind}{colon}{folder / where}"
+
+
+def check_installed(targets: Sequence[Target], option: str = "loggers") -> None:
+    """Check that the packages of loggers can be imported, without importing them.
+
+    Raises:
+        UsageError: one is not installed; says what to type.
+    """
+    for target in targets:
+        module = _MODULES.get(target.kind)
+        if module is not None and not _is_there(module):
+            raise UsageError(
+                f"{option} {target.text!r} needs the package {module}, which is not installed here. "
+                f"Type: pip install 'dualeval[{target.kind}]'"
+            )
+        scheme = target.where.partition(":")[0].partition("+")[0]
+        if target.kind == "mlflow" and scheme in _DATABASES and not _is_there("sqlalchemy"):
+            raise UsageError(
+                f"{option} {target.text!r}: a database needs all of MLflow, and mlflow-skinny is installed "
+                "here. Type: pip install mlflow"
+            )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ValueError:  # an import that failed before has left a module without a spec
+        return False
+    # A plain folder of that name, such as W&B's own 'wandb', is found too; it has no file to load.
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,96 @@
+"""TensorBoard: an event file in a folder, by TensorBoard's own writer; TensorFlow is not needed."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from PIL import Image
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from dualeval.report.loggers.record import Record, Table
+from dualeval.report.loggers.targets import Target
+
+_RGB = 3
+
+
+def write(record: Record, target: Target) -> str:
+    """Write the record as an event file of its own, in place of an earlier one of the same result.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder = Path(target.where)
+    folder.mkdir(parents=True, exist_ok=True)
+    suffix = f".dualeval-{record.key}"
+    earlier = [*folder.glob(f"events.out.tfevents.*{suffix}")]
+    writer = EventFileWriter(str(folder), filename_suffix=suffix)
+    step = record.step or 0
+    for value in _values(record):
+        writer.add_event(Event(step=step, wall_time=record.time, summary=Summary(value=[value])))
+    writer.add_event(Event(step=step, wall_time=record.time, summary=_job(record)))
+    writer.close()
+    for path in earlier:
+        path.unlink()
+    return f"{folder} (tensorboard --logdir {folder})"
+
+
+def _values(record: Record) -> Iterator[Summary.Value]:
+    for name, number in record.scalars.items():
+        unit = record.units.get(name)
+        metadata = SummaryMetadata(
+            plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"),
+            summary_description="" if unit is None else f"unit: {unit}",
+        )
+        yield Summary.Value(tag=name, simple_value=number, metadata=metadata)
+    for name in record.pictures:
+        png = record.png(name)
+        with Image.open(io.BytesIO(png)) as picture:
+            width, height = picture.size
+        image = Summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=png)
+        yield Summary.Value(tag=name, image=image)
+    for name, table in record.tables.items():
+        yield _text(name, _markdown(table))
+    job = Table(columns=["", ""], rows=[[name, value] for name, value in record.params.items()])
+    yield _text("job", _markdown(job))
+    yield _text("result.json", f"```json\n{json.dumps(record.result, indent=1, ensure_ascii=False)}\n```")
+
+
+def _job(record: Record) -> Summary:
+    """The options as hyperparameters, so that runs can be told apart and sorted by them."""
+    options = {
+        name: value
+        for name, value in record.params.items()
+        if name.startswith(("job.", "world.")) and isinstance(value, bool | int | float | str)
+    }
+    found: Summary = hparams_pb(options, trial_id=record.key, start_time_secs=record.time)
+    return found
+
+
+def _text(tag: str, text: str) -> Summary.Value:
+    # In a vector, as the text plugin has it.
+    tensor = TensorProto(
+        dtype=DT_STRING,
+        string_val=[text.encode("utf-8", "backslashreplace")],
+        tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+    )
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    return Summary.Value(tag=tag, tensor=tensor, metadata=metadata)
+
+
+def _markdown(table: Table) -> str:
+    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    text = "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
