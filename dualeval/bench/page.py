@@ -167,13 +167,13 @@ def _how_to_read(report: Mapping[str, Any]) -> Iterator[str]:
     yield "## How to read it"
     yield ""
     yield (
-        f"Up to {rounds} rounds; each round starts each cell once, in another order. Figures are medians "
-        "over the rounds, in brackets the lowest and the highest. A start is measured for at least "
-        f"{settings['min_seconds']:g} s, after a warm-up of {settings['warmup']} batches per process. Each "
-        f"process has {_cores(settings['cores'])} of its own, also where it is the only one. Speed-up is "
-        "relative to mode single (without it to one process of the same mode) in the same round; efficiency "
-        "is speed-up divided by processes. Peak memory is that of the largest process. Start-up is the time "
-        "from the command to the first batch; no other figure contains it."
+        f"{rounds} round{'' if rounds == 1 else 's'}; each round starts each cell once, in another order. "
+        "Figures are medians over the rounds, in brackets the lowest and the highest. A start is measured "
+        f"for at least {settings['min_seconds']:g} s, after a warm-up of {settings['warmup']} batches per "
+        f"process. Each process has {_cores(settings['cores'])} of its own, also where it is the only one. "
+        "Speed-up is relative to mode single (without it to one process of the same mode) in the same round; "
+        "efficiency is speed-up divided by processes. Peak memory is that of the largest process. Start-up "
+        "is the time from the command to the first batch; no other figure contains it."
     )
     yield ""
     if settings["train"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 _MEASURE = "Measure"
 _PAGE, _CSV, _JSON = "bench.md", "bench.csv", "bench.json"
 _GIB = 2**30
+# How an error names the rank that met it.
+_RANK = re.compile(r"^(rank \d+) on .+? \(pid \d+\): ")
 _MAIN_FILE = Path(__file__).resolve().parent.parent / "__main__.py"
 
 
@@ -481,7 +484,8 @@ class _Measuring:
             return f"it did not end within {self.timeout_s:g} s"
         lines = [line for line in err.read_text("utf-8", "replace").splitlines() if line.strip()]
         errors = [line.partition("dualeval: error: ")[2] for line in lines if "dualeval: error: " in line]
-        return (errors or lines[-1:] or [f"exit code {ended.code}"])[0]
+        # Tables are shared: without the name of the host.
+        return _RANK.sub(r"\1: ", (errors or lines[-1:] or [f"exit code {ended.code}"])[0])
 
 
 def _text(report: Mapping[str, Any]) -> str:
