@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="two at least")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--images", type=int, default=70_000, help="of the small CNN")
-    parser.add_argument("--resnet-images", type=int, default=48)
+    parser.add_argument("--resnet-images", type=int, default=32)
     parser.add_argument("--json", action="store_true", help="print figures and write nothing")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--loop", choices=LOOPS, help=argparse.SUPPRESS)

@@ -133,10 +133,11 @@ def test_loops_without_a_library_count_every_image_once(peers: Any, ready: bool)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.needs("peers")
 def test_the_smallest_form(launch: Launch, peers: Any) -> None:
     options = ["--rounds=2", "--starts=1", "--images=640", "--resnet-images=16", "--json"]
-    done = launch([PEERS_PYTHON, ROOT / "benchmarks/peers.py", *options], timeout=290)
+    done = launch([PEERS_PYTHON, ROOT / "benchmarks/peers.py", *options], timeout=850)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     right, by_loop = figures["exact"], figures["starts"]
