@@ -4,9 +4,8 @@ All take the same network, data in memory and batch size, on the CPU in float32,
 has started or on one process. A loop sets up what it needs (outside of its time), evaluates, and gives mean
 loss and top-1 as Python numbers. None logs, shows progress or saves anything.
 
-The libraries' own wrappers of the data set are used, over the same batches from memory. Where a library
-lets the model be evaluated as it is, nothing wraps it in DistributedDataParallel, which would send the
-buffers in each forward.
+Where a library lets the model be evaluated as it is, nothing wraps it in DistributedDataParallel, which
+would send the buffers in each forward.
 """
 
 from __future__ import annotations
@@ -115,7 +114,6 @@ def torchmetrics(problem: Problem) -> Outcome:
 
 def accelerate(problem: Problem) -> Outcome:
     """``gather_for_metrics`` of losses, predictions and targets on every batch."""
-    torchvision()  # it imports torchmetrics' relatives where they are installed
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
