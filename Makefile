@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+PEERS := .venv-peers
+PIP_OPTIONS := --disable-pip-version-check -qq
+PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev g++ make cmake
 SYSTEM_PACKAGES += slurm-wlm munge openssh-server openssh-client iproute2
 SYSTEM_TOOLS := mpirun mpicxx g++ cmake slurmctld slurmd srun munged sshd ssh ip
@@ -12,7 +14,7 @@ APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-instal
 EXTRAS := dev,qa
 HOROVOD_OPTIONS :=
 
-.PHONY: run test test-long check format bench picture horovod stack system clean
+.PHONY: run test test-long check format bench bench-peers picture horovod stack system clean
 # Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core.
 TEST_WORKERS := -n logical --maxprocesses 4 --dist loadgroup
 # Two pips at once in one environment would be in each other's way.
@@ -24,7 +26,7 @@ run: $(VENV)/.ready
 test: $(VENV)/.assets stack
 	$(BIN)/python -m pytest $(TEST_WORKERS) -m "not long"
 
-test-long: $(VENV)/.assets $(VENV)/.bench stack
+test-long: $(VENV)/.assets stack
 	$(BIN)/python -m pytest $(TEST_WORKERS) -m "not long"
 	$(BIN)/python -m pytest -m long
 	$(BIN)/python benchmarks/startup.py --rounds 3
@@ -40,7 +42,7 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.assets $(VENV)/.bench stack
+bench: $(VENV)/.assets stack
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/startup.py
@@ -50,6 +52,10 @@ bench: $(VENV)/.assets $(VENV)/.bench stack
 	$(BIN)/python benchmarks/schedules.py
 	$(BIN)/python benchmarks/question_answering.py
 	$(BIN)/python benchmarks/bits.py
+
+# dualeval beside other libraries, in an environment of their own: about eight minutes, alone on the machine.
+bench-peers: $(PEERS)/.ready
+	$(PEERS)/bin/python benchmarks/peers.py
 
 # The picture of the table in the README.
 picture: $(VENV)/.ready
@@ -75,7 +81,7 @@ system:
 		|| echo "make: apt could not install them. The tests that need them are skipped."
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.ready: setup.py constraints.txt
 	@test -x $(BIN)/pip || { $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; }
@@ -96,6 +102,9 @@ $(VENV)/.mpi: $(VENV)/.ready
 	$(PIP) install -c constraints.txt --prefix $(VENV)/mpi/mpich mpich
 	touch $@
 
-$(VENV)/.bench: $(VENV)/.ready
-	$(PIP) install -c constraints.txt accelerate
+$(PEERS)/.ready: setup.py constraints.txt benchmarks/peers-requirements.txt
+	@test -x $(PEERS)/bin/pip || { $(PYTHON) -m venv --clear $(PEERS) || { rm -rf $(PEERS); exit 1; }; }
+	@echo "Installing pinned versions into $(PEERS): a minute or two, more where torch comes with CUDA."
+	$(PEERS)/bin/python -m pip $(PIP_OPTIONS) install -c constraints.txt setuptools wheel
+	$(PEERS)/bin/python -m pip $(PIP_OPTIONS) install -r benchmarks/peers-requirements.txt --no-build-isolation -e .
 	touch $@

@@ -37,7 +37,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 BIN = Path(sys.executable).parent  # not resolved: in a venv the interpreter is a link out of it
 
 _VERSIONS_OF = (
-    *("dualeval", "torch", "torchvision", "torchmetrics", "accelerate", "numpy", "pyarrow"),
+    *("dualeval", "torch", "torchvision", "numpy", "pyarrow"),
+    *("torchmetrics", "accelerate", "pytorch-ignite", "lightning"),
     *("transformers", "tokenizers", "horovod", "mpi4py"),
 )
 # One thread for each rank: on a shared machine a second one waits more than it works. Open MPI 4 and 5 start
@@ -54,24 +55,30 @@ _GRACE_S = 40  # torchrun ends its ranks in at most 30
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A process that ended with exit code 0.
+    """A process that ended.
 
     Attributes:
         wall_s: seconds from start to end.
         cpu_s: processor seconds, user and system, with those of its own processes.
         output: its standard output.
+        errors: its standard error.
+        exit_code: 0, but where another one was allowed.
     """
 
     wall_s: float
     cpu_s: float
     output: str
+    errors: str
+    exit_code: int
 
 
-def run_process(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]) -> Finished:
+def run_process(
+    command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str], any_exit_code: bool = False
+) -> Finished:
     """Run a command in the checkout and time it; nothing else may be run beside it.
 
     Raises:
-        RuntimeError: it ended with another code than 0; carries what it wrote.
+        RuntimeError: it ended with another code than 0, which is not allowed; carries what it wrote.
         subprocess.TimeoutExpired: it took longer.
     """
     cpu = _cpu_of_children()
@@ -91,9 +98,15 @@ def run_process(command: Sequence[str], *, timeout_s: float, environ: Mapping[st
             _end(process)
             raise
         wall_s = perf_counter() - start
-    if process.returncode != 0:
+    if process.returncode != 0 and not any_exit_code:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output}\n{errors}")
-    return Finished(wall_s=wall_s, cpu_s=_cpu_of_children() - cpu, output=output)
+    return Finished(
+        wall_s=wall_s,
+        cpu_s=_cpu_of_children() - cpu,
+        output=output,
+        errors=errors,
+        exit_code=process.returncode,
+    )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -154,12 +167,24 @@ def missing(backend: str, *, over_mpi: bool) -> str | None:
     return None if backend != "horovod" or runs_over_mpi() else "Horovod is built without MPI"
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has held (VmHWM).
+
+    Not ru_maxrss: that one starts at the size of the process that forked this one.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
+
+
 def take_turns(rounds: int, entries: Mapping[str, Callable[[], _T]]) -> dict[str, list[_T]]:
-    """Measure every entry once a round, every second round backwards, so that drift hits all alike."""
+    """Measure every entry once a round; each round begins with another one, so that drift hits all alike."""
     measured: dict[str, list[_T]] = {name: [] for name in entries}
+    names = list(entries)
     for number in range(rounds):
-        names = list(entries)
-        for name in names if number % 2 == 0 else reversed(names):
+        first = number % len(names)
+        for name in [*names[first:], *names[:first]]:
             measured[name].append(entries[name]())
     return measured
 

@@ -1,144 +1,110 @@
-"""Evaluation loops as people write them by hand, and the bare loop that all are measured against.
+"""The loops that are compared: dualeval, libraries as their documentation uses them, and loops by hand.
 
-All take the same model, data in memory and batch size, and normalise uint8 images as ``dualeval`` does.
-None wraps the model in DistributedDataParallel but Accelerate's, whose ``prepare`` does so.
+All take the same network, data in memory and batch size, on the CPU in float32, on the ranks that torchrun
+has started or on one process. A loop sets up what it needs (outside of its time), evaluates, and gives mean
+loss and top-1 as Python numbers. None logs, shows progress or saves anything.
+
+Where a library lets the model be evaluated as it is, nothing wraps it in DistributedDataParallel, which
+would send the buffers in each forward.
 """
 
 from __future__ import annotations
 
-import copy
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from time import perf_counter, process_time
+from typing import Any
 
 import torch
+from problems import Outcome, Problem
 from torch import Tensor, distributed, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 from dualeval.vision_library import torchvision
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """A model and images in memory.
-
-    Attributes:
-        model: in evaluation mode, on the CPU.
-        images: uint8 (n, channels, height, width).
-        targets: int64 (n,).
-        mean: of pixels scaled to [0, 1], a value a channel.
-        std: likewise.
-        batch_size: samples a batch.
-    """
-
-    model: nn.Module
-    images: Tensor
-    targets: Tensor
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    batch_size: int
-
-    def normaliser(self) -> Callable[[Tensor], Tensor]:
-        """What turns uint8 images into the model's input."""
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
-        return lambda images: images.float().div_(255).sub_(mean).div_(std)
-
-    def first(self, count: int) -> Problem:
-        """The same model on the first images only."""
-        return Problem(
-            model=self.model,
-            images=self.images[:count],
-            targets=self.targets[:count],
-            mean=self.mean,
-            std=self.std,
-            batch_size=self.batch_size,
-        )
-
-    def loader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """This rank's share, as ``DistributedSampler`` makes it: repeats samples until it is even."""
-        dataset = TensorDataset(self.images, self.targets)
-        sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(dataset, shuffle=False)
-        return DataLoader(dataset, batch_size=self.batch_size, sampler=sampler)
+def world() -> tuple[int, int]:
+    """This process's rank, and the number of ranks."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What one rank's loop gave.
-
-    Attributes:
-        seconds: of the loop, with its final reduction.
-        cpu_s: processor seconds of this rank in it.
-        samples: counted by this rank.
-        top1: over all ranks; None where the loop does not reduce.
-        loss: the mean over all ranks, likewise.
-    """
-
-    seconds: float
-    cpu_s: float
-    samples: int
-    top1: float | None = None
-    loss: float | None = None
-
-
-class _Stopwatch:
-    """Wall and processor time since it was made."""
-
-    def __init__(self) -> None:
-        self._start, self._cpu = perf_counter(), process_time()
-
-    def stop(self) -> dict[str, float]:
-        """The two, as fields of ``Outcome``."""
-        return {"seconds": perf_counter() - self._start, "cpu_s": process_time() - self._cpu}
-
-
-def bare(problem: Problem, rank: int = 0, size: int = 1) -> Outcome:
+def bare(problem: Problem) -> Outcome:
     """Only count on the device where argmax is the target; this rank's batches, no reduction."""
-    normalise = problem.normaliser()
+    rank, size = world()
+    images, targets, step = problem.images, problem.targets, problem.batch_size
     right = torch.zeros((), dtype=torch.int64)
     count = 0
-    watch = _Stopwatch()
+    watch = problem.start()
     with torch.inference_mode():
-        for first in range(rank * problem.batch_size, len(problem.images), size * problem.batch_size):
-            rows = slice(first, first + problem.batch_size)
-            logits = problem.model(normalise(problem.images[rows]))
-            right += (logits.argmax(dim=1) == problem.targets[rows]).sum()
-            count += len(logits)
+        for first in range(rank * step, len(images), size * step):
+            rows = slice(first, first + step)
+            right += (problem.network(images[rows]).argmax(dim=1) == targets[rows]).sum()
+            count += len(targets[rows])
     right.item()
     return Outcome(**watch.stop(), samples=count)
 
 
+def dualeval(problem: Problem) -> Outcome:
+    """``Session.evaluate`` of a model and data; without a folder, as the others write none."""
+    from dualeval import Session
+
+    task = problem.task(["top1", "loss"])
+    with Session(device="cpu") as session:
+        watch = problem.start()
+        result = session.evaluate(task, batch_size=problem.batch_size, workers=0)
+        times = watch.stop()
+    top1, loss = result.metrics["top1"], result.metrics["loss"]
+    assert isinstance(top1, float) and isinstance(loss, float)
+    # The result's count is over all ranks.
+    return Outcome(
+        **times, samples=result.samples["evaluated"] if world()[0] == 0 else 0, top1=top1, loss=loss
+    )
+
+
+def _loader(problem: Problem) -> DataLoader[Any]:
+    """This rank's share, as ``DistributedSampler`` makes it: repeats samples until it is even."""
+    data = problem.data()
+    sampler: DistributedSampler[Any] | None = None
+    if world()[1] > 1:
+        if not distributed.is_initialized():
+            distributed.init_process_group("gloo")
+        sampler = DistributedSampler(data, shuffle=False)
+    return DataLoader(data, batch_size=problem.batch_size, sampler=sampler, collate_fn=problem.collate)
+
+
 def all_reduce(problem: Problem) -> Outcome:
-    """``.item()`` on every batch, one all_reduce of three sums at the end."""
-    normalise, loader, criterion = problem.normaliser(), problem.loader(), nn.CrossEntropyLoss()
+    """By hand: sums of every batch by ``.item()``, one all_reduce of three sums at the end."""
+    loader, criterion = _loader(problem), nn.CrossEntropyLoss()
     loss_sum, right, count = 0.0, 0, 0
-    watch = _Stopwatch()
+    watch = problem.start()
     with torch.inference_mode():
         for images, targets in loader:
-            logits = problem.model(normalise(images))
+            logits = problem.network(images)
             loss_sum += criterion(logits, targets).item() * len(targets)
             right += (logits.argmax(dim=1) == targets).sum().item()
             count += len(targets)
         totals = torch.tensor([loss_sum, right, count], dtype=torch.float64)
-        distributed.all_reduce(totals)
+        if world()[1] > 1:
+            distributed.all_reduce(totals)
         loss, top1 = (totals[:2] / totals[2]).tolist()
     return Outcome(**watch.stop(), samples=count, top1=top1, loss=loss)
 
 
 def torchmetrics(problem: Problem) -> Outcome:
-    """MulticlassAccuracy and MeanMetric, updated on every batch, synchronised by ``compute``."""
+    """Metrics updated on every batch and synchronised by ``compute``; DDP, as its page on DDP has it."""
     torchvision()  # torchmetrics imports it, and beside CPU torch only this way does that work
     from torchmetrics import MeanMetric
     from torchmetrics.classification import MulticlassAccuracy
 
-    normalise, loader, criterion = problem.normaliser(), problem.loader(), nn.CrossEntropyLoss()
-    with torch.inference_mode():
-        classes = problem.model(normalise(problem.images[:2])).shape[1]
-    accuracy, mean_loss = MulticlassAccuracy(num_classes=classes, average="micro"), MeanMetric()
+    loader, criterion = _loader(problem), nn.CrossEntropyLoss()
+    model = DistributedDataParallel(problem.network) if world()[1] > 1 else problem.network
+    accuracy, mean_loss = MulticlassAccuracy(num_classes=problem.classes, average="micro"), MeanMetric()
     count = 0
-    watch = _Stopwatch()
+    watch = problem.start()
     with torch.inference_mode():
         for images, targets in loader:
-            logits = problem.model(normalise(images))
+            logits = model(images)
+            # update, not forward: that would compute each batch's own value too.
             mean_loss.update(criterion(logits, targets), weight=len(targets))
             accuracy.update(logits, targets)
             count += len(targets)
@@ -147,23 +113,21 @@ def torchmetrics(problem: Problem) -> Outcome:
 
 
 def accelerate(problem: Problem) -> Outcome:
-    """``gather_for_metrics`` of losses, predictions and targets on every batch; the main process counts."""
-    from accelerate import Accelerator  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    """``gather_for_metrics`` of losses, predictions and targets on every batch."""
+    from accelerate import Accelerator
 
-    threads = torch.get_num_threads()
     accelerator = Accelerator(cpu=True)
-    dataset = TensorDataset(problem.images, problem.targets)
-    model, loader = accelerator.prepare(
-        copy.deepcopy(problem.model), DataLoader(dataset, batch_size=problem.batch_size)
+    # The model stays as it is: "You don't need to prepare a model if it is used only for inference".
+    loader = accelerator.prepare(
+        DataLoader(problem.data(), batch_size=problem.batch_size, collate_fn=problem.collate)
     )
-    torch.set_num_threads(threads)  # Accelerate takes all cores
-    normalise, criterion = problem.normaliser(), nn.CrossEntropyLoss(reduction="none")
+    criterion = nn.CrossEntropyLoss(reduction="none")
     losses: list[Tensor] = []
     right, count = 0, 0
-    watch = _Stopwatch()
+    watch = problem.start()
     with torch.inference_mode():
         for images, targets in loader:
-            logits = model(normalise(images))
+            logits = problem.network(images)
             gathered = accelerator.gather_for_metrics(
                 (criterion(logits, targets), logits.argmax(dim=1), targets)
             )
@@ -173,5 +137,88 @@ def accelerate(problem: Problem) -> Outcome:
         loss = torch.cat(losses).mean().item()
     times = watch.stop()
     # Every rank has gathered all samples; they count once.
-    counted = count if accelerator.is_main_process else 0
-    return Outcome(**times, samples=counted, top1=right / count, loss=loss)
+    return Outcome(
+        **times, samples=count if accelerator.is_main_process else 0, top1=right / count, loss=loss
+    )
+
+
+def ignite(problem: Problem) -> Outcome:
+    """``create_supervised_evaluator`` with its Accuracy and Loss."""
+    from ignite import distributed as idist
+    from ignite.engine import create_supervised_evaluator
+    from ignite.metrics import Accuracy, Loss
+
+    size = world()[1]
+    if size > 1 and not distributed.is_initialized():
+        idist.initialize("gloo")
+    count = 0
+
+    def prepare(batch: list[Tensor], device: object, non_blocking: bool) -> tuple[Tensor, Tensor]:
+        nonlocal count
+        count += len(batch[1])
+        return batch[0], batch[1]
+
+    # It divides the batch size by the number of ranks.
+    loader = idist.auto_dataloader(
+        problem.data(), batch_size=problem.batch_size * size, collate_fn=problem.collate
+    )
+    evaluator = create_supervised_evaluator(
+        problem.network,
+        metrics={"top1": Accuracy(), "loss": Loss(nn.CrossEntropyLoss())},
+        prepare_batch=prepare,
+    )
+    watch = problem.start()
+    found = evaluator.run(loader).metrics
+    return Outcome(**watch.stop(), samples=count, top1=found["top1"], loss=found["loss"])
+
+
+def lightning(problem: Problem) -> Outcome:
+    """``Trainer.validate`` of a module that logs a TorchMetrics accuracy and the loss."""
+    torchvision()  # as for torchmetrics
+    from lightning import LightningModule, Trainer
+    from torchmetrics.classification import MulticlassAccuracy
+
+    class Validated(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = problem.network
+            self.accuracy = MulticlassAccuracy(num_classes=problem.classes, average="micro")
+            self.count = 0
+
+        def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+            images, targets = batch
+            logits = self.network(images)
+            self.count += len(targets)
+            self.accuracy.update(logits, targets)
+            self.log("top1", self.accuracy)
+            loss = nn.functional.cross_entropy(logits, targets)
+            self.log("loss", loss, sync_dist=True, batch_size=len(targets))
+
+    size = world()[1]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy="ddp" if size > 1 else "auto",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Validated()
+    loader = DataLoader(problem.data(), batch_size=problem.batch_size, collate_fn=problem.collate)
+    watch = problem.start()
+    [found] = trainer.validate(module, loader, verbose=False)
+    return Outcome(**watch.stop(), samples=module.count, top1=found["top1"], loss=found["loss"])
+
+
+BARE = "bare loop: argmax, no reduction"
+# By the names in tables.
+LOOPS: dict[str, Callable[[Problem], Outcome]] = {
+    BARE: bare,
+    "dualeval": dualeval,
+    "by hand: all_reduce": all_reduce,
+    "TorchMetrics with DDP": torchmetrics,
+    "Accelerate": accelerate,
+    "pytorch-ignite": ignite,
+    "Lightning": lightning,
+}

@@ -1,8 +1,7 @@
 """Peak memory of a rank at 10,000 and at 100,000 samples, on a data set that is not held in memory.
 
 Every run is a process of its own (or a torchrun of its own), evaluates through ``Evaluator`` and writes
-its rows to Parquet. The peak is VmHWM of /proc/self/status, not ru_maxrss: that one starts at the size of
-the process that forked it. Of several ranks the largest counts.
+its rows to Parquet. Of several ranks the largest counts.
 
     python benchmarks/memory.py           # a table
     python benchmarks/memory.py --json    # {"1": {"10000": bytes, "100000": bytes}, "2": {...}}
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ONE_THREAD, machine, run_process, table, torchrun, write_results
+from common import ONE_THREAD, machine, peak_bytes, run_process, table, torchrun, write_results
 from torch import Tensor, nn
 
 from dualeval import connect, detect
@@ -118,14 +117,7 @@ def evaluate(count: int, folder: Path) -> None:
     assert result.samples["evaluated"] == count
     control.leave()
     backend.close()
-    (folder / f"{world.rank}.peak").write_text(str(_peak_bytes()))
-
-
-def _peak_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM")
+    (folder / f"{world.rank}.peak").write_text(str(peak_bytes()))
 
 
 def measure(size: int, count: int) -> int:

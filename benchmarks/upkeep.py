@@ -44,8 +44,7 @@ from common import (
     torchrun,
     write_results,
 )
-from loops import Problem
-from overhead import ProblemTask, fashion_cnn
+from problems import Problem, fashion_cnn
 from torch import Tensor
 
 from dualeval import Backend, Result, connect, detect
@@ -81,8 +80,14 @@ def _only_name(
     self.written.append(self.folder / file_name(self._prefix, len(self.written)))
 
 
-def _write_nothing(self: RunFolder, *_arguments: Any, **_options: Any) -> None:
+def _no_files(self: RunFolder, *_arguments: Any, **_options: Any) -> list[Any]:
+    """None was written."""
+    return []
+
+
+def _write_nothing(self: RunFolder, result: Result, *_arguments: Any, **_options: Any) -> Result:
     """There is no journal file to make predictions.parquet of."""
+    return result
 
 
 def _note_nothing(self: Progress, stage: Stage, chunk: int | None = None) -> None:
@@ -97,6 +102,7 @@ def _report_nothing(self: ControlPlane) -> None:
 def _without_upkeep() -> Iterator[None]:
     with (
         patch.object(JournalWriter, "write", _only_name),
+        patch.object(RunFolder, "merged_files", _no_files),
         patch.object(RunFolder, "write", _write_nothing),
         patch.object(Progress, "step", _note_nothing),
         patch.object(ControlPlane, "start_beats", _report_nothing),
@@ -136,8 +142,8 @@ def _evaluate(
     watch: Watch | None = None,
     **options: Any,
 ) -> Result:
-    run_options = RunOptions(out=out, batch_size=problem.batch_size, fresh=True, **options)
-    return Evaluator(ProblemTask(problem), backend, control, run_options, watch=watch).run()
+    run_options = RunOptions(out=out, batch_size=problem.batch_size, workers=0, fresh=True, **options)
+    return Evaluator(problem.task(), backend, control, run_options, watch=watch).run()
 
 
 def _with(problem: Problem, backend: Backend, out: Path) -> Result:
@@ -195,7 +201,7 @@ def _entries(problem: Problem, backend: Backend, folder: Path) -> dict[str, part
 
 def _problem(samples: int) -> Problem:
     """The embedded job, its images repeated."""
-    once = fashion_cnn()
+    once = replace(fashion_cnn(), ready=True)
     times = -(-samples // len(once.images))
     return replace(once, images=once.images.repeat(times, 1, 1, 1), targets=once.targets.repeat(times)).first(
         samples

@@ -21,6 +21,9 @@ import pytest
 
 # MPIs from the package index, beside the system's; the Makefile puts them here.
 MPI_WHEELS = Path(sys.prefix) / "mpi"
+# The environment of benchmarks/peers.py; the Makefile makes it.
+PEERS_READY = ".venv-peers/.ready"
+PEERS_PYTHON = Path(__file__).resolve().parent.parent / ".venv-peers/bin/python"
 # Where daemons are; not everyone has it on the PATH.
 SYSTEM_BIN = f"/usr/sbin{os.pathsep}/sbin"
 
@@ -94,6 +97,10 @@ def _without_mounts() -> str | None:
     return f"nothing can be mounted in a namespace ({done.stderr.strip()})" if done.returncode else None
 
 
+def _without_peers() -> str | None:
+    return None if PEERS_PYTHON.exists() else f"there is no {PEERS_PYTHON}; type: make {PEERS_READY}"
+
+
 _REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "mpi": _without_mpi,
     "horovod": _without_horovod,
@@ -101,6 +108,7 @@ _REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "cluster": _without_cluster,
     "quotas": _without_quotas,
     "mounts": _without_mounts,
+    "peers": _without_peers,
 }
 
 
