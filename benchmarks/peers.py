@@ -51,7 +51,7 @@ LEAST_RESNET_IMAGES = max(SIZES) * _RESNET_BATCH
 _WARM_UP_BATCHES = 8
 _TIMEOUT_S = 1200
 
-SMALL, READY, RESNET = "small CNN", "small CNN, ready batches", "ResNet-18"
+PROBLEMS = SMALL, READY, RESNET = "small CNN", "small CNN, ready batches", "ResNet-18"
 
 
 # -- the ranks ----------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def same_bits(starts: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], l
 def _summary_text(figures: Mapping[str, Any]) -> str:
     sizes = " / ".join(figures["timed"])
     all_sizes = " / ".join(figures["starts"])
-    head = ["", *(f"time of the loop over a bare loop's: {name}" for name in (SMALL, RESNET))]
+    head = ["", *(f"time of the loop over a bare loop's: {name}" for name in PROBLEMS)]
     head += ["start-up s", "peak memory MB", f"samples counted of {figures['uneven']}"]
     head += [f"the same loss, to the bit, on {all_sizes} processes"]
     rows = []
@@ -262,7 +262,7 @@ def _summary_text(figures: Mapping[str, Any]) -> str:
         rows.append(
             [
                 loop,
-                *(_over_bare(figures, problem, loop) for problem in (SMALL, RESNET)),
+                *(_over_bare(figures, problem, loop) for problem in PROBLEMS),
                 _at_sizes(figures, loop, "startup_s", "{:.1f}".format),
                 _at_sizes(figures, loop, "peak_bytes", lambda value: f"{value / 1e6:.0f}"),
                 " / ".join(counted),
