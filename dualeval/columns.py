@@ -255,8 +255,9 @@ def of_parts(kind: type[Any], parts: Sequence[Any]) -> Any:
 
 def kind_of(column: Column) -> tuple[str, torch.dtype, tuple[int, ...]]:
     """What is the same for every batch: form, dtype, and shape of a row (of one value of a ragged row)."""
-    values = column.values if isinstance(column, Ragged) else column
-    return form_of(column), values.dtype, tuple(values.shape[1:])
+    if isinstance(column, Ragged):
+        return column.form, column.values.dtype, tuple(column.values.shape[1:])
+    return "plain", column.dtype, tuple(column.shape[1:])
 
 
 def described(column: Column) -> str:

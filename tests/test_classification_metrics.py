@@ -25,6 +25,7 @@ from dualeval.metrics.classification import (
 )
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.vision_library import torchvision
+from tests.kernels import CountedKernels
 
 ALL_TEN = ("loss", "top1", "top3", "top5", "precision_recall", "confusion", "ece", "nonfinite_logits")
 
@@ -498,3 +499,26 @@ def test_nonfinite_logits_are_warned_of() -> None:
         ledger, {"nan_logits": torch.tensor([True, False]), "inf_logits": torch.tensor([False, False])}
     )
     assert metric.compute(ledger).warnings == ("logits: 1 samples have a NaN, 0 an infinity",)
+
+
+def test_kernels_of_a_batch() -> None:
+    """As many for any batch: a small model's forward on a GPU is as short as twenty kernels."""
+    observe_logits(*sample_logits(4, 10), top=5)  # makes what later batches use again
+    for samples in (1, 64):
+        with CountedKernels() as kernels, torch.inference_mode():
+            observe_logits(*sample_logits(samples, 10), top=5)
+        with CountedKernels() as of_samples, torch.inference_mode():
+            sample_logits(samples, 10)
+        counts = kernels.counts - of_samples.counts
+        assert counts.total() <= 21, counts
+        assert not [name for name in counts if "arange" in name], "the batch before has made it"
+
+
+def test_order_keys_of_several_sizes_in_turn() -> None:
+    """What is kept of one number of classes is not taken for another."""
+    for classes in (3, 10, 3, 7, 10):
+        logits, target = sample_logits(9, classes)
+        found = observe_logits(logits, target, top=classes)
+        order = logits.sort(dim=1, descending=True, stable=True).indices
+        assert torch.equal(found["top"], order.int())
+        assert torch.equal(found["rank"], (order == target.unsqueeze(1)).int().argmax(dim=1).int())

@@ -273,7 +273,7 @@ def test_a_backends_collectives_are_steps_of_their_own() -> None:
     backend.broadcast(torch.ones(3))
     backend.all_gather_json({"a": 1})
     assert seen == ["collective"] * 6
-    assert (progress.position.stage, progress.position.count) == ("setup", 12)
+    assert (progress.position.stage, progress.position.steps) == ("setup", 12)
 
 
 def test_a_process_that_has_ended_is_known() -> None:
@@ -290,4 +290,4 @@ def test_a_process_that_has_ended_is_known() -> None:
 def test_progress_is_one_value(stage: str) -> None:
     progress = Progress()
     progress.step(stage, 7)  # type: ignore[arg-type]
-    assert (progress.position.count, str(progress.position)) == (1, f"chunk 7, stage {stage}")
+    assert (progress.position.steps, str(progress.position)) == (1, f"chunk 7, stage {stage}")

@@ -15,8 +15,7 @@ PLAN = EvalPlan(num_samples=10, batch_size=4)
 
 def folded(*chunks: int) -> Ledger:
     ledger = Ledger(PLAN, [])
-    for chunk in chunks:
-        ledger.fold(chunk, len(PLAN.chunk_samples(chunk)), 0)
+    ledger.fold(chunks, [len(PLAN.chunk_samples(chunk)) for chunk in chunks], [0] * len(chunks))
     return ledger
 
 
@@ -28,7 +27,7 @@ def test_each_chunk_once_is_right() -> None:
 
 def test_failed_samples_count_to_their_chunk() -> None:
     ledger = folded(0, 1)
-    ledger.fold(2, 1, 1)
+    ledger.fold([2], [1], [1])
     ledger.verify_exactly_once()
     assert ledger.totals() == (9, 1)
 
@@ -51,7 +50,7 @@ def test_missing_and_double_chunks_are_named(chunks: tuple[int, ...], message: s
 
 def test_a_chunk_with_a_wrong_count_is_named() -> None:
     ledger = folded(0, 1)
-    ledger.fold(2, 1, 0)
+    ledger.fold([2], [1], [0])
     with pytest.raises(ExactlyOnceError, match="folded 1 times, 1 evaluated and 0 failed of 2"):
         ledger.verify_exactly_once()
 

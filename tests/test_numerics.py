@@ -611,3 +611,15 @@ def test_no_warning_of_pytorchs() -> None:
         with numerics.settings("fp32", CPU) as settings:
             allow_tf32()
             settings.check_after_build()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_the_precision_holds_inside_a_callers_autocast(precision: str, *, outside: bool) -> None:
+    cpu = torch.device("cpu")
+    expected = {"fp32": torch.float32, "amp-bf16": torch.bfloat16}[precision]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+        with numerics.autocast(precision, cpu):
+            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == expected
+        after = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+    assert after == (torch.bfloat16 if outside else torch.float32)

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from dualeval.engine import recorder
+from dualeval.engine.feed import FailedSample
+from dualeval.engine.folder.predictions import EVALUATED
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder
 from dualeval.metrics import Mean
+from tests.kernels import CountedKernels
 
 
 def sliced() -> Tensor:
@@ -74,3 +77,36 @@ def test_row_metrics_columns_alone_are_kept_in_memory() -> None:
     taking.flush()
     assert writer.written == []
     assert taking.ledger.parts()[0][0].compute(taking.ledger.parts()[0][1]).values == {"m": 1.5}
+
+
+def test_a_batch_costs_no_kernel_until_the_fold() -> None:
+    """Whatever is counted, what is done for every batch alone is done without torch's kernels."""
+    plan = EvalPlan(num_samples=24, batch_size=4)
+    taking = Recorder(plan, [Mean("m")], ["kept"], MemoryWriter(keeps=True))
+    batches = [{"m": torch.rand(4), "kept": torch.arange(4)} for _ in range(6)]
+    taking.add(0, 0, batches[0], [])
+    with CountedKernels() as kernels:
+        for batch in range(1, 6):
+            taking.add(batch, batch, batches[batch], [])
+    assert not kernels.counts
+    taking.flush()
+    assert taking.ledger.totals() == (24, 0)
+
+
+def test_failed_samples_are_marked_where_they_are() -> None:
+    plan = EvalPlan(num_samples=11, batch_size=4)
+    writer = MemoryWriter(keeps=True)
+    taking = Recorder(plan, [Mean("m")], ["m"], writer)
+    failed = {0: [3], 1: [4, 6], 2: []}
+    for batch, indices in failed.items():
+        samples = [FailedSample(index=index, error="E") for index in indices]
+        rows = torch.tensor([float(index) for index in plan.batch_samples(batch)])
+        taking.add(batch, batch, {"m": rows}, samples)
+    taking.flush()
+    marked = {}
+    for header, [evaluated, values] in writer.written:
+        assert [entry["name"] for entry in header["columns"]] == [EVALUATED, "m"]
+        marked |= dict(zip(values.tolist(), evaluated.tolist(), strict=True))
+    assert marked == {float(index): int(index not in (3, 4, 6)) for index in range(11)}
+    assert taking.ledger.totals() == (8, 3)
+    assert taking.failed == [3, 4, 6]

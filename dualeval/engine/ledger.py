@@ -33,12 +33,17 @@ class Ledger:
             start += metric.size
         self.values = torch.zeros(start, dtype=torch.int64)
 
-    def fold(self, chunk: int, evaluated: int, failed: int) -> None:
-        """Note that a chunk was folded in once, with so many samples evaluated and failed."""
-        chunks = self._plan.num_chunks
-        self.values[chunk] += 1
-        self.values[chunks + chunk] += evaluated
-        self.values[2 * chunks + chunk] += failed
+    def fold(self, chunks: Sequence[int], evaluated: Sequence[int], failed: Sequence[int]) -> None:
+        """Note that chunks were folded in once more.
+
+        Args:
+            chunks: their numbers; one that is there twice counts twice.
+            evaluated: how many samples of each were evaluated.
+            failed: how many of each could not be read.
+        """
+        counts = self.values[: 3 * self._plan.num_chunks].view(3, -1)
+        new = torch.tensor([[1] * len(chunks), evaluated, failed], dtype=torch.int64)
+        counts.index_add_(1, torch.tensor(chunks, dtype=torch.int64), new)
 
     def update(self, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
         """Add the evaluated samples of consecutive batches to every metric.

@@ -49,6 +49,9 @@ def map_values(
         NestError: a dataclass cannot be copied without a share in the original's fields.
     """
 
+    if type(nest) is Tensor:
+        return function(nest)  # most values are one: what follows asks for everything else
+
     # No function inside that calls itself: it would keep what the others hold, until the next collection.
     def inner(value: Any) -> Any:
         return map_values(function, value, is_leaf=is_leaf, beside=beside)

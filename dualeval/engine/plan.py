@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +32,13 @@ class EvalPlan:
         assert self.num_samples >= 1, "an empty data set is refused before a plan is made"
         assert self.batch_size >= 1, "the job refuses such a batch size"
 
-    @property
+    # Cached: the loop asks for these several times a batch.
+    @cached_property
     def num_batches(self) -> int:
         """Number of batches."""
         return -(-self.num_samples // self.batch_size)
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """Number of chunks: one batch each up to ``MAX_CHUNKS``, then evenly more."""
         return min(self.num_batches, MAX_CHUNKS)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 # In the order in which a run goes through them; a batch goes through load to journal. "device" is the wait
 # for what a GPU computes, "collective" any collective of the backend, "idle" between two runs.
@@ -25,17 +24,16 @@ Stage = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """One moment of a rank.
 
     Attributes:
-        count: grows with every step; a rank whose count stands still makes no progress.
+        steps: grows with every step; a rank whose steps stand still makes no progress.
         stage: what it is doing.
         chunk: the chunk in hand; None outside of the loop.
     """
 
-    count: int = 0
+    steps: int = 0
     stage: Stage = "setup"
     chunk: int | None = None
 
@@ -59,9 +57,9 @@ class Progress:
         self.position = Position()
 
     def step(self, stage: Stage, chunk: int | None = None) -> None:
-        """Note that the main thread has come to a stage. Costs about a microsecond."""
+        """Note that the main thread has come to a stage. Costs less than a microsecond."""
         # One assignment: another thread sees the old position or the new one, never a mixture.
-        self.position = Position(self.position.count + 1, stage, chunk)
+        self.position = Position(self.position.steps + 1, stage, chunk)
 
     @contextmanager
     def inside(self, stage: Stage) -> Iterator[None]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from dualeval.engine.progress import Progress
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.metrics import Metric
 
-# Samples that one ledger update takes: its cost is per call, not per sample.
-FOLD_SAMPLES = 4_096
+# Samples that one ledger update takes: its cost is per call, not per sample. As many as a journal file holds.
+FOLD_SAMPLES = 16_384
 # Rows that one journal file holds at most (and a chunk): bounds this rank's memory.
 FLUSH_ROWS = 16_384
 # Bytes of values of ragged columns and text that it holds at most (and a chunk), likewise.
@@ -33,11 +34,17 @@ FLUSH_EVERY_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Finished:
-    """A batch whose columns are on the host; ``columns`` is None where no sample of it could be read."""
+    """A batch whose columns are on the host.
+
+    Attributes:
+        rows: number of its samples.
+        columns: None where no sample of it could be read.
+        failed: the rows of the samples that could not be read.
+    """
 
     rows: int
     columns: Mapping[str, Column] | None
-    evaluated: Tensor
+    failed: tuple[int, ...]
 
 
 class _Part:
@@ -45,10 +52,11 @@ class _Part:
 
     Attributes:
         chunks: their numbers.
+        rows_of_chunks: number of rows of each.
         failures: index and error of their samples that could not be read.
         rows: number of their rows.
         ragged_bytes: bytes of the values of their ragged columns.
-        delta: their ledger; without the metrics of what is still to be folded.
+        delta: their ledger, without what is still to be folded.
     """
 
     def __init__(self, plan: EvalPlan, metrics: Sequence[Metric], names: Sequence[str]) -> None:
@@ -56,11 +64,13 @@ class _Part:
         self._names = tuple(names)
         self.delta = Ledger(plan, metrics)
         self.chunks: list[int] = []
+        self.rows_of_chunks: list[int] = []
         self.failures: list[tuple[int, str]] = []
         self.rows = 0
         self.ragged_bytes = 0
         self._unfolded: list[_Finished] = []
         self._unfolded_rows = 0
+        self._unfolded_chunks: list[tuple[int, int, int]] = []  # number, samples evaluated, samples failed
         self._folded: list[dict[str, Column]] = []
 
     def take(
@@ -71,14 +81,15 @@ class _Part:
         empty: Mapping[str, Column] | None,
     ) -> None:
         """Take a finished chunk; ``empty`` has the columns' dtypes and row shapes, once they are known."""
-        rows = len(self._plan.chunk_samples(chunk))
+        rows = sum(finished.rows for finished in batches)
         self.chunks.append(chunk)
-        self.delta.fold(chunk, rows - len(failures), len(failures))
+        self.rows_of_chunks.append(rows)
         self.failures += failures
         self.rows += rows
         self.ragged_bytes += sum(map(_ragged_bytes, batches))
         self._unfolded.extend(batches)
         self._unfolded_rows += rows
+        self._unfolded_chunks.append((chunk, rows - len(failures), len(failures)))
         if self._unfolded_rows >= FOLD_SAMPLES:
             self.fold(empty)
 
@@ -86,7 +97,7 @@ class _Part:
         """Bring the rows since the last fold into the delta."""
         if not self._unfolded:
             return
-        evaluated = torch.cat([finished.evaluated for finished in self._unfolded])
+        evaluated = _evaluated(self._unfolded)
         columns = {
             name: concatenated([_column(finished, name, like) for finished in self._unfolded])
             for name, like in (empty or {}).items()
@@ -94,7 +105,7 @@ class _Part:
         if evaluated.any():
             whole = bool(evaluated.all())
             before = [slots.clone() for _, slots in self.delta.parts()]
-            batches = [int(finished.evaluated.sum()) for finished in self._unfolded]
+            batches = [finished.rows - len(finished.failed) for finished in self._unfolded]
             read = columns if whole else {name: column[evaluated] for name, column in columns.items()}
             try:
                 self.delta.update(read, batches)
@@ -105,7 +116,8 @@ class _Part:
                 raise
         rows = {name: columns[name] for name in self._names if name in columns}
         self._folded.append({EVALUATED: evaluated.to(torch.uint8), **rows})
-        self._unfolded, self._unfolded_rows = [], 0
+        self.delta.fold(*zip(*self._unfolded_chunks, strict=True))
+        self._unfolded, self._unfolded_rows, self._unfolded_chunks = [], 0, []
 
     def columns(self, empty: Mapping[str, Column] | None) -> dict[str, Column]:
         """All rows, folded, in the order of ``chunks``."""
@@ -125,8 +137,19 @@ class _Part:
     def clear(self) -> None:
         """Forget what has been written."""
         self.delta.values.zero_()
-        self.chunks, self._folded, self.failures = [], [], []
+        self.chunks, self.rows_of_chunks, self._folded, self.failures = [], [], [], []
         self.rows = self.ragged_bytes = 0
+
+
+def _evaluated(batches: Sequence[_Finished]) -> Tensor:
+    """Which rows of some batches are of samples that could be read, bool of shape (rows,)."""
+    evaluated = torch.ones(sum(finished.rows for finished in batches), dtype=torch.bool)
+    start = 0
+    for finished in batches:
+        if finished.failed:
+            evaluated[[start + row for row in finished.failed]] = False
+        start += finished.rows
+    return evaluated
 
 
 def _column(finished: _Finished, name: str, like: Column) -> Column:
@@ -139,6 +162,8 @@ def _ragged_bytes(finished: _Finished) -> int:
 
 
 def _alone(column: Column) -> Column:
+    if not isinstance(column, Ragged):
+        return _with_own_memory(column)
     found: Column = of_parts(type(column), [_with_own_memory(part) for part in parts_of(column)])
     return found
 
@@ -150,8 +175,9 @@ def _with_own_memory(column: Tensor) -> Tensor:
     """
     if column.layout is not torch.strided:
         return column
-    shared: bool = column.is_shared()  # type: ignore[no-untyped-call]
-    if shared or column.untyped_storage().nbytes() > column.numel() * column.element_size():
+    storage = column.untyped_storage()
+    # The storage itself is asked: the tensor's own method makes two objects of Python on the way there.
+    if storage.nbytes() > column.nbytes or storage.is_shared():
         return column.clone(memory_format=torch.contiguous_format)
     return column
 
@@ -162,11 +188,12 @@ def check_rows(columns: Mapping[str, Column], batch: int, samples: range) -> Non
     Raises:
         ExactlyOnceError: one has more or fewer; names it.
     """
+    rows = len(samples)
     for name, column in columns.items():
-        if len(column) != len(samples):
+        if len(column) != rows:
             raise ExactlyOnceError(
                 f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) has "
-                f"{len(column)} values, expected {len(samples)}: the task's collate, forward and observe "
+                f"{len(column)} values, expected {rows}: the task's collate, forward and observe "
                 "must keep one row a sample, in order"
             )
 
@@ -208,6 +235,7 @@ class Recorder:
         self.metrics_s = 0.0
         self.journal_s = 0.0
         self._empty: dict[str, Column] | None = None  # the columns' dtypes and row shapes, once seen
+        self._kinds: dict[str, tuple[Any, ...]] = {}  # theirs, as ``kind_of`` gives them
         self._chunk: list[_Finished] = []
         self._chunk_failures: list[tuple[int, str]] = []
         self._whole = _Part(plan, self._metrics, self._names)
@@ -236,37 +264,39 @@ class Recorder:
         """
         samples = self._plan.batch_samples(batch)
         check_rows(columns or {}, batch, samples)
-        evaluated = torch.ones(len(samples), dtype=torch.bool)
-        for sample in failed:
-            evaluated[sample.index - samples.start] = False
         with self._lock:
-            failures = [(sample.index, sample.error[:MOST_OF_AN_ERROR]) for sample in failed]
-            self.failed.extend(index for index, _ in failures)
-            self._chunk_failures += failures
-            if failures:
-                self.first_failed = min(failures[0], self.first_failed or failures[0])
+            if failed:
+                self._note_failures(failed)
             if columns is not None:
                 if self._empty is None:
                     # What nobody counts or keeps would only wait here for the fold.
                     used = [name for name in self._used if name in columns]
                     self._empty = {name: empty_rows(columns[name], 0) for name in used}
+                    self._kinds = {name: kind_of(like) for name, like in self._empty.items()}
                 else:
                     self._check_kinds(columns, batch, samples)
                 columns = {name: _alone(columns[name]) for name in self._empty}
-            self._chunk.append(_Finished(rows=len(samples), columns=columns, evaluated=evaluated))
+            rows_failed = tuple(sample.index - samples.start for sample in failed)
+            self._chunk.append(_Finished(rows=len(samples), columns=columns, failed=rows_failed))
             if batch == self._plan.chunk_batches(chunk)[-1]:
                 self._finish_chunk(chunk)
 
+    def _note_failures(self, failed: Sequence[FailedSample]) -> None:
+        failures = [(sample.index, sample.error[:MOST_OF_AN_ERROR]) for sample in failed]
+        self.failed.extend(index for index, _ in failures)
+        self._chunk_failures += failures
+        self.first_failed = min(failures[0], self.first_failed or failures[0])
+
     def _check_kinds(self, columns: Mapping[str, Column], batch: int, samples: range) -> None:
-        assert self._empty is not None
-        for name, like in self._empty.items():
+        for name, kind in self._kinds.items():
             column = columns.get(name)
-            if column is None or kind_of(column) != kind_of(like):
+            if column is None or kind_of(column) != kind:
+                assert self._empty is not None
                 found = "is not there" if column is None else f"is {described(column)}"
                 raise UsageError(
                     f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) "
-                    f"{found}, and in the first batch it was {described(like)}: each batch must give "
-                    "the same columns, of the same dtype and row shape"
+                    f"{found}, and in the first batch it was {described(self._empty[name])}: each "
+                    "batch must give the same columns, of the same dtype and row shape"
                 )
 
     def _finish_chunk(self, chunk: int) -> None:
@@ -313,9 +343,12 @@ class Recorder:
             folded = perf_counter()
             self.metrics_s += folded - start
             self._progress.step("journal", self._progress.position.chunk)
-            rows = [len(self._plan.chunk_samples(chunk)) for chunk in part.chunks]
             self._writer.write(
-                part.chunks, rows, part.delta.values, part.columns(self._empty), failures=part.failures
+                part.chunks,
+                part.rows_of_chunks,
+                part.delta.values,
+                part.columns(self._empty),
+                failures=part.failures,
             )
             self.ledger.values += part.delta.values
             self.chunks_saved += len(part.chunks)

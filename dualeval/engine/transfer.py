@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from itertools import islice
+from operator import methodcaller
 from pathlib import PurePath
 from typing import Any
 
@@ -68,16 +69,14 @@ class Uploads:
         Raises:
             UsageError: it holds tensors in an object that nobody can bring to a device.
         """
+        # In the computing stream: what memory it takes, only the object knows.
+        moving = methodcaller("to", self._accelerator.device)
+        if self._accelerator.is_host:
+            return map_batch(_same, moving, data)
         on_host: dict[int, Tensor] = {}
-        if not self._accelerator.is_host:
-            map_batch(lambda tensor: on_host.setdefault(id(tensor), tensor), lambda value: value, data)
+        map_batch(lambda tensor: on_host.setdefault(id(tensor), tensor), _same, data)
         on_device = dict(zip(on_host, self._copied(list(on_host.values())), strict=True))
-        return map_batch(
-            lambda tensor: on_device.get(id(tensor), tensor),
-            # In the computing stream: what memory it takes, only the object knows.
-            lambda value: value.to(self._accelerator.device),
-            data,
-        )
+        return map_batch(lambda tensor: on_device[id(tensor)], moving, data)
 
     @torch.no_grad()
     def _copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -114,7 +113,6 @@ class Downloads:
         if not accelerator.is_host:
             self._ring = PinnedRing(accelerator, ahead + 1)
 
-    @torch.no_grad()
     def start(self, columns: Columns) -> Pending:
         """Start the copies of a batch's columns behind what the current stream has been given.
 
@@ -128,6 +126,10 @@ class Downloads:
         """
         if self._accelerator.is_host or not isinstance(columns, Mapping):
             return lambda: columns
+        return self._started(columns)
+
+    @torch.no_grad()
+    def _started(self, columns: Columns) -> Pending:
         download = _Download(columns)
         device = self._accelerator.device
         copied = [
@@ -249,10 +251,10 @@ def map_batch(tensor: Callable[[Tensor], Any], moving: Callable[[Any], Any], bat
     """
 
     def leaf(value: Any) -> Any:
+        if type(value) is Tensor and _is_plain(value, _HOST):
+            return tensor(value)
         if isinstance(value, _WITHOUT_TENSORS):
             return value
-        if _is_plain(value, _HOST):
-            return tensor(value)
         if isinstance(value, Tensor) or _moves_itself(value):
             return moving(value)
         if not pytree.tree_is_leaf(value):
@@ -266,6 +268,10 @@ def map_batch(tensor: Callable[[Tensor], Any], moving: Callable[[Any], Any], bat
         return map_values(leaf, batch, is_leaf=_moves_itself, beside=leaf)
     except NestError as error:
         raise _immovable(str(error)) from error
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _immovable(kind: str) -> UsageError:

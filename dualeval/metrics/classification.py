@@ -42,6 +42,8 @@ from dualeval.metrics.scores import Score
 LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows with the square
 
 _NO_RANK = 2**31 - 1
+# As tensors, for the reason given in ``ordering.py``.
+_ZERO, _ZERO_DOUBLE = torch.tensor(0.0), torch.tensor(0.0, dtype=torch.float64)
 _ECE_BINS = 15
 # Half precision sums a thousand classes to 1 within this.
 _NEAR_ONE = 1e-2
@@ -64,11 +66,11 @@ def observe_logits(logits: Tensor, target: Tensor, top: int) -> dict[str, Tensor
         classes in order; all -1 where a logit is NaN.
     """
     target_index = target.to(torch.int64).unsqueeze(1)
-    values = logits.to(torch.float32) + 0.0  # -0.0 + 0.0 is 0.0: their bits must not differ in the keys
+    values = logits.to(torch.float32) + _ZERO  # -0.0 + 0.0 is 0.0: their bits must not differ in the keys
     loss, confidence = _loss_and_confidence(values, target_index)
     nan_logits = values.amax(dim=1).isnan()
     # Without the NaN, a float64 sum of float32 values is not finite only where one of them is infinite.
-    inf_logits = torch.nansum(values, dim=1, dtype=torch.float64).mul_(0.0).isnan()
+    inf_logits = torch.nansum(values, dim=1, dtype=torch.float64).mul_(_ZERO_DOUBLE).isnan()
     keys = order_keys_in_place(values)
     rank = (keys > keys.gather(1, target_index)).sum(dim=1, dtype=torch.int32)
     first = torch.topk(keys, min(top, logits.shape[1]), dim=1).indices.to(torch.int32)

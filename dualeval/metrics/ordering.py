@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
+
+# As tensors: a number would be made into one at every call, which takes as long as the small kernel itself.
+# Of shape () and on the CPU they go with a tensor of any device.
+_SIGN = torch.tensor(31, dtype=torch.int32)
+_MAGNITUDE = torch.tensor(0x7FFFFFFF, dtype=torch.int32)
 
 
 def order_keys_in_place(values: Tensor) -> Tensor:
@@ -17,6 +24,12 @@ def order_keys_in_place(values: Tensor) -> Tensor:
         values: float32 of shape (rows, n), n at most 2**32.
     """
     bits = values.view(torch.int32)
-    bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
-    first_wins = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
-    return torch.add(first_wins, bits, alpha=1 << 32)
+    bits.bitwise_xor_((bits >> _SIGN).bitwise_and_(_MAGNITUDE))
+    return torch.add(_first_wins(values.shape[1], values.device), bits, alpha=1 << 32)
+
+
+# Of the few models that a process evaluates, not a kernel a batch.
+@lru_cache(maxsize=8)
+def _first_wins(count: int, device: torch.device) -> Tensor:
+    """The lower halves of the keys of a row: count - 1 for its first value, 0 for its last."""
+    return torch.arange(count - 1, -1, -1, device=device)

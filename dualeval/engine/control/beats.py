@@ -194,7 +194,7 @@ class Pulse:
     def look(self, saved: int | None = None, run: int = 0, done: int = 0) -> Sign:
         """The sign of this moment, as it would be reported."""
         at = self._progress.position
-        return Sign(at.count, self._work.count(), self._beats, at.stage, at.chunk, saved, run, done)
+        return Sign(at.steps, self._work.count(), self._beats, at.stage, at.chunk, saved, run, done)
 
     def beat(self, saved: int | None = None, run: int = 0, done: int = 0) -> Sign:
         """The next sign to report."""
