@@ -43,7 +43,8 @@ LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows
 
 _NO_RANK = 2**31 - 1
 # As tensors, for the reason given in ``ordering.py``.
-_ZERO, _ZERO_DOUBLE = torch.tensor(0.0), torch.tensor(0.0, dtype=torch.float64)
+_ZERO = torch.tensor(0.0, device="cpu")  # whatever the default device is
+_ZERO_DOUBLE = torch.tensor(0.0, dtype=torch.float64, device="cpu")
 _ECE_BINS = 15
 # Half precision sums a thousand classes to 1 within this.
 _NEAR_ONE = 1e-2

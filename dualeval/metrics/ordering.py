@@ -9,8 +9,8 @@ from torch import Tensor
 
 # As tensors: a number would be made into one at every call, which takes as long as the small kernel itself.
 # Of shape () and on the CPU they go with a tensor of any device.
-_SIGN = torch.tensor(31, dtype=torch.int32)
-_MAGNITUDE = torch.tensor(0x7FFFFFFF, dtype=torch.int32)
+_SIGN = torch.tensor(31, dtype=torch.int32, device="cpu")
+_MAGNITUDE = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device="cpu")
 
 
 def order_keys_in_place(values: Tensor) -> Tensor:
