@@ -202,7 +202,14 @@ def test_horovod_trains_to_the_same_bits(
     of_two_ranks: Path, fashion: Path, tmp_path: Path, launch: Launch
 ) -> None:
     # Over gloo: MPI's ranks wait with a core each, which other tests could use.
-    words = ["horovodrun", "--gloo", "-np", "2", sys.executable, EXAMPLES / "train_with_eval.py"]
+    words: list[str | Path] = [
+        "horovodrun",
+        "--gloo",
+        "-np",
+        "2",
+        sys.executable,
+        EXAMPLES / "train_with_eval.py",
+    ]
     words += ["--model", MODEL, "--data", fashion, "--out", tmp_path / "run", "--epochs", "2", *SMALL]
     done = launch(words, variables=ONE_THREAD)
     assert done.returncode == 0, done.stderr
