@@ -202,7 +202,14 @@ def test_horovod_trains_to_the_same_bits(
     of_two_ranks: Path, fashion: Path, tmp_path: Path, launch: Launch
 ) -> None:
     # Over gloo: MPI's ranks wait with a core each, which other tests could use.
-    words = ["horovodrun", "--gloo", "-np", "2", sys.executable, EXAMPLES / "train_with_eval.py"]
+    words: list[str | Path] = [
+        "horovodrun",
+        "--gloo",
+        "-np",
+        "2",
+        sys.executable,
+        EXAMPLES / "train_with_eval.py",
+    ]
     words += ["--model", MODEL, "--data", fashion, "--out", tmp_path / "run", "--epochs", "2", *SMALL]
     done = launch(words, variables=ONE_THREAD)
     assert done.returncode == 0, done.stderr
@@ -450,7 +457,7 @@ def test_three_epochs_on_two_processes_and_their_curves(launch: Launch, tmp_path
     options = ["--epochs", "3", "--lr", "0.05", "--workers", "0", "--flip"]
     for script, batch_size in (("torchrun_one_node", "32"), ("one_process", "64")):
         words = ["--model", "fashion-cnn", "--data", str(data), "--out", str(tmp_path / script)]
-        command = [SCRIPTS / f"{script}.sh", *words, "--batch-size", batch_size, *options]
+        command: list[str | Path] = [SCRIPTS / f"{script}.sh", *words, "--batch-size", batch_size, *options]
         done = launch(command, variables=ONE_THREAD, timeout=250)
         assert done.returncode == 0, done.stderr
         log = log_of(tmp_path / script)
