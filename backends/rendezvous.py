@@ -388,6 +388,21 @@ def interface_between_nodes(world: World, store: Store, port: int | None) -> str
     return interface_of(own) if own else None
 
 
+@contextmanager
+def interface_beside(world: World, store: Store) -> Iterator[str | None]:
+    """Find that interface where a library of the script's own has joined the ranks. A collective.
+
+    Until the block is left, rank 0 can be reached where the others look for it.
+
+    Args:
+        world: this process's place.
+        store: one that all ranks share, for this search alone.
+    """
+    store.set(_here(world.rank), "")
+    server = serve_store(world)[0] if world.is_main else None
+    yield interface_between_nodes(world, store, None if server is None else server.port)
+
+
 def nccl_variables(interface: str | None) -> dict[str, str]:
     """Find what tells NCCL over which network interface the nodes reach each other, as horovodrun does.
 

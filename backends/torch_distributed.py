@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dualeval.backends.base import Backend, Op, variables_set
 from dualeval.backends.rendezvous import (
     PATIENCE,
+    interface_beside,
     interface_between_nodes,
     joining,
     nccl_variables,
@@ -28,6 +30,8 @@ from dualeval.world import World, place_by_hosts
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Libraries that send from host memory; what a group has beside them sends from a device's.
 _HOST_LIBRARIES = ("gloo", "mpi", "ucc", "fake")
+# Each backend beside a script's group looks for its network by itself; all ranks open them in one order.
+_GUESTS = count()
 _ALL_EVALUATE = (
     "Every rank of the script's group has to call the same: dualeval.evaluate, EarlyStopping.update or "
     "Session.open."
@@ -106,10 +110,20 @@ class TorchBackend(Backend):
             waiting(self.world, "the other ranks to evaluate, too", _ALL_EVALUATE),
         ):
             # The caller's may have NCCL alone; and its collectives may be under way in another thread.
-            self._host_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self._host_group = self._group_of_its_own()
         if not self.world.placed:
             hosts, local_ranks = zip(*self.all_gather_json(own_place(self.world)), strict=True)
             self.world = place_by_hosts(self.world, hosts, local_ranks)
+
+    def _group_of_its_own(self) -> Any:
+        store = dist.distributed_c10d._get_default_store()
+        with ExitStack() as found:
+            # NCCL finds its network by itself, gloo does not; and the script may have gloo's name no more.
+            if self.world.size > 1 and not (self.world.placed and self.world.is_one_node):
+                of_its_own = PrefixStore(f"dualeval/guest/{next(_GUESTS)}", store)
+                network = found.enter_context(interface_beside(self.world, of_its_own))
+                found.enter_context(variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}))
+            return dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def _group(self, tensor: Tensor) -> Any:
         return self._host_group if tensor.device.type == "cpu" else None

@@ -14,7 +14,7 @@ import pytest
 
 from dualeval import network
 from tests.cluster.hosts import Cluster
-from tests.conftest import Finished, Launch
+from tests.conftest import ROOT, Finished, Launch
 from tests.test_waiting import WORKER, read_until
 
 pytestmark = pytest.mark.needs("cluster")
@@ -84,6 +84,34 @@ def test_a_rank_is_late(late: int, cluster: Cluster, launch: Launch, tmp_path: P
         (tmp_path / "join").touch()
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
+
+
+# As with NCCL, which finds the network between the hosts without this variable.
+GUEST = """
+import os
+import torch.distributed as dist
+import dualeval
+from tests.tiny import TinyTask
+os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}
+os.environ |= {"MASTER_ADDR": "h0", "MASTER_PORT": "29555"}
+dist.init_process_group("gloo")
+del os.environ["GLOO_SOCKET_IFNAME"]
+for _ in range(2):
+    print(dualeval.evaluate(TinyTask(99), batch_size=8, device="cpu").metrics_digest)
+assert "GLOO_SOCKET_IFNAME" not in os.environ
+dist.destroy_process_group()
+"""
+
+
+def test_a_guest_finds_the_network_between_the_hosts(
+    cluster: Cluster, launch: Launch, tmp_path: Path
+) -> None:
+    """Their own names lead to 127.0.1.1, by which gloo would go."""
+    done = on(
+        cluster, "h0", launch, tmp_path, *TASKS, "env", f"PYTHONPATH={ROOT}", sys.executable, "-c", GUEST
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 4 and len(set(done.stdout.split())) == 1
 
 
 @pytest.mark.needs("horovod")
