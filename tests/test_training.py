@@ -202,7 +202,14 @@ def test_horovod_trains_to_the_same_bits(
     of_two_ranks: Path, fashion: Path, tmp_path: Path, launch: Launch
 ) -> None:
     # Over gloo: MPI's ranks wait with a core each, which other tests could use.
-    words = ["horovodrun", "--gloo", "-np", "2", sys.executable, EXAMPLES / "train_with_eval.py"]
+    words: list[str | Path] = [
+        "horovodrun",
+        "--gloo",
+        "-np",
+        "2",
+        sys.executable,
+        EXAMPLES / "train_with_eval.py",
+    ]
     words += ["--model", MODEL, "--data", fashion, "--out", tmp_path / "run", "--epochs", "2", *SMALL]
     done = launch(words, variables=ONE_THREAD)
     assert done.returncode == 0, done.stderr
@@ -407,7 +414,8 @@ def test_cifar_is_read_from_disk(
         (["--batch-size", "101"], r"--batch-size 101 is more than a rank's share of the 100 training images"),
         (["--resize", "30"], r"--resize is for folders of images"),
         (["--erasing", "2"], r"--erasing 2.0: expected a probability"),
-        (["--no-eval", "--patience", "2"], r"--patience and --limit-eval have no meaning with --no-eval"),
+        (["--no-eval", "--patience", "2"], r"--patience, --limit-eval and --logger have no meaning with"),
+        (["--logger", "tensorbord:tb"], r"--logger 'tensorbord:tb': expected one of tensorboard:DIR"),
         (["--device", "cuda"], r"--device cuda: rank 0 is number 0 on its node, which has 0 GPUs"),
         (["--lr", "-1"], r"argument --lr: expected a number of at least 0, not '-1'"),
         (["--epochs", "0"], r"argument --epochs: expected a whole number of at least 1, not '0'"),
