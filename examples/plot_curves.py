@@ -46,6 +46,8 @@ NEEDED = {
     "log.jsonl": {"epoch", "metrics", "elapsed_s", "train_s", "eval_s", "images_per_s"},
 }
 NAMES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
+# Where a lower value is the better one; of all other metrics it is a higher one.
+LOWER = ("loss", "ece")
 # At least so many seconds, the seconds of the unit, its name.
 UNITS = [(2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds")]
 
@@ -192,6 +194,9 @@ def draw(runs: Sequence[Run], metric: str, folder: Path) -> list[Path]:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    finite = [value for run in runs for value in run.values(metric) if value == value]
+    if metric.endswith("loss") and finite and min(finite) > 0 and max(finite) > 100 * min(finite):
+        by_epoch.set_yscale("log")  # a loss that starts at thousands would flatten all that follows
     by_epoch.set_xlabel("epoch")
     by_time.set_xlabel(f"{unit} since the start (training and evaluation)")
     by_time.tick_params(labelleft=True)
@@ -230,9 +235,7 @@ def report(runs: Sequence[Run], metric: str) -> str:
     for run, label in zip(runs, labels, strict=True):
         values = {entry["epoch"]: value for entry, value in zip(run.epochs, run.values(metric), strict=True)}
         finite = {epoch: value for epoch, value in values.items() if value == value}
-        best = (min if metric.endswith("loss") else max)(
-            finite, key=lambda epoch: finite[epoch], default=None
-        )
+        best = (min if metric.endswith(LOWER) else max)(finite, key=lambda epoch: finite[epoch], default=None)
         best_text = "not finite" if best is None else f"{shown(finite[best], metric)} (epoch {best})"
         seconds = f"{run.middle('train_s'):.3g} + {run.middle('eval_s'):.3g}"
         rate = f"{run.middle('images_per_s'):,.0f}"

@@ -39,6 +39,7 @@ from training_ranks import Ranks, device_of, join_ranks
 
 import dualeval
 from dualeval.models.classifiers import create
+from dualeval.report.loggers.targets import check_installed, targets_of
 from dualeval.vision_library import torchvision
 
 # -- precision -------------------------------------------------------------------------------------------
@@ -104,10 +105,12 @@ class Prepared:
 
 
 def prepare(options: argparse.Namespace, ranks: Ranks) -> Prepared:
-    if options.no_eval and (options.patience or options.limit_eval):
+    if options.no_eval and (options.patience or options.limit_eval or options.logger):
         raise dualeval.UsageError(
-            "--patience and --limit-eval have no meaning with --no-eval: leave them out"
+            "--patience, --limit-eval and --logger have no meaning with --no-eval: leave them out"
         )
+    # A wrong one is said now, not after the first epoch.
+    check_installed(targets_of(options.logger or (), 0, "--logger"), "--logger")
     if options.erasing > 1:
         raise dualeval.UsageError(f"--erasing {options.erasing}: expected a probability, from 0 to 1")
     training, validation = (open_set(options.data, training=each) for each in (True, False))
@@ -356,7 +359,7 @@ def train(options: argparse.Namespace, world: dualeval.World) -> None:
         trained = time.perf_counter()
         values: dict[str, Any] = {"metrics": {}, "intervals": {}, "metrics_digest": None}
         if not options.no_eval:
-            values = evaluate(options, net, prepared.validation, stopping)
+            values = evaluate(options, net, prepared.validation, stopping, epoch)
         now = time.perf_counter()
         entry = {"epoch": epoch, "train_loss": loss, "lr": lr, "train_s": trained - begun}
         entry |= {"eval_s": now - trained, "elapsed_s": elapsed_before + now - started}
@@ -367,7 +370,9 @@ def train(options: argparse.Namespace, world: dualeval.World) -> None:
     ranks.leave()
 
 
-def evaluate(options: argparse.Namespace, net: nn.Module, data: Any, stopping: Any) -> dict[str, Any]:
+def evaluate(
+    options: argparse.Namespace, net: nn.Module, data: Any, stopping: Any, epoch: int
+) -> dict[str, Any]:
     """Evaluate as a guest of the ranks, all of which call this."""
     result = dualeval.evaluate(
         task_of(net, data),
@@ -376,6 +381,8 @@ def evaluate(options: argparse.Namespace, net: nn.Module, data: Any, stopping: A
         limit=options.limit_eval,
         workers=options.workers,
         device=options.device,
+        loggers=options.logger or (),
+        step=epoch,
     )
     stopping.update(result)
     numbers = {name: value for name, value in result.metrics.items() if isinstance(value, float)}
@@ -395,27 +402,38 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--model", default="resnet18", help="torchvision classifier, fashion-cnn, or package.module:factory")
+    add(
+        "--model",
+        default="resnet18",
+        help="torchvision classifier, fashion-cnn, or package.module:factory [%(default)s]",
+    )
     add("--data", type=Path, required=True, help="folder with the images for training and validation")
     add("--out", type=Path, required=True, help="folder for run.json, log.jsonl, last.pt and best.pt")
     add("--resume", action="store_true", help="go on from OUT/last.pt; start where there is none")
-    add("--epochs", type=whole, default=90)
-    add("--batch-size", type=whole, default=64, help="training images in a batch of each rank")
-    add("--lr", type=number, default=0.1, help="at the start; it falls to 0 along a cosine")
-    add("--momentum", type=number, default=0.9)
-    add("--weight-decay", type=number, default=1e-4)
-    add("--precision", choices=PRECISIONS, default="fp32")
-    add("--workers", type=count, default=2, help="reading processes of each rank")
-    add("--seed", type=count, default=0)
+    add("--epochs", type=whole, default=90, help="[%(default)s]")
+    add("--batch-size", type=whole, default=64, help="training images in a batch of each rank [%(default)s]")
+    add("--lr", type=number, default=0.1, help="at the start; it falls to 0 along a cosine [%(default)s]")
+    add("--momentum", type=number, default=0.9, help="[%(default)s]")
+    add("--weight-decay", type=number, default=1e-4, help="[%(default)s]")
+    add("--precision", choices=PRECISIONS, default="fp32", help="[%(default)s]")
+    add("--workers", type=count, default=2, help="reading processes of each rank [%(default)s]")
+    add("--seed", type=count, default=0, help="of weights, order and augmentation [%(default)s]")
     add("--size", type=whole, help="side of the images (default: by model, or as they are)")
     add("--resize", type=whole, help="shorter side before the crop of --size, for folders of images")
     add("--crop", action="store_true", help="augmentation: random crops")
     add("--flip", action="store_true", help="augmentation: mirror every second image")
     add("--rand-augment", action="store_true", help="augmentation: RandAugment")
-    add("--erasing", type=number, default=0.0, metavar="P", help="augmentation: random erasing, of a part P")
+    add(
+        "--erasing",
+        type=number,
+        default=0.0,
+        metavar="P",
+        help="augmentation: random erasing, with probability P",
+    )
     add("--patience", type=whole, help="stop after so many epochs in a row without a better Acc@1")
     add("--no-eval", action="store_true", help="train only; there is no best.pt then")
-    add("--eval-batch-size", type=whole, default=64)
+    add("--eval-batch-size", type=whole, default=64, help="of each rank, for the evaluation [%(default)s]")
+    add("--logger", action="append", metavar="KIND:WHERE", help="log each evaluation (docs/loggers.md)")
     add("--limit-train", type=whole, metavar="N", help="train on N images, drawn by the seed")
     add("--limit-eval", type=whole, metavar="N", help="evaluate the first N images")
     add("--backend", choices=("torch", "horovod"), help="(default: the launcher's)")

@@ -176,7 +176,10 @@ def test_the_page() -> None:
     assert "| horovod | 2 | fp32 | 100 | not here | Horovod is not installed |" in text
     assert "All of them computed the same bits: metrics_digest abababababababab." in text
     assert "![speedup.png](speedup.png)" in text
-    assert "Interrupted" not in text
+    assert "Interrupted" not in text and "busy" not in text
+    found = report(ALONE)
+    found["machine"]["load_average"] = [8.03, 4.0, 2.0]
+    assert "**The machine was busy** before the first start: load average 8.03 on 2 cores." in page(found)
     assert "**Interrupted**" in page(report(ALONE, interrupted=True))
 
 
@@ -219,6 +222,8 @@ def test_stages_of_training_and_the_plots(tmp_path: Path) -> None:
         (["--mode", "single,both"], "--mode 'both': expected one of single, dataparallel, torch, horovod"),
         (["--precision", "fp16"], "--precision 'fp16': expected one of fp32, tf32, amp-bf16, amp-fp16"),
         (["--train", "--task", "tests.tiny:TinyTask", "-T", "count=9"], "--train times --task image-cl"),
+        (["--train", "--metric", "top1", "--on-error", "skip"], "--metric, --on-error: no meaning with --tr"),
+        (["--dry-run", "--json"], "--json prints what was measured"),
         (["--device", "tpu", "--mode", "single"], "--device 'tpu' is not a device"),
         (["--model", "resnet"], "resnet"),
         (["--processes", "2"], "this folder is not empty"),

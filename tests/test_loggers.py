@@ -139,6 +139,7 @@ def test_matrices_of_any_size_are_drawn(classes: int) -> None:
         ("jsonl", None, "expected one of"),
         ("jsonl:", None, "expected one of"),
         ("wandb:p#a b", None, "is no name of a run"),
+        ("wandb:team/p/q", None, "expected wandb:PROJECT or wandb:ENTITY/PROJECT"),
         ("wandb:p", 1, "Type wandb:p#NAME"),
         ("jsonl:x", -1, "step=-1: expected a whole number"),
         ("jsonl:x", True, "step=True: expected a whole number"),
@@ -281,7 +282,7 @@ def test_a_tracker_that_fails_costs_no_result(offline: Path) -> None:
     assert "--to tensorboard:file/tb' tries it again" in failed
     assert len(lines_of(offline / "log.jsonl")) == 1
     with pytest.raises(
-        DualevalError, match=r"not logged to tensorboard:file/tb: NotADirectory.*logged to jsonl"
+        DualevalError, match=r"not logged to tensorboard:file/tb: NotADirectory.*\nlogged to jsonl"
     ):
         dualeval.export(result, ["tensorboard:file/tb", "jsonl:log.jsonl"])
 

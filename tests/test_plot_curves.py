@@ -169,6 +169,18 @@ def test_a_folder_that_is_no_run(
     assert not (tmp_path / "plots").exists()
 
 
+def test_the_best_calibration_error_is_the_lowest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", [0.5, 0.6], 1.0)
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    for line, value in zip(lines, [0.1, 0.3], strict=True):
+        line["metrics"]["ece"] = value
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plot(monkeypatch, run, "--out", tmp_path / "plots", "--metric", "ece")
+    assert "| 0.1 (epoch 1) | 0.3 |" in capsys.readouterr().out
+
+
 def test_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,13 @@ def _lines(report: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
     yield ""
     yield from (f"- {label}: {text}" for label, text in report["job"]["description"].items())
     yield ""
+    load, cores = machine["load_average"][0], machine["cores"]
+    if load > cores / 2:
+        yield (
+            f"**The machine was busy** before the first start: load average {load:g} on {_cores(cores)}. "
+            "Measure again when it is idle."
+        )
+        yield ""
     if report["interrupted"]:
         yield "**Interrupted**: the figures are of what was measured until then."
         yield ""

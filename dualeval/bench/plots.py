@@ -107,7 +107,7 @@ def _panel(axes: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
     axes.set_xticks(sorted({1, *(cell["processes"] for cell in cells)}))
     split = any(cell["mode"] == DATAPARALLEL for cell in cells)
     axes.set_xlabel("processes (of dataparallel: GPUs)" if split else "processes")
-    axes.set_ylabel("speed-up over one process")
+    axes.set_ylabel("speed-up over one process\n(median; bars: lowest and highest round)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
 

@@ -94,6 +94,10 @@ class _Asked:
             check_plots()
 
 
+# Flags that decide nothing with --train.
+_OF_EVALUATION = ("metric", "cluster", "on_error")
+
+
 @click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(_MEASURE, RUN, LAUNCH))
 @grouped("--task", group=MODEL, type=TaskName(), help="A task's name, package.mod:Class or file.py:Class.")
 @grouped("-T", "options", group=MODEL, multiple=True, metavar="NAME=VALUE", help="Any option of the task.")
@@ -223,6 +227,15 @@ def bench(context: click.Context, /, **flags: Any) -> None:
     if asked.train and job.task != DEFAULT_TASK:
         raise UsageError(
             f"--train times --task {DEFAULT_TASK}, and the task is {job.task}. Leave out --train."
+        )
+    if asked.train and (of_evaluation := [name for name in _OF_EVALUATION if flags[name]]):
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in of_evaluation)
+        raise UsageError(
+            f"{words}: no meaning with --train, which has no metrics and skips no sample. Leave it out."
+        )
+    if flags["dry_run"] and flags["as_json"]:
+        raise UsageError(
+            "--json prints what was measured, and --dry-run measures nothing: leave out one of them."
         )
     started = datetime.now(timezone.utc)
     folder = (flags["out"] or Path("runs", f"bench-{started:%Y%m%dT%H%M%S}")).absolute()

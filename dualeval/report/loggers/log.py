@@ -68,7 +68,7 @@ def export_result(
     ]
     said = [f"logged to {outcome.target.kind}: {outcome.said}" for outcome in outcomes if not outcome.error]
     if failed:
-        raise DualevalError(". ".join([*failed, *said]))
+        raise DualevalError("\n".join([*failed, *said]))
     return said
 
 

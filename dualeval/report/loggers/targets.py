@@ -19,6 +19,8 @@ _NAMED = ("wandb", "mlflow")
 _FILES = ("tensorboard", "jsonl")
 _DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Letters that W&B refuses in the name of a project.
+_PROJECT = re.compile(r"([^/\\?%:]+/)?[^/\\?%:]+")
 _EXAMPLES = "tensorboard:runs/tb, wandb:my-project, mlflow:file:mlruns, jsonl:results.jsonl"
 
 
@@ -71,6 +73,11 @@ def _target(text: str, step: int | None, option: str) -> Target:
             raise UsageError(
                 f"{option} {text!r}: {name!r} is no name of a run: expected 1 to 64 letters, digits, '-', "
                 "'_' and '.'"
+            )
+        if kind == "wandb" and not _PROJECT.fullmatch(where):
+            raise UsageError(
+                f"{option} {text!r}: expected wandb:PROJECT or wandb:ENTITY/PROJECT, where neither name is "
+                "empty or has / \\ ? % or : in it"
             )
         name = name or None
         if name is None and step is not None:
