@@ -176,7 +176,7 @@ def draw(runs: Sequence[Run], metric: str, folder: Path) -> list[Path]:
         style: dict[str, Any] = {
             "color": colour,
             "marker": marker,
-            "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
+            "linestyle": DASHES[number % len(DASHES)],  # of runs that are equal both are seen
             "markersize": 4.5,
             "markevery": max(1, len(run.epochs) // 15),
             "linewidth": 1.6,
@@ -188,8 +188,8 @@ def draw(runs: Sequence[Run], metric: str, folder: Path) -> list[Path]:
             if with_intervals:
                 lows, highs = zip(*run.intervals(metric), strict=True)
                 axes.fill_between(positions, lows, highs, color=colour, alpha=0.15, linewidth=0)
+    by_time.set_xlim(left=0)
     for axes in (by_epoch, by_time):
-        axes.set_xlim(left=0)
         axes.grid(color="#DDDDDD", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
