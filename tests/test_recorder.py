@@ -103,7 +103,7 @@ def test_failed_samples_are_marked_where_they_are() -> None:
         rows = torch.tensor([float(index) for index in plan.batch_samples(batch)])
         taking.add(batch, batch, {"m": rows}, samples)
     taking.flush()
-    marked = {}
+    marked: dict[float, int] = {}
     for header, [evaluated, values] in writer.written:
         assert [entry["name"] for entry in header["columns"]] == [EVALUATED, "m"]
         marked |= dict(zip(values.tolist(), evaluated.tolist(), strict=True))
