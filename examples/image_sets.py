@@ -29,7 +29,12 @@ class IdxPictures(Dataset[tuple[Any, int]]):
     def __init__(self, folder: Path, split: str) -> None:
         self.images = read_idx(folder / f"{split}-images-idx3-ubyte.gz")
         self.targets = read_idx(folder / f"{split}-labels-idx1-ubyte.gz").tolist()
-        self.classes = range(max(self.targets) + 1)
+        if len(self.images) != len(self.targets):
+            raise dualeval.UsageError(
+                f"{folder}: {len(self.images)} images and {len(self.targets)} labels in files of {split}: "
+                "each image needs one label"
+            )
+        self.classes = range(max(self.targets, default=-1) + 1)
 
     def __len__(self) -> int:
         return len(self.targets)

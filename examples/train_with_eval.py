@@ -21,6 +21,7 @@ import functools
 import json
 import math
 import os
+import pickle
 import platform
 import sys
 import time
@@ -128,7 +129,10 @@ def prepare(options: argparse.Namespace, ranks: Ranks) -> Prepared:
             f"--batch-size {options.batch_size} is more than a rank's share of the {len(training)} training "
             f"images, {len(training) // ranks.size}: give a smaller one"
         )
-    checkpoint = read_checkpoint(options, ranks) if ranks.rank == 0 else None
+    checkpoint = None
+    if ranks.rank == 0:
+        make_folder(options.out)
+        checkpoint = read_checkpoint(options, ranks)
     seeded = Seeded(training, options.seed)
     return Prepared(model=model, training=seeded, validation=validation, checkpoint=checkpoint)
 
@@ -208,6 +212,16 @@ def train_epoch(
 # A run goes on with --resume where these are the same: they decide the bits of the training.
 FIXED = ["model", "data", "batch_size", "world_size", "epochs", "lr", "momentum", "weight_decay"]
 FIXED += ["precision", "seed", "size", "resize", "crop", "flip", "rand_augment", "erasing", "limit_train"]
+# And this decides which epoch is the best.
+FIXED += ["limit_eval"]
+
+
+def make_folder(path: Path) -> None:
+    """Make OUT, before anything is trained for it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise dualeval.UsageError(f"--out {path}: no folder can be made there ({error})") from error
 
 
 def read_checkpoint(options: argparse.Namespace, ranks: Ranks) -> Any:
@@ -217,8 +231,13 @@ def read_checkpoint(options: argparse.Namespace, ranks: Ranks) -> Any:
         return None
     if not options.resume:
         raise dualeval.UsageError(f"{path} is there already: type --resume to go on, or give another --out")
-    checkpoint = torch.load(path, "cpu", weights_only=True)
-    if "options" not in checkpoint:
+    try:
+        checkpoint = torch.load(path, "cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise dualeval.UsageError(
+            f"{path} cannot be read ({type(error).__name__}): give another --out, or delete it to start again"
+        ) from error
+    if not isinstance(checkpoint, dict) or "options" not in checkpoint:
         raise dualeval.UsageError(f"{path} was not written by this example: give another --out")
     for name in FIXED:
         if (before := checkpoint["options"][name]) != now[name]:
@@ -246,7 +265,6 @@ def write_start(
 ) -> None:
     """Write run.json, which says what the run is, and print the table so far."""
     print("\n".join([HEADING, *(printed(entry, options.epochs) for entry in log)]), flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
     if log:
         write_log(options.out, log)  # the run may have been killed before it wrote the last line
         return
@@ -366,7 +384,8 @@ def train(options: argparse.Namespace, world: dualeval.World) -> None:
         log.append({**entry, "images_per_s": images / (trained - begun), **values})
         if ranks.rank == 0:
             states = {name: part.state_dict() for name, part in stateful.items()}
-            write_epoch(options, ranks, log, states, is_best=stopping.is_best)
+            is_best = stopping.is_best and not options.no_eval  # a resumed state may be of a best epoch
+            write_epoch(options, ranks, log, states, is_best=is_best)
     ranks.leave()
 
 
@@ -417,7 +436,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--weight-decay", type=number, default=1e-4, help="[%(default)s]")
     add("--precision", choices=PRECISIONS, default="fp32", help="[%(default)s]")
     add("--workers", type=count, default=2, help="reading processes of each rank [%(default)s]")
-    add("--seed", type=count, default=0, help="of weights, order and augmentation [%(default)s]")
+    add("--seed", type=seed, default=0, help="of weights, order and augmentation [%(default)s]")
     add("--size", type=whole, help="side of the images (default: by model, or as they are)")
     add("--resize", type=whole, help="shorter side before the crop of --size, for folders of images")
     add("--crop", action="store_true", help="augmentation: random crops")
@@ -449,6 +468,12 @@ def whole(text: str, least: int = 1) -> int:
 
 def count(text: str) -> int:
     return whole(text, 0)
+
+
+def seed(text: str) -> int:
+    if count(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2**63, not {text!r}")
+    return int(text)
 
 
 def number(text: str) -> float:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -20,13 +23,15 @@ import dualeval
 from dualeval import cli
 from dualeval.errors import DualevalError, UsageError
 from dualeval.report.loggers.confusions import confusions_of, figures_of
+from dualeval.report.loggers.log import log_result
 from dualeval.report.loggers.picture import Confusion, draw_confusion
 from dualeval.report.loggers.record import Record, record_of
 from dualeval.report.loggers.sending import send
 from dualeval.report.loggers.targets import check_installed, targets_of
 from dualeval.result import Result, read_result
-from tests.conftest import BIN, Launch
+from tests.conftest import BIN, ROOT, Launch
 from tests.readers_trackers import mlflow_runs, mlflow_steps, tensorboard_run, wandb_run
+from tests.test_endings import await_that
 from tests.tiny import TinyTask
 
 NAMES = ["Ant", "Bee", None, "a/b (c)", "Elk", "Fox", "Gnu"]
@@ -285,6 +290,51 @@ def test_a_tracker_that_fails_costs_no_result(offline: Path) -> None:
         DualevalError, match=r"not logged to tensorboard:file/tb: NotADirectory.*\nlogged to jsonl"
     ):
         dualeval.export(result, ["tensorboard:file/tb", "jsonl:log.jsonl"])
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        {"matrix": {"classes": ["a", "b"], "entries": []}},
+        {"matrix": {"classes": 10**8, "entries": [[0, 0, 1]]}},
+        {"x": None},
+    ],
+)
+def test_a_metric_that_only_looks_like_a_matrix_is_logged(
+    result: Result, offline: Path, metric: dict[str, Any]
+) -> None:
+    dualeval.export(replace(result, metrics=metric, intervals={}, folder=None), "jsonl:log.jsonl")
+    assert len(lines_of(offline / "log.jsonl")) == 1
+
+
+def test_a_record_that_cannot_be_made_costs_no_result(result: Result, offline: Path) -> None:
+    odd = replace(result, metrics={"x_per_class": {"a": [1.0, 2.0], "b": [1.0]}}, folder=None)
+    notes: list[str] = []
+    log_result(odd, targets_of("jsonl:log.jsonl", None), None, notes.append)
+    assert re.search(r"its record cannot be made \(IndexError.*The result is complete", notes[0])
+
+
+def test_nothing_stays_where_the_waiting_process_is_killed(offline: Path, result: Result) -> None:
+    """What a tracker has started ends with it."""
+    (offline / "wandb.py").write_text(
+        "import pathlib, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "pathlib.Path('written').write_text(str(child.pid))\n"
+        "pathlib.Path('written').rename('pid')\n"
+        "time.sleep(600)\n"
+    )
+    (offline / "result.json").write_text(result.to_json())
+    code = "import dualeval; dualeval.export('.', 'wandb:x')"
+    environ = {**os.environ, "PYTHONPATH": f"{offline}:{ROOT}"}
+    waiting = subprocess.Popen([sys.executable, "-c", code], env=environ, text=True)
+    await_that((offline / "pid").exists, waiting)
+    waiting.kill()
+    waiting.wait()
+    stat = Path("/proc", (offline / "pid").read_text(), "stat")
+    end = monotonic() + 20
+    while stat.exists() and ") Z" not in stat.read_text():
+        assert monotonic() < end, "what the tracker has started is still there"
+        sleep(0.1)
 
 
 def test_a_server_that_does_not_answer_is_given_up(result: Result, run: Path, offline: Path) -> None:

@@ -417,6 +417,8 @@ def test_cifar_is_read_from_disk(
         (["--logger", "tensorbord:tb"], r"--logger 'tensorbord:tb': expected one of tensorboard:DIR"),
         (["--device", "cuda"], r"--device cuda: rank 0 is number 0 on its node, which has 0 GPUs"),
         (["--lr", "-1"], r"argument --lr: expected a number of at least 0, not '-1'"),
+        (["--seed", str(2**63)], r"argument --seed: expected a whole number below 2\*\*63"),
+        (["--out", "/dev/null/run"], r"--out /dev/null/run: no folder can be made there"),
         (["--epochs", "0"], r"argument --epochs: expected a whole number of at least 1, not '0'"),
         (["--precision", "fp8"], r"argument --precision: invalid choice: 'fp8'"),
     ],
@@ -448,6 +450,46 @@ def test_a_folder_is_not_trained_over(example: Any, fashion: Path, tmp_path: Pat
     assert "last.pt was not written by this example" in third
     assert "last.pt is there already: type --resume to go on, or give another --out" in first
     assert "was trained with lr 0.05, and now it is 0.2" in second
+
+
+def test_a_damaged_checkpoint_is_one_sentence(
+    example: Any, fashion: Path, tmp_path: Path, capsys: Any
+) -> None:
+    words = ["--model", MODEL, "--data", str(fashion), "--out", str(tmp_path), *SMALL, "--resume"]
+    for content in (b"", b"PK half of a file"):
+        (tmp_path / "last.pt").write_bytes(content)
+        assert example.main(words) == 2
+        assert "last.pt cannot be read" in capsys.readouterr().err
+
+
+def test_each_image_has_a_label(example: Any, fashion: Path, tmp_path: Path) -> None:
+    for path in fashion.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    labels = (fashion / "t10k-labels-idx1-ubyte.gz").read_bytes()
+    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(labels)
+    with pytest.raises(dualeval.UsageError, match="100 images and 70 labels in files of train"):
+        importlib.import_module("image_sets").open_set(tmp_path, training=True)
+
+
+def test_the_best_is_one_that_was_evaluated(
+    example: Any, fashion: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs that are not evaluated after a resume are not the best, nor are those of other images."""
+    words = ["--model", MODEL, "--data", str(fashion), "--out", str(tmp_path), "--epochs", "2", *SMALL]
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(example, "write_log", killed)
+        with pytest.raises(KeyboardInterrupt):
+            example.main(words)
+    torch.distributed.destroy_process_group()
+    assert example.main([*words, "--resume", "--limit-eval", "20"]) == 2
+    assert "was trained with limit eval None, and now it is 20" in capsys.readouterr().err
+    assert example.main([*words, "--resume", "--no-eval"]) == 0
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["epoch"] == 1
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["epoch"] == 2
 
 
 @pytest.mark.long

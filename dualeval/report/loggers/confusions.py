@@ -68,7 +68,11 @@ def figures_of(result: Result, confusions: Mapping[str, Confusion]) -> dict[str,
 
 def is_confusion(value: Any) -> TypeGuard[dict[str, Any]]:
     """Whether a metric's value is a matrix as ``metrics.Confusion`` gives it."""
-    return isinstance(value, dict) and value.keys() == {"classes", "entries"} and value["classes"] > 0
+    if not isinstance(value, dict) or value.keys() != {"classes", "entries"}:
+        return False
+    classes = value["classes"]
+    is_count = isinstance(classes, int) and not isinstance(classes, bool)
+    return is_count and 0 < classes <= _MOST_CLASSES and isinstance(value["entries"], list)
 
 
 def _figures(confusion: Confusion) -> dict[str, list[Any]]:

@@ -83,6 +83,9 @@ def _logged(
         return send(record, targets, os.environ, limit_s)
     except (DualevalError, OSError) as error:
         return [Outcome(target=target, error=text_of(error)) for target in targets]
+    except Exception as error:  # noqa: BLE001 - a metric of an odd form costs no result either
+        said = f"its record cannot be made ({type(error).__name__}: {text_of(error)})"
+        return [Outcome(target=target, error=said) for target in targets]
 
 
 def stored_result(folder: Path) -> Result:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import threading
+from contextlib import suppress
 from time import monotonic, sleep
 
 from dualeval.errors import EXIT_FAILED, text_of
 from dualeval.report.loggers.record import Record
+from dualeval.report.loggers.sending import descendants
 from dualeval.report.loggers.targets import Target
 
 _MOST_LETTERS = 600
@@ -38,10 +41,13 @@ def main() -> None:
 
 
 def _end_in_time(limit_s: float, waiting: int) -> None:
-    """End this process where it takes too long, or where nobody waits for it any more."""
+    """End this process, and those it started, where it takes too long or nobody waits for it any more."""
     end = monotonic() + limit_s
     while monotonic() < end and os.getppid() == waiting:
         sleep(_LOOK_S)
+    for number in descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
     os._exit(EXIT_FAILED)
 
 

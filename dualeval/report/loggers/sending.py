@@ -140,13 +140,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and what it has started; nothing where it has ended."""
     if process.poll() is None:
         # Before it: its children have another parent afterwards.
-        for number in [*_descendants(process.pid), process.pid]:
+        for number in [*descendants(process.pid), process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
     process.wait()
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and those that these have; none where /proc is not there."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
