@@ -253,6 +253,15 @@ def of_parts(kind: type[Any], parts: Sequence[Any]) -> Any:
     return made
 
 
+def copied(column: Any) -> Any:
+    """A column in memory that nobody else has; what is none stays as it is."""
+    if isinstance(column, Tensor):
+        return column.clone()
+    if isinstance(column, Ragged):
+        return of_parts(type(column), [part.clone() for part in parts_of(column)])
+    return column
+
+
 def kind_of(column: Column) -> tuple[str, torch.dtype, tuple[int, ...]]:
     """What is the same for every batch: form, dtype, and shape of a row (of one value of a ragged row)."""
     if isinstance(column, Ragged):

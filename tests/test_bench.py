@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
@@ -34,6 +35,7 @@ from dualeval.bench.plots import draw
 from dualeval.bench.training import measure_training
 from dualeval.cli import dualeval
 from dualeval.job import Job
+from dualeval.launch.supervise import Interrupted
 from tests.conftest import BIN, Launch
 from tests.tiny import TinyTask
 
@@ -226,6 +228,10 @@ def test_stages_of_training_and_the_plots(tmp_path: Path) -> None:
         (["--dry-run", "--json"], "--json prints what was measured"),
         (["--device", "tpu", "--mode", "single"], "--device 'tpu' is not a device"),
         (["--model", "resnet"], "resnet"),
+        (["--no-plots", "--min-seconds", "nan"], "--min-seconds nan: expected a number of seconds"),
+        (["--no-plots", "--min-seconds", "inf"], "--min-seconds inf: expected a number of seconds"),
+        (["--no-plots", "--timeout-s", "nan"], "--timeout-s nan: expected a number of seconds"),
+        (["--no-plots", "--mode", "dataparallel", "--processes", "1"], "there is nothing to measure"),
         (["--processes", "2"], "this folder is not empty"),
     ],
 )  # fmt: skip
@@ -235,6 +241,29 @@ def test_refusals(words: list[str], expected: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(dualeval, ["bench", *words, *out], obj=[])
     assert isinstance(done.exception, UsageError)
     assert expected in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("out", "expected"), [("file", "this is no folder"), ("file/new", "file is no folder"), ("/proc/new", "")]
+)
+def test_a_folder_that_cannot_be_made(out: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = ["bench", "--no-plots", "--mode", "single", "--rounds", "1", "--out", str(tmp_path / out)]
+    done = CliRunner().invoke(dualeval, words, obj=words)
+    assert isinstance(done.exception, UsageError)
+    assert expected in str(done.exception)
+
+
+def test_a_signal_before_the_first_start_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*parts: object) -> None:
+        raise Interrupted("SIGINT")
+
+    # By its name it is the command, and not its module.
+    monkeypatch.setattr(sys.modules["dualeval.cli.bench"], "_prepare", interrupted)
+    words = ["bench", "--no-plots", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(dualeval, words, obj=words)
+    assert done.exit_code == 75
+    assert "interrupted by SIGINT; nothing was measured" in done.output
 
 
 def test_counts_are_whole_numbers() -> None:

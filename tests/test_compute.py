@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dualeval import evaluate
 from dualeval.engine.compute import Compute, usable_threads
 from dualeval.errors import UsageError
+from dualeval.metrics import Mean
 from tests.tiny import CLASSES, FEATURES, TinyTask
 
 CPU = torch.device("cpu")
@@ -155,3 +157,28 @@ def test_autocast_reaches_the_threads() -> None:
         with Compute(task, task.build_model(CPU), CPU, "amp-bf16", threads) as compute:
             compute.start(batch(0))()
     assert seen == [(torch.bfloat16, True)] * 2
+
+
+class _Reuses(nn.Module):
+    """Gives the same tensor for every batch, with other values in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.kept.copy_(values) if len(values) == 4 else values
+
+
+@pytest.mark.parametrize("thread_safe", [True, False])
+def test_a_model_may_write_each_batch_into_the_same_memory(thread_safe: bool) -> None:
+    values = torch.arange(16.0)
+    result = evaluate(
+        model=_Reuses().eval(),
+        data=values,
+        metrics=[Mean("prediction")],
+        batch_size=4,
+        thread_safe=thread_safe,
+        workers=0,
+    )
+    assert result.metrics["prediction"] == 7.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -34,7 +35,7 @@ from dualeval.cli import node_facts
 from dualeval.cli.bench_cell import run_cell
 from dualeval.cli.grouped import grouped
 from dualeval.cli.task_flags import TaskCommand, TaskName, job_flag, job_of
-from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, DualevalError, LaunchError, UsageError
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, LaunchError, UsageError
 from dualeval.job import COMMON, DATA, LAUNCH, MODEL, RUN, Job, start_of
 from dualeval.launch import detect
 from dualeval.launch.starts import Site, child_environ, default_ranks, may_start_ranks, why_not
@@ -90,6 +91,15 @@ class _Asked:
             check_choice("--mode", mode, MODES)
         for precision in self.precision or ():
             check_choice("--precision", precision, PRECISIONS)
+        if not math.isfinite(self.min_seconds):
+            raise UsageError(f"--min-seconds {self.min_seconds:g}: expected a number of seconds")
+        if math.isnan(self.timeout_s):
+            raise UsageError(f"--timeout-s {self.timeout_s:g}: expected a number of seconds")
+        if self.mode == [DATAPARALLEL] and self.processes == [1]:
+            raise UsageError(
+                f"--mode {DATAPARALLEL} --processes 1: it splits a batch over several GPUs, so "
+                "there is nothing to measure. Give --processes 2 or more."
+            )
         if self.plots:
             check_plots()
 
@@ -239,19 +249,34 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         )
     started = datetime.now(timezone.utc)
     folder = (flags["out"] or Path("runs", f"bench-{started:%Y%m%dT%H%M%S}")).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"--out {folder}: this folder is not empty. Give a new or an empty one.")
+    _check_folder(folder)
     with Interrupts() as interrupts:
         try:
             measuring = _prepare(asked, job, folder, interrupts, context.obj, started)
         except Interrupted as error:
-            raise DualevalError(f"interrupted by {error}") from error
+            click.echo(f"dualeval: interrupted by {error}; nothing was measured", err=True)
+            context.exit(EXIT_STOPPED)
         if flags["dry_run"]:
             for cell in measuring.cells:
                 click.echo(f"{cell['label']}{'' if cell['reason'] is None else ': ' + cell['reason']}")
             return
         report = measuring.run()
     context.exit(_finish(report, folder, asked))
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder for the report that has something in it, or cannot be written; makes none."""
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            raise UsageError(f"--out {folder}: this folder is not empty. Give a new or an empty one.")
+        nearest = folder
+    elif os.path.lexists(folder):
+        raise UsageError(f"--out {folder}: this is no folder. Give a new or an empty one.")
+    else:
+        nearest = next(parent for parent in folder.parents if os.path.lexists(parent))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "cannot be written" if nearest.is_dir() else "is no folder"
+        raise UsageError(f"--out {folder}: {nearest} {why}. Give a folder of your own.")
 
 
 def _check_place(launcher: str | None) -> None:
@@ -430,7 +455,12 @@ class _Measuring:
 
     def run(self) -> dict[str, Any]:
         """Measure round by round; bench.json has each figure as soon as it is known. Returns its content."""
-        (self.folder / "logs").mkdir(parents=True)
+        try:
+            (self.folder / "logs").mkdir(parents=True)
+        except OSError as error:  # a file system that refuses what its permissions allow
+            raise UsageError(
+                f"--out {self.folder}: it cannot be made ({error.strerror}). Give a folder of your own."
+            ) from error
         interrupted = True
         try:
             for number in range(self.header["settings"]["rounds"]):

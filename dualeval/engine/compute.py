@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dualeval.columns import as_columns
+from dualeval.columns import as_columns, copied
 from dualeval.engine import numerics
 from dualeval.engine.accelerator import accelerator_of, is_out_of_memory
 from dualeval.engine.settings_watch import is_compiled, watch_settings
@@ -102,6 +102,8 @@ class Compute:
         accelerator = accelerator_of(device)
         self.ahead = accelerator.batches_ahead
         self._downloads = Downloads(accelerator, self.ahead)
+        # From a GPU they are copied in any case: nothing that a model does later changes a column.
+        self._copies = accelerator.is_host
         if threads > 1:
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
             for _ in range(threads):
@@ -170,6 +172,9 @@ class Compute:
                     "sample, as {'loss': losses}"
                 )
             columns: Columns = as_columns(observed)
+            if self._copies:
+                # Here, as the next batch of this thread may write into the same memory.
+                columns = {name: copied(column) for name, column in columns.items()}
             return columns
 
 
