@@ -336,12 +336,24 @@ def prepared_on_all(options: argparse.Namespace, ranks: Ranks) -> Prepared:
     return replace(prepared, checkpoint=ranks.share(prepared.checkpoint))
 
 
-def train(options: argparse.Namespace, world: dualeval.World) -> None:
-    """Train, and evaluate after each epoch; rank 0 writes the folder ``options.out``."""
+def run(options: argparse.Namespace, world: dualeval.World) -> None:
+    """Join the ranks, train, and leave them when nothing holds the model any more."""
     started, device = time.perf_counter(), device_of(world, options.device)
-    ranks, precision = join_ranks(world, options.backend, device), PRECISIONS[options.precision]
-    prepared = prepared_on_all(options, ranks)
-    net, found = prepared.model, prepared.checkpoint
+    ranks = join_ranks(world, options.backend, device)
+    train(options, world, ranks, prepared_on_all(options, ranks), device, started)
+    ranks.leave()
+
+
+def train(
+    options: argparse.Namespace,
+    world: dualeval.World,
+    ranks: Ranks,
+    prepared: Prepared,
+    device: torch.device,
+    started: float,
+) -> None:
+    """Train, and evaluate after each epoch; rank 0 writes the folder ``options.out``."""
+    net, found, precision = prepared.model, prepared.checkpoint, PRECISIONS[options.precision]
     if found:
         net.load_state_dict(found["model"])
     net.to(device, torch.float32 if precision.has_masters else precision.weights)
@@ -386,7 +398,6 @@ def train(options: argparse.Namespace, world: dualeval.World) -> None:
             states = {name: part.state_dict() for name, part in stateful.items()}
             is_best = stopping.is_best and not options.no_eval  # a resumed state may be of a best epoch
             write_epoch(options, ranks, log, states, is_best=is_best)
-    ranks.leave()
 
 
 def evaluate(
@@ -491,7 +502,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         world = dualeval.detect(os.environ)
         rank = world.rank
-        train(options, world)
+        run(options, world)
     except dualeval.DualevalError as error:
         if rank == 0:
             print(f"train_with_eval: error: {error}", file=sys.stderr)

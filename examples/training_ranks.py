@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ class TorchRanks:
             dist.broadcast(tensor, src=0)
 
     def leave(self) -> None:
+        # DistributedDataParallel is part of a cycle. Freed after the group, at the end of the interpreter, it
+        # aborts the process now and then.
+        gc.collect()
         dist.barrier()
         dist.destroy_process_group()
 
