@@ -9,10 +9,12 @@ import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from click.testing import CliRunner
@@ -37,6 +39,7 @@ from dualeval.cli import dualeval
 from dualeval.job import Job
 from dualeval.launch.supervise import Interrupted
 from tests.conftest import BIN, Launch
+from tests.test_endings import await_that
 from tests.tiny import TinyTask
 
 BENCH: list[str | Path] = [BIN / "dualeval", "bench"]
@@ -383,6 +386,24 @@ def test_what_was_measured_until_ctrl_c_is_kept(launch: Launch, tmp_path: Path) 
     assert {file.name for file in out.iterdir()} >= {"bench.csv", "bench.md", "speedup.png", "speedup.svg"}
 
 
+def test_a_killed_bench_leaves_no_cell_running(launch: Launch, tmp_path: Path) -> None:
+    words = ["--mode", "single", "--cores-per-process", "1", "--min-seconds", "600", "--no-plots"]
+    with launch.started([*BENCH, *words, "--out", str(tmp_path / "out")], cwd=tmp_path) as process:
+        cells: list[psutil.Process] = []
+
+        def is_bound() -> bool:
+            with suppress(psutil.NoSuchProcess):  # others come before it
+                for each in psutil.Process(process.pid).children():
+                    if "--cell" in each.cmdline() and len(each.cpu_affinity()) == 1:
+                        cells[:] = [each]
+            return bool(cells)
+
+        await_that(is_bound, process)
+        process.kill()
+        _, alive = psutil.wait_procs(cells, timeout=30)
+        assert not alive
+
+
 @pytest.mark.long
 @pytest.mark.needs("horovod")
 @pytest.mark.parametrize("train", [False, True])
@@ -414,6 +435,7 @@ def test_one_and_two_processes(launch: Launch, tmp_path: Path, train: bool) -> N
 
 FAILS_WITH_LARGE = """
 import torch
+from tests.test_endings import await_that
 from tests.tiny import TinyTask
 
 class Mine(TinyTask):

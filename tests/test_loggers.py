@@ -27,7 +27,7 @@ from dualeval.report.loggers.log import log_result
 from dualeval.report.loggers.picture import Confusion, draw_confusion
 from dualeval.report.loggers.record import Record, record_of
 from dualeval.report.loggers.sending import send
-from dualeval.report.loggers.targets import check_installed, targets_of
+from dualeval.report.loggers.targets import check_installed, counted_from, targets_of
 from dualeval.result import Result, read_result
 from tests.conftest import BIN, ROOT, Launch
 from tests.readers_trackers import mlflow_runs, mlflow_steps, tensorboard_run, wandb_run
@@ -345,6 +345,22 @@ def test_a_server_that_does_not_answer_is_given_up(result: Result, run: Path, of
         targets = targets_of("wandb:cifar", None)
         [outcome] = send(record_of(result, run, None), targets, environ, 3.0)
     assert outcome.error == "no answer within 3 s"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("jsonl:log.jsonl", "jsonl:/jobs/log.jsonl"),
+        ("tensorboard:tb", "tensorboard:/jobs/tb"),
+        ("tensorboard:/tb", "tensorboard:/tb"),
+        ("mlflow:file:mlruns", "mlflow:file:/jobs/mlruns"),
+        ("mlflow:file:/mlruns", "mlflow:file:/mlruns"),
+        ("mlflow:http://host:5000", "mlflow:http://host:5000"),
+        ("wandb:project", "wandb:project"),
+    ],
+)
+def test_folders_in_a_job_file_count_from_its_folder(text: str, expected: str) -> None:
+    assert counted_from(text, Path("/jobs")) == expected
 
 
 def test_the_command_line(launch: Launch, tmp_path: Path) -> None:

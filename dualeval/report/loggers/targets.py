@@ -56,8 +56,6 @@ def targets_of(texts: Sequence[str] | str, step: int | None, option: str = "logg
         raise UsageError(f"step={step!r}: expected a whole number of at least 0, such as the epoch, or None")
     if isinstance(texts, str):
         texts = [texts]
-    if step is not None and not texts:
-        raise UsageError(f"step={step} is for {option}, which were not given: leave it out, or add {option}")
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise UsageError(f"{option}={texts!r}: expected texts such as {_EXAMPLES}")
     return [_target(text, step, option) for text in dict.fromkeys(texts)]
@@ -93,6 +91,8 @@ def _target(text: str, step: int | None, option: str) -> Target:
 def counted_from(text: str, folder: Path) -> str:
     """A logger of a job file, whose path counts from the file's folder."""
     kind, colon, where = text.partition(":")
+    if kind == "mlflow" and where.startswith("file:") and not where.startswith("file:/"):
+        return f"{kind}:file:{folder.absolute() / where.removeprefix('file:')}"
     if kind not in _FILES or not where:
         return text
     return f"{kind}{colon}{folder / where}"
