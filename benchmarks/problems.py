@@ -28,7 +28,7 @@ class Outcome:
     """What one rank's loop gave.
 
     Attributes:
-        seconds: from the first forward until loss and top1 are at hand, reductions included.
+        seconds: from the first forward of a whole batch until loss and top1 are at hand, reductions included.
         cpu_s: processor seconds of this rank in them.
         samples: that this rank has added to the result; 0 where another rank adds them.
         top1: over all ranks; None where the loop does not reduce.
@@ -43,22 +43,23 @@ class Outcome:
 
 
 class Stopwatch:
-    """Times from the first forward on: what a library does before it is start-up.
+    """Times from the first forward of a whole batch on: what a library does before it is start-up.
 
     Attributes:
-        began: wall and processor time of the first forward; None before it.
+        began: wall and processor time of that forward; None before it.
     """
 
     def __init__(self) -> None:
         self.began: tuple[float, float] | None = None
+        self._least = 1
 
-    def reset(self) -> None:
-        """Wait for the next forward."""
-        self.began = None
+    def reset(self, least: int) -> None:
+        """Wait for the next forward of so many samples."""
+        self.began, self._least = None, least
 
-    def forward(self) -> None:
-        """Begin, where this is the first forward."""
-        if self.began is None:
+    def forward(self, samples: int) -> None:
+        """Begin, where this is the first forward of a whole batch."""
+        if self.began is None and samples >= self._least:
             self.began = perf_counter(), process_time()
 
     def stop(self) -> dict[str, float]:
@@ -96,7 +97,7 @@ class Normalised(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (n, classes) of uint8 images (n, channels, height, width)."""
-        self.watch.forward()
+        self.watch.forward(len(images))
         logits: Tensor = self.network(images.float().div_(255).sub_(self.mean).div_(self.std))
         return logits
 
@@ -179,8 +180,8 @@ class Problem:
         return replace(self, images=self.images[:count], targets=self.targets[:count])
 
     def start(self) -> Stopwatch:
-        """A stopwatch that begins at the next forward."""
-        self.network.watch.reset()
+        """A stopwatch that begins at the next forward of a whole batch: dualeval tries two samples before."""
+        self.network.watch.reset(min(self.batch_size, len(self.images)))
         return self.network.watch
 
 

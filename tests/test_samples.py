@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -271,3 +271,22 @@ def test_a_loop_takes_what_is_wrapped(tmp_path: Path) -> None:
         assert session.result().metrics["label"] == 2 / 3
     table = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")
     assert table["id"].to_pylist() == ROWS["name"]
+
+
+@pytest.mark.parametrize("indices", [range(2, 5), range(1, 6, 2), [4, 1], range(3, 3)])
+def test_rows_of_tensors_are_the_samples_of_their_data_set(indices: Sequence[int]) -> None:
+    data = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
+    found = dualeval.wrap(data).__getitems__(indices)
+    assert [[part.tolist() for part in sample] for sample in found] == [
+        [part.tolist() for part in data[index]] for index in indices
+    ]
+    assert all(type(sample) is tuple for sample in found)
+
+
+def test_a_data_set_derived_from_one_of_tensors_gives_its_own_samples() -> None:
+    class Negative(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+            return tuple(-tensor[index] for tensor in self.tensors)
+
+    [sample] = dualeval.wrap(Negative(torch.arange(3))).__getitems__(range(1, 2))
+    assert sample[0].item() == -1

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -141,7 +142,15 @@ class Samples:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         many = getattr(self._data, "__getitems__", None)
-        return [self._data[index] for index in indices] if many is None else list(many(list(indices)))
+        if many is not None:
+            return list(many(list(indices)))
+        tensors = _plain_tensors(self._data)
+        if tensors and isinstance(indices, range) and indices.step == 1:
+            # The same views as one by one, in a tenth of the time.
+            return list(
+                zip(*(tensor[indices.start : indices.stop].unbind() for tensor in tensors), strict=True)
+            )
+        return [self._data[index] for index in indices]
 
     def probe(self) -> list[str | None]:
         """Hashes of a few samples; None of one that cannot be hashed, or is another at each reading."""
@@ -171,6 +180,17 @@ class Samples:
             if not name.startswith("_") and not isinstance(value, (dict, np.memmap))
         }
         return Values().attributes(attributes).hex()
+
+
+def _plain_tensors(data: Any) -> tuple[Tensor, ...]:
+    """The tensors of a ``TensorDataset`` whose samples are rows of them; nothing for any other data."""
+    if type(data) is not TensorDataset:
+        return ()
+    plain = all(
+        type(each) is Tensor and each.layout is torch.strided and not each.requires_grad
+        for each in data.tensors
+    )
+    return data.tensors if plain else ()
 
 
 class HuggingFaceSamples(Samples):
