@@ -53,7 +53,7 @@ bench: $(VENV)/.assets stack
 	$(BIN)/python benchmarks/question_answering.py
 	$(BIN)/python benchmarks/bits.py
 
-# dualeval beside other libraries, in an environment of their own: about eight minutes, alone on the machine.
+# dualeval beside other libraries, in an environment of their own: about ten minutes, alone on the machine.
 bench-peers: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/peers.py
 
