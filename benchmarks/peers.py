@@ -296,9 +296,8 @@ def _speed_text(figures: Mapping[str, Any]) -> str:
     return (
         "## Speed\n\n"
         f"{rounds} rounds; in each, all loops take turns in the same processes. Time runs from the first "
-        "forward of a whole batch until mean loss and top-1 are Python numbers, on the slowest rank; CPU time "
-        "is rank 0's. "
-        "The ratio is the median of the rounds, with the middle half in brackets. float32, one thread a "
+        "forward of a whole batch until mean loss and top-1 are Python numbers, on the slowest rank; CPU "
+        "time is rank 0's. The ratio is the median of the rounds, with the middle half in brackets. float32, one thread a "
         f"rank, gloo, no logging, progress or checkpoints. Images, all in memory: {counts}. They are a "
         "`TensorDataset`, which is read and collated sample by sample, or *ready batches*: a data set whose "
         "`__getitems__` returns a whole batch. dualeval also computes intervals, and it keeps each sample's "
