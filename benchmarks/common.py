@@ -167,17 +167,6 @@ def missing(backend: str, *, over_mpi: bool) -> str | None:
     return None if backend != "horovod" or runs_over_mpi() else "Horovod is built without MPI"
 
 
-def peak_bytes() -> int:
-    """The most memory that this process has held (VmHWM).
-
-    Not ru_maxrss: that one starts at the size of the process that forked this one.
-    """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM")
-
-
 def take_turns(rounds: int, entries: Mapping[str, Callable[[], _T]]) -> dict[str, list[_T]]:
     """Measure every entry once a round; each round begins with another one, so that drift hits all alike."""
     measured: dict[str, list[_T]] = {name: [] for name in entries}

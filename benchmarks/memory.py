@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ONE_THREAD, machine, peak_bytes, run_process, table, torchrun, write_results
+from common import ONE_THREAD, machine, run_process, table, torchrun, write_results
 from torch import Tensor, nn
 
 from dualeval import connect, detect
+from dualeval.bench.peaks import peak_of_process
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
@@ -117,7 +118,7 @@ def evaluate(count: int, folder: Path) -> None:
     assert result.samples["evaluated"] == count
     control.leave()
     backend.close()
-    (folder / f"{world.rank}.peak").write_text(str(peak_bytes()))
+    (folder / f"{world.rank}.peak").write_text(str(peak_of_process()))
 
 
 def measure(size: int, count: int) -> int:

@@ -29,7 +29,6 @@ from common import (
     end_on_sigterm,
     machine,
     median_ratio,
-    peak_bytes,
     run_process,
     spread,
     table,
@@ -40,6 +39,8 @@ from common import (
 from loops import BARE, LOOPS, world
 from problems import Problem, fashion_cnn, resnet18, small_cnn
 from torch import distributed, nn
+
+from dualeval.bench.peaks import peak_of_process
 
 SIZES = (1, 2)
 RESULT_SIZE = 3
@@ -101,7 +102,8 @@ def be_started(folder: Path, loop: str) -> None:
     """Be one rank of a loop that is alone in its process; writes folder/RANK.json."""
     torch.set_num_threads(1)
     outcome = LOOPS[loop](fashion_cnn().first(UNEVEN))
-    (folder / f"{world()[0]}.json").write_text(json.dumps({**asdict(outcome), "peak_bytes": peak_bytes()}))
+    found = {**asdict(outcome), "peak_bytes": peak_of_process()}
+    (folder / f"{world()[0]}.json").write_text(json.dumps(found))
     _leave_group()
 
 

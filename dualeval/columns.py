@@ -7,7 +7,7 @@ them in torch, as ``Ragged`` and ``Text``; files and metrics of all rows have th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -258,8 +258,13 @@ def copied(column: Any) -> Any:
     if isinstance(column, Tensor):
         return column.clone()
     if isinstance(column, Ragged):
-        return of_parts(type(column), [part.clone() for part in parts_of(column)])
+        return each_part(Tensor.clone, column)
     return column
+
+
+def each_part(change: Callable[[Tensor], Tensor], column: Ragged) -> Ragged:
+    """A ragged column with each of its tensors changed; their lengths have to go together still."""
+    return cast(Ragged, of_parts(type(column), [change(part) for part in parts_of(column)]))
 
 
 def kind_of(column: Column) -> tuple[str, torch.dtype, tuple[int, ...]]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2")
 _INTERRUPTED = 128 + signal.SIGINT
+_PR_SET_PDEATHSIG = 1
 # Commands that a signal stops; Ctrl-C interrupts the others.
 _STOPPABLE = ("run", "score")
 # Where launchers say which rank a process is. Only who prints depends on them here.
@@ -60,6 +61,14 @@ def allow_interrupts() -> None:
     """Let Ctrl-C raise KeyboardInterrupt where it does not stop a run: the command has begun."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have this process get a signal when the one that has started it ends, however that ends; on Linux."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def end_with(code: int) -> None:

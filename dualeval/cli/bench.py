@@ -34,7 +34,7 @@ from dualeval.choices import PRECISIONS, check_choice
 from dualeval.cli import node_facts
 from dualeval.cli.bench_cell import run_cell
 from dualeval.cli.grouped import grouped
-from dualeval.cli.task_flags import TaskCommand, TaskName, job_flag, job_of
+from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, job_of, task_flags
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, LaunchError, UsageError
 from dualeval.job import COMMON, DATA, LAUNCH, MODEL, RUN, Job, start_of
 from dualeval.launch import detect
@@ -109,13 +109,8 @@ _OF_EVALUATION = ("metric", "cluster", "on_error")
 
 
 @click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(_MEASURE, RUN, LAUNCH))
-@grouped("--task", group=MODEL, type=TaskName(), help="A task's name, package.mod:Class or file.py:Class.")
-@grouped("-T", "options", group=MODEL, multiple=True, metavar="NAME=VALUE", help="Any option of the task.")
-@job_flag("metric")
-@job_flag("limit")
-@job_flag("sample")
-@job_flag("seed")
-@job_flag("cluster")
+@task_flags
+@job_flags("metric", "limit", "sample", "seed", "cluster")
 @grouped(
     "--mode",
     group=_MEASURE,
@@ -185,16 +180,8 @@ _OF_EVALUATION = ("metric", "cluster", "on_error")
     help="Time limit of each start.  [default: 600]",
 )
 @grouped("--plots/--no-plots", group=_MEASURE, default=True, help="Draw speed-up against processes.")
-@grouped(
-    "--config",
-    group=RUN,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Job file (TOML); flags override it.",
-)
-@job_flag("on_error")
-@job_flag("device")
-@job_flag("workers")
+@config_flag
+@job_flags("on_error", "device", "workers")
 @grouped(
     "--out",
     group=RUN,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,7 @@ from dualeval.engine.session import Session
 from dualeval.engine.signals import numbers_of
 from dualeval.job import Job
 from dualeval.launch import detect
-from dualeval.process_start import DEFAULT_SIGNALS
-
-_PR_SET_PDEATHSIG = 1
+from dualeval.process_start import DEFAULT_SIGNALS, end_with_parent
 
 
 def run_cell(job: Job, start: CellStart, launcher: str | None, command: Sequence[str]) -> int:
@@ -33,7 +29,8 @@ def run_cell(job: Job, start: CellStart, launcher: str | None, command: Sequence
     """
     backend = start.mode if start.mode in OF_RANKS else "single"
     if launcher is None:
-        _end_with_parent()
+        # Where 'dualeval bench' is killed: what it measures next would be beside this.
+        end_with_parent(signal.SIGTERM)
     if launcher is None and start.mode in OF_RANKS:
         return _start_ranks(job, start, command)
     # Before any library counts the cores.
@@ -47,12 +44,6 @@ def run_cell(job: Job, start: CellStart, launcher: str | None, command: Sequence
 
         write_text(Path(start.to), json.dumps(measured))
     return code
-
-
-def _end_with_parent() -> None:
-    """Have this process end when 'dualeval bench' is killed: what it measures next would be beside it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _start_ranks(job: Job, start: CellStart, command: Sequence[str]) -> int:

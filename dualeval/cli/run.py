@@ -16,7 +16,7 @@ import click
 from dualeval.choices import SCHEDULES, check_choice
 from dualeval.cli import options
 from dualeval.cli.grouped import Words, grouped
-from dualeval.cli.task_flags import TaskCommand, TaskName, job_flag, job_of
+from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, job_of, task_flags
 from dualeval.engine.options import check_timeout
 from dualeval.engine.session import Session
 from dualeval.engine.signals import numbers_of
@@ -70,23 +70,10 @@ class _Invocation:
 
 
 @click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(RUN, LAUNCH))
-@grouped("--task", group=MODEL, type=TaskName(), help="A task's name, package.mod:Class or file.py:Class.")
-@grouped("-T", "options", group=MODEL, multiple=True, metavar="NAME=VALUE", help="Any option of the task.")
-@job_flag("metric")
-@job_flag("limit")
-@job_flag("sample")
-@job_flag("seed")
-@job_flag("cluster")
-@grouped(
-    "--config",
-    group=RUN,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Job file (TOML); flags override it.",
-)
-@job_flag("batch_size")
-@job_flag("precision")
-@job_flag("on_error")
+@task_flags
+@job_flags("metric", "limit", "sample", "seed", "cluster")
+@config_flag
+@job_flags("batch_size", "precision", "on_error")
 @grouped(
     "--schedule",
     group=RUN,
@@ -101,8 +88,7 @@ class _Invocation:
     help="Before resuming, check one finished batch.",
 )
 @grouped("--nproc", group=LAUNCH, type=int, metavar="N", help="Start N processes on this machine.")
-@job_flag("device")
-@job_flag("workers")
+@job_flags("device", "workers")
 @grouped(
     "--backend",
     group=LAUNCH,

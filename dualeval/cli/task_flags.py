@@ -10,9 +10,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from dualeval.cli.grouped import GroupedCommand, flag_for, with_flag
+from dualeval.cli.grouped import GroupedCommand, flag_for, grouped, with_flag
 from dualeval.errors import DualevalError
-from dualeval.job import COMMON, Job, asked_task, refuse_foreign, texts_of
+from dualeval.job import COMMON, MODEL, RUN, Job, asked_task, refuse_foreign, texts_of
 from dualeval.plugins import DEFAULT_TASK, TASK_GROUP, TASKS, TaskKind, entry_points_of, task_kind
 
 _OF_TASK = "of_task_"
@@ -97,9 +97,27 @@ class _Flags:
     flags: list[click.Parameter]
 
 
-def job_flag(name: str) -> Callable[[Any], Any]:
-    """The flag of a field of Job, as a decorator of a command."""
-    return with_flag(flag_for(COMMON[name], multiple=name == "metric"))
+def job_flags(*names: str) -> Callable[[Any], Any]:
+    """The flags of some fields of Job, in this order, as a decorator of a command."""
+
+    def decorated(command: Any) -> Any:
+        # As decorators that stand above each other: the lowest comes first.
+        for name in reversed(names):
+            command = with_flag(flag_for(COMMON[name], multiple=name == "metric"))(command)
+        return command
+
+    return decorated
+
+
+def config_flag(command: Any) -> Any:
+    """The flag of a job file, as a decorator of a command."""
+    return grouped(
+        "--config",
+        group=RUN,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Job file (TOML); flags override it.",
+    )(command)
 
 
 def job_of(flags: Mapping[str, Any]) -> Job:
@@ -109,7 +127,7 @@ def job_of(flags: Mapping[str, Any]) -> Job:
     return Job.read(flags["config"], {**own, **given}, texts_of(flags["options"]))
 
 
-# How many flags stand before those of the task, --help not counted.
+# How many flags stand before those of the task, --help not counted: those of ``task_flags``.
 _BEFORE_TASK = 2
 _ALWAYS_SHOWN = tuple(f"{_OF_TASK}{name}" for name in ("model", "weights", "data"))
 
@@ -128,3 +146,12 @@ class TaskName(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # gen
         names = [*TASKS, *entry_points_of(TASK_GROUP)]
         found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
         return found or [CompletionItem(incomplete, type="file")]
+
+
+def task_flags(command: Any) -> Any:
+    """The flags that say which task it is, and any option of it, as a decorator of a command."""
+    options = grouped(
+        "-T", "options", group=MODEL, multiple=True, metavar="NAME=VALUE", help="Any option of the task."
+    )
+    about = "A task's name, package.mod:Class or file.py:Class."
+    return grouped("--task", group=MODEL, type=TaskName(), help=about)(options(command))

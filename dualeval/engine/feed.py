@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import re
@@ -28,9 +27,9 @@ from dualeval.engine.transfer import Uploads
 from dualeval.engine.worker_state import pack, unpack
 from dualeval.errors import DualevalError, UsageError, named, text_of
 from dualeval.own_code import keep_own_code, own_code
+from dualeval.process_start import end_with_parent
 from dualeval.tasks import Dataset, Task
 
-_PR_SET_PDEATHSIG = 1
 # What torch says when a loader's worker has ended.
 _LOST_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
@@ -394,8 +393,7 @@ def _end_with_parent(worker: int) -> None:
 
     One that hangs in a read would outlive it.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     parent = multiprocessing.parent_process()
     # Under forkserver the kernel's parent is the server, which lives as long as one of its processes does.
     if parent is not None and (sys.platform != "linux" or os.getppid() != parent.pid):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualeval.columns import Column, Ragged, concatenated, described, empty_rows, kind_of, of_parts, parts_of
+from dualeval.columns import Column, Ragged, concatenated, described, each_part, empty_rows, kind_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import MOST_OF_AN_ERROR, JournalWriter
 from dualeval.engine.folder.predictions import EVALUATED
@@ -164,8 +164,7 @@ def _ragged_bytes(finished: _Finished) -> int:
 def _alone(column: Column) -> Column:
     if not isinstance(column, Ragged):
         return _with_own_memory(column)
-    found: Column = of_parts(type(column), [_with_own_memory(part) for part in parts_of(column)])
-    return found
+    return each_part(_with_own_memory, column)
 
 
 def _with_own_memory(column: Tensor) -> Tensor:
