@@ -73,7 +73,7 @@ class _Invocation:
 @task_flags
 @job_flags("metric", "limit", "sample", "seed", "cluster")
 @config_flag
-@job_flags("batch_size", "precision", "on_error")
+@job_flags("batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "on_error")
 @grouped(
     "--schedule",
     group=RUN,
@@ -328,6 +328,9 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
             seed=job.seed,
             cluster=job.cluster,
             precision=job.precision,
+            keep_batchnorm_fp32=job.keep_batchnorm_fp32,
+            layout=job.layout,
+            optimize=job.optimize,
             workers=job.workers,
             on_error=job.on_error,
             schedule=invocation.schedule,
