@@ -215,6 +215,7 @@ class _Start:
     """What a job file may say of one start; no part of the job."""
 
     out: Path | None = option(None)
+    reference: Path | None = option(None)
     nproc: int | None = option(None, least=1)
     logger: tuple[str, ...] = option(())
 
@@ -223,7 +224,9 @@ _START = {field.name: field for field in fields_of(_Start)}
 
 
 def start_of(path: Path | None) -> dict[str, Any]:
-    """``out``, ``nproc`` and ``logger`` of a job file, where they are in it; ``out`` counts from its folder.
+    """``out``, ``reference``, ``nproc`` and ``logger`` of a job file, where they are in it.
+
+    Paths count from its folder.
 
     Raises:
         UsageError: the file is missing or malformed, or a value is wrong.

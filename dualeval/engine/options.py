@@ -76,6 +76,8 @@ class RunOptions:
             another kind of machine has computed.
         lease: keep other runs out of ``out`` for as long as this one lasts. Without it two runs there do the
             same work twice, for one right result.
+        reference: the folder of a finished run over the same samples; the result says how the predictions
+            differ from its. None compares with nothing.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -100,6 +102,7 @@ class RunOptions:
     replay: bool = True
     mix_machines: bool = False
     lease: bool = True
+    reference: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size is None:
@@ -134,6 +137,17 @@ class RunOptions:
             from dualeval.engine.folder.layout import check_path
 
             check_path(self.path)
+        check_kind(
+            "reference",
+            self.reference,
+            self.reference is None or (isinstance(self.reference, str | Path) and self.reference != ""),
+            "the folder of a finished run, or None",
+        )
+        if self.reference is not None and self.path is not None and _is_same(self.reference, self.path):
+            raise UsageError(
+                f"reference and out are both {self.path}: a run is compared with another one. Give another "
+                "out"
+            )
         if self.fresh and self.out is None:
             raise UsageError(
                 "fresh=True removes an earlier run's files from out, and out is None: give a folder"
@@ -143,6 +157,10 @@ class RunOptions:
     def path(self) -> Path | None:
         """The folder that was given by its path; None where there is none, or a new one is wanted."""
         return None if self.out is None or isinstance(self.out, NewFolder) else Path(self.out)
+
+
+def _is_same(one: str | Path, other: Path) -> bool:
+    return Path(one).resolve() == other.resolve()
 
 
 def _is_text(value: object) -> bool:
