@@ -23,6 +23,7 @@ ON_ERROR = ("stop", "skip")
 DATA_FINGERPRINTS = ("ends", "content")
 CLASS_ORDERS = ("name", "number")
 SCHEDULES = ("static", "dynamic")
+LARGEST_COUNT = 2**63 - 1  # of an int64, as tensors and files have it
 
 
 def check_choice(option: str, value: object, known: Sequence[object]) -> None:
@@ -75,6 +76,10 @@ def check_count(option: str, value: object, least: int) -> None:
     # A bool is an int for Python.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{option} {value!r}: expected a whole number of at least {least}")
+    if value > LARGEST_COUNT:
+        raise UsageError(
+            f"{option} {value}: expected a whole number from {least} to {LARGEST_COUNT} (64 bits)"
+        )
 
 
 def check_part(*, limit: int | None, sample: int | None, seed: int | None, dashes: str = "") -> None:
