@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualeval.choices import ON_ERROR, PRECISIONS, check_part
+from dualeval.choices import (
+    LAYOUTS,
+    ON_ERROR,
+    OPTIMIZATIONS,
+    PRECISIONS,
+    check_part,
+    check_preparation,
+)
 from dualeval.errors import UsageError
 from dualeval.option_fields import (
     Given,
@@ -58,6 +65,9 @@ class Job:
         seed: another one draws others.
         cluster: a column whose equal entries mark samples that are not independent.
         precision: one of ``choices.PRECISIONS``.
+        keep_batchnorm_fp32: leave batch norms in float32 where the precision casts.
+        layout: one of ``choices.LAYOUTS``.
+        optimize: one of ``choices.OPTIMIZATIONS``, or None.
         device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
         workers: reading processes of each rank; None decides by task and cores.
         on_error: what a sample that cannot be read does, one of ``choices.ON_ERROR``.
@@ -79,8 +89,11 @@ class Job:
     )
     batch_size: int = option(64, "Samples per batch.", group=RUN, least=1)
     precision: str = option(
-        "fp32", "fp32 (default), tf32 (GPU), amp-bf16, amp-fp16.", group=RUN, choices=PRECISIONS
+        "fp32", "fp32 (default), tf32, [amp-]fp16, [amp-]bf16.", group=RUN, choices=PRECISIONS
     )
+    keep_batchnorm_fp32: bool = option(False, "With fp16, bf16: batch norms in fp32.", group=RUN)
+    layout: str = option("auto", "auto (default), contiguous or channels-last.", group=RUN, choices=LAYOUTS)
+    optimize: str | None = option(None, "fold (batch norms) or compile.", group=RUN, choices=OPTIMIZATIONS)
     on_error: str = option(
         "stop", "An unreadable sample: stop (default) or skip it.", group=RUN, choices=ON_ERROR
     )
@@ -130,6 +143,8 @@ class Job:
         if "seed" in own and shared.get("sample") is None:
             shared.pop("seed", None)  # the task's alone
         check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes="--")
+        of_model = ("precision", "keep_batchnorm_fp32", "optimize")
+        check_preparation(**{name: shared.get(name, COMMON[name].default) for name in of_model}, dashes=True)
         options = _options(kind, given)
         return cls(kind=kind, options=options, **shared)
 
@@ -228,7 +243,7 @@ class Job:
 
 
 # Tasks have had these for something of their own: what nobody gives does not change the task's default.
-_TASKS_OWN_TOO = ("sample", "seed", "cluster")
+_TASKS_OWN_TOO = ("sample", "seed", "cluster", "layout", "optimize")
 
 # The options that every run has, by name.
 COMMON = {field.name: field for field in fields_of(Job) if field.name not in ("kind", "options")}
@@ -239,6 +254,7 @@ class _Start:
     """What a job file may say of one start; no part of the job."""
 
     out: Path | None = option(None)
+    reference: Path | None = option(None)
     nproc: int | None = option(None, least=1)
     logger: tuple[str, ...] = option(())
 
@@ -253,7 +269,9 @@ _START = {field.name: field for field in fields_of(_Start)}
 
 
 def start_of(path: Path | None) -> dict[str, Any]:
-    """``out``, ``nproc`` and ``logger`` of a job file, where they are in it; ``out`` counts from its folder.
+    """``out``, ``reference``, ``nproc`` and ``logger`` of a job file, where they are in it.
+
+    Paths count from its folder.
 
     Raises:
         UsageError: the file is missing or malformed, or a value is wrong.

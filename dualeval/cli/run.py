@@ -45,6 +45,7 @@ class _Invocation:
     """How this invocation runs and shows a job: nothing that its result depends on."""
 
     out: Path | None
+    reference: Path | None
     fresh: bool
     replay: bool
     mix_machines: bool
@@ -77,7 +78,7 @@ class _Invocation:
 @task_flags
 @job_flags("metric", "limit", "sample", "seed", "cluster")
 @config_flag
-@job_flags("batch_size", "precision", "on_error")
+@job_flags("batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "on_error")
 @grouped(
     "--schedule",
     group=RUN,
@@ -137,6 +138,13 @@ class _Invocation:
     metavar="DIR",
     help="Output folder; an unfinished run resumes there.",
 )
+@grouped(
+    "--reference",
+    group=RUN,
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Compare predictions with a finished run's.",
+)
 @grouped("--fresh", group=RUN, is_flag=True, help="Remove an earlier run's files from --out first.")
 @grouped(
     "--logger",
@@ -165,7 +173,8 @@ def run(context: click.Context, /, **flags: Any) -> None:
     detection = examine(os.environ, launcher)
     world = detection.place
     of_file = start_of(flags["config"])
-    flags["out"] = of_file.get("out") if flags["out"] is None else flags["out"]
+    for name in ("out", "reference"):
+        flags[name] = of_file.get(name) if flags[name] is None else flags[name]
     if not flags["loggers"]:
         folder = Path(flags["config"] or "").parent
         flags["loggers"] = tuple(counted_from(text, folder) for text in of_file.get("logger", ()))
@@ -178,7 +187,7 @@ def run(context: click.Context, /, **flags: Any) -> None:
         **{
             name: flags[name]
             for name in (
-                *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json", "debug"),
+                *("out", "reference", "fresh", "backend", "allow_shared_gpu", "progress", "as_json", "debug"),
                 *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines", "loggers"),
             )
         },
@@ -225,6 +234,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     from dualeval.engine.evaluation_mode import set_evaluation_mode
     from dualeval.engine.evaluator import automatic_workers
     from dualeval.engine.folder.layout import check_path
+    from dualeval.engine.reference import Reference
     from dualeval.engine.samples import as_dataset
     from dualeval.engine.trial import check_names
     from dualeval.local_ranks import last_rank
@@ -237,6 +247,8 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     numerics.check_precision(job.precision, device)
     if invocation.out is not None:
         check_path(invocation.out)
+    if invocation.reference is not None:
+        Reference.open(invocation.reference)
     check_installed(invocation.targets, "--logger")
     if fetch := getattr(job.options, "fetch", None):
         fetch()
@@ -371,10 +383,14 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session, opened: Ope
             seed=job.seed,
             cluster=job.cluster,
             precision=job.precision,
+            keep_batchnorm_fp32=job.keep_batchnorm_fp32,
+            layout=job.layout,
+            optimize=job.optimize,
             workers=job.workers,
             on_error=job.on_error,
             schedule=invocation.schedule,
             fresh=invocation.fresh,
+            reference=invocation.reference,
             replay=invocation.replay,
             mix_machines=invocation.mix_machines,
             job=_as_used(job, session.backend.device.type, job.workers),
