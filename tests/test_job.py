@@ -212,7 +212,7 @@ def test_an_empty_list_of_standard_deviations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "near"),
     [
-        ("precision", "fp8", "amp-fp16"),
+        ("precision", "amp-fp6", "amp-fp16"),
         ("on_error", "skipp", "skip"),
         ("task", "image-clasification", "image-classification"),
     ],
