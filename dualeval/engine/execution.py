@@ -26,13 +26,14 @@ from dualeval.engine.folder.journal import FinishedChunks, JournalWriter
 from dualeval.engine.folder.opening import PreviousRun, folder_of_launch
 from dualeval.engine.folder.predictions import load_library
 from dualeval.engine.folder.process import launch_of
-from dualeval.engine.identity import contents_fingerprint, job_identity
+from dualeval.engine.identity import ModelIdentity, contents_fingerprint, job_identity
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Evaluation, Loop, ahead_of
 from dualeval.engine.machines import check_kinds_of_ranks
 from dualeval.engine.outcome import Outcome
 from dualeval.engine.parts import identity_of, name_of
 from dualeval.engine.plan import EvalPlan
+from dualeval.engine.preparation import identity_of as identity_of_preparation
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.reference import Reference, windows_of_file
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
@@ -51,10 +52,11 @@ class Execution:
     Args:
         task: what is evaluated.
         dataset: the task's.
-        model: likewise, as it was built.
+        model: likewise, as it computes.
         context: where it runs, and how.
         rows: the columns that the task wants kept.
         threads: what this rank may compute in.
+        identity: of the model as it was built; None takes that of ``model``, which nothing was done to.
         attributes: the task's, for the job's identity.
 
     Attributes:
@@ -79,9 +81,11 @@ class Execution:
         rows: Sequence[str],
         *,
         threads: int,
+        identity: ModelIdentity | None = None,
         attributes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._task = task
+        self._identity = identity
         self._attributes = attributes
         self._context = context
         self._options = context.options
@@ -141,13 +145,13 @@ class Execution:
     def _agree(self) -> dict[str, Any]:
         """Compare jobs and machines over all ranks; returns what the result says about both."""
         of = self.evaluation
-        # Of the model as it was built: what is folded or compiled later is another one to look at, and the
-        # same to compute with.
+        # It holds the model's tensors as they were built: not for longer than they are wanted.
+        identity, self._identity = self._identity or ModelIdentity.of(of.model), None
         job = {
             **job_identity(
                 self._task,
                 of.dataset,
-                of.model,
+                identity,
                 of.metrics,
                 of.row_metrics,
                 self._plan.num_samples,
@@ -156,7 +160,7 @@ class Execution:
             **identity_of(of.dataset),
             "columns": list(self._columns),
             "batch_size": self._plan.batch_size,
-            "precision": self._options.precision,
+            **identity_of_preparation(self._options),
             "on_error": self._options.on_error,
             # Its intervals are other ones.
             **({} if of.cluster is None else {"cluster": of.cluster}),

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from dualeval.choices import (
+    LAYOUTS,
     ON_ERROR,
+    OPTIMIZATIONS,
     PRECISIONS,
     SCHEDULES,
     check_choice,
     check_count,
     check_kind,
     check_part,
+    check_preparation,
 )
 from dualeval.errors import UsageError
 
@@ -33,7 +36,7 @@ class NewFolder(enum.Enum):
 
 NEW_FOLDER: Final = NewFolder.NEW_FOLDER
 # Those of RunOptions that are bools.
-_SWITCHES = ("fewer_workers", "fresh", "replay", "mix_machines", "lease")
+_SWITCHES = ("keep_batchnorm_fp32", "fewer_workers", "fresh", "replay", "mix_machines", "lease")
 Out: TypeAlias = str | Path | Literal[NewFolder.NEW_FOLDER] | None
 _BOOL = "True or False"
 
@@ -54,6 +57,10 @@ class RunOptions:
         cluster: a column whose equal entries mark samples that are not independent, such as questions on one
             text; the intervals allow for that. None: the task's own, which most have not.
         precision: one of ``choices.PRECISIONS``.
+        keep_batchnorm_fp32: with precision "fp16" or "bf16", leave batch norms in float32.
+        layout: "contiguous", "channels-last", or "auto", which decides by the kinds of the model's layers.
+        optimize: "fold" makes batch norms a part of the convolutions before them, "compile" uses
+            torch.compile; None does neither.
         workers: reading processes of each rank; 0 reads in the rank's own process. None: none where the
             samples lie in memory already, else up to one a core; a loop of the caller's own has none.
         fewer_workers: take fewer, with a note, where the shared memory has no room for the batches of all.
@@ -84,6 +91,9 @@ class RunOptions:
     seed: int | None = None
     cluster: str | None = None
     precision: str = "fp32"
+    keep_batchnorm_fp32: bool = False
+    layout: str = "auto"
+    optimize: str | None = None
     workers: int | None = None
     fewer_workers: bool = False
     on_error: str = "stop"
@@ -103,10 +113,18 @@ class RunOptions:
         check_kind("cluster", self.cluster, _is_name(self.cluster), "the name of a column, or None")
         check_count("workers", self.workers, 0)
         check_choice("precision", self.precision, PRECISIONS)
+        check_choice("layout", self.layout, LAYOUTS)
+        if self.optimize is not None:
+            check_choice("optimize", self.optimize, OPTIMIZATIONS)
         check_choice("on_error", self.on_error, ON_ERROR)
         check_choice("schedule", self.schedule, SCHEDULES)
         for name in _SWITCHES:
             check_kind(name, getattr(self, name), isinstance(getattr(self, name), bool), _BOOL)
+        check_preparation(
+            precision=self.precision,
+            keep_batchnorm_fp32=self.keep_batchnorm_fp32,
+            optimize=self.optimize,
+        )
         check_kind(
             "out",
             self.out,

@@ -39,7 +39,7 @@ NOTHING_TO_COMPARE = "nothing to compare"
 SKIPPED = "skipped"
 
 # Relative and absolute, for floats that another machine has computed.
-_TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "amp-fp16": 2e-2, "amp-bf16": 1e-1}
+_TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "amp-fp16": 2e-2, "amp-bf16": 1e-1, "fp16": 2e-2, "bf16": 1e-1}
 # Of a batch's rows on another machine this part may be outside: near ties a predicted class may be another.
 _OUTSIDE = 0.1
 # Letters of a value in a message: a ragged row may be of any length.
