@@ -390,7 +390,7 @@ class Execution:
             "journal": recorder.journal_s,
         }
         outcome = Outcome(self.evaluation, self._facts, self.previous, self._folder, self._writer, recorder)
-        result = outcome.result(times, self.said, replay=self._proof, setup_s=self._setup_s)
+        result = outcome.result(times, self.said, self.loop.notes, replay=self._proof, setup_s=self._setup_s)
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
         self._control.meet()
         self._close(done=True)
