@@ -453,7 +453,7 @@ class Execution:
             recorder,
             reference=None if self._reference is None else (self._reference, self._facts_of_data()),
         )
-        result = outcome.result(times, self.said, replay=self._proof, setup_s=self._setup_s)
+        result = outcome.result(times, self.said, self.loop.notes, replay=self._proof, setup_s=self._setup_s)
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
         self._control.meet()
         self._close(done=True)
