@@ -94,7 +94,8 @@ def _weights_hint(found: Sequence[tuple[str, Any, Any]], first: str, here: str) 
     return (
         " (weights is a digest of the tensors that a rank has in its model: the file of --weights is not "
         f"the same for all ranks. Compare it {where} with sha256sum, and copy it again, or give a path on a "
-        "file system that all ranks share. A model of your own code may also draw its weights: seed it alike on every rank.)"
+        "file system that all ranks share. A model of your own code may also draw its weights: seed it alike "
+        "on every rank.)"
     )
 
 
