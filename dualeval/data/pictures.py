@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dualeval.data.contents import HEAD, what_it_holds
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.vision_library import torchvision
+from dualeval.data.resizing import cut_out, resized
 
 # Pillow goes by a file's content, whatever its name is, and some of its other formats start programs (EPS)
 # or hold no picture of their own (PDF, WMF). A GIF under the name of a JPEG is common in collected pictures.
@@ -34,23 +34,15 @@ def read_pixels(file: IO[bytes], wanted: Preprocessing) -> Tensor:
         wanted: channels, resize, interpolation and crop; normalisation is done elsewhere.
 
     Returns:
-        uint8 of shape (channels, crop, crop).
+        uint8 of shape (channels, height, width), those of the crop.
 
     Raises:
         OSError: the file is of none of ``FORMATS``, or is truncated. Pillow raises others on damaged files.
         ValueError: pixels are 32-bit integers or floats.
     """
-    transforms: Any = torchvision().transforms
     with _opened(file) as image, _whole_pictures_only():
-        image = transforms.functional.resize(
-            _with_channels(_eight_bits(image), wanted.channels),
-            wanted.resize,
-            interpolation=transforms.InterpolationMode(wanted.interpolation),
-        )
-    pixels: Tensor = transforms.functional.pil_to_tensor(
-        transforms.functional.center_crop(image, wanted.crop)
-    )
-    return pixels
+        image = resized(_with_channels(_eight_bits(image), wanted.channels), wanted)
+    return cut_out(image, wanted)
 
 
 def _opened(file: IO[bytes]) -> Image.Image:
