@@ -126,8 +126,9 @@ def _three(values: Any) -> tuple[float, ...]:
 
 
 def _interpolation(said: Mapping[str, Any], begin: str) -> str:
-    resample: Any = said.get("resample")
-    number = int(2 if resample is None else resample)  # without one the library takes 2
+    # Without one the library takes 2.
+    resample = said.get("resample", 2)
+    number = 2 if resample is None else int(resample)
     if number not in _INTERPOLATIONS:
         raise _refusal(begin, f"has resample {number}, expected one of {_INTERPOLATIONS}")
     return _INTERPOLATIONS[number]
