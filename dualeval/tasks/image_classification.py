@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dualeval.data.idx import IdxImages
 from dualeval.data.labels import Labels, check_indices
+from dualeval.data.opened import Opened
 from dualeval.data.preprocessing import Normalisation
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -74,6 +75,7 @@ class ImageClassification(Task):
             files mean and std, which nothing tells but for the embedded weights and the embedded data.
         data_fingerprint: what of image files tells one data set from another: "ends" (size, first and last
             4 KiB) or "content" (all bytes); of idx files it is always all.
+        opened: what other tasks of the run have read of their data, which is not read again.
 
     Attributes:
         loaded_weights: what was taken from a file that ``weights`` names; None before ``build_model``, and
@@ -105,6 +107,7 @@ class ImageClassification(Task):
         data_fingerprint: str = "ends",
         model_arguments: Mapping[str, Any] | None = None,
         trust_checkpoint: bool = False,
+        opened: Opened | None = None,
     ) -> None:
         if data_fingerprint not in ("ends", "content"):
             raise UsageError(f"--data-fingerprint {data_fingerprint!r}: expected ends or content")
@@ -141,8 +144,11 @@ class ImageClassification(Task):
         self._class_map = None if class_map is None else Path(class_map)
         self._class_order = class_order
         self._asked_classes = num_classes
+        opened = opened or Opened()
         self._dataset: IdxImages | ImageFolder = (
-            self._idx_images() if self._in_memory else self._image_folder(data_fingerprint == "content")
+            self._idx_images(opened)
+            if self._in_memory
+            else self._image_folder(data_fingerprint == "content", opened)
         )
         self._data_fingerprint = "content" if self._in_memory else data_fingerprint
         self._metric_names = tuple(metrics)
@@ -172,16 +178,16 @@ class ImageClassification(Task):
     def _data_is_embedded(self) -> bool:
         return self._folder.resolve() == ASSETS
 
-    def _idx_images(self) -> IdxImages:
+    def _idx_images(self, opened: Opened) -> IdxImages:
         for flag, value in (("--class-map", self._class_map), ("--class-order", self._class_order)):
             if value is not None:
                 raise UsageError(
                     f"{flag} has no meaning for the idx files in {self._folder}: their labels are numbers. "
                     "Leave it out."
                 )
-        return IdxImages(self._folder)
+        return opened.once(("idx files", self._folder.absolute()), lambda: IdxImages(self._folder))
 
-    def _image_folder(self, whole_files: bool) -> ImageFolder:
+    def _image_folder(self, whole_files: bool, opened: Opened) -> ImageFolder:
         from dualeval.data.image_folder import ImageFolder  # with Pillow, which idx files do without
 
         label = FolderLabels(
@@ -190,7 +196,13 @@ class ImageClassification(Task):
             num_classes=self._asked_classes,
             of_weights=self._model.known_classes(self._source),
         )
-        return ImageFolder(self._folder, self._preprocessing.of_files, label=label, whole_files=whole_files)
+        return ImageFolder(
+            self._folder,
+            self._preprocessing.of_files,
+            label=label,
+            whole_files=whole_files,
+            opened=opened,
+        )
 
     @property
     def _labels(self) -> Labels | None:

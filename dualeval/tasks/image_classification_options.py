@@ -13,6 +13,7 @@ from dualeval.option_fields import check_fields, option
 from dualeval.weights_name import is_path_of_weights, is_published_name, model_beside
 
 if TYPE_CHECKING:
+    from dualeval.data.opened import Opened
     from dualeval.tasks.image_classification import ImageClassification
 
 _MODEL = "Model"
@@ -132,8 +133,12 @@ class ImageClassificationOptions:
 
             source_of(self.model).download(self.weights)
 
-    def make(self) -> ImageClassification:
-        """The task."""
+    def make(self, opened: Opened | None = None) -> ImageClassification:
+        """The task.
+
+        Args:
+            opened: what other tasks of the run have read of their data.
+        """
         from dualeval.models.classifiers import arguments_of
         from dualeval.tasks.image_classification import ImageClassification
 
@@ -152,4 +157,5 @@ class ImageClassificationOptions:
             preprocessing={name: value for name, value in asked.items() if value is not None},
             model_arguments=arguments_of(self.model_arg),
             trust_checkpoint=self.trust_checkpoint,
+            opened=opened,
         )

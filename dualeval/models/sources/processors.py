@@ -95,6 +95,7 @@ def _with_sizes(found: Preprocessing, said: Mapping[str, Any], begin: str) -> Pr
     if set(size) == {"shortest_edge"}:
         if crop is None:
             raise _refusal(begin, "gives pictures of several sizes (no do_center_crop)")
+        assert shortest is not None
         return replace(found, resize=int(shortest), crop=crop[0], crop_width=_other(crop[1], crop[0]))
     raise _refusal(begin, f"has size {size}, expected height and width, or shortest_edge")
 
