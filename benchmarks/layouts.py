@@ -97,10 +97,10 @@ def report(measured: Mapping[str, Mapping[str, list[float]]]) -> str:
                 ]
             )
     return (
-        "One process, one thread, wall time of the loop, ways in turns; images/s relative to contiguous float32 "
-        "of the same round: median, and the middle half of the ratios in brackets. Random weights, images of "
-        f"noise in memory, batch size {_BATCH}; 28 x 28 grey for fashion-cnn, else 224 x 224. Except for those "
-        "named contiguous, all have --layout auto.\n\n"
+        "One process, one thread, wall time of the loop, ways in turns; images/s relative to contiguous "
+        "float32 of the same round: median, and the middle half of the ratios in brackets. Random weights, "
+        f"images of noise in memory, batch size {_BATCH}; 28 x 28 grey for fashion-cnn, else 224 x 224. "
+        "Except for those named contiguous, all have --layout auto.\n\n"
         f"{table(['model', 'way', 'images/s', 'over contiguous', 'wanted at least'], rows)}"
     )
 
