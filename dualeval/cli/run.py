@@ -257,6 +257,9 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     cpu = torch.device("cpu")
     with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
         model = task.build_model(cpu)
+    dataset = as_dataset(task.dataset())
+    samples = min(job.limit or job.sample or len(dataset), len(dataset))
+    task.check_batches(job.batch_size, samples)
     if task.rows is not None:
         # Else its metrics are known when its columns are, which takes a forward.
         check_names(chosen_metrics(job.metric_of_run, task.metrics(), task.rows), task.rows)
@@ -267,7 +270,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     if workers is None:
         own = own_cores()
         cores = share_of_cores(own, [own] * last.local_size)
-        workers = automatic_workers(task, as_dataset(task.dataset()), cores)
+        workers = automatic_workers(task, dataset, cores)
     return {**_as_used(job, device.type, workers), **task.options()}
 
 
