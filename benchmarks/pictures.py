@@ -238,10 +238,11 @@ def _text(found: dict[str, dict[str, list[float]]], rounds: int, files: int) -> 
     return (
         f"{files} JPEG files (for ResNet-18 {_FILES_OF_RESNET} at most) of 500 x 375, 375 x 500, 500 x 333 "
         f"and 333 x 500 pixels, qualities {qualities}, 4:2:0, in the page cache; resize 256, crop 224, batch "
-        f"{_BATCH}, one process and one thread, {rounds} rounds in turns, after one that is not counted. With "
-        "one reading process two cores are used. The ratio is the median over the rounds, with the middle "
-        "half in brackets. The plain loop counts mean loss and top-1; dualeval is a whole run, with all "
-        "metrics, journal and rows. The cheap network is the mean of a few pixels and a linear layer.\n\n"
+        f"{_BATCH}, one process and one thread, {rounds} rounds in turns, after one that is not counted. "
+        "With one reading process two cores are used. The ratio is the median over the rounds, with the "
+        "middle half in brackets. The plain loop counts mean loss and top-1; dualeval is a whole run, with "
+        "all metrics, journal and rows. The cheap network is the mean of a few pixels and a linear layer."
+        "\n\n"
         f"{table(head, rows)}"
     )
 

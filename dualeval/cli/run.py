@@ -345,10 +345,10 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, l
                 job, replace(invocation, out=out), session, opened=opened
             ),
         )
-        code, done = options.work_in_session(session, models.evaluate, exit_code_of)
-        if done is None and (closing := models.closing):
+        ended = options.work_in_session(session, models.evaluate, exit_code_of)
+        if ended[1] is None and (closing := models.closing):
             say(f"dualeval: note: {closing}")
-        return code
+        return ended[0]
     return options.evaluate_and_show(
         session,
         lambda session: _run_engine(job, invocation, session),

@@ -147,7 +147,7 @@ class WeightsSource:
     Attributes:
         text: the value of ``--weights``.
         seed: of "random:SEED"; None for weights in a file.
-        path: the file; None for random ones.
+        path: the file or folder; None for random ones.
         entry: torchvision's entry, where the file is one that it publishes, whatever the file's name.
     """
 
@@ -180,11 +180,12 @@ def find_weights(name: str, weights: str) -> WeightsSource:
         entry = published.entry_named(name, weights)
         return WeightsSource(text=weights, path=published.checked_cached_file(entry, weights), entry=entry)
     path = Path(weights)
+    if path.is_dir():
+        return WeightsSource(text=weights, path=path)
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
         hint = "" if path.suffix or len(path.parts) > 1 else " " + published.names_hint(name, weights)
         raise UsageError(
-            f"weights file {path} {found}. Give a state_dict file with --weights PATH.{hint.rstrip()}"
+            f"weights file {path} does not exist. Give a checkpoint with --weights PATH.{hint.rstrip()}"
         )
     return WeightsSource(text=weights, path=path, entry=published.recognise(name, path))
 
@@ -196,6 +197,7 @@ def build(
     *,
     weights_key: str | None = None,
     weights_prefix: str | None = None,
+    trust: bool = False,
     on_load: Callable[[LoadedWeights], None] = lambda loaded: None,
 ) -> nn.Module:
     """Make a classifier and give it its weights, on the CPU, in evaluation mode.
@@ -206,6 +208,7 @@ def build(
         num_classes: number of outputs; None where only the model or the weights tell.
         weights_key: where the state_dict lies in a file, as for ``checkpoints.read_state_dict``.
         weights_prefix: of the names that are taken from a file, as for ``weights.load_state_dict``.
+        trust: read also weights that run code, as for ``checkpoints.read_state_dict``.
         on_load: called with what was taken from a file that was given by its path.
 
     Raises:
@@ -217,7 +220,7 @@ def build(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(source.seed)
             return create(name, num_classes).eval()
-    found = read_state_dict(source.path, weights_key)
+    found = read_state_dict(source.path, weights_key, trust=trust)
     with torch.random.fork_rng(devices=[]):  # a constructor draws values that are overwritten here
         model = create(name, num_classes, entry=source.entry)
     if name.startswith("densenet") and name in published.torchvision_names():

@@ -100,15 +100,17 @@ def build(
     *,
     weights_key: str | None = None,
     weights_prefix: str | None = None,
+    trust: bool = False,
     on_load: Callable[[LoadedWeights], None] = lambda loaded: None,
 ) -> nn.Module:
     """Make the model with its weights as float32, on the CPU, in evaluation mode.
 
     Args:
         folder: with config.json, and the weights unless they come from elsewhere.
-        weights: None for those in the folder; else a state_dict file or "random:SEED".
+        weights: None for those in the folder; else a checkpoint or "random:SEED".
         weights_key: where the state_dict lies in a file, as for ``checkpoints.read_state_dict``.
         weights_prefix: of the names that are taken from a file, as for ``weights.load_state_dict``.
+        trust: read also weights that run code, as for ``checkpoints.read_state_dict``.
         on_load: called with what was taken from a file.
 
     Raises:
@@ -141,7 +143,7 @@ def build(
     # A checkpoint in half precision is computed with as --precision says.
     model = model.float().eval()
     if weights is not None and seed_of(weights) is None:
-        found = read_state_dict(Path(weights), weights_key)
+        found = read_state_dict(Path(weights), weights_key, trust=trust)
         on_load(load_state_dict(model, found, prefix=weights_prefix, source=f"the weights {weights}"))
     return model
 

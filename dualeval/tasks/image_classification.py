@@ -63,6 +63,7 @@ class ImageClassification(Task):
             alone.
         weights_key: where the state_dict lies in a checkpoint, with dots between; None finds the only one.
         weights_prefix: take only the names of a file that begin with this, without it.
+        trust_checkpoint: read also weights that run code when they are read.
         data: a folder of class folders, or of idx files; None is the embedded job's test set.
         num_classes: number of classes; needed only where neither data nor weights tell.
         class_map: a file that says which class each folder is, as for ``data.class_map.read_class_map``.
@@ -96,6 +97,7 @@ class ImageClassification(Task):
         weights: str | None = None,
         weights_key: str | None = None,
         weights_prefix: str | None = None,
+        trust_checkpoint: bool = False,
         data: Path | None = None,
         num_classes: int | None = None,
         class_map: str | Path | None = None,
@@ -122,9 +124,10 @@ class ImageClassification(Task):
                 f"--model {model} was given without --weights. Give --weights PATH, "
                 "--weights DEFAULT (the library's own) or --weights random:SEED."
             )
-        refuse_choice_without_file(weights, weights_key, weights_prefix)
+        refuse_choice_without_file(weights, weights_key, weights_prefix, trust_checkpoint)
         self._weights_key = weights_key
         self._weights_prefix = weights_prefix
+        self._trust_checkpoint = trust_checkpoint
         self.loaded_weights: LoadedWeights | None = None
         self._source = classifiers.find_weights(self._model_name, str(weights or EMBEDDED_WEIGHTS))
         self._folder = ASSETS if data is None else Path(data)
@@ -272,6 +275,7 @@ class ImageClassification(Task):
             self._source,
             weights_key=self._weights_key,
             weights_prefix=self._weights_prefix,
+            trust=self._trust_checkpoint,
             on_load=self._remember,
         )
         try:
@@ -381,6 +385,7 @@ class ImageClassification(Task):
             "model": self._model_name,
             "weights": self._source.text if path is None else str(path.absolute()),
             **options_of(self.loaded_weights),
+            "trust_checkpoint": self._trust_checkpoint,
             "data": str(self._folder.absolute()),
             "data_fingerprint": self._data_fingerprint,
             "num_classes": self._num_classes,

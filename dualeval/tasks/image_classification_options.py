@@ -46,7 +46,7 @@ class ImageClassificationOptions:
     )
     weights: str | None = option(
         None,
-        "State_dict file, DEFAULT, IMAGENET1K_V1, random:SEED.",
+        "Checkpoint, DEFAULT, IMAGENET1K_V1, random:SEED.",
         group=_MODEL,
         is_path=is_path_of_weights,
     )
@@ -74,6 +74,9 @@ class ImageClassificationOptions:
     )
     weights_prefix: str | None = option(
         None, "Use only tensors whose names start with this; remove it.", group=_MODEL
+    )
+    trust_checkpoint: bool = option(
+        False, "Read checkpoints that run code, such as pickled models.", group=_MODEL
     )
     download: bool = option(
         False, "Download the weights of --weights DEFAULT, IMAGENET1K_V1, ...", group=_MODEL
@@ -138,6 +141,7 @@ class ImageClassificationOptions:
             weights=self.weights,
             weights_key=self.weights_key,
             weights_prefix=self.weights_prefix,
+            trust_checkpoint=self.trust_checkpoint,
             data=self.data,
             num_classes=self.num_classes,
             class_map=self.class_map,
