@@ -5,6 +5,9 @@ loop (``ImageFolder``, ``Resize(256)``, ``CenterCrop(224)``, ``ToTensor``, ``Nor
 mean loss and top-1) and whole runs of dualeval, with simplejpeg and without, take turns in one process, with
 the same number of reading processes and one thread each.
 
+First each way of reading a picture is timed alone, file by file, at its best of some rounds: that is nearly
+the same on a busy machine.
+
     python benchmarks/pictures.py [--files 1000] [--rounds 7] [--network cheap] [--photographs FOLDER]
 """
 
@@ -29,7 +32,8 @@ from torch import Tensor, nn
 
 from dualeval import Backend, World, connect
 from dualeval.data import decoding
-from dualeval.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD
+from dualeval.data.image_folder import ImageFolder
+from dualeval.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
@@ -45,6 +49,8 @@ _SIZES = [(500, 375)] * 6 + [(375, 500)] * 2 + [(500, 333), (333, 500)]
 _QUALITIES = (75, 85, 90, 95)
 # Files that ResNet-18 takes about half a minute for on one core.
 _FILES_OF_RESNET = 320
+# Read file by file.
+_READ_ALONE, _ROUNDS_ALONE = 200, 15
 
 
 class Cheap(nn.Module):
@@ -129,8 +135,8 @@ class Setting:
         )
 
 
-def plain(setting: Setting, model: nn.Module) -> tuple[float, float]:
-    """Seconds of the plain loop, and its top-1."""
+def image_folder(folder: Path) -> Any:
+    """torchvision's data set, with the usual steps."""
     library: Any = torchvision()
     transforms = library.transforms
     steps = transforms.Compose(
@@ -141,7 +147,34 @@ def plain(setting: Setting, model: nn.Module) -> tuple[float, float]:
             transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
         ]
     )
-    data = library.datasets.ImageFolder(setting.folder, steps)
+    return library.datasets.ImageFolder(folder, steps)
+
+
+def read_alone(folder: Path) -> dict[str, float]:
+    """Milliseconds a picture by way of reading, without batches and model: the mean of each file's best."""
+    theirs, wanted = image_folder(folder), Preprocessing(resize=256, crop=224)
+    # Each has a decoder of its own.
+    ours = {name: ImageFolder(folder, wanted) for name in (PILLOW, SIMPLEJPEG)}
+    ways: dict[str, Callable[[int], Any]] = {
+        PLAIN: lambda index: theirs[index],
+        PILLOW: lambda index: ours[PILLOW].__getitems__([index]),
+        SIMPLEJPEG: lambda index: ours[SIMPLEJPEG].__getitems__([index]),
+    }
+    count = min(_READ_ALONE, len(theirs))
+    best = {name: [float("inf")] * count for name in ways}
+    for _ in range(_ROUNDS_ALONE):
+        for name, read in ways.items():
+            with _decoder(fast=name == SIMPLEJPEG):
+                for index in range(count):
+                    start = perf_counter()
+                    read(index)
+                    best[name][index] = min(best[name][index], perf_counter() - start)
+    return {name: 1000 * statistics.mean(seconds) for name, seconds in best.items()}
+
+
+def plain(setting: Setting, model: nn.Module) -> tuple[float, float]:
+    """Seconds of the plain loop, and its top-1."""
+    data = image_folder(setting.folder)
     start = perf_counter()
     loader = torch.utils.data.DataLoader(data, batch_size=_BATCH, num_workers=setting.workers)
     loss, hits = 0.0, 0
@@ -207,26 +240,28 @@ def main() -> None:
     host = machine()
     torch.set_num_threads(1)
     found: dict[str, dict[str, list[float]]] = {}
+    alone: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="dualeval-jpegs-") as folder:
         source = arguments.photographs or photographs()
         for network in arguments.network or ("cheap", "resnet18"):
             count = arguments.files if network == "cheap" else min(arguments.files, _FILES_OF_RESNET)
             files = Path(folder) / network
             write_files(files, source, count)
+            alone = alone or read_alone(files)
             for workers in (0, 1):
                 setting = Setting(network=network, folder=files, count=count, workers=workers)
                 found[f"{network}, {workers} reading processes"] = measure(setting, arguments.rounds)
-    body = _text(found, arguments.rounds, arguments.files)
+    body = _text(found, alone, arguments.rounds, arguments.files)
     print(body)
     ratios = {
         name: {of: median_ratio(rates, by[PLAIN]) for of, rates in by.items()} for name, by in found.items()
     }
-    figures = {"ratios": ratios, "wanted_at_least": WANTED, "pictures_per_s": found}
+    figures = {"ratios": ratios, "alone_ms": alone, "wanted_at_least": WANTED, "pictures_per_s": found}
     page = write_results("pictures", "Reading JPEG files", body, figures, host)
     print(f"written to {page}")
 
 
-def _text(found: dict[str, dict[str, list[float]]], rounds: int, files: int) -> str:
+def _text(found: dict[str, dict[str, list[float]]], alone: dict[str, float], rounds: int, files: int) -> str:
     rows = []
     for name, by in found.items():
         speeds = [f"{statistics.median(by[loop]):,.0f}" for loop in (PLAIN, PILLOW, SIMPLEJPEG)]
@@ -234,6 +269,7 @@ def _text(found: dict[str, dict[str, list[float]]], rounds: int, files: int) -> 
         rows.append([name, *speeds, ratios[0], f"**{ratios[1]}**"])
     head = ["network", *(f"{loop}, pictures/s" for loop in (PLAIN, PILLOW, SIMPLEJPEG))]
     head += ["Pillow alone over plain", "simplejpeg over plain"]
+    alone_rows = [[name, f"{ms:.2f}", f"{alone[PLAIN] / ms:.2f}"] for name, ms in alone.items()]
     qualities = ", ".join(map(str, _QUALITIES))
     return (
         f"{files} JPEG files (for ResNet-18 {_FILES_OF_RESNET} at most) of 500 x 375, 375 x 500, 500 x 333 "
@@ -243,7 +279,11 @@ def _text(found: dict[str, dict[str, list[float]]], rounds: int, files: int) -> 
         "middle half in brackets. The plain loop counts mean loss and top-1; dualeval is a whole run, with "
         "all metrics, journal and rows. The cheap network is the mean of a few pixels and a linear layer."
         "\n\n"
-        f"{table(head, rows)}"
+        f"{table(head, rows)}\n"
+        "## Reading alone\n\n"
+        "Reading, decoding, resizing and cropping one picture, without batches and model, in one thread: the "
+        f"mean over {_READ_ALONE} of the files of the best of {_ROUNDS_ALONE} rounds.\n\n"
+        f"{table(['way', 'ms a picture', 'speed over plain'], alone_rows)}"
     )
 
 
