@@ -10,13 +10,14 @@ files are left to Pillow: simplejpeg refuses a file at the first warning.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+import PIL
 from PIL import Image, features
 
 from dualeval.data.jpeg import JpegKind, kind_of
@@ -88,7 +89,8 @@ class Decoder:
 
     def _turn_off(self, why: str) -> None:
         self._off = True
-        versions = " and ".join(f"{name} {version(name)}" for name in ("simplejpeg", "pillow"))
+        theirs = getattr(sys.modules.get("simplejpeg"), "__version__", "of unknown version")
+        versions = f"simplejpeg {theirs} and Pillow {PIL.__version__}"
         self._notes.append(
             f"simplejpeg {why} for a JPEG ({versions}): Pillow decodes the pictures, which takes longer and "
             "changes nothing else"
