@@ -9,31 +9,35 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dualeval.columns import RaggedRows, Rows, to_rows
+from dualeval.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
+from dualeval.columns import Column, Ragged, RaggedRows, Rows, each_part, to_rows
 from dualeval.engine import numerics
 from dualeval.engine.agreement import machine_facts
-from dualeval.engine.compute import Compute
+from dualeval.engine.compute import Compute, copy_sharing_tensors
 from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.evaluator import moved
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.invariance.digests import tensors_in
 from dualeval.engine.invariance.modules import Differences, ModuleDifference, Watch
-from dualeval.engine.invariance.settings import Setting, settings_of
+from dualeval.engine.invariance.settings import Setting, can_be_copied, settings_of
+from dualeval.engine.layouts import layout_of, needs_a_trial
 from dualeval.engine.loop import unreadable
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn, postprocessed
 from dualeval.engine.plan import EvalPlan
+from dualeval.engine.preparation import compiler_settings, prepare, why_preparation_failed
 from dualeval.engine.row_differences import differing_rows
 from dualeval.engine.samples import as_dataset
 from dualeval.engine.settings_watch import is_compiled
-from dualeval.errors import UsageError
+from dualeval.errors import UsageError, named
 from dualeval.tasks import Dataset, Task
 
 # Beside the powers of two from 16 on.
@@ -150,16 +154,18 @@ def diagnose(
     options: RunOptions,
     device: torch.device,
     *,
-    only: Sequence[str] = (),
+    precisions: Sequence[str] = (),
+    layouts: Sequence[str] = (),
     step: Callable[[str], object] = lambda said: None,
 ) -> Diagnosis:
-    """Compute the job's first batch in many shapes, in every precision that the device can do.
+    """Compute the job's first batch in many shapes, in every precision and layout that can be had.
 
     Args:
         task: the job's.
         options: of which the data's part, ``batch_size``, ``on_error`` and how the model is computed count.
         device: what computes.
-        only: precisions, where not all are wanted beside the job's own.
+        precisions: where not all are wanted beside the job's own.
+        layouts: likewise.
         step: called with a few words before each setting.
 
     Raises:
@@ -167,7 +173,6 @@ def diagnose(
             batches have one sample.
     """
     notes: list[str] = []
-    settings = settings_of(options, device, **({"precisions": only} if only else {}))
     with numerics.settings(options.precision, device) as held:
         with numerics.autocast(options.precision, device):
             model = task.build_model(device)
@@ -186,6 +191,8 @@ def diagnose(
         )
     last = len(plan.batch_samples(plan.num_batches - 1))
     batches = _Batches(task, dataset, options, device, rows)
+    options = replace(options, layout=_layout(task, model, batches, options, device, notes))
+    settings = settings_of(model, options, device, precisions=precisions, layouts=layouts)
     shapes = shapes_of(rows, last)
     found = []
     for setting in settings:
@@ -194,7 +201,8 @@ def diagnose(
             continue
         step(f"{setting.name}: {rows} rows in {len(shapes)} shapes, {shapes[0]} to {shapes[-1]}")
         try:
-            found.append(_diagnose_setting(setting, task, model, batches, options, device, shapes))
+            own = setting.options(options)
+            found.append(_diagnose_setting(setting, task, model, batches, own, device, shapes))
         except (UsageError, RuntimeError) as error:
             # An operation that this precision has not; in the job's own the job would fail, too.
             if setting.of_job:
@@ -210,6 +218,27 @@ def diagnose(
         settings=tuple(found),
         notes=tuple(notes),
     )
+
+
+def _layout(
+    task: Task,
+    model: nn.Module,
+    batches: _Batches,
+    options: RunOptions,
+    device: torch.device,
+    notes: list[str],
+) -> str:
+    """The layout that the job's comes to, as in a run."""
+    layout = layout_of(model, options.layout)
+    if options.layout != AUTO or layout != CHANNELS_LAST or not needs_a_trial(model):
+        return layout
+    try:
+        with numerics.settings(options.precision, device):
+            _Computed(task, model, batches, replace(options, layout=layout, optimize=None), device)
+    except Exception as error:  # noqa: BLE001 - of somebody's own code any; contiguous, it is raised again
+        notes.append(f"layout {CONTIGUOUS}: channels-last, the model fails ({named(error)})")
+        return CONTIGUOUS
+    return layout
 
 
 def shapes_of(rows: int, last: int) -> list[int]:
@@ -296,7 +325,7 @@ class _WithOutputs:
         return {
             **columns,
             **{
-                f"{_OUTPUT}{path}": tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+                f"{_OUTPUT}{path}": tensor
                 for path, tensor in tensors_in(outputs)
                 if tensor.ndim and len(tensor) == self.samples and tensor.layout is torch.strided
             },
@@ -307,11 +336,21 @@ class _Computed:
     """A model in one setting: computes batches, and compares their rows with those of the job's batch."""
 
     def __init__(
-        self, task: Task, model: nn.Module, batches: _Batches, precision: str, device: torch.device
+        self, task: Task, model: nn.Module, batches: _Batches, options: RunOptions, device: torch.device
     ) -> None:
-        self._task, self._model, self._batches = task, model, batches
+        self.notes: list[str] = []
+        own = copy_sharing_tensors(model) if can_be_copied(model) else model
+        self.model = prepare(own, options, device, note=self.notes.append)
+        self._task, self._batches = task, batches
         self._beside = _WithOutputs(task)
-        self._compute = Compute(cast(Task, self._beside), model, device, precision, 1)
+        self._compute = Compute(
+            cast(Task, self._beside),
+            self.model,
+            device,
+            options.precision,
+            1,
+            explain=partial(why_preparation_failed, options=options),
+        )
         self.job = self.columns(range(batches.rows))
 
     def columns(self, samples: range) -> dict[str, Rows]:
@@ -325,7 +364,10 @@ class _Computed:
         observed = {name: column for name, column in made.items() if name not in outputs}
         found = postprocessed(self._task, self._batches.dataset, observed, samples)
         kept = [name for name in self._task.rows or found if name in found]
-        return {name: to_rows(column) for name, column in {**{n: found[n] for n in kept}, **outputs}.items()}
+        return {
+            **{name: _rows(found[name]) for name in kept},
+            **{name: _rows(column) for name, column in outputs.items()},
+        }
 
     def compare(self, shape: int) -> tuple[ShapeDiagnosis, list[range]]:
         """Compute all rows in batches of a shape; returns what differs, and the batches in which it does."""
@@ -391,6 +433,17 @@ class _Column:
         return ColumnDifference(rows_differ=len(self.rows), largest=self.largest, largest_at=at)
 
 
+def _rows(column: Column) -> Rows:
+    """A column in numpy, which has no bfloat16: float32 holds each of its values."""
+    if isinstance(column, Ragged):
+        return to_rows(each_part(_without_bfloat16, column))
+    return to_rows(_without_bfloat16(column))
+
+
+def _without_bfloat16(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
 def _kind(rows: Rows) -> tuple[Any, ...]:
     values = rows.values if isinstance(rows, RaggedRows) else rows
     return type(rows), values.dtype, values.shape[1:]
@@ -409,16 +462,16 @@ def _diagnose_setting(
     device: torch.device,
     shapes: Sequence[int],
 ) -> SettingDiagnosis:
-    with numerics.settings(setting.precision, device) as held:
-        computed = _Computed(task, model, batches, setting.precision, device)
+    with numerics.settings(options.precision, device) as held, compiler_settings(options.optimize):
+        computed = _Computed(task, model, batches, options, device)
         # The job's own shape a second time, first: without equal bits there nothing else means anything.
         again, _ = computed.compare(shapes[-1])
-        tracer = _Tracer(model, computed, batches.rows)
+        tracer = _Tracer(computed, batches.rows)
         found = []
         for shape in shapes[:-1]:
             diagnosis, differing = computed.compare(shape)
             found.append(tracer.explained(diagnosis, differing) if differing else diagnosis)
-        notes = [*tracer.notes, *held.check_after_loop()]
+        notes = [*computed.notes, *tracer.notes, *held.check_after_loop()]
     if not again.equal:
         notes.append(
             f"the model does not give the same bits twice for one batch of {again.shape}: what differs in "
@@ -430,7 +483,8 @@ def _diagnose_setting(
 class _Tracer:
     """Finds the modules that make rows differ; looks at the job's batch once, when it is first needed."""
 
-    def __init__(self, model: nn.Module, computed: _Computed, rows: int) -> None:
+    def __init__(self, computed: _Computed, rows: int) -> None:
+        model = computed.model
         self._is_program = is_compiled(model) or isinstance(model, torch.jit.ScriptModule)
         self._watch = Watch(model, rows)
         self._computed = computed
