@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from dualeval import ModelTask
 from dualeval.cli import dualeval
-from dualeval.engine.invariance.diagnosis import (
+from dualeval.engine.invariance.computed import batches_of
+from dualeval.engine.invariance.diagnosis import diagnose, shapes_of
+from dualeval.engine.invariance.digests import RowHash, row_dimension, tensors_in
+from dualeval.engine.invariance.findings import (
     AFTER_MODEL,
     IN_BATCH,
     IN_MODULES,
@@ -24,11 +27,7 @@ from dualeval.engine.invariance.diagnosis import (
     ONE_PROGRAM,
     Diagnosis,
     ShapeDiagnosis,
-    batches_of,
-    diagnose,
-    shapes_of,
 )
-from dualeval.engine.invariance.digests import RowHash, row_dimension, tensors_in
 from dualeval.engine.options import RunOptions
 from dualeval.errors import LaunchError, UsageError
 from dualeval.report.invariance import print_invariance
