@@ -195,7 +195,7 @@ def ours(
     with _decoder(fast=fast):
         result = Evaluator(setting.task(), backend, control, options, note=notes.append).run()
     assert not [note for note in notes if "simplejpeg" in note], notes
-    return result.timing["evaluate_s"], float(result.metrics["top1"] or 0)
+    return result.timing["evaluate_s"], float(str(result.metrics["top1"]))
 
 
 @contextmanager
