@@ -16,6 +16,7 @@ PRECISIONS = ("fp32", "tf32", "amp-bf16", "amp-fp16")
 ON_ERROR = ("stop", "skip")
 DATA_FINGERPRINTS = ("ends", "content")
 CLASS_ORDERS = ("name", "number")
+SPLITS = ("test", "train", "val")
 SCHEDULES = ("static", "dynamic")
 LARGEST_COUNT = 2**63 - 1  # of an int64, as tensors and files have it
 

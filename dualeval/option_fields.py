@@ -47,6 +47,7 @@ def option(
     least: int | None = None,
     choices: tuple[str, ...] = (),
     is_path: Callable[[str], bool] | None = None,
+    resolve: Callable[[str, Path], str] | None = None,
     shown: str | None = None,
     metavar: str | None = None,
 ) -> Any:
@@ -60,6 +61,8 @@ def option(
         choices: the words that it may be, for a type that does not say them.
         is_path: whether a text is a path, which in a job file counts from that file; without it each value of
             a field of type ``Path`` is one, and no other.
+        resolve: makes of a text in a job file, and of the file's folder, the text that is meant; for texts
+            that have a path inside.
         shown: what the help says in place of a default of None.
         metavar: what the help says in place of the value.
     """
@@ -69,6 +72,7 @@ def option(
         "least": least,
         "choices": choices,
         "is_path": is_path,
+        "resolve": resolve,
         "shown": shown,
         "metavar": metavar,
     }
@@ -97,7 +101,7 @@ class OptionField:
         kind: its type.
         default: its value where nobody gives one; None where it has none.
         is_required: whether it has to be given.
-        help, group, least, choices, is_path, shown, metavar: as for ``option``.
+        help, group, least, choices, is_path, resolve, shown, metavar: as for ``option``.
     """
 
     name: str
@@ -109,6 +113,7 @@ class OptionField:
     least: int | None
     choices: tuple[str, ...]
     is_path: Callable[[str], bool] | None
+    resolve: Callable[[str, Path], str] | None
     shown: str | None
     metavar: str
 
@@ -169,6 +174,8 @@ class OptionField:
             return type(value)(self._resolved(item, folder) for item in value)
         if isinstance(value, Path):
             return folder / value
+        if isinstance(value, str) and self.resolve is not None:
+            return self.resolve(value, folder)
         if isinstance(value, str) and self.is_path is not None and self.is_path(value):
             return str(folder / value)
         return value
@@ -208,6 +215,7 @@ def fields_of(options_class: type) -> tuple[OptionField, ...]:
                 least=said.get("least"),
                 choices=tuple(said.get("choices", ())),
                 is_path=said.get("is_path"),
+                resolve=said.get("resolve"),
                 shown=said.get("shown"),
                 metavar=said.get("metavar") or _metavar(hints[field.name]),
             )

@@ -40,17 +40,39 @@ def read_pixels(file: IO[bytes], wanted: Preprocessing) -> Tensor:
         OSError: the file is of none of ``FORMATS``, or is truncated. Pillow raises others on damaged files.
         ValueError: pixels are 32-bit integers or floats.
     """
-    transforms: Any = torchvision().transforms
     with _opened(file) as image, _whole_pictures_only():
-        image = transforms.functional.resize(
-            _with_channels(_eight_bits(image), wanted.channels),
-            wanted.resize,
-            interpolation=transforms.InterpolationMode(wanted.interpolation),
-        )
+        return prepare(image, wanted)
+
+
+def prepare(image: Image.Image, wanted: Preprocessing) -> Tensor:
+    """Bring a picture to the wanted channels, resize it, and cut out its centre.
+
+    Args:
+        image: it.
+        wanted: as for ``read_pixels``.
+
+    Returns:
+        uint8 of shape (channels, crop, crop).
+
+    Raises:
+        ValueError: pixels are 32-bit integers or floats.
+    """
+    transforms: Any = torchvision().transforms
+    resized = transforms.functional.resize(
+        _with_channels(_eight_bits(image), wanted.channels),
+        wanted.resize,
+        interpolation=transforms.InterpolationMode(wanted.interpolation),
+    )
     pixels: Tensor = transforms.functional.pil_to_tensor(
-        transforms.functional.center_crop(image, wanted.crop)
+        transforms.functional.center_crop(resized, wanted.crop)
     )
     return pixels
+
+
+def picture_of(pixels: Tensor) -> Image.Image:
+    """A picture of pixels, uint8 of shape (1 or 3, height, width)."""
+    values = pixels.permute(1, 2, 0).contiguous().numpy()
+    return Image.fromarray(values[:, :, 0] if len(pixels) == 1 else values)
 
 
 def _opened(file: IO[bytes]) -> Image.Image:
