@@ -17,6 +17,7 @@ from torch import Tensor
 from dualeval.data.file_names import FileNames
 from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
 from dualeval.data.labels import Labels
+from dualeval.data.opened import Opened
 from dualeval.data.pictures import read_pixels
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.vision_library import torchvision
@@ -32,6 +33,8 @@ class ImageFiles:
         labels: which class each label is.
         preprocessing: resize and crop are done here; normalisation is the task's, on the device.
         whole_files: take all bytes of a file for its contents; else its size, its head and its tail.
+        opened: what other tasks of the run have read: files that have not changed are read for their contents
+            once.
 
     Attributes:
         labels: as given.
@@ -48,6 +51,7 @@ class ImageFiles:
         labels: Labels,
         preprocessing: Preprocessing,
         whole_files: bool,
+        opened: Opened,
     ) -> None:
         self._root = root
         self._paths = paths
@@ -57,6 +61,10 @@ class ImageFiles:
         self._whole_files = whole_files
         # Size and time of change, in ns, of the files that the fingerprint covers: (count, 2).
         self._first_seen: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
+        # By all that tells the files of some samples from others.
+        self._known_contents: dict[bytes, str] = opened.once(
+            ("contents of images", root.absolute(), whole_files), dict
+        )
         # Not in the first reading: reading processes would each import it, for seconds without progress.
         torchvision()
 
@@ -153,10 +161,22 @@ class ImageFiles:
         return os.path.join(self._root, self._paths[index])  # noqa: PTH118
 
     def content_fingerprint(self, samples: range) -> str:
-        """sha256, in hex, over the files of consecutive samples: size, first and last 4 KiB, or all bytes."""
+        """sha256, in hex, over the files of consecutive samples: size, first and last 4 KiB, or all bytes.
+
+        Files of the same sizes and times of change as when they were read before are not read again.
+        """
         paths = [self._path(index) for index in samples]
+        seen = self._first_seen[samples.start : samples.stop]
+        is_seen = len(seen) == len(samples)
+        names = b"\0".join(map(os.fsencode, paths))
+        key = hashlib.sha256(names + b"\0" + seen.tobytes()).digest()
+        if is_seen and key in self._known_contents:
+            return self._known_contents[key]
         found = on_threads(lambda path: digest_of_file(path, whole=self._whole_files), paths)
-        return hashlib.sha256(b"".join(found)).hexdigest()
+        contents = hashlib.sha256(b"".join(found)).hexdigest()
+        if is_seen:
+            self._known_contents[key] = contents
+        return contents
 
 
 def _date(nanoseconds: int) -> str:

@@ -12,6 +12,7 @@ from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, i
 from dualeval.data.file_names import FileNames
 from dualeval.data.image_files import ImageFiles
 from dualeval.data.labels import Labels, choose_labels
+from dualeval.data.opened import Opened
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 
@@ -26,6 +27,7 @@ class ImageFolder(ImageFiles):
         preprocessing: as for ``ImageFiles``.
         label: decides which class each folder is, of their names in order.
         whole_files: as for ``ImageFiles``.
+        opened: as there; the folders are listed once for all tasks.
 
     Attributes:
         classes: the names of the class folders, in order.
@@ -43,13 +45,11 @@ class ImageFolder(ImageFiles):
         *,
         label: Callable[[Sequence[str]], Labels] = choose_labels,
         whole_files: bool = False,
+        opened: Opened | None = None,
     ) -> None:
-        self.passed_over = PassedOver()
-        folders = {shown_name(name): name for name in class_folders(root, self.passed_over)}
-        self.classes = list(folders)
-        found = {
-            name: FileNames(images_in(root, folder, self.passed_over)) for name, folder in folders.items()
-        }
+        opened = opened or Opened()
+        found, self.passed_over = opened.once(("class folders", root.absolute()), lambda: _listed(root))
+        self.classes = list(found)
         if not any(map(len, found.values())):
             raise self._without_images(root)
         labels = label(self.classes)
@@ -65,6 +65,7 @@ class ImageFolder(ImageFiles):
             labels=labels,
             preprocessing=preprocessing,
             whole_files=whole_files,
+            opened=opened,
         )
 
     def _without_images(self, root: Path) -> UsageError:
@@ -93,3 +94,11 @@ class ImageFolder(ImageFiles):
     def labels_used(self, num_classes: int) -> dict[str, Any]:
         """How folders became classes, and what was passed over, as in result.json."""
         return {**super().labels_used(num_classes), "passed_over": self.passed_over.to_json()}
+
+
+def _listed(root: Path) -> tuple[dict[str, FileNames], PassedOver]:
+    """The images of each class folder, as paths below the root, and what lies there beside them."""
+    passed_over = PassedOver()
+    folders = {shown_name(name): name for name in class_folders(root, passed_over)}
+    found = {name: FileNames(images_in(root, folder, passed_over)) for name, folder in folders.items()}
+    return found, passed_over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Sequence
@@ -37,6 +38,12 @@ class SmallImages:
 
     def __len__(self) -> int:
         return len(self._images)
+
+    def with_labels(self, labels: Labels) -> SmallImages:
+        """The same images with other names of classes."""
+        found = copy.copy(self)
+        found.labels = labels
+        return found
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dualeval.choices import CONTIGUOUS
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.numerics_probe import numeric_bits
 from dualeval.errors import UsageError
@@ -70,6 +71,18 @@ def check_same_job(jobs: list[dict[str, Any]], hosts: list[str]) -> None:
                 f"rank {rank} on {hosts[rank]} does not have the same job as rank 0 on {hosts[0]} ({shown}). "
                 f"Start every rank with the same options, data and weights.{structure_hint(differing)}"
             )
+
+
+def layout_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
+    """A sentence on a difference in layout, which a job names where it is channels-last; else empty."""
+    layouts = [values for name, *values in found if name.removeprefix("job.") == "layout"]
+    if not layouts:
+        return ""
+    there = layouts[0][0] or CONTIGUOUS
+    return (
+        f" (The run there was computed {there}: with --layout {there} this one is, too. Before --layout "
+        f"auto all runs were {CONTIGUOUS}.)"
+    )
 
 
 def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:

@@ -16,11 +16,12 @@ from dualeval.engine.context import RunContext, Show
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.execution import Execution, plan_of
-from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns
+from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns, with_layout
 from dualeval.engine.guest import as_it_was
-from dualeval.engine.identity import task_attributes
+from dualeval.engine.identity import ModelIdentity, task_attributes
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
+from dualeval.engine.preparation import check_model, compiler_settings, prepare
 from dualeval.engine.samples import as_dataset
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
@@ -137,13 +138,32 @@ class Evaluator:
             )
             context = self._with_workers(dataset)
             attributes = task_attributes(self._task)
+            identity = ModelIdentity.of(model)
+            check_model(model, context.options)
+            stack.enter_context(compiler_settings(context.options.optimize))
+            context = with_layout(self._task, dataset, model, plan_of(dataset, context), context)
+            model = prepare(
+                model,
+                context.options,
+                device,
+                owned=guest is None,
+                note=lambda said: context.note_all([said]),
+            )
             rows = self._task.rows
             if rows is None:
                 first = first_columns(self._task, dataset, model, plan_of(dataset, context), context)
                 rows = tuple(self._task.see(first, context.options.metric))
             execution = Execution(
-                self._task, dataset, model, context, rows, threads=threads, attributes=attributes
+                self._task,
+                dataset,
+                model,
+                context,
+                rows,
+                threads=threads,
+                identity=identity,
+                attributes=attributes,
             )
+            del identity
             # After all that a task's own code may have set. What this rank says of it is in the result.
             execution.said += [
                 *self._task.data_warnings(),

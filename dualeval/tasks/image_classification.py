@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.data.image_data import ImageData
-from dualeval.data.labels import KnownClasses, indices_of_classes
+from dualeval.data.labels import KnownClasses
+from dualeval.data.opened import Opened
 from dualeval.data.preprocessing import Normalisation, Preprocessing
 from dualeval.data.small_images import ResizedImages
 from dualeval.errors import DualevalError, UsageError
@@ -76,6 +77,7 @@ class ImageClassification(Task):
             images in their own size mean and std, which only the embedded weights and the embedded data know.
         data_fingerprint: what of image files tells one data set from another: "ends" (size, first and last
             4 KiB) or "content" (all bytes); of small images it is always all.
+        opened: what other tasks of the run have read of their data, which is not read again.
 
     Attributes:
         loaded_weights: what was taken from a file that ``weights`` names; None before ``build_model``, and
@@ -109,6 +111,7 @@ class ImageClassification(Task):
         metrics: Sequence[str] = (),
         preprocessing: dict[str, Any] | None = None,
         data_fingerprint: str = "ends",
+        opened: Opened | None = None,
     ) -> None:
         if data_fingerprint not in ("ends", "content"):
             raise UsageError(f"--data-fingerprint {data_fingerprint!r}: expected ends or content")
@@ -144,7 +147,9 @@ class ImageClassification(Task):
         self._class_map = None if class_map is None else Path(class_map)
         self._class_order = class_order
         self._asked_classes = num_classes
-        self._preprocessing, self._dataset = self._opened(preprocessing or {}, data_fingerprint == "content")
+        self._preprocessing, self._dataset = self._with_data(
+            preprocessing or {}, data_fingerprint == "content", opened or Opened()
+        )
         self._data_fingerprint = "content" if self._data.is_small else data_fingerprint
         self._metric_names = tuple(metrics)
         self._num_classes = agreed_classes(self._dataset.labels, num_classes, self._class_map)
@@ -156,16 +161,17 @@ class ImageClassification(Task):
         """True where pictures are decoded or resized; others lie in memory as they are evaluated."""
         return not self._dataset.in_memory
 
-    def _opened(self, asked: Mapping[str, Any], whole_files: bool) -> tuple[ChosenPreprocessing, ImageData]:
+    def _with_data(
+        self, asked: Mapping[str, Any], whole_files: bool, opened: Opened
+    ) -> tuple[ChosenPreprocessing, ImageData]:
         """What is done to the images, and the images."""
         data = self._data
         if not data.is_small:
             chosen = choose_for_files(self._model_name, self._source, asked)
-            return chosen, data.open_files(chosen.of_files, self._labeler(), whole_files=whole_files)
+            label = self._labeler()
+            return chosen, data.open_files(chosen.of_files, label, whole_files=whole_files, opened=opened)
         data.check_labels({"--class-map": self._class_map, "--class-order": self._class_order})
-        images = data.read_small()
-        if not images.labels.names:
-            images.labels = indices_of_classes((), self._classes_of_weights)
+        images = data.read_small(opened, self._classes_of_weights)
         if wants_resizing(asked):
             chosen = choose_for_files(self._model_name, self._source, asked)
         else:

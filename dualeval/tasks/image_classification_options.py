@@ -14,6 +14,7 @@ from dualeval.option_fields import check_fields, option
 from dualeval.weights_name import is_path_of_weights, is_published_name
 
 if TYPE_CHECKING:
+    from dualeval.data.opened import Opened
     from dualeval.tasks.image_classification import ImageClassification
 
 _MODEL = "Model"
@@ -142,8 +143,12 @@ class ImageClassificationOptions:
 
             published.download(self.model, self.weights)
 
-    def make(self) -> ImageClassification:
-        """The task."""
+    def make(self, opened: Opened | None = None) -> ImageClassification:
+        """The task.
+
+        Args:
+            opened: what other tasks of the run have read of their data.
+        """
         from dualeval.tasks.image_classification import ImageClassification
 
         asked = {name: getattr(self, name) for name in _PIXELS}
@@ -163,4 +168,5 @@ class ImageClassificationOptions:
             metrics=self.metric,
             data_fingerprint=self.data_fingerprint,
             preprocessing={name: value for name, value in asked.items() if value is not None},
+            opened=opened,
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualeval.choices import SPLITS, check_choice
 from dualeval.data.idx import IdxImages
+from dualeval.data.labels import indices_of_classes
 from dualeval.data.manifest_rows import SUFFIXES, is_manifest
 from dualeval.data.named_sets import FASHION_MNIST_CLASSES, read_small
 from dualeval.data.set_names import IMAGENET, named_set
@@ -18,6 +19,8 @@ from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
     from dualeval.data.image_data import ImageData
+    from dualeval.data.labels import KnownClasses
+    from dualeval.data.opened import Opened
     from dualeval.data.preprocessing import Preprocessing
     from dualeval.tasks.image_labels import FolderLabels
 
@@ -135,19 +138,27 @@ class DataSource:
         is_imagenet = self._named is not None and self._named.name == IMAGENET
         return len(imagenet_wnids()) if is_imagenet and asked is None else asked
 
-    def read_small(self) -> SmallImages:
+    def read_small(self, opened: Opened, known: KnownClasses | None) -> SmallImages:
         """Read small images.
+
+        Args:
+            opened: what other tasks of the run have read; the files are read once for all of them.
+            known: the model's classes, whose names are taken where the data has none.
 
         Raises:
             UsageError: a file is missing or damaged.
         """
+        images = opened.once(("small images", self.text, self._options.split), self._small)
+        return images if images.labels.names else images.with_labels(indices_of_classes((), known))
+
+    def _small(self) -> SmallImages:
         if self._named is not None:
             return read_small(self._named)
         split = None if self._options.split is None else _IDX_SPLITS[self._options.split]
         return IdxImages(self._path, split, classes=FASHION_MNIST_CLASSES if self.is_embedded else ())
 
     def open_files(
-        self, preprocessing: Preprocessing, label: FolderLabels, *, whole_files: bool
+        self, preprocessing: Preprocessing, label: FolderLabels, *, whole_files: bool, opened: Opened
     ) -> ImageData:
         """Open pictures in files.
 
@@ -155,6 +166,7 @@ class DataSource:
             preprocessing: what is done to each.
             label: decides which class each label is.
             whole_files: as for ``ImageFiles``.
+            opened: as there.
 
         Raises:
             UsageError: as those of ``ImageFolder`` and ``ManifestImages``.
@@ -173,8 +185,9 @@ class DataSource:
                 path_column=options.path_column,
                 label_column=options.label_column,
                 whole_files=whole_files,
+                opened=opened,
             )
-        return ImageFolder(self._folder(), preprocessing, label=label, whole_files=whole_files)
+        return ImageFolder(self._folder(), preprocessing, label=label, whole_files=whole_files, opened=opened)
 
     def _folder(self) -> Path:
         if self._named is None:
