@@ -50,6 +50,7 @@ def option(
     resolve: Callable[[str, Path], str] | None = None,
     shown: str | None = None,
     metavar: str | None = None,
+    is_repeated: bool = False,
 ) -> Any:
     """A field of a dataclass of options.
 
@@ -65,6 +66,7 @@ def option(
             that have a path inside.
         shown: what the help says in place of a default of None.
         metavar: what the help says in place of the value.
+        is_repeated: a tuple of texts whose flag is given once for each, and not once with commas.
     """
     said = {
         "help": help,
@@ -75,6 +77,7 @@ def option(
         "resolve": resolve,
         "shown": shown,
         "metavar": metavar,
+        "is_repeated": is_repeated or None,
     }
     metadata = {name: value for name, value in said.items() if value not in (None, "", ())}
     return dataclasses.field(default=default, metadata=metadata)
@@ -101,7 +104,7 @@ class OptionField:
         kind: its type.
         default: its value where nobody gives one; None where it has none.
         is_required: whether it has to be given.
-        help, group, least, choices, is_path, resolve, shown, metavar: as for ``option``.
+        help, group, least, choices, is_path, resolve, shown, metavar, is_repeated: as for ``option``.
     """
 
     name: str
@@ -116,6 +119,7 @@ class OptionField:
     resolve: Callable[[str, Path], str] | None
     shown: str | None
     metavar: str
+    is_repeated: bool
 
     @property
     def flag(self) -> str:
@@ -148,6 +152,8 @@ class OptionField:
         """
         if self.choices:
             check_choice(said, text, self.choices)
+        if self.is_repeated:
+            return (text,)
         kinds = _kinds(self.kind)
         if _is_optional(self.kind) and str not in kinds and text.lower() == "none":
             return None
@@ -218,6 +224,7 @@ def fields_of(options_class: type) -> tuple[OptionField, ...]:
                 resolve=said.get("resolve"),
                 shown=said.get("shown"),
                 metavar=said.get("metavar") or _metavar(hints[field.name]),
+                is_repeated=said.get("is_repeated", False),
             )
         )
     return tuple(found)

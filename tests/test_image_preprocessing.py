@@ -212,6 +212,7 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
         "weights": "random:0",
         "weights_key": None,
         "weights_prefix": None,
+        "trust_checkpoint": False,
         "data": str(folder),
         **dict.fromkeys(("split", "image_root", "path_column", "label_column")),
         "data_fingerprint": "ends",

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from dualeval.data.decoding import Decoder
 from dualeval.data.file_names import FileNames
 from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
 from dualeval.data.labels import Labels
@@ -59,6 +60,7 @@ class ImageFiles:
         self.labels = labels
         self._preprocessing = preprocessing
         self._whole_files = whole_files
+        self._decoder = Decoder()
         # Size and time of change, in ns, of the files that the fingerprint covers: (count, 2).
         self._first_seen: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
         # By all that tells the files of some samples from others.
@@ -95,7 +97,7 @@ class ImageFiles:
     def sample_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of every sample."""
         wanted = self._preprocessing
-        return wanted.channels, wanted.crop, wanted.crop
+        return (wanted.channels, *wanted.crop_size)
 
     def id(self, index: int) -> str:
         """The image's path, for text files: bytes that are no UTF-8 as ``\\xNN``."""
@@ -114,7 +116,7 @@ class ImageFiles:
         return self.labels.to_json(num_classes)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Decode, resize and crop images: (uint8 (channels, crop, crop), target) for each index.
+        """Decode, resize and crop images: (uint8 (channels, height, width), target) for each index.
 
         Raises:
             OSError: a file cannot be read, is no whole image, or has changed since ``fingerprint``. Pillow
@@ -126,7 +128,11 @@ class ImageFiles:
     def _image(self, index: int) -> Tensor:
         with Path(self._path(index)).open("rb") as file:
             self._check_unchanged(index, file.fileno())
-            return read_pixels(file, self._preprocessing)
+            return read_pixels(file, self._preprocessing, self._decoder)
+
+    def reading_notes(self) -> list[str]:
+        """What the reader of a run should know of how this process has decoded, since the last call."""
+        return self._decoder.notes()
 
     def _check_unchanged(self, index: int, descriptor: int) -> None:
         if index >= len(self._first_seen):

@@ -136,7 +136,7 @@ class ResizedImages:
     def sample_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of every sample."""
         wanted = self._preprocessing
-        return wanted.channels, wanted.crop, wanted.crop
+        return (wanted.channels, *wanted.crop_size)
 
     @property
     def targets(self) -> Tensor:
@@ -165,7 +165,7 @@ class ResizedImages:
         return self._of.labels_used(num_classes)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """(uint8 (channels, crop, crop), label) for each index."""
+        """(uint8 (channels, height, width), label) for each index."""
         from dualeval.data.pictures import picture_of, prepare  # Pillow, which other small images do without
 
         batch = self._of.__getitems__(indices)

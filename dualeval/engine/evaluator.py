@@ -125,7 +125,7 @@ class Evaluator:
                 model = self._task.build_model(device)
             if guest is not None:
                 model = guest.take(model, context.backend.world)
-            model = _moved(model, device)
+            model = moved(model, device)
             if guest is not None:
                 context.note_all(guest.share_buffers(model, context.backend, context.control))
             said = set_evaluation_mode(model)
@@ -195,7 +195,7 @@ def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
     return min(_MOST_AUTOMATIC_WORKERS, cores) if wanted else 0
 
 
-def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+def moved(model: nn.Module, device: torch.device) -> nn.Module:
     """The model on the device; one that has a part there already is left as its author has placed it."""
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     return model.to(device) if kinds and device.type not in kinds else model

@@ -11,7 +11,7 @@ from dualeval.choices import CLASS_ORDERS, DATA_FINGERPRINTS, SPLITS, check_mean
 from dualeval.data.set_names import data_beside
 from dualeval.errors import UsageError
 from dualeval.option_fields import check_fields, option
-from dualeval.weights_name import is_path_of_weights, is_published_name
+from dualeval.weights_name import is_path_of_weights, is_published_name, model_beside
 
 if TYPE_CHECKING:
     from dualeval.data.opened import Opened
@@ -42,16 +42,17 @@ class ImageClassificationOptions:
 
     model: str | None = option(
         None,
-        "torchvision classifier, or package.module:factory.",
+        "torchvision name, timm:NAME, hf:DIR, pkg.mod:fn, file.",
         group=_MODEL,
+        resolve=model_beside,
     )
     weights: str | None = option(
         None,
-        "State_dict file, DEFAULT, IMAGENET1K_V1, random:SEED.",
+        "Checkpoint, DEFAULT, IMAGENET1K_V1, random:SEED.",
         group=_MODEL,
         is_path=is_path_of_weights,
     )
-    data: str | None = option(
+    data: str | Path | None = option(
         None,
         "Folder of class folders, manifest (.csv), or CIFAR10:DIR.",
         group=_DATA,
@@ -94,8 +95,18 @@ class ImageClassificationOptions:
     weights_prefix: str | None = option(
         None, "Use only tensors whose names start with this; remove it.", group=_MODEL
     )
+    trust_checkpoint: bool = option(
+        False, "Open files that can run code: pickles, TorchScript, .pt2.", group=_MODEL
+    )
     download: bool = option(
         False, "Download the weights of --weights DEFAULT, IMAGENET1K_V1, ...", group=_MODEL
+    )
+    model_arg: tuple[str, ...] = option(
+        (),
+        "Argument of a factory, timm or torchvision model; repeatable.",
+        group=_MODEL,
+        metavar="NAME=VALUE",
+        is_repeated=True,
     )
     resize: int | None = option(
         None,
@@ -139,9 +150,9 @@ class ImageClassificationOptions:
     def fetch(self) -> None:
         """Fetch the weights, where that is wanted; one process a node does."""
         if self.download and self.model and self.weights:
-            from dualeval.models import published
+            from dualeval.models.classifiers import source_of
 
-            published.download(self.model, self.weights)
+            source_of(self.model).download(self.weights)
 
     def make(self, opened: Opened | None = None) -> ImageClassification:
         """The task.
@@ -149,6 +160,7 @@ class ImageClassificationOptions:
         Args:
             opened: what other tasks of the run have read of their data.
         """
+        from dualeval.models.classifiers import arguments_of
         from dualeval.tasks.image_classification import ImageClassification
 
         asked = {name: getattr(self, name) for name in _PIXELS}
@@ -157,6 +169,7 @@ class ImageClassificationOptions:
             weights=self.weights,
             weights_key=self.weights_key,
             weights_prefix=self.weights_prefix,
+            trust_checkpoint=self.trust_checkpoint,
             data=self.data,
             split=self.split,
             image_root=self.image_root,
@@ -168,5 +181,6 @@ class ImageClassificationOptions:
             metrics=self.metric,
             data_fingerprint=self.data_fingerprint,
             preprocessing={name: value for name, value in asked.items() if value is not None},
+            model_arguments=arguments_of(self.model_arg),
             opened=opened,
         )
