@@ -12,11 +12,18 @@ from collections.abc import Callable, Sequence
 
 from dualeval.errors import UsageError
 
-PRECISIONS = ("fp32", "tf32", "amp-bf16", "amp-fp16")
+PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "fp16", "bf16")
+# Those whose weights and inputs are cast.
+CAST = ("fp16", "bf16")
+AUTO, CONTIGUOUS, CHANNELS_LAST = "auto", "contiguous", "channels-last"
+LAYOUTS = (AUTO, CONTIGUOUS, CHANNELS_LAST)
+FOLD, COMPILE = "fold", "compile"
+OPTIMIZATIONS = (FOLD, COMPILE)
 ON_ERROR = ("stop", "skip")
 DATA_FINGERPRINTS = ("ends", "content")
 CLASS_ORDERS = ("name", "number")
 SCHEDULES = ("static", "dynamic")
+LARGEST_COUNT = 2**63 - 1  # of an int64, as tensors and files have it
 
 
 def check_choice(option: str, value: object, known: Sequence[object]) -> None:
@@ -69,6 +76,10 @@ def check_count(option: str, value: object, least: int) -> None:
     # A bool is an int for Python.
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{option} {value!r}: expected a whole number of at least {least}")
+    if value > LARGEST_COUNT:
+        raise UsageError(
+            f"{option} {value}: expected a whole number from {least} to {LARGEST_COUNT} (64 bits)"
+        )
 
 
 def check_part(*, limit: int | None, sample: int | None, seed: int | None, dashes: str = "") -> None:
@@ -91,6 +102,35 @@ def check_part(*, limit: int | None, sample: int | None, seed: int | None, dashe
         )
     if seed is not None and sample is None:
         raise UsageError(f"{dashes}seed {seed} draws nothing by itself: give {dashes}sample N too")
+
+
+def check_preparation(
+    *, precision: str, keep_batchnorm_fp32: bool, optimize: str | None, dashes: bool = False
+) -> None:
+    """Check the options that say how the model is prepared.
+
+    Args:
+        precision: as in ``RunOptions``, and the others.
+        keep_batchnorm_fp32: whether batch norms stay in float32.
+        optimize: what is done to the model.
+        dashes: whether the user has typed them as flags.
+
+    Raises:
+        UsageError: they do not go together.
+    """
+    if not keep_batchnorm_fp32:
+        return
+    flag = "--keep-batchnorm-fp32" if dashes else "keep_batchnorm_fp32"
+    if precision not in CAST:
+        raise UsageError(
+            f"{flag}: with precision {precision} nothing is cast, and batch norms are in float32 anyway "
+            f"(under autocast too). Leave it out, or give precision {' or '.join(CAST)}."
+        )
+    if optimize == FOLD:
+        raise UsageError(
+            f"{flag}: optimize {FOLD} makes batch norms a part of the convolutions before them, so that none "
+            "is left to keep. Leave out one of the two."
+        )
 
 
 def check_mean(option: str, values: object) -> None:

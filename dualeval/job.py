@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualeval.choices import ON_ERROR, PRECISIONS, check_part
+from dualeval.choices import (
+    LAYOUTS,
+    ON_ERROR,
+    OPTIMIZATIONS,
+    PRECISIONS,
+    check_part,
+    check_preparation,
+)
 from dualeval.errors import UsageError
 from dualeval.option_fields import (
     Given,
@@ -31,6 +38,7 @@ from dualeval.plugins import (
 )
 
 if TYPE_CHECKING:
+    from dualeval.data.opened import Opened
     from dualeval.tasks import Task
 
 # Headings of the help; those of a task's own options stand between DATA and RUN.
@@ -57,6 +65,9 @@ class Job:
         seed: another one draws others.
         cluster: a column whose equal entries mark samples that are not independent.
         precision: one of ``choices.PRECISIONS``.
+        keep_batchnorm_fp32: leave batch norms in float32 where the precision casts.
+        layout: one of ``choices.LAYOUTS``.
+        optimize: one of ``choices.OPTIMIZATIONS``, or None.
         device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
         workers: reading processes of each rank; None decides by task and cores.
         on_error: what a sample that cannot be read does, one of ``choices.ON_ERROR``.
@@ -78,8 +89,11 @@ class Job:
     )
     batch_size: int = option(64, "Samples per batch.", group=RUN, least=1)
     precision: str = option(
-        "fp32", "fp32 (default), tf32 (GPU), amp-bf16, amp-fp16.", group=RUN, choices=PRECISIONS
+        "fp32", "fp32 (default), tf32, [amp-]fp16, [amp-]bf16.", group=RUN, choices=PRECISIONS
     )
+    keep_batchnorm_fp32: bool = option(False, "With fp16, bf16: batch norms in fp32.", group=RUN)
+    layout: str = option("auto", "auto (default), contiguous or channels-last.", group=RUN, choices=LAYOUTS)
+    optimize: str | None = option(None, "fold (batch norms) or compile.", group=RUN, choices=OPTIMIZATIONS)
     on_error: str = option(
         "stop", "An unreadable sample: stop (default) or skip it.", group=RUN, choices=ON_ERROR
     )
@@ -129,6 +143,8 @@ class Job:
         if "seed" in own and shared.get("sample") is None:
             shared.pop("seed", None)  # the task's alone
         check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes="--")
+        of_model = ("precision", "keep_batchnorm_fp32", "optimize")
+        check_preparation(**{name: shared.get(name, COMMON[name].default) for name in of_model}, dashes=True)
         options = _options(kind, given)
         return cls(kind=kind, options=options, **shared)
 
@@ -147,6 +163,24 @@ class Job:
             UsageError: the file is missing or malformed, or has an unknown key or a value of a wrong type; or
                 as ``of``.
         """
+        name, job = cls.read_all(path, flags, texts)[0]
+        if name is not None:
+            raise UsageError(f"--config {path}: [[{MODELS}]] belongs to 'dualeval run'. Name one model here.")
+        return job
+
+    @classmethod
+    def read_all(
+        cls, path: Path | None, flags: Mapping[str, Any], texts: Mapping[str, str] | None = None
+    ) -> list[tuple[str | None, Job]]:
+        """As ``read``, of a file that may have several models, each in a table ``[[models]]``.
+
+        A table has any options of the task, and those of every run that decide a number. It wins over what
+        stands above the tables. A flag counts for all models, so that no table may have what a flag gives.
+
+        Returns:
+            The name of each model and its job; without such tables one job, whose name is None. A model
+            without a name has "".
+        """
         given = {
             name: value.value if isinstance(value, Given) else value
             for name, value in flags.items()
@@ -154,16 +188,36 @@ class Job:
         }
         content = {} if path is None else _content(path)
         kind = task_kind(asked_task(path, given.pop("task", None), content))
+        of_texts = _of_texts(texts or {}, kind, given)
+        tables = None if path is None else _tables_of(path, content, kind)
         values = {} if path is None else _from_file(path, content, kind)
-        return cls._made(kind, {**values, **given, **_of_texts(texts or {}, kind, given)})
+        given = {**given, **of_texts}
+        if path is None or tables is None:
+            return [(None, cls._made(kind, {**values, **given}))]
+        found = []
+        for number, table in enumerate(tables, 1):
+            said = f"--config {path}: model {number} of [[{MODELS}]]"
+            own = _of_table(said, path, table, kind)
+            name = own.pop(_NAME, "")
+            if twice := own.keys() & given.keys():
+                flag = flag_of(min(twice))
+                raise UsageError(f"{said} has {min(twice)}, and so does the command: leave out {flag}.")
+            try:
+                found.append((name, cls._made(kind, {**values, **own, **given})))
+            except UsageError as error:
+                raise UsageError(f"{said}: {error}") from error
+        return found
 
-    def make_task(self) -> Task:
+    def make_task(self, opened: Opened | None = None) -> Task:
         """The task that is evaluated.
+
+        Args:
+            opened: as for ``made_task``.
 
         Raises:
             UsageError: its options do not make a job, or what was made is no task.
         """
-        task = made_task(self.kind, self.options)
+        task = made_task(self.kind, self.options, opened)
         if self.kind.origin != BUILT_IN:
             # Before the user's own attributes of that name.
             object.__setattr__(task, "given_options", self._decisive())
@@ -189,7 +243,7 @@ class Job:
 
 
 # Tasks have had these for something of their own: what nobody gives does not change the task's default.
-_TASKS_OWN_TOO = ("sample", "seed", "cluster")
+_TASKS_OWN_TOO = ("sample", "seed", "cluster", "layout", "optimize")
 
 # The options that every run has, by name.
 COMMON = {field.name: field for field in fields_of(Job) if field.name not in ("kind", "options")}
@@ -200,15 +254,24 @@ class _Start:
     """What a job file may say of one start; no part of the job."""
 
     out: Path | None = option(None)
+    reference: Path | None = option(None)
     nproc: int | None = option(None, least=1)
     logger: tuple[str, ...] = option(())
 
+
+# The tables of a job file that name one model each, and what names a model in its table.
+MODELS = "models"
+_NAME = "name"
+# What is every model's: where and how they are computed.
+_OF_NO_MODEL = ("task", "device", "workers")
 
 _START = {field.name: field for field in fields_of(_Start)}
 
 
 def start_of(path: Path | None) -> dict[str, Any]:
-    """``out``, ``nproc`` and ``logger`` of a job file, where they are in it; ``out`` counts from its folder.
+    """``out``, ``reference``, ``nproc`` and ``logger`` of a job file, where they are in it.
+
+    Paths count from its folder.
 
     Raises:
         UsageError: the file is missing or malformed, or a value is wrong.
@@ -367,7 +430,35 @@ def _content(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path} is not valid TOML: {error}") from error
 
 
-def _from_file(path: Path, content: Mapping[str, Any], kind: TaskKind) -> dict[str, Any]:
+def _tables_of(path: Path, content: dict[str, Any], kind: TaskKind) -> list[dict[str, Any]] | None:
+    """Take the models out of a job file's content; None where it has none."""
+    if MODELS not in content or MODELS in {field.name for field in kind.fields}:
+        return None
+    tables = content.pop(MODELS)
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise UsageError(
+            f"--config {path}: {MODELS}: expected tables, each below a line [[{MODELS}]], as in "
+            f'\n[[{MODELS}]]\nname = "first"\nweights = "first.pt"'
+        )
+    return tables
+
+
+def _of_table(said: str, path: Path, table: Mapping[str, Any], kind: TaskKind) -> dict[str, Any]:
+    """The options of one model, and its name where it has one."""
+    options = {key: value for key, value in table.items() if key != _NAME}
+    for key in options:
+        if key.replace("-", "_") in (*_OF_NO_MODEL, *_START):
+            raise UsageError(f"{said}: {key} is the same for all models: put it above the tables.")
+    found = _from_file(path, options, kind, said)
+    if _NAME in table:
+        if not isinstance(table[_NAME], str) or not table[_NAME]:
+            raise UsageError(f"{said}: name = {table[_NAME]!r}: expected a text")
+        found[_NAME] = table[_NAME]
+    return found
+
+
+def _from_file(path: Path, content: Mapping[str, Any], kind: TaskKind, said: str = "") -> dict[str, Any]:
+    said = said or f"--config {path}"
     own = {field.name: field for field in kind.fields if field.is_settable}
     known = {**own, **COMMON}
     values: dict[str, Any] = {}
@@ -375,7 +466,7 @@ def _from_file(path: Path, content: Mapping[str, Any], kind: TaskKind) -> dict[s
     for key, value in content.items():
         name = key.replace("-", "_")
         if name in seen:
-            raise UsageError(f"--config {path}: {key!r} is there twice, with - and with _. Remove one.")
+            raise UsageError(f"{said}: {key!r} is there twice, with - and with _. Remove one.")
         seen.add(name)
         if name == "task" or name in _START:
             continue
@@ -384,6 +475,6 @@ def _from_file(path: Path, content: Mapping[str, Any], kind: TaskKind) -> dict[s
             names = ["task", *known, *_START]
             near = difflib.get_close_matches(name, names, n=3)
             hint = f" Nearest: {', '.join(near)}." if near else ""
-            raise UsageError(f"--config {path}: unknown key {key!r}.{hint} Keys: {', '.join(names)}")
-        values[name] = known[name].of_toml(value, f"--config {path}: {key}", path.parent)
+            raise UsageError(f"{said}: unknown key {key!r}.{hint} Keys: {', '.join(names)}")
+        values[name] = known[name].of_toml(value, f"{said}: {key}", path.parent)
     return values

@@ -21,6 +21,8 @@ STATUS = "status.json"
 RESULT = "result.json"
 JOB = "job.json"
 PREDICTIONS = "predictions.parquet"
+# The table of several models, in whose folder each has one of its own.
+MODELS = "models.json"
 
 # Which part of a data set was evaluated: ``kind`` of ``Result.part``.
 ALL_SAMPLES, FIRST_SAMPLES, DRAWN_SAMPLES = "all", "first", "drawn"
@@ -66,6 +68,7 @@ class Result:
         whole_set_intervals: of drawn samples, 95 % intervals of the values that the whole data set would
             give; ``intervals`` are about samples beyond it.
         warnings: what a reader of the numbers should know.
+        reference: how the predictions differ from those of another run; empty where none was named.
         labels: how folders became classes: the rule, the index by folder, the classes' names by index.
         folder: where rank 0 wrote the files; None where nothing was written.
         finished_at: when the run came to its end, UTC, ISO 8601.
@@ -112,6 +115,7 @@ class Result:
     part: dict[str, Any] = field(default_factory=dict)
     whole_set_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     labels: dict[str, Any] = field(default_factory=dict)
+    reference: dict[str, Any] = field(default_factory=dict)
 
     @property
     def metrics_digest(self) -> str:

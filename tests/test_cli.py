@@ -103,7 +103,7 @@ CASES = {
     "batch size 0": BadInput(arguments=["--batch-size", "0"], words=["--batch-size 0", "at least 1"]),
     "unknown option": BadInput(arguments=["--bacth-size", "3"], words=["--bacth-size", "--batch-size"]),
     "not a number": BadInput(arguments=["--batch-size", "many"], words=["--batch-size", "many"]),
-    "unknown precision": BadInput(arguments=["--precision", "fp16"], words=["'fp16'", "amp-fp16"]),
+    "unknown precision": BadInput(arguments=["--precision", "fp8"], words=["'fp8'", "amp-fp16"]),
     "TF32 on a CPU": BadInput(
         arguments=["--precision", "tf32", "--device", "cpu"], words=["--precision tf32", "cpu", "fp32", "GPU"]
     ),

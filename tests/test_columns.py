@@ -324,7 +324,7 @@ def test_windows_are_small_where_rows_are_long_whoever_wrote_them(
             }
             writer.write(own, len(own) * [1], torch.zeros(30, dtype=torch.int64), made)
             files.append(read_journal_file(writer.written[0]))
-        windows = vars(predictions)["_windows"](files, plan, ["c"])
+        windows = vars(predictions)["windows_of"](files, plan, ["c"])
         found.append([(first, rows["c"].lengths.tolist()) for first, rows in windows])
     assert found == 3 * [[(0, [3, 0]), (2, [9, 1]), (4, [12]), (5, [0, 0, 2, 2, 2])]]
 
@@ -340,7 +340,7 @@ def test_a_file_without_columns_has_empty_rows() -> None:
     with dualeval.connect(None, dualeval.World.alone(), "cpu") as backend:
         files = writer.collect(backend, 2)
     assert [sorted(file.columns) for file in files] == [["evaluated"], ["c", "evaluated"]]
-    [(_, rows)] = vars(predictions)["_windows"](files, plan, ["c"])
+    [(_, rows)] = vars(predictions)["windows_of"](files, plan, ["c"])
     assert rows["c"].tolist() == ["", "", "", "a", "", "é"]
     assert predictions.read_columns(files, plan, ["c"], None)["c"].tolist() == ["a", "", "é"]
 

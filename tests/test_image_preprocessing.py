@@ -225,6 +225,7 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
         "std": (0.229, 0.224, 0.225),
         "metric": [metric.name for metric in task.metrics()],
         "batch_size": 64,
+        "layout": "channels-last",
     }
     origin = "resize and crop given, else the model's defaults"
     assert result.description == {
@@ -233,7 +234,7 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
         "data": f"{folder} (4 samples, fingerprint {result.data['fingerprint'][:8]}, "
         f"contents {result.data['contents'][:8]})",
         "preprocessing": f"40 bilinear, crop 40, {IMAGENET} ({origin})",
-        "job": f"batch size 64, fp32 (fingerprint {result.fingerprint[:8]})",
+        "job": f"batch size 64, fp32, channels-last (fingerprint {result.fingerprint[:8]})",
     }
 
 
@@ -253,12 +254,15 @@ def test_idx_files_claim_no_resize(tmp_path: Path) -> None:
     }
     shown = result.description["data"].partition(" (")[2]
     assert shown.startswith("the first 70 of 10,000 samples, fingerprint ")
-    assert result.description["job"] == f"batch size 32, fp32 (fingerprint {result.fingerprint[:8]})"
+    assert (
+        result.description["job"]
+        == f"batch size 32, fp32, channels-last (fingerprint {result.fingerprint[:8]})"
+    )
 
 
 def test_a_task_that_describes_nothing_is_named(tmp_path: Path) -> None:
     result = evaluate(TinyTask(20), tmp_path / "out", job={"mine": 1})
-    assert result.job == {"mine": 1}
+    assert result.job == {"mine": 1, "layout": "contiguous"}
     assert result.description == {
         "task": "tiny",
         "weights": f"fingerprint {result.weights['fingerprint'][:8]}",

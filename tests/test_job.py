@@ -212,7 +212,7 @@ def test_an_empty_list_of_standard_deviations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "near"),
     [
-        ("precision", "fp16", "amp-fp16"),
+        ("precision", "fp8", "fp32"),
         ("on_error", "skipp", "skip"),
         ("task", "image-clasification", "image-classification"),
     ],

@@ -28,7 +28,7 @@ for precision in sys.argv[1:]:
     with numerics.settings(precision, torch.device("cpu")):
         print(numeric_bits(torch.device("cpu"), precision))
 """
-PRECISIONS = ("fp32", "amp-bf16", "amp-fp16")
+PRECISIONS = ("fp32", "amp-bf16", "amp-fp16", "bf16", "fp16")
 
 # Each of them makes a library take other kernels, on a CPU that has a choice.
 VARIABLES = (
@@ -70,7 +70,7 @@ def test_it_reads_no_random_numbers() -> None:
 
 
 def test_its_numbers_are_exact() -> None:
-    numbers = numerics_probe._numbers(3, 5_000, device=CPU)
+    numbers = numerics_probe._numbers(3, 5_000, device=CPU, dtype=torch.float32)
     assert (numbers.shape, numbers.dtype) == ((3, 5_000), torch.float32)
     exact = [
         (place * 48_271 % (2**31 - 1) * 48_271 % (2**31 - 1) % 2**24) / 2**24 - 0.5
@@ -82,14 +82,16 @@ def test_its_numbers_are_exact() -> None:
 
 def test_a_kernel_that_gives_other_bits_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = own_bits("fp32")
-    names = [name for name, _ in numerics_probe._results(CPU)]
+    names = [name for name, _ in numerics_probe._results(CPU, torch.float32)]
     assert len(names) == len(set(names))
     whole = numerics_probe._results
 
     for changed in names:
 
-        def results(device: torch.device, changed: str = changed) -> Iterator[tuple[str, Tensor]]:
-            for name, result in whole(device):
+        def results(
+            device: torch.device, dtype: torch.dtype, changed: str = changed
+        ) -> Iterator[tuple[str, Tensor]]:
+            for name, result in whole(device, dtype):
                 bits = result.flatten().clone()
                 bits[-1] = bits[-1].nextafter(bits.new_tensor(9))
                 yield name, bits.reshape(result.shape) if name == changed else result

@@ -23,6 +23,7 @@ from tests.tiny import TinyTask
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size 0: expected a whole number of at least 1"),
+        ({"batch_size": 2**63}, f"batch_size {2**63}: expected a whole number from 1 to {2**63 - 1}"),
         ({"batch_size": None}, "expected a whole number, found None"),
         ({"limit": 2.5}, "limit 2.5: expected"),
         ({"workers": -1}, "workers -1: expected"),

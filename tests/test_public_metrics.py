@@ -21,7 +21,7 @@ from torch import Tensor
 
 import dualeval
 from dualeval import Ragged, Text
-from dualeval.engine.identity import job_identity, metric_fingerprint
+from dualeval.engine.identity import ModelIdentity, job_identity, metric_fingerprint
 from dualeval.engine.measured import plain
 from dualeval.errors import UsageError
 from dualeval.metrics import Confusion, IoU, Mean, Measured, Metric, PrecisionRecall, RowMetric, Rows, TopK
@@ -290,7 +290,7 @@ def test_other_parameters_make_another_metric(one: Metric | RowMetric, other: Me
 
 def test_the_module_of_a_function_is_part_of_the_job() -> None:
     task = TinyTask(8)
-    model = task.build_model(torch.device("cpu"))
+    model = ModelIdentity.of(task.build_model(torch.device("cpu")))
     identity = {}
     for function in (r2_score, functools.partial(r2_score), largest_error):
         rows = Rows(function, ["target", "prediction"])

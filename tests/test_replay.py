@@ -407,7 +407,10 @@ def test_options_of_python_are_those_of_the_command_line(tmp_path: Path) -> None
     for options, words in (
         ({"on_error": "raise"}, "on_error 'raise': expected one of stop, skip"),
         ({"schedule": "dynamc"}, "schedule 'dynamc': expected one of static, dynamic. Did you mean dynamic?"),
-        ({"precision": "bf16"}, "precision 'bf16': expected one of .* Did you mean amp-bf16?"),
+        ({"precision": "bf-16"}, "precision 'bf-16': expected one of .* Did you mean bf16?"),
+        ({"layout": "nhwc"}, "layout 'nhwc': expected one of auto, contiguous, channels-last"),
+        ({"optimize": "folding"}, "optimize 'folding': expected one of fold, compile. Did you mean fold?"),
+        ({"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32: with precision fp32 nothing is cast"),
         ({"batch_size": 0}, "batch_size 0: expected a whole number of at least 1"),
         ({"batch_size": 2.0}, "batch_size 2.0: expected a whole number"),
         ({"limit": 0}, "limit 0: expected"),

@@ -64,7 +64,8 @@ def _start_ranks(job: Job, start: CellStart, command: Sequence[str]) -> int:
 def _measure(session: Session, job: Job, start: CellStart) -> dict[str, Any]:
     options = {
         **{name: getattr(job, name) for name in ("batch_size", "limit", "sample", "seed", "cluster")},
-        **{name: getattr(job, name) for name in ("precision", "workers", "on_error")},
+        **{name: getattr(job, name) for name in ("precision", "keep_batchnorm_fp32", "layout", "optimize")},
+        **{name: getattr(job, name) for name in ("workers", "on_error")},
         "metric": job.metric_of_run,
     }
     if start.train:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualeval.cli.invariance import FLAG, DoctorCommand
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError
 from dualeval.launch import PROBES, Detection, examine
 from dualeval.launch.cores import Cores, own_cores, share_of_cores
@@ -71,7 +72,7 @@ class _Findings:
     shown: bool = False
 
 
-@click.command()
+@click.command(cls=DoctorCommand)
 @click.option("--backend", help="Backend to try.  [default: by launcher]")
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU if any]")
 @click.option("--allow-shared-gpu", is_flag=True, help="Let several ranks of a node share a GPU.")
@@ -90,6 +91,12 @@ class _Findings:
     help="Time limit for ranks that do not join or hang, in seconds.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print only JSON on standard output.")
+@click.option(
+    FLAG,
+    is_flag=True,
+    expose_value=False,
+    help=f"Try other batch shapes on a job's model; its own flags: 'doctor {FLAG} --help'.",
+)
 @click.pass_context
 def doctor(context: click.Context, /, launcher: str | None, **flags: Any) -> None:
     """Print what each rank finds, and test the backend. Type it in place of 'dualeval run'.

@@ -91,12 +91,15 @@ def evaluate_and_show(
     return code
 
 
-def work_in_session(session: Session, work: Callable[[Session], _T]) -> tuple[int, _T | None]:
-    """Do something in a session of its own; returns the exit code, and what came of it where that is 0.
+def work_in_session(
+    session: Session, work: Callable[[Session], _T], code_of: Callable[[_T], int] | None = None
+) -> tuple[int, _T | None]:
+    """Do something in a session of its own; returns the exit code, and what came of it if anything did.
 
     Args:
         session: not open yet.
         work: called in it.
+        code_of: the exit code, of what came of it; None where that is 0.
     """
     from dualeval.engine.ending import end_process
 
@@ -104,8 +107,9 @@ def work_in_session(session: Session, work: Callable[[Session], _T]) -> tuple[in
         with session:
             try:
                 done = work(session)
+                ended = EXIT_DONE if code_of is None else code_of(done)
                 # It is on the disk: a signal that comes when the session takes none any more is too late.
-                end_with(EXIT_DONE)
+                end_with(ended)
             except BaseException as error:
                 code = session.conclude(error)
                 end_with(code)
@@ -117,4 +121,4 @@ def work_in_session(session: Session, work: Callable[[Session], _T]) -> tuple[in
         if not session.is_concluded:
             raise
         return session.exit_code, None
-    return EXIT_DONE, done
+    return ended, done

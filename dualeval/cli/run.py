@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,19 +16,23 @@ import click
 from dualeval.choices import SCHEDULES, check_choice
 from dualeval.cli import options
 from dualeval.cli.grouped import Words, grouped
-from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, job_of, task_flags
+from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, jobs_of, task_flags
+from dualeval.engine.ending import say
 from dualeval.engine.options import check_timeout
 from dualeval.engine.session import Session
 from dualeval.engine.signals import numbers_of
+from dualeval.errors import EXIT_DONE
 from dualeval.job import DATA, LAUNCH, MODEL, RUN, Job, owners_of, start_of
 from dualeval.launch import PROBES, examine
 from dualeval.launch.cores import own_cores, share_of_cores
 from dualeval.launch.starts import may_start_ranks
 from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
+from dualeval.several import is_several
 from dualeval.world import World
 
 if TYPE_CHECKING:
+    from dualeval.data.opened import Opened
     from dualeval.result import Result
 
 _LAST_WORDS_S = 0.5
@@ -41,6 +45,7 @@ class _Invocation:
     """How this invocation runs and shows a job: nothing that its result depends on."""
 
     out: Path | None
+    reference: Path | None
     fresh: bool
     replay: bool
     mix_machines: bool
@@ -73,7 +78,7 @@ class _Invocation:
 @task_flags
 @job_flags("metric", "limit", "sample", "seed", "cluster")
 @config_flag
-@job_flags("batch_size", "precision", "on_error")
+@job_flags("batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "on_error")
 @grouped(
     "--schedule",
     group=RUN,
@@ -133,6 +138,13 @@ class _Invocation:
     metavar="DIR",
     help="Output folder; an unfinished run resumes there.",
 )
+@grouped(
+    "--reference",
+    group=RUN,
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Compare predictions with a finished run's.",
+)
 @grouped("--fresh", group=RUN, is_flag=True, help="Remove an earlier run's files from --out first.")
 @grouped(
     "--logger",
@@ -161,7 +173,8 @@ def run(context: click.Context, /, **flags: Any) -> None:
     detection = examine(os.environ, launcher)
     world = detection.place
     of_file = start_of(flags["config"])
-    flags["out"] = of_file.get("out") if flags["out"] is None else flags["out"]
+    for name in ("out", "reference"):
+        flags[name] = of_file.get(name) if flags[name] is None else flags[name]
     if not flags["loggers"]:
         folder = Path(flags["config"] or "").parent
         flags["loggers"] = tuple(counted_from(text, folder) for text in of_file.get("logger", ()))
@@ -174,28 +187,41 @@ def run(context: click.Context, /, **flags: Any) -> None:
         **{
             name: flags[name]
             for name in (
-                *("out", "fresh", "backend", "allow_shared_gpu", "progress", "as_json", "debug"),
+                *("out", "reference", "fresh", "backend", "allow_shared_gpu", "progress", "as_json", "debug"),
                 *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines", "loggers"),
             )
         },
     )
-    job = job_of(flags)
+    jobs = jobs_of(flags)
+    job = jobs[0][1]
     if dry_run:
-        if world.is_main:
-            click.echo(json.dumps(_dry_run(job, invocation, world, nproc), indent=2, ensure_ascii=False))
-        return
+        context.exit(_print_dry_run(jobs, invocation, world, nproc) if world.is_main else EXIT_DONE)
     if world.is_main:
         for note in detection.notes:
             click.echo(f"dualeval: note: {note}", err=True)
     if nproc is not None:
         context.exit(_start_ranks(nproc, world, job, invocation, context.obj))
-    context.exit(_evaluate(job, invocation, launcher))
+    context.exit(_evaluate(jobs, invocation, launcher))
 
 
 def is_flag(name: str) -> bool:
     """Whether ``dualeval run`` has a flag of this name, perhaps for one of the built-in tasks only."""
     own = any(name in parameter.opts for parameter in run.params)
     return own or bool(owners_of(name.lstrip("-").replace("-", "_")))
+
+
+def _print_dry_run(
+    jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, world: World, nproc: int | None
+) -> int:
+    """Check one job or several, and print their options; returns the exit code."""
+    if is_several(jobs):
+        from dualeval.cli.several import dry_run
+
+        code, found = dry_run(jobs, lambda job: _dry_run(job, invocation, world, nproc))
+    else:
+        code, found = EXIT_DONE, _dry_run(jobs[0][1], invocation, world, nproc)
+    click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    return code
 
 
 def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None) -> dict[str, Any]:
@@ -208,6 +234,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     from dualeval.engine.evaluation_mode import set_evaluation_mode
     from dualeval.engine.evaluator import automatic_workers
     from dualeval.engine.folder.layout import check_path
+    from dualeval.engine.reference import Reference
     from dualeval.engine.samples import as_dataset
     from dualeval.engine.trial import check_names
     from dualeval.local_ranks import last_rank
@@ -220,6 +247,8 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     numerics.check_precision(job.precision, device)
     if invocation.out is not None:
         check_path(invocation.out)
+    if invocation.reference is not None:
+        Reference.open(invocation.reference)
     check_installed(invocation.targets, "--logger")
     if fetch := getattr(job.options, "fetch", None):
         fetch()
@@ -228,6 +257,9 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     cpu = torch.device("cpu")
     with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
         model = task.build_model(cpu)
+    dataset = as_dataset(task.dataset())
+    samples = min(job.limit or job.sample or len(dataset), len(dataset))
+    task.check_batches(job.batch_size, samples)
     if task.rows is not None:
         # Else its metrics are known when its columns are, which takes a forward.
         check_names(chosen_metrics(job.metric_of_run, task.metrics(), task.rows), task.rows)
@@ -238,7 +270,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     if workers is None:
         own = own_cores()
         cores = share_of_cores(own, [own] * last.local_size)
-        workers = automatic_workers(task, as_dataset(task.dataset()), cores)
+        workers = automatic_workers(task, dataset, cores)
     return {**_as_used(job, device.type, workers), **task.options()}
 
 
@@ -281,11 +313,21 @@ def _without_start(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _evaluate(job: Job, invocation: _Invocation, launcher: str | None) -> int:
+def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, launcher: str | None) -> int:
     """Evaluate as one rank; returns the exit code, the same on every rank."""
+    job = jobs[0][1]
+    said: set[str] = set()
+
+    def note_once(sentence: str) -> None:
+        # Of several models most have the same to say.
+        if sentence not in said:
+            said.add(sentence)
+            say(f"dualeval: note: {sentence}")
+
     session = Session(
         backend=invocation.backend,
         device=job.device,
+        note=note_once,
         launcher=launcher,
         allow_shared_gpu=invocation.allow_shared_gpu,
         mix_machines=invocation.mix_machines,
@@ -294,6 +336,24 @@ def _evaluate(job: Job, invocation: _Invocation, launcher: str | None) -> int:
         stop_signals=invocation.stop_signals,
         debug=invocation.debug,
     )
+    if is_several(jobs):
+        from dualeval.cli.several import Models, exit_code_of
+
+        # The seconds before it are the first one's.
+        starts = iter([invocation.started])
+        models = Models(
+            jobs,
+            out=invocation.out,
+            targets=invocation.targets,
+            as_json=invocation.as_json,
+            evaluate=lambda job, out, opened: _run_engine(
+                job, _of_one_model(invocation, out, next(starts, None)), session, opened=opened
+            ),
+        )
+        ended = options.work_in_session(session, models.evaluate, exit_code_of)
+        if ended[1] is None and (closing := models.closing):
+            say(f"dualeval: note: {closing}")
+        return ended[0]
     return options.evaluate_and_show(
         session,
         lambda session: _run_engine(job, invocation, session),
@@ -302,7 +362,15 @@ def _evaluate(job: Job, invocation: _Invocation, launcher: str | None) -> int:
     )
 
 
-def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
+def _of_one_model(invocation: _Invocation, out: Path, started: float | None) -> _Invocation:
+    """The invocation for one of several models, which may be the one that the others are compared with."""
+    reference = invocation.reference
+    if reference is not None and reference.resolve() == out.resolve():
+        reference = None
+    return replace(invocation, out=out, reference=reference, started=started or perf_counter())
+
+
+def _run_engine(job: Job, invocation: _Invocation, session: Session, opened: Opened | None = None) -> Result:
     from dualeval.engine.ending import show_until_end
     from dualeval.engine.options import NEW_FOLDER
     from dualeval.report.progress import Progress
@@ -311,7 +379,7 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
     if session.world.is_main:
         check_installed(invocation.targets, "--logger")
     _fetch(job, session)
-    task = job.make_task()
+    task = job.make_task(opened)
     stream = sys.stderr if invocation.as_json else sys.stdout
     shows = invocation.progress and session.world.is_main
     shown = Progress(stream, as_bar=on_screen(stream)) if shows else None
@@ -328,10 +396,14 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session) -> Result:
             seed=job.seed,
             cluster=job.cluster,
             precision=job.precision,
+            keep_batchnorm_fp32=job.keep_batchnorm_fp32,
+            layout=job.layout,
+            optimize=job.optimize,
             workers=job.workers,
             on_error=job.on_error,
             schedule=invocation.schedule,
             fresh=invocation.fresh,
+            reference=invocation.reference,
             replay=invocation.replay,
             mix_machines=invocation.mix_machines,
             job=_as_used(job, session.backend.device.type, job.workers),

@@ -17,7 +17,7 @@ import click
 
 from dualeval.cli.grouped import Words
 from dualeval.cli.run import is_flag, run
-from dualeval.cli.task_flags import job_of
+from dualeval.cli.task_flags import jobs_of
 from dualeval.errors import DualevalError, LaunchError, UsageError
 from dualeval.launch import slurm
 
@@ -96,7 +96,7 @@ def _check_arguments(arguments: Sequence[str]) -> None:
     for name, remedy in _SCRIPTS_OWN.items():
         if flags[name] is not None:
             raise LaunchError(f"--{name} {flags[name]} does not go with 'dualeval submit': {remedy}.")
-    job_of(flags)
+    jobs_of(flags)
 
 
 def _sbatch_command(sbatch: str, job: slurm.SlurmJob, script: str, arguments: Sequence[str]) -> list[str]:

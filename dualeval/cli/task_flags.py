@@ -122,9 +122,18 @@ def config_flag(command: Any) -> Any:
 
 def job_of(flags: Mapping[str, Any]) -> Job:
     """The job that the flags of a command ask for."""
+    return Job.read(*_asked(flags))
+
+
+def jobs_of(flags: Mapping[str, Any]) -> list[tuple[str | None, Job]]:
+    """The jobs that the flags of a command ask for, as ``Job.read_all`` gives them."""
+    return Job.read_all(*_asked(flags))
+
+
+def _asked(flags: Mapping[str, Any]) -> tuple[Path | None, Mapping[str, Any], Mapping[str, str]]:
     given = {name: flags[name] for name in ("task", *COMMON)}
     own = {name[len(_OF_TASK) :]: value for name, value in flags.items() if name.startswith(_OF_TASK)}
-    return Job.read(flags["config"], {**own, **given}, texts_of(flags["options"]))
+    return flags["config"], {**own, **given}, texts_of(flags["options"])
 
 
 # How many flags stand before those of the task, --help not counted: those of ``task_flags``.

@@ -15,13 +15,12 @@ import numpy.typing as npt
 from dualeval.comparison.estimates import Estimate, Flips, clusters_of, differences_of
 from dualeval.comparison.pairing import ComparedRun, Pairs, open_run, pair
 from dualeval.comparison.statistics import LEVEL, Difference, MeanDifference, ProportionDifference, holm
+from dualeval.engine.reference import PREDICTION_COLUMNS
 from dualeval.errors import UsageError
 
 # Below these the simulations of docs/compare.md err too often.
 _FEW_SAMPLES = 100
 _FEW_CLUSTERS = 20
-# What a task calls its answer to a sample.
-_PREDICTIONS = ("prediction", "answer")
 # Ids of flipped samples in JSON; --flips writes all.
 _LISTED = 10
 
@@ -259,7 +258,7 @@ def _agreement(pairs: Pairs) -> int | None:
     """The number of pairs whose predictions are equal."""
     import pyarrow.compute
 
-    for name in _PREDICTIONS:
+    for name in PREDICTION_COLUMNS:
         found = pairs.columns(name)
         if found is None or pyarrow.types.is_nested(found[0].type) or found[0].type != found[1].type:
             continue

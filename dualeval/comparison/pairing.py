@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dualeval.engine.reference import differing_fingerprints
 from dualeval.engine.rescoring import finished_run, rescore
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
@@ -212,20 +213,14 @@ def _named(ids: Any) -> str:
 
 def _check_fingerprints(a: ComparedRun, b: ComparedRun, *, same_order: bool, trust_ids: bool) -> list[str]:
     """Check what the runs have noted of their data, beyond the ids; returns what could not be checked."""
-    one, other = a.result.data, b.result.data
     if not same_order:
         return [
             "The runs have their samples in different orders, and were paired by id. The fingerprints of the "
             "data depend on the order, so they were not compared."
         ]
-    differing = [name for name in ("fingerprint", "contents") if _differ(a, b, name)]
-    if not differing:
+    said = differing_fingerprints(a.result, b.result)
+    if not said:
         return []
-    said = " and ".join(
-        f"{'labels, sizes or texts' if name == 'fingerprint' else 'contents'} "
-        f"({str(one.get(name))[:8]}, {str(other.get(name))[:8]})"
-        for name in differing
-    )
     if trust_ids:
         return [
             f"The data's fingerprints differ in {said}; equal ids were taken for equal samples (--trust-ids)."
@@ -235,16 +230,6 @@ def _check_fingerprints(a: ComparedRun, b: ComparedRun, *, same_order: bool, tru
         f"{said}. If equal ids are the same samples all the same, as where only a transform in a data set of "
         "your own differs, add --trust-ids (in Python trust_ids=True)."
     )
-
-
-def _differ(a: ComparedRun, b: ComparedRun, name: str) -> bool:
-    one, other = a.result.data.get(name), b.result.data.get(name)
-    if name == "contents":
-        # One run may have hashed whole files, the other their ends.
-        ways = a.result.job.get("data_fingerprint"), b.result.job.get("data_fingerprint")
-        if one is None or other is None or ways[0] != ways[1]:
-            return False
-    return bool(one != other)
 
 
 def _check_targets(pairs: Pairs) -> None:

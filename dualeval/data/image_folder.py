@@ -13,8 +13,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, images_in, is_image, shown_name
+from dualeval.data.decoding import Decoder
 from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
 from dualeval.data.labels import Labels, choose_labels
+from dualeval.data.opened import Opened
 from dualeval.data.pictures import read_pixels
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
@@ -31,6 +33,8 @@ class ImageFolder:
         preprocessing: resize and crop are done here; normalisation is the task's, on the device.
         label: decides which class each folder is, of their names in order.
         whole_files: take all bytes of a file for its contents; else its size, its head and its tail.
+        opened: what other tasks of the run have read; the folders are listed once for all of them, and
+            files that have not changed are read for their contents once.
 
     Attributes:
         classes: the names of the class folders, in order.
@@ -48,16 +52,21 @@ class ImageFolder:
         *,
         label: Callable[[Sequence[str]], Labels] = choose_labels,
         whole_files: bool = False,
+        opened: Opened | None = None,
     ) -> None:
+        opened = opened or Opened()
         self._root = root
         self._preprocessing = preprocessing
         self._whole_files = whole_files
+        self._decoder = Decoder()
         # Size and time of change, in ns, of the files that the fingerprint covers: (count, 2).
         self._first_seen: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
-        self.passed_over = PassedOver()
-        folders = {shown_name(name): name for name in class_folders(root, self.passed_over)}
-        self.classes = list(folders)
-        found = {name: images_in(root, folder, self.passed_over) for name, folder in folders.items()}
+        # By all that tells the files of some samples from others.
+        self._known_contents: dict[bytes, str] = opened.once(
+            ("contents of images", root.absolute(), whole_files), dict
+        )
+        found, self.passed_over = opened.once(("class folders", root.absolute()), lambda: _listed(root))
+        self.classes = list(found)
         if not any(found.values()):
             raise self._without_images()
         self.labels = label(self.classes)
@@ -108,14 +117,14 @@ class ImageFolder:
     def sample_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of every sample."""
         wanted = self._preprocessing
-        return wanted.channels, wanted.crop, wanted.crop
+        return (wanted.channels, *wanted.crop_size)
 
     def id(self, index: int) -> str:
         """The image's path below the root, for text files: bytes that are no UTF-8 as ``\\xNN``."""
         return shown_name(self._samples[index][0])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Decode, resize and crop images: (uint8 (channels, crop, crop), target) for each index.
+        """Decode, resize and crop images: (uint8 (channels, height, width), target) for each index.
 
         Raises:
             OSError: a file cannot be read, is no whole image, or has changed since ``fingerprint``. Pillow
@@ -127,7 +136,11 @@ class ImageFolder:
     def _image(self, index: int) -> Tensor:
         with (self._root / self._samples[index][0]).open("rb") as file:
             self._check_unchanged(index, file.fileno())
-            return read_pixels(file, self._preprocessing)
+            return read_pixels(file, self._preprocessing, self._decoder)
+
+    def reading_notes(self) -> list[str]:
+        """What the reader of a run should know of how this process has decoded, since the last call."""
+        return self._decoder.notes()
 
     def _check_unchanged(self, index: int, descriptor: int) -> None:
         if index >= len(self._first_seen):
@@ -162,10 +175,29 @@ class ImageFolder:
         return f"{self._root}/{name}"
 
     def content_fingerprint(self, samples: range) -> str:
-        """sha256, in hex, over the files of consecutive samples: size, first and last 4 KiB, or all bytes."""
+        """sha256, in hex, over the files of consecutive samples: size, first and last 4 KiB, or all bytes.
+
+        Files of the same sizes and times of change as when they were read before are not read again.
+        """
         paths = [self._path(self._samples[index][0]) for index in samples]
+        seen = self._first_seen[samples.start : samples.stop]
+        is_seen = len(seen) == len(samples)
+        names = "\0".join(paths).encode("utf-8", "surrogateescape")
+        key = hashlib.sha256(names + b"\0" + seen.tobytes()).digest()
+        if is_seen and key in self._known_contents:
+            return self._known_contents[key]
         found = on_threads(lambda path: digest_of_file(path, whole=self._whole_files), paths)
-        return hashlib.sha256(b"".join(found)).hexdigest()
+        contents = hashlib.sha256(b"".join(found)).hexdigest()
+        if is_seen:
+            self._known_contents[key] = contents
+        return contents
+
+
+def _listed(root: Path) -> tuple[dict[str, list[str]], PassedOver]:
+    """The images of each class folder, as paths below the root, and what lies there beside them."""
+    passed_over = PassedOver()
+    folders = {shown_name(name): name for name in class_folders(root, passed_over)}
+    return {name: images_in(root, folder, passed_over) for name, folder in folders.items()}, passed_over
 
 
 def _date(nanoseconds: int) -> str:

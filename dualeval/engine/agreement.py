@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dualeval.choices import CONTIGUOUS
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.numerics_probe import numeric_bits
 from dualeval.errors import UsageError
@@ -73,6 +74,18 @@ def check_same_job(jobs: list[dict[str, Any]], hosts: list[str]) -> None:
             )
 
 
+def layout_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
+    """A sentence on a difference in layout, which a job names where it is channels-last; else empty."""
+    layouts = [values for name, *values in found if name.removeprefix("job.") == "layout"]
+    if not layouts:
+        return ""
+    there = layouts[0][0] or CONTIGUOUS
+    return (
+        f" (The run there was computed {there}: with --layout {there} this one is, too. Before --layout "
+        f"auto all runs were {CONTIGUOUS}.)"
+    )
+
+
 def _weights_hint(found: Sequence[tuple[str, Any, Any]], first: str, here: str) -> str:
     """A sentence on ranks that have loaded other weights; else empty."""
     if not any(name.partition(".")[0] == "weights" for name, _, _ in found):
@@ -80,10 +93,9 @@ def _weights_hint(found: Sequence[tuple[str, Any, Any]], first: str, here: str) 
     where = f"on {here}" if first == here else f"on {first} and on {here}"
     return (
         " (weights is a digest of the tensors that a rank has in its model: the file of --weights is not "
-        "the same for "
-        f"all ranks. Compare it {where} with sha256sum, and copy it again, or give a path on a file system "
-        "that all "
-        "ranks share. A model of your own code may also draw its weights: seed it alike on every rank.)"
+        f"the same for all ranks. Compare it {where} with sha256sum, and copy it again, or give a path on a "
+        "file system that all ranks share. A model of your own code may also draw its weights: seed it alike "
+        "on every rank.)"
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,8 @@ def usable_threads(task: Task, model: nn.Module, device: torch.device, threads: 
 
     Args:
         task: says by ``thread_safe`` whether its forward may run in several threads.
-        model: one with hooks, which may keep what they see where all threads find it, or one that cannot be
-            copied, gets one thread.
+        model: one with hooks, which may keep what they see where all threads find it, or one that is compiled
+            or cannot be copied, gets one thread.
         device: a GPU orders the batches by itself, and gets one.
         threads: what this rank has.
         batches: how many there are to compute.
@@ -48,8 +48,10 @@ def usable_threads(task: Task, model: nn.Module, device: torch.device, threads: 
         return 1
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return 1
+    if is_compiled(model):
+        return 1  # a copy would not be
     try:
-        _copy_sharing_tensors(model)
+        copy_sharing_tensors(model)
     except Exception:  # noqa: BLE001 - whatever stands in the way, one thread needs no copy
         return 1
     return min(threads, batches, _MOST_THREADS)
@@ -70,6 +72,7 @@ class Compute:
             would reach the other threads. None watches nothing.
         inference: compute in inference mode; without it gradients are off by ``torch.no_grad()``, for models
             that are trained afterwards: what they keep of a forward in inference mode cannot be used there.
+        explain: says why a forward failed that an option has to do with; None where it was something else.
 
     Attributes:
         ahead: batches that may be under way before the oldest is to be waited for.
@@ -88,7 +91,9 @@ class Compute:
         settings: numerics.NumericSettings | None = None,
         *,
         inference: bool = True,
+        explain: Callable[[BaseException], str | None] = lambda error: None,
     ) -> None:
+        self._explain = explain
         self._gradients_off = torch.inference_mode if inference else torch.no_grad
         self._task = task
         self._device = device
@@ -107,7 +112,7 @@ class Compute:
         if threads > 1:
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
             for _ in range(threads):
-                copies.put(_copy_sharing_tensors(model))
+                copies.put(copy_sharing_tensors(model))
             self._pool = ThreadPoolExecutor(threads, "dualeval-compute", self._take_copy, (copies,))
             # One more than can run is started, so that no thread waits while this one records a batch.
             self.ahead = threads
@@ -162,7 +167,7 @@ class Compute:
                     outputs = self._task.forward(model, data)
                 observed = self._task.observe(outputs, data)
             except (RuntimeError, IndexError, TypeError, ValueError) as error:
-                why = None if is_out_of_memory(error) else why_model_failed(error, model)
+                why = None if is_out_of_memory(error) else self._why(error, model)
                 if why is None:
                     raise
                 raise UsageError(f"this batch cannot be computed: {why}.") from error
@@ -177,8 +182,11 @@ class Compute:
                 columns = {name: copied(column) for name, column in columns.items()}
             return columns
 
+    def _why(self, error: Exception, model: nn.Module) -> str | None:
+        return self._explain(error) or why_model_failed(error, model)
 
-def _copy_sharing_tensors(model: nn.Module) -> nn.Module:
+
+def copy_sharing_tensors(model: nn.Module) -> nn.Module:
     """The modules copied, so that what a forward stores in them stays with its thread; the tensors shared."""
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, shared)

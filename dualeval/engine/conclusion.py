@@ -3,6 +3,8 @@
 The main thread concludes it with the error that it has met, or the watch, where the main thread does not come
 back. What is finished is saved, all ranks learn of the end, rank 0 writes it into status.json, it is said
 once, and all end with one exit code.
+
+An attempt ends here as well: every rank is still there then, and makes the next one.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.ending import close_displays, say, say_traceback, spoken, try_for
+from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.watch import Watch
 from dualeval.errors import (
     EXIT_DONE,
@@ -48,6 +51,7 @@ class Conclusion:
 
     Attributes:
         watch: sees to it that it comes to a conclusion; what is to be saved is in its hands.
+        progress: of several attempts, how many are done; said where the run is stopped.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Conclusion:
         self._debug = debug
         self._concluding = threading.Lock()
         self._code = EXIT_FAILED
+        self.progress = ""
         self.watch = Watch(control, self.by_watch, ends_process=ends_process, stop=stop)
 
     def by_main(self, error: BaseException) -> int:
@@ -87,6 +92,46 @@ class Conclusion:
         self.watch.main_concludes(code)
         self._let_go(code)
         return code
+
+    def of_attempt(self, error: Exception | None) -> PeerError | None:
+        """End an attempt, from the main thread; every rank of the session calls it.
+
+        What is finished is saved, all ranks learn how it went, and rank 0 writes a failure into status.json.
+        The session goes on.
+
+        Args:
+            error: in which it has ended on this rank; None where it went well here.
+
+        Returns:
+            The failure, the same on every rank; None where it went well on all.
+
+        Raises:
+            PeerError: another rank has failed for good.
+            Stopped: a signal has asked the run to end.
+        """
+        folder = self.watch.folder
+        if error is not None:
+            close_displays()
+            self._save(error)
+            if not isinstance(error, PeerError):
+                self._control.fail_attempt(error)
+                if self._is_owner:
+                    with _surviving("print the traceback"):
+                        say_traceback(error, whole=self._debug)
+        failure = self._control.end_attempt(went_well=error is None)
+        if failure is not None:
+            is_own = error is not None and not isinstance(error, PeerError)
+            if failure.rank == 0 or (is_own and error is not None and text_of(error) == text_of(failure)):
+                # What rank 0 met as well is no matter of one rank.
+                failure.where = None
+            if self._control.name.rank == 0:
+                self._write_down(failure if error is None else error)
+            # As it is done where a run ends.
+            with _surviving("remove what the watch has written"):
+                self.watch.release(done=False)
+            if folder is not None:
+                folder.close()
+        return failure
 
     def by_watch(self) -> int:
         """Conclude from the watch's thread: the main thread is in something that does not return."""
@@ -151,13 +196,13 @@ class Conclusion:
         within_s = _ALL_SAVED_WITHIN_S if control.name.rank == 0 else _STOPPED_WITHIN_S
         control.all_saved.wait(max(0.0, within_s - (monotonic() - start)))
         if control.name.rank != 0:
-            is_done = folder is not None and folder.shared and folder.is_done
+            is_done = folder is not None and folder.shared and self._is_done(folder)
             otherwise = EXIT_DONE if is_done else EXIT_STOPPED
             return otherwise if control.end_code is None else control.end_code
         if control.failure is not None and control.failure.where is not None:
             return None
         stop = Stopped(control.stopping or "")
-        if folder is not None and folder.is_done:
+        if folder is not None and self._is_done(folder):
             self._say(f"dualeval: {stop} came when the result was written: {folder.path}")
             return EXIT_DONE
         missing = ", ".join(control.missing[:8])
@@ -169,8 +214,13 @@ class Conclusion:
             return EXIT_FAILED
         self._write_down(stop)
         where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
-        self._say(f"dualeval: stopped by {stop}. {where} the same command again to resume.")
+        done = f"{self.progress} " if self.progress else ""
+        self._say(f"dualeval: stopped by {stop}. {done}{where} the same command again to resume.")
         return EXIT_STOPPED
+
+    def _is_done(self, folder: RunFolder) -> bool:
+        """Whether nothing is left to do."""
+        return folder.is_done and not self.watch.more_follows
 
     def _conclude_failure(self, error: BaseException) -> int:
         """Tell every rank of a failure, say it, and leave together with one exit code."""

@@ -38,10 +38,15 @@ def describe(
     mark = f"fingerprint {weights['fingerprint'][:_SHOWN_DIGITS]}" if weights["elements"] else ""
     lines["weights"] = _with(lines["weights"], mark)
     lines["data"] = _with(lines["data"], f"{_samples(part)}, {data}")
-    lines["job"] = (
-        f"batch size {plan.batch_size}, {job['precision']} (fingerprint {fingerprint[:_SHOWN_DIGITS]})"
-    )
+    done = ", ".join([f"batch size {plan.batch_size}", *_prepared(job)])
+    lines["job"] = f"{done} (fingerprint {fingerprint[:_SHOWN_DIGITS]})"
     return {label: text for label, text in lines.items() if text}
+
+
+def _prepared(job: Mapping[str, Any]) -> list[str]:
+    """What was done to the model, in the words of the options."""
+    kept = ["batch norms in fp32"] if job.get("keep_batchnorm_fp32") else []
+    return [job["precision"], *kept, *(job[name] for name in ("layout", "optimize") if name in job)]
 
 
 def _with(text: str, more: str) -> str:

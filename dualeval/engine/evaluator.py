@@ -16,11 +16,12 @@ from dualeval.engine.context import RunContext, Show
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.execution import Execution, plan_of
-from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns
+from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns, with_layout
 from dualeval.engine.guest import as_it_was
-from dualeval.engine.identity import task_attributes
+from dualeval.engine.identity import ModelIdentity, task_attributes
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
+from dualeval.engine.preparation import check_model, compiler_settings, prepare
 from dualeval.engine.samples import as_dataset
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
@@ -124,7 +125,7 @@ class Evaluator:
                 model = self._task.build_model(device)
             if guest is not None:
                 model = guest.take(model, context.backend.world)
-            model = _moved(model, device)
+            model = moved(model, device)
             if guest is not None:
                 context.note_all(guest.share_buffers(model, context.backend, context.control))
             said = set_evaluation_mode(model)
@@ -137,13 +138,32 @@ class Evaluator:
             )
             context = self._with_workers(dataset)
             attributes = task_attributes(self._task)
+            identity = ModelIdentity.of(model)
+            check_model(model, context.options)
+            stack.enter_context(compiler_settings(context.options.optimize))
+            context = with_layout(self._task, dataset, model, plan_of(dataset, context), context)
+            model = prepare(
+                model,
+                context.options,
+                device,
+                owned=guest is None,
+                note=lambda said: context.note_all([said]),
+            )
             rows = self._task.rows
             if rows is None:
                 first = first_columns(self._task, dataset, model, plan_of(dataset, context), context)
                 rows = tuple(self._task.see(first, context.options.metric))
             execution = Execution(
-                self._task, dataset, model, context, rows, threads=threads, attributes=attributes
+                self._task,
+                dataset,
+                model,
+                context,
+                rows,
+                threads=threads,
+                identity=identity,
+                attributes=attributes,
             )
+            del identity
             # After all that a task's own code may have set. What this rank says of it is in the result.
             execution.said += [
                 *self._task.data_warnings(),
@@ -175,7 +195,7 @@ def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
     return min(_MOST_AUTOMATIC_WORKERS, cores) if wanted else 0
 
 
-def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+def moved(model: nn.Module, device: torch.device) -> nn.Module:
     """The model on the device; one that has a part there already is left as its author has placed it."""
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     return model.to(device) if kinds and device.type not in kinds else model

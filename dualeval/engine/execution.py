@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -26,15 +26,18 @@ from dualeval.engine.folder.journal import FinishedChunks, JournalWriter
 from dualeval.engine.folder.opening import PreviousRun, folder_of_launch
 from dualeval.engine.folder.predictions import load_library
 from dualeval.engine.folder.process import launch_of
-from dualeval.engine.identity import contents_fingerprint, job_identity
+from dualeval.engine.identity import ModelIdentity, contents_fingerprint, job_identity
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Evaluation, Loop, ahead_of
 from dualeval.engine.machines import check_kinds_of_ranks
 from dualeval.engine.outcome import Outcome
 from dualeval.engine.parts import identity_of, name_of
 from dualeval.engine.plan import EvalPlan
+from dualeval.engine.preparation import identity_of as identity_of_preparation
 from dualeval.engine.recorder import Recorder
+from dualeval.engine.reference import Reference, windows_of_file
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
+from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import PeerError, UsageError
 from dualeval.metrics import in_two
 from dualeval.metrics.by_name import chosen_metrics
@@ -49,10 +52,11 @@ class Execution:
     Args:
         task: what is evaluated.
         dataset: the task's.
-        model: likewise, as it was built.
+        model: likewise, as it computes.
         context: where it runs, and how.
         rows: the columns that the task wants kept.
         threads: what this rank may compute in.
+        identity: of the model as it was built; None takes that of ``model``, which nothing was done to.
         attributes: the task's, for the job's identity.
 
     Attributes:
@@ -77,9 +81,11 @@ class Execution:
         rows: Sequence[str],
         *,
         threads: int,
+        identity: ModelIdentity | None = None,
         attributes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._task = task
+        self._identity = identity
         self._attributes = attributes
         self._context = context
         self._options = context.options
@@ -88,9 +94,11 @@ class Execution:
         self._world = context.backend.world
         self._progress = context.control.progress
         self._folder: RunFolder | None = None
+        self._reference: Reference | None = None
         self._proof: str | None = None
         self.said: list[str] = []
         self._plan = plan_of(dataset, context)
+        task.check_batches(self._plan.batch_size, self._plan.num_samples)
         metrics, row_metrics = in_two(chosen_metrics(self._options.metric, task.metrics(), rows))
         cluster = self._options.cluster or task.cluster
         self._columns = kept_columns(rows, metrics, row_metrics, cluster)
@@ -104,7 +112,7 @@ class Execution:
             plan=self._plan,
             metrics=metrics,
             row_metrics=row_metrics,
-            kept=of_rows if self._options.out is None and cluster is None else self._columns,
+            kept=self._columns if self._keeps_all(cluster) else of_rows,
             cluster=cluster,
             context=context,
             device=context.backend.device,
@@ -112,15 +120,20 @@ class Execution:
             threads=threads,
         )
 
+    def _keeps_all(self, cluster: str | None) -> bool:
+        return self._options.out is not None or cluster is not None or self._options.reference is not None
+
     # -- before the loop ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Agree with all ranks on the job, and open the output folder.
+        """Agree with all ranks on the job, and open the run to compare with and the output folder.
 
         Raises:
-            UsageError: the ranks have different jobs, or the folder holds another one.
+            UsageError: the ranks have different jobs, the folder holds another one, or the run to compare
+                with is none over the same samples.
         """
         self._facts = self._agree()
+        self._open_reference()
         if self._options.out is not None:
             self._open_folder()
             if self._context.watch is not None and self._folder is not None:
@@ -133,13 +146,13 @@ class Execution:
     def _agree(self) -> dict[str, Any]:
         """Compare jobs and machines over all ranks; returns what the result says about both."""
         of = self.evaluation
-        # Of the model as it was built: what is folded or compiled later is another one to look at, and the
-        # same to compute with.
+        # It holds the model's tensors as they were built: not for longer than they are wanted.
+        identity, self._identity = self._identity or ModelIdentity.of(of.model), None
         job = {
             **job_identity(
                 self._task,
                 of.dataset,
-                of.model,
+                identity,
                 of.metrics,
                 of.row_metrics,
                 self._plan.num_samples,
@@ -148,7 +161,7 @@ class Execution:
             **identity_of(of.dataset),
             "columns": list(self._columns),
             "batch_size": self._plan.batch_size,
-            "precision": self._options.precision,
+            **identity_of_preparation(self._options),
             "on_error": self._options.on_error,
             # Its intervals are other ones.
             **({} if of.cluster is None else {"cluster": of.cluster}),
@@ -190,6 +203,28 @@ class Execution:
             # What only warns is nothing to compute again.
             "metrics": [name for name in job["metrics"] if name != NonfiniteWarning.name],
             "fingerprint": sha256_of_json(job),
+        }
+
+    def _open_reference(self) -> None:
+        """On rank 0, open the run that this one is compared with. A collective where there is one."""
+        if self._options.reference is None:
+            return
+        if self._world.is_main:
+            step = partial(self._progress.step, "setup")
+            self._reference = Reference.open(self._options.reference)
+            self._reference.check(
+                self.evaluation.dataset, self._plan.num_samples, self._columns, self._facts_of_data(), step
+            )
+        # Nothing is evaluated, and no folder made, where it cannot be compared with.
+        self._control.meet()
+
+    def _facts_of_data(self) -> dict[str, Any]:
+        """What ``Reference`` asks of this run, as it will be in the result."""
+        job = self._facts["job"]
+        return {
+            "data": {"fingerprint": job["data"], "contents": job["contents"]},
+            "weights": job["weights"],
+            "job": {**self._context.job, **self._task.options()},
         }
 
     def _measure_reading(self) -> Reading:
@@ -318,11 +353,32 @@ class Execution:
         self._context.note_all(
             [f"this job was finished before, in {self._folder.path}: its result is shown again"]
         )
+        compared = self._compare_finished()
         self._control.meet()
         self._close(done=True)
         # It may have been moved since.
         folder = str(self._folder.path)
-        return replace(self.previous.finished, earlier=True, replay=self._proof, folder=folder)
+        result = replace(self.previous.finished, earlier=True, replay=self._proof, folder=folder)
+        return result if compared is None else replace(result, reference=compared)
+
+    def _compare_finished(self) -> dict[str, Any] | None:
+        """What a finished run's rows say beside those of another run; None where there is none. A collective.
+
+        Its result.json stays as it was written.
+        """
+        if self._options.reference is None:
+            return None
+        compared: dict[str, Any] | None = None
+        if self._reference is not None:
+            assert self._folder is not None
+            compared = self._reference.compare(
+                windows_of_file(StoredRows(self._folder.path / PREDICTIONS), self._plan.num_samples),
+                self.evaluation.dataset,
+                self._facts_of_data(),
+                partial(self._progress.step, "setup"),
+            )
+        self._control.meet()
+        return cast("dict[str, Any]", self._backend.broadcast_json(compared, src=0))
 
     def _has_earlier(self) -> bool:
         return (
@@ -389,8 +445,16 @@ class Execution:
             "metrics": self.loop.postprocess_s + recorder.metrics_s,
             "journal": recorder.journal_s,
         }
-        outcome = Outcome(self.evaluation, self._facts, self.previous, self._folder, self._writer, recorder)
-        result = outcome.result(times, self.said, replay=self._proof, setup_s=self._setup_s)
+        outcome = Outcome(
+            self.evaluation,
+            self._facts,
+            self.previous,
+            self._folder,
+            self._writer,
+            recorder,
+            reference=None if self._reference is None else (self._reference, self._facts_of_data()),
+        )
+        result = outcome.result(times, self.said, self.loop.notes, replay=self._proof, setup_s=self._setup_s)
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
         self._control.meet()
         self._close(done=True)

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from torch import nn
 
+from dualeval.choices import AUTO, CHANNELS_LAST, COMPILE, CONTIGUOUS
 from dualeval.columns import Rows, to_rows
-from dualeval.engine.compute import Compute, usable_threads
+from dualeval.engine.compute import Compute, copy_sharing_tensors, usable_threads
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.identity.values import Values
+from dualeval.engine.layouts import is_of_layout, layout_of, needs_a_trial
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.plan import EvalPlan
+from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
 from dualeval.engine.transfer import Pending
+from dualeval.errors import named
 from dualeval.tasks import Dataset, Task
 
 # Samples that show which columns there are; and batches that are tried for some that can be read.
@@ -97,7 +103,54 @@ def first_columns(
     Raises:
         UsageError: none of the first samples can be read, or one cannot, where that ends a run.
     """
-    evaluation = Evaluation(
+    evaluation = _first_evaluation(task, dataset, model, plan, context)
+    samples, data = _first_samples(evaluation)
+    if not getattr(dataset, "in_memory", False):
+        _note_random(evaluation, samples, data)
+    return _columns_of(evaluation, data, samples)
+
+
+def with_layout(
+    task: Task, dataset: Dataset, model: nn.Module, plan: EvalPlan, context: RunContext
+) -> RunContext:
+    """The context with the layout that "auto" comes to for a model.
+
+    A model with code of somebody's own is tried channels-last on the first samples: where that fails it is
+    contiguous. The trial changes nothing of the model, and comes to the same on every rank.
+
+    Raises:
+        UsageError: the layout that is asked for has no meaning for the model; or as ``first_columns``.
+    """
+    layout = layout_of(model, context.options.layout)
+    if context.options.layout == AUTO and layout == CHANNELS_LAST and needs_a_trial(model):
+        evaluation = _first_evaluation(task, dataset, model, plan, context)
+        samples, data = _first_samples(evaluation)
+        context.control.progress.step("forward")
+        error = _error_of_trial(evaluation, data, samples)
+        context.control.progress.step("setup")
+        if error is not None and is_of_layout(error):
+            layout = CONTIGUOUS
+            context.note_all([f"layout {layout}: channels-last, the model fails ({named(error)})"])
+    return replace(
+        context, options=replace(context.options, layout=layout), job={**context.job, "layout": layout}
+    )
+
+
+def _error_of_trial(evaluation: Evaluation, data: Any, samples: range) -> Exception | None:
+    """What goes wrong in a forward of a copy of the model that is channels-last; None for nothing."""
+    options = replace(evaluation.context.options, layout=CHANNELS_LAST, optimize=None)
+    try:
+        tried = prepare(copy_sharing_tensors(evaluation.model), options, evaluation.device)
+        _columns_of(replace(evaluation, model=tried), data, samples)
+    except Exception as error:  # noqa: BLE001 - whatever it is but the layout, the first batch raises it again
+        return error
+    return None
+
+
+def _first_evaluation(
+    task: Task, dataset: Dataset, model: nn.Module, plan: EvalPlan, context: RunContext
+) -> Evaluation:
+    return Evaluation(
         task=task,
         dataset=dataset,
         model=model,
@@ -110,15 +163,25 @@ def first_columns(
         workers=context.options.workers or 0,
         threads=1,
     )
+
+
+def _first_samples(evaluation: Evaluation) -> tuple[range, Any]:
+    """The first samples that can be read, and their data.
+
+    Raises:
+        UsageError: none can be read, or one cannot, where that ends a run.
+    """
+    plan, options = evaluation.plan, evaluation.context.options
     failed: tuple[FailedSample, ...] = ()
     for batch in range(min(plan.num_batches, _LOOKED_AT)):
-        samples = plan.batch_samples(batch)[:_FEW]
+        samples = plan.batch_samples(batch)
+        if options.optimize != COMPILE:
+            # Each shape of a compiled model takes seconds: there it is one that the loop has, too.
+            samples = samples[:_FEW]
         data, failed = read_alone(evaluation, samples)
         if data is not None:
-            if not getattr(dataset, "in_memory", False):
-                _note_random(evaluation, samples, data)
-            return _columns_of(evaluation, data, samples)
-    raise unreadable(dataset, failed[0], skips=context.options.on_error == "skip")
+            return samples, data
+    raise unreadable(evaluation.dataset, failed[0], skips=options.on_error == "skip")
 
 
 def _columns_of(evaluation: Evaluation, data: Any, samples: range) -> Mapping[str, Any]:
@@ -150,4 +213,5 @@ def _compute(evaluation: Evaluation, threads: int, settings: NumericSettings | N
         threads,
         settings,
         inference=not evaluation.context.guest,
+        explain=partial(why_preparation_failed, options=evaluation.context.options),
     )

@@ -22,9 +22,13 @@ from dualeval.errors import UsageError
 PRECISIONS: dict[str, torch.dtype | None] = {
     "fp32": None,
     "tf32": None,
-    "amp-bf16": torch.bfloat16,
     "amp-fp16": torch.float16,
+    "amp-bf16": torch.bfloat16,
+    "fp16": None,
+    "bf16": None,
 }
+# The type that weights and inputs are cast to.
+CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 # NVIDIA's Ampere: the first GPUs with TF32.
 _TF32_CAPABILITY = (8, 0)

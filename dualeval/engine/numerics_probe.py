@@ -7,7 +7,8 @@ another kernel may add up a sum in another order. No list of facts tells; the bi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,48 +37,49 @@ def numeric_bits(device: torch.device, precision: str) -> str:
     """
     digest = hashlib.sha256()
     with torch.inference_mode(), numerics.autocast(precision, device):
-        for name, result in _results(device):
+        for name, result in _results(device, numerics.CASTS.get(precision, torch.float32)):
             digest.update(f"{name}\0{result.dtype}\0{tuple(result.shape)}\0".encode())
             digest.update(result.contiguous().cpu().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:_DIGITS]
 
 
-def _results(device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _results(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The kernels' results by name."""
-    yield from _matrix_products(device)
-    yield from _convolutions(device)
-    yield from _between_layers(device)
+    numbers = partial(_numbers, device=device, dtype=dtype)
+    yield from _matrix_products(numbers)
+    yield from _convolutions(numbers)
+    yield from _between_layers(numbers)
 
 
-def _matrix_products(device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _matrix_products(numbers: Callable[..., Tensor]) -> Iterator[tuple[str, Tensor]]:
     # Long sums, which are added up in blocks: of one row, of few, of many.
-    weight, bias = _numbers(256, 1153, device=device), _numbers(256, device=device)
+    weight, bias = numbers(256, 1153), numbers(256)
     for rows in (1, 7, 64):
-        yield f"linear {rows}", functional.linear(_numbers(rows, 1153, device=device), weight, bias)
-    yield "matmul", _numbers(96, 384, device=device) @ _numbers(384, 200, device=device)
-    heads = _numbers(4, 33, 64, device=device)
+        yield f"linear {rows}", functional.linear(numbers(rows, 1153), weight, bias)
+    yield "matmul", numbers(96, 384) @ numbers(384, 200)
+    heads = numbers(4, 33, 64)
     yield "bmm", torch.bmm(heads, heads.transpose(1, 2))
-    query = _numbers(2, 4, 33, 32, device=device)
+    query = numbers(2, 4, 33, 32)
     yield "attention", functional.scaled_dot_product_attention(query, query * 0.5, query * 0.25)
 
 
-def _convolutions(device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _convolutions(numbers: Callable[..., Tensor]) -> Iterator[tuple[str, Tensor]]:
     for layout in (torch.contiguous_format, torch.channels_last):
-        pixels = _numbers(2, 3, 33, 33, device=device).contiguous(memory_format=layout)
-        planes = _numbers(2, 64, 14, 14, device=device).contiguous(memory_format=layout)
+        pixels = numbers(2, 3, 33, 33).contiguous(memory_format=layout)
+        planes = numbers(2, 64, 14, 14).contiguous(memory_format=layout)
         for name, inputs, shape, options in (
             ("7x7", pixels, (32, 3, 7, 7), {"stride": 2, "padding": 3}),
             ("3x3", planes, (64, 64, 3, 3), {"padding": 1}),
             ("1x1", planes, (96, 64, 1, 1), {}),
             ("depthwise", planes, (64, 1, 3, 3), {"padding": 1, "groups": 64}),
         ):
-            weight = _numbers(*shape, device=device).contiguous(memory_format=layout)
+            weight = numbers(*shape).contiguous(memory_format=layout)
             yield f"{name} {layout}", functional.conv2d(inputs, weight, None, **options)
 
 
-def _between_layers(device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    rows = _numbers(16, 1003, device=device) * 8
-    planes = _numbers(2, 16, 15, 15, device=device)
+def _between_layers(numbers: Callable[..., Tensor]) -> Iterator[tuple[str, Tensor]]:
+    rows = numbers(16, 1003) * 8
+    planes = numbers(2, 16, 15, 15)
     for name in ("exp", "tanh", "sigmoid", "erf", "rsqrt", "log1p"):
         yield name, getattr(torch, name)(rows.abs() if name in ("rsqrt", "log1p") else rows)
     yield "gelu", functional.gelu(rows)
@@ -92,10 +94,10 @@ def _between_layers(device: torch.device) -> Iterator[tuple[str, Tensor]]:
     yield "interpolate", functional.interpolate(planes, (22, 22), mode="bilinear", align_corners=False)
 
 
-def _numbers(*shape: int, device: torch.device) -> Tensor:
-    """float32 numbers between -1/2 and 1/2 that are the same to the bit on every machine."""
+def _numbers(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Numbers between -1/2 and 1/2 that are the same to the bit on every machine."""
     count = torch.Size(shape).numel()
     mixed = torch.arange(1, _PERIOD + 1) * _STEP % _MODULUS * _STEP % _MODULUS
     # Integers below 2**24, divided by a power of two: nothing is rounded anywhere.
     period = (mixed & 0xFFFFFF).double() / 2**24 - 0.5
-    return period.float().repeat(-(-count // _PERIOD))[:count].reshape(shape).to(device)
+    return period.to(dtype).repeat(-(-count // _PERIOD))[:count].reshape(shape).to(device)

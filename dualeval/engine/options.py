@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from dualeval.choices import (
+    LAYOUTS,
     ON_ERROR,
+    OPTIMIZATIONS,
     PRECISIONS,
     SCHEDULES,
     check_choice,
     check_count,
     check_kind,
     check_part,
+    check_preparation,
 )
 from dualeval.errors import UsageError
 
@@ -33,7 +36,7 @@ class NewFolder(enum.Enum):
 
 NEW_FOLDER: Final = NewFolder.NEW_FOLDER
 # Those of RunOptions that are bools.
-_SWITCHES = ("fewer_workers", "fresh", "replay", "mix_machines", "lease")
+_SWITCHES = ("keep_batchnorm_fp32", "fewer_workers", "fresh", "replay", "mix_machines", "lease")
 Out: TypeAlias = str | Path | Literal[NewFolder.NEW_FOLDER] | None
 _BOOL = "True or False"
 
@@ -54,6 +57,10 @@ class RunOptions:
         cluster: a column whose equal entries mark samples that are not independent, such as questions on one
             text; the intervals allow for that. None: the task's own, which most have not.
         precision: one of ``choices.PRECISIONS``.
+        keep_batchnorm_fp32: with precision "fp16" or "bf16", leave batch norms in float32.
+        layout: "contiguous", "channels-last", or "auto", which decides by the kinds of the model's layers.
+        optimize: "fold" makes batch norms a part of the convolutions before them, "compile" uses
+            torch.compile; None does neither.
         workers: reading processes of each rank; 0 reads in the rank's own process. None: none where the
             samples lie in memory already, else up to one a core; a loop of the caller's own has none.
         fewer_workers: take fewer, with a note, where the shared memory has no room for the batches of all.
@@ -69,6 +76,8 @@ class RunOptions:
             another kind of machine has computed.
         lease: keep other runs out of ``out`` for as long as this one lasts. Without it two runs there do the
             same work twice, for one right result.
+        reference: the folder of a finished run over the same samples; the result says how the predictions
+            differ from its. None compares with nothing.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -82,6 +91,9 @@ class RunOptions:
     seed: int | None = None
     cluster: str | None = None
     precision: str = "fp32"
+    keep_batchnorm_fp32: bool = False
+    layout: str = "auto"
+    optimize: str | None = None
     workers: int | None = None
     fewer_workers: bool = False
     on_error: str = "stop"
@@ -90,6 +102,7 @@ class RunOptions:
     replay: bool = True
     mix_machines: bool = False
     lease: bool = True
+    reference: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size is None:
@@ -100,10 +113,18 @@ class RunOptions:
         check_kind("cluster", self.cluster, _is_name(self.cluster), "the name of a column, or None")
         check_count("workers", self.workers, 0)
         check_choice("precision", self.precision, PRECISIONS)
+        check_choice("layout", self.layout, LAYOUTS)
+        if self.optimize is not None:
+            check_choice("optimize", self.optimize, OPTIMIZATIONS)
         check_choice("on_error", self.on_error, ON_ERROR)
         check_choice("schedule", self.schedule, SCHEDULES)
         for name in _SWITCHES:
             check_kind(name, getattr(self, name), isinstance(getattr(self, name), bool), _BOOL)
+        check_preparation(
+            precision=self.precision,
+            keep_batchnorm_fp32=self.keep_batchnorm_fp32,
+            optimize=self.optimize,
+        )
         check_kind(
             "out",
             self.out,
@@ -116,6 +137,17 @@ class RunOptions:
             from dualeval.engine.folder.layout import check_path
 
             check_path(self.path)
+        check_kind(
+            "reference",
+            self.reference,
+            self.reference is None or (isinstance(self.reference, str | Path) and self.reference != ""),
+            "the folder of a finished run, or None",
+        )
+        if self.reference is not None and self.path is not None and _is_same(self.reference, self.path):
+            raise UsageError(
+                f"reference and out are both {self.path}: a run is compared with another one. Give another "
+                "out"
+            )
         if self.fresh and self.out is None:
             raise UsageError(
                 "fresh=True removes an earlier run's files from out, and out is None: give a folder"
@@ -125,6 +157,10 @@ class RunOptions:
     def path(self) -> Path | None:
         """The folder that was given by its path; None where there is none, or a new one is wanted."""
         return None if self.out is None or isinstance(self.out, NewFolder) else Path(self.out)
+
+
+def _is_same(one: str | Path, other: Path) -> bool:
+    return Path(one).resolve() == other.resolve()
 
 
 def _is_text(value: object) -> bool:

@@ -27,8 +27,9 @@ from dualeval.engine.machines import chunks_by_machine
 from dualeval.engine.measured import check_keys, fields_of_result, measured_from, plain
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
 from dualeval.engine.recorder import Recorder
+from dualeval.engine.reference import Reference, windows_of_chunks
 from dualeval.engine.replay import batch_of_predictions, metric_digests
-from dualeval.errors import UsageError
+from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured
 from dualeval.metrics.clusters import ClusterIntervals
 from dualeval.result import Result
@@ -46,6 +47,8 @@ class Outcome:
         folder: the output folder; None where nothing is written.
         writer: what has taken this rank's rows.
         recorder: what has taken its batches.
+        reference: on rank 0 the run that this one is compared with, and what is asked of this one for it;
+            None where there is none.
     """
 
     def __init__(
@@ -56,7 +59,10 @@ class Outcome:
         folder: RunFolder | None,
         writer: JournalWriter | MemoryWriter,
         recorder: Recorder,
+        *,
+        reference: tuple[Reference, Mapping[str, Any]] | None = None,
     ) -> None:
+        self._reference = reference
         self._of = evaluation
         self._facts = facts
         self._previous = previous
@@ -70,13 +76,20 @@ class Outcome:
         self._is_main = evaluation.context.backend.world.is_main
 
     def result(
-        self, times: dict[str, float], said: Sequence[str], *, replay: str | None, setup_s: float
+        self,
+        times: dict[str, float],
+        said: Sequence[str],
+        notes: Sequence[str],
+        *,
+        replay: str | None,
+        setup_s: float,
     ) -> Result:
         """Reduce, check, compute and, on rank 0, write; a collective.
 
         Args:
             times: seconds by part of this rank's loop.
             said: sentences about this rank's numeric settings.
+            notes: sentences about its reading; rank 0 says those of all ranks, each once.
             replay: how the comparison of a finished batch went.
             setup_s: seconds before the loop.
         """
@@ -88,9 +101,12 @@ class Outcome:
                 "files": len(self._writer.written),
                 "chunks": self._recorder.chunks_saved,
                 "settings": list(said),
+                "notes": list(notes),
                 "shared": self._folder is None or self._folder.shared,
             }
         )
+        said_once = dict.fromkeys(note for report in reports for note in report["notes"])
+        self._of.context.note_all(list(said_once))
         self._ledger.verify_exactly_once()
         evaluated, failed = self._ledger.totals()
         if evaluated == 0:
@@ -108,6 +124,7 @@ class Outcome:
         check_keys(measured)
         clusters = self._clusters(rows, measured)
         made = self._made(measured, clusters, reports, failures, evaluated, replay, setup_s)
+        made = self._beside_reference(made, rows)
         if self._folder is None or not self._is_main:
             return made
         with self._writable():
@@ -198,6 +215,29 @@ class Outcome:
         folder = None if self._folder is None else self._folder.path
         with self._writable():
             return read_columns(rows, self._of.plan, names, folder, partial(self._progress.step, "write"))
+
+    def _beside_reference(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
+        """The result with what the reference's rows say beside this run's; a collective where there is one.
+
+        The reference was readable before the first batch. If it is not any more, no batch is lost for it.
+        """
+        of = self._of
+        if of.context.options.reference is None:
+            return result
+        found: dict[str, Any] | None = None
+        if self._reference is not None:
+            reference, facts = self._reference
+            windows = windows_of_chunks(rows, of.plan, of.task, of.dataset, of.kept)
+            try:
+                found = reference.compare(windows, of.dataset, facts, partial(self._progress.step, "write"))
+            except DualevalError as error:
+                found = reference.unreadable(error)
+        self._control.meet()
+        found = self._backend.broadcast_json(found, src=0)
+        assert found is not None
+        problem = found.get("problem")
+        said = [] if problem is None else [f"not compared with {found['folder']}: {problem}"]
+        return replace(result, reference=found, warnings=[*result.warnings, *said])
 
     def _made(
         self,

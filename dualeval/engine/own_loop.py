@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualeval.choices import check_kind
+from dualeval.choices import AUTO, check_kind
 from dualeval.columns import Column, Ragged, as_column, host_columns, of_parts, parts_of, to_rows
 from dualeval.engine import numerics
 from dualeval.engine.context import RunContext
@@ -21,6 +21,7 @@ from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.guest import Guest
 from dualeval.engine.loop import Evaluation, read_alone
+from dualeval.engine.options import RunOptions
 from dualeval.engine.own_task import LoopKind, LoopTask
 from dualeval.engine.parts import drawn
 from dualeval.engine.samples import Samples, check_samples, wrap
@@ -71,11 +72,7 @@ class OwnLoop:
         model: nn.Module | None = None,
     ) -> None:
         check_samples(dataset)
-        if numerics.PRECISIONS[context.options.precision] is not None:
-            raise UsageError(
-                f"precision {context.options.precision!r}: in your own loop write autocast yourself, "
-                "as torch.autocast(...) around the forward. Leave precision out."
-            )
+        _check_left_out(context.options)
         numerics.check_precision(context.options.precision, context.backend.device)
         kind = "a function of a list of samples, or None for torch's default_collate"
         check_kind("collate", collate, collate is None or callable(collate), kind)
@@ -370,6 +367,34 @@ class OwnLoop:
     def _take_added(self) -> Columns | None:
         added, self._in_hand, self._added = self._added, None, None
         return added
+
+
+def _check_left_out(options: RunOptions) -> None:
+    """Check that nothing is asked for that only the caller can do: the forward is the caller's own.
+
+    Raises:
+        UsageError: something is; says how it is done in the loop.
+    """
+    if numerics.PRECISIONS[options.precision] is not None:
+        raise UsageError(
+            f"precision {options.precision!r}: in your own loop write autocast yourself, "
+            "as torch.autocast(...) around the forward. Leave precision out."
+        )
+    if options.precision in numerics.CASTS:
+        raise UsageError(
+            f"precision {options.precision!r}: in your own loop cast the model and its inputs yourself, "
+            f"as model.to(torch.{str(numerics.CASTS[options.precision])[6:]}). Leave precision out."
+        )
+    if options.layout != AUTO:
+        raise UsageError(
+            f"layout {options.layout!r}: in your own loop bring the model and its inputs into a layout "
+            "yourself, as model.to(memory_format=torch.channels_last). Leave layout out."
+        )
+    if options.optimize is not None:
+        raise UsageError(
+            f"optimize {options.optimize!r}: in your own loop do that yourself, as with torch.compile(model) "
+            "or torch.fx.experimental.optimization.fuse(model). Leave optimize out."
+        )
 
 
 def _parts(batch: Any) -> list[Any]:

@@ -47,7 +47,7 @@ def draw(
     before = f"{seed}\0".encode()
     keys = []
     for first in range(0, len(dataset), _IDS_AT_ONCE):
-        names = _ids(dataset, range(first, min(first + _IDS_AT_ONCE, len(dataset))))
+        names = ids_of(dataset, range(first, min(first + _IDS_AT_ONCE, len(dataset))))
         digests = [_digest(before, name)[:_KEY_BYTES] for name in names]
         keys.append(np.frombuffer(b"".join(digests), dtype=">u8"))
         step()
@@ -61,7 +61,8 @@ def draw(
     return np.sort(np.concatenate(chosen)).astype(np.int64)
 
 
-def _ids(dataset: Dataset, samples: range) -> Sequence[str]:
+def ids_of(dataset: Dataset, samples: range) -> Sequence[str]:
+    """The ids of consecutive samples, by their places."""
     if isinstance(dataset, Samples):
         return dataset.ids_in(samples)
     return [dataset.id(index) for index in samples]

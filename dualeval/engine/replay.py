@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualeval.columns import RaggedRows, Rows, form_of, spread_rows, to_column, values_of
+from dualeval.columns import Rows, form_of, spread_rows, to_column, values_of
 from dualeval.engine.columns import columns_of, update
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalFile
@@ -24,6 +24,7 @@ from dualeval.engine.folder.predictions import EVALUATED, evaluated_of
 from dualeval.engine.measured import plain
 from dualeval.engine.parts import texts_of
 from dualeval.engine.plan import EvalPlan
+from dualeval.engine.row_differences import differing_rows
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows
@@ -38,7 +39,7 @@ NOTHING_TO_COMPARE = "nothing to compare"
 SKIPPED = "skipped"
 
 # Relative and absolute, for floats that another machine has computed.
-_TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "amp-fp16": 2e-2, "amp-bf16": 1e-1}
+_TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "amp-fp16": 2e-2, "amp-bf16": 1e-1, "fp16": 2e-2, "bf16": 1e-1}
 # Of a batch's rows on another machine this part may be outside: near ties a predicted class may be another.
 _OUTSIDE = 0.1
 # Letters of a value in a message: a ragged row may be of any length.
@@ -353,43 +354,9 @@ def _evaluated_by_batch(file: JournalFile, evaluated: npt.NDArray[np.bool_], pla
 
 def _first_difference(there: Rows, now: Rows, tolerance: float | None) -> int | None:
     """The row of the first difference that counts; a tolerance of None wants equal bits."""
-    if isinstance(there, RaggedRows) and isinstance(now, RaggedRows):
-        wrong = _differing_rows(there, now, tolerance)
-    else:
-        wrong = np.flatnonzero(~_equal_rows(values_of(there), values_of(now), tolerance))
+    wrong = differing_rows(there, now, tolerance)
     allowed = 0 if tolerance is None else int(_OUTSIDE * len(there))
     return int(wrong[0]) if len(wrong) > allowed else None
-
-
-def _differing_rows(there: RaggedRows, now: RaggedRows, tolerance: float | None) -> npt.NDArray[np.intp]:
-    """Rows of another length or with other values; lengths and text have no tolerance."""
-    same_length = there.lengths == now.lengths
-    one, other = there[same_length], now[same_length]
-    row_of_value = np.repeat(np.flatnonzero(same_length), one.lengths)
-    wrong = row_of_value[~_equal_rows(one.values, other.values, tolerance)]
-    return np.union1d(np.flatnonzero(~same_length), wrong)
-
-
-def _equal_rows(
-    there: npt.NDArray[Any], now: npt.NDArray[Any], tolerance: float | None
-) -> npt.NDArray[np.bool_]:
-    if tolerance is None:
-        return _same_bits(there, now)
-    if there.dtype.kind == "f":
-        equal = np.isclose(there, now, rtol=tolerance, atol=tolerance, equal_nan=True)
-    else:
-        equal = np.asarray(there == now)
-    return np.asarray(equal.all(axis=tuple(range(1, equal.ndim))))
-
-
-def _same_bits(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Which rows are equal in all their bytes."""
-    rows = len(one)
-    if not rows:
-        return np.ones(0, np.bool_)
-    bits = [np.ascontiguousarray(values).reshape(rows, -1).view(np.uint8) for values in (one, other)]
-    equal: npt.NDArray[np.bool_] = (bits[0] == bits[1]).all(axis=1)
-    return equal
 
 
 def _kind(rows: Rows) -> tuple[Any, ...]:

@@ -6,19 +6,21 @@ or the watch where the main thread does not come back.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import sleep
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dualeval.engine.ending import conclude_quietly, install_hook, remove_hook, say
 from dualeval.engine.options import check_session_options, check_timeout, run_options_of
 from dualeval.engine.signals import Signals
 from dualeval.errors import (
     EXIT_DONE,
+    BackendError,
     DualevalError,
     LibraryError,
     PeerError,
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from dualeval.result import Result
     from dualeval.tasks import Task
     from dualeval.world import World
+
+_T = TypeVar("_T")
 
 ON_STALL = ("raise", "exit")
 # srun loses words that it has not handed on when it ends the step.
@@ -134,6 +138,7 @@ class Session:
         self.is_concluded = False
         self._is_closed = False
         self._is_joining = False
+        self._is_attempt = False
         self._loop: OwnLoop | None = None
         self._threads: int | None = None
 
@@ -340,6 +345,82 @@ class Session:
             log_result(result, targets, step, self.note)
         return result
 
+    def attempt(
+        self, work: Callable[[], _T], *, progress: str = "", last: bool = False
+    ) -> tuple[_T | None, PeerError | None]:
+        """Do one of several things, such as evaluating one of several models; a collective.
+
+        An error of it, on one rank or on all, ends this attempt on every rank and not the session, as long as
+        all ranks are there and none is in the midst of a collective: else the run ends, as it does where a
+        signal stops it.
+
+        Args:
+            work: evaluates at most once, with ``last=True``.
+            progress: how many are done, as a sentence; said where the run is stopped.
+            last: nothing follows it: a signal that comes when the result is written comes too late.
+
+        Returns:
+            What came of it, and None; or None and the failure, the same on every rank.
+
+        Raises:
+            PeerError: another rank failed, and the run ends.
+            Stopped: a signal, or ``stop``, has ended the run.
+        """
+        self._require_going_on()
+        assert self._conclusion is not None
+        self._conclusion.progress = progress
+        self._watch.more_follows = not last
+        self._watch.begin()
+        self.control.progress.step("setup")
+        self.control.check()
+        done, problem = None, None
+        self._is_attempt = True
+        try:
+            done = work()
+        except BaseException as error:
+            problem = self._own(error, of_task=True)
+            if not self._is_of_attempt(problem):
+                raise
+        finally:
+            self._is_attempt = False
+        self._watch.end()
+        failure = self._conclusion.of_attempt(problem if isinstance(problem, Exception) else None)
+        # Its frames hold the model, and what was read.
+        problem = None
+        self._let_go()
+        if not last:
+            self._idle()
+        return (done, None) if failure is None else (None, failure)
+
+    def _is_of_attempt(self, error: BaseException) -> bool:
+        """Whether an error ends an attempt and no more: all ranks are there, and the backend is whole."""
+        return (
+            not self.is_concluded
+            and isinstance(error, Exception)
+            and not isinstance(error, Stopped | BackendError)
+            and self.control.failure is None
+            and self.control.stopping is None
+        )
+
+    def _let_go(self) -> None:
+        """Give back the memory of an attempt that is over.
+
+        Raises:
+            DualevalError: the device cannot be used any more.
+        """
+        import torch
+
+        gc.collect()
+        device = self.backend.device
+        if device.type != "cuda":
+            return
+        try:
+            # After an error inside of a kernel all that follows fails, too.
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise DualevalError(f"{device} cannot be used any more: {text_of(error)}") from error
+        torch.cuda.empty_cache()
+
     @contextmanager
     def _concluding(self, *, of_task: bool = True) -> Iterator[None]:
         """Conclude the run where the block raises.
@@ -355,6 +436,8 @@ class Session:
             if isinstance(error, GeneratorExit) and self._loop is not None and of_task:
                 raise  # the caller has left its loop; whether that is an error shows later
             self._watch.end(was_raised=isinstance(error, Interrupted))
+            if self._is_attempt and self._is_of_attempt(self._own(error, of_task=of_task)):
+                raise
             concluded = self._concluded(error, of_task=of_task)
             if concluded is error:
                 raise
@@ -476,11 +559,16 @@ class Session:
         if isinstance(error, Interrupted):
             failure = self.control.failure
             error = failure if failure is not None else Stopped(self.control.stopping or "stop()")
-        elif of_task and self.is_owner and isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
+        error = self._own(error, of_task=of_task)
+        self.conclude(error)
+        return error
+
+    def _own(self, error: BaseException, *, of_task: bool) -> BaseException:
+        """The error, or what is said in the place of one that a task's code has no reason to raise."""
+        if of_task and self.is_owner and isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
             # Signals are the session's: what is raised here is the task's own.
             said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
-            error = DualevalError(f"the task's code raised {said} in the midst of the run")
-        self.conclude(error)
+            return DualevalError(f"the task's code raised {said} in the midst of the run")
         return error
 
     def conclude(self, error: BaseException) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +18,8 @@ _LABEL_WIDTH = 16
 # Of a table that a launcher or a file takes, however wide the terminals of this process are.
 _WIDTH = 80
 _DIGITS = 6
+# Letters of an option's value beside that of another run.
+_LONGEST_VALUE = 40
 # From here on, and below this, a power of ten is easier to read than zeros.
 _LARGE, _SMALL = 1e9, 1e-4
 
@@ -42,7 +46,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
         f"metrics_digest  {result.metrics_digest}{_comparable(result)}",
         *([] if result.folder is None else [f"files           {result.folder}"]),
     ]
-    for line in lines:
+    for line in [*lines, *_reference(result)]:
         _print_line(console, line)
     for warning in result.warnings:
         console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False, style="yellow")
@@ -128,6 +132,64 @@ def _resumed(result: Result) -> str:
 
 def _work(result: Result) -> str:
     return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in result.work.items())
+
+
+def _reference(result: Result) -> Iterator[str]:
+    """How the predictions differ from those of another run; nothing where none was named."""
+    found = result.reference
+    if not found:
+        return
+    yield f"reference       {found['folder']}"
+    if "problem" in found:
+        return
+    differs = ", ".join(f"{name} {_beside(*values)}" for name, values in found["differs_in"].items())
+    if differs:
+        yield f"  differs in    {differs}"
+    failed = ", ".join(f"{count:,} {_FAILED[name]}" for name, count in found["failed"].items() if count)
+    yield f"  samples       {found['samples']:,} in both" + (f"; failed: {failed}" if failed else "")
+    yield f"  agreement     {_agreement(found)}"
+    if found["loss"] is not None:
+        yield f"  loss          {_difference(found['loss'])}"
+    if found["same_bits"]:
+        yield f"  columns       all {len(found['columns'])} others have the same bits"
+    for name, column in found["columns"].items():
+        if column["rows_differ"]:
+            yield f"  {name:<14}{_difference(column)}"
+    for name, reason in found["not_compared"].items():
+        yield f"  {name:<14}not compared: {reason}"
+
+
+_FAILED = {"here": "in this run only", "there": "in the reference only", "both": "in both"}
+
+
+def _beside(there: object, here: object) -> str:
+    shown = (str(value)[:_LONGEST_VALUE] for value in (there, here))
+    return " -> ".join(shown)
+
+
+def _agreement(found: Mapping[str, Any]) -> str:
+    if found["agreement"] is None:
+        return "the runs keep no prediction"
+    equal = found["samples"] - found["changed"]
+    said = f"{equal:,} predictions are equal ({100 * found['agreement']:.2f} %)"
+    if found["changed"] and found["became_right"] is not None:
+        said += f"; {found['became_right']:,} became right, {found['became_wrong']:,} wrong"
+    return said
+
+
+def _difference(column: Mapping[str, Any]) -> str:
+    """How much the rows of one column differ."""
+    if not column["rows_differ"]:
+        return "the same bits in every row"
+    said = f"{column['rows_differ']:,} rows differ"
+    if column.get("largest") is None:
+        return f"{said}, the first is {column.get('first') or column.get('first_not_finite')}"
+    said += f", mean {column['mean']:+.3g}, largest {column['largest']:.3g}"
+    if column["largest_at"] is not None:
+        said += f" ({column['largest_at']})"
+    if column["not_finite"]:
+        said += f"; {column['not_finite']:,} not finite ({column['first_not_finite']}, ...)"
+    return said
 
 
 def _comparable(result: Result) -> str:

@@ -11,6 +11,7 @@ from dualeval.option_fields import check_fields, option
 from dualeval.weights_name import is_path_of_weights
 
 if TYPE_CHECKING:
+    from dualeval.data.opened import Opened
     from dualeval.tasks.question_answering import QuestionAnswering
 
 _MODEL = "Model"
@@ -76,8 +77,12 @@ class QuestionAnsweringOptions:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def make(self) -> QuestionAnswering:
-        """The task."""
+    def make(self, opened: Opened | None = None) -> QuestionAnswering:
+        """The task.
+
+        Args:
+            opened: what other tasks of the run have read of their data.
+        """
         from dualeval.tasks.question_answering import QuestionAnswering
 
         return QuestionAnswering(
@@ -94,4 +99,5 @@ class QuestionAnsweringOptions:
             n_best=self.n_best,
             max_answer_length=self.max_answer_length,
             null_threshold=self.null_threshold,
+            opened=opened,
         )

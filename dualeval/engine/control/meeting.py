@@ -49,6 +49,8 @@ class Meetings:
         self._size = size
         self._name = name
         self._first = first
+        # Each attempt counts its meetings from 0: ranks on which it breaks have come to fewer than others.
+        self._attempt = 0
         self._held = 0
         with rank_0_reachable(first):
             store.set(self.key(f"sign/{name.rank}"), sign)
@@ -76,7 +78,7 @@ class Meetings:
         Raises:
             PeerError: they have not come by then, or rank 0 can no longer be reached.
         """
-        number = self._held
+        number = self._next
         self._held += 1
         with rank_0_reachable(self._first):
             if self.store.add(self.key(f"arrived/{number}"), 1) == self._size:
@@ -118,10 +120,38 @@ class Meetings:
     def propose(self, store: TCPStore, verdict: Verdict) -> Verdict:
         """Propose a verdict, from any thread with a client of its own; returns the one that holds."""
         holds = propose(store, self.key(VERDICT), verdict)
-        if verdict.kind == "failure":
+        if verdict.kind in ("failure", "attempt"):
             # The others can wait at most at the next meeting that this rank would have come to.
-            store.set(self.key(f"go/{self._held}"), _FAILED)
+            store.set(self.key(f"go/{self._next}"), _FAILED)
         return holds
+
+    @property
+    def _next(self) -> str:
+        """Names the next meeting that this rank comes to."""
+        return f"{self._attempt}.{self._held}"
+
+    def end_attempt(self, check: Callable[[], None]) -> Verdict | None:
+        """Wait, asleep, until every rank has come to the end of an attempt, however it went there.
+
+        Args:
+            check: as for ``meet``.
+
+        Returns:
+            The verdict that held when the last one came, the same on every rank.
+
+        Raises:
+            PeerError: rank 0 can no longer be reached.
+        """
+        over = f"over/{self._attempt}"
+        with rank_0_reachable(self._first):
+            if self.store.add(self.key(f"arrived/{over}"), 1) == self._size:
+                # Only the last one looks: the others could find the verdict of the next attempt.
+                self.store.set(self.key(over), bytes(self.store.get(self.key(VERDICT))).decode())
+            found = self._await(over, check=check)
+        self._attempt += 1
+        self._held = 0
+        assert found is not None
+        return Verdict.read(found)
 
     def claim(self, run: int) -> int:
         """Take the next number of a run, from 0; no other rank gets it."""

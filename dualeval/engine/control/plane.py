@@ -47,6 +47,8 @@ _LAST_BEAT_WITHIN_S = 2.0
 _FIRST_MEETING_WITHIN_S = 120.0
 # Of each rank to rank 0: the main thread's, and that of the beats.
 _CONNECTIONS = 2
+# Ranks on which an attempt breaks have begun fewer runs than others; those of the next are numbered anew.
+_RUNS_OF_AN_ATTEMPT = 1 << 20
 
 
 class ControlPlane:
@@ -103,6 +105,7 @@ class ControlPlane:
         self._meetings: Meetings | None = None
         if store is not None:
             self._meetings = Meetings(store, token, size, name, first, str(self._pulse.look()))
+        self._attempt = 0
         self._runs = 0
         self._tally: Tally | None = None
         self._stop: str | None = None
@@ -156,7 +159,7 @@ class ControlPlane:
                 with rank_0_reachable(self.first):
                     held = Verdict.read(self._meetings.store.get(self._meetings.key(VERDICT)))
                 assert held is not None, "who ends a meeting has given the verdict before"
-                raise held.to_error()
+                raise Stopped(held.message) if held.kind == "stop" else held.to_error()
 
     def names_of_absent(self) -> Callable[[], str]:
         """On rank 0: what says which ranks have not come to the control plane, for another thread."""
@@ -181,6 +184,61 @@ class ControlPlane:
         """Raise PeerError where the helper thread has heard of another rank's failure."""
         if self.failure is not None:
             raise self.failure
+        held = self.verdict
+        if held is not None and held.kind == "attempt" and held.attempt == self._attempt:
+            raise held.to_error()
+
+    # -- attempts, on the main thread --------------------------------------------------------------
+
+    def fail_attempt(self, error: BaseException) -> None:
+        """Report that the attempt at hand failed on this rank: the others leave it, too.
+
+        Every rank comes to ``end_attempt`` next. Where all ranks are ending already, that says why.
+        """
+        own = Verdict.own_failure(self.name.rank, error, str(self.name), self._attempt)
+        if (meetings := self._reachable) is not None:
+            with rank_0_reachable(self.first):
+                own = meetings.propose(meetings.store, own)
+        elif self.verdict is not None and not own.replaces(self.verdict):
+            return
+        self._hear(own)
+
+    def end_attempt(self, *, went_well: bool) -> PeerError | None:
+        """Wait, asleep, until every rank has come to the end of the attempt; the next one begins.
+
+        Args:
+            went_well: on this rank: a stop then comes too late for this attempt, as on all others.
+
+        Returns:
+            The failure that has ended it, the same on every rank; None where it went well on all.
+
+        Raises:
+            PeerError: another rank has failed for good.
+            Stopped: a signal has asked the run to end.
+        """
+        held = self.verdict
+        if self._meetings is not None:
+            with self.progress.inside("meet"):
+                held = self._meetings.end_attempt(self._check_failure if went_well else self._check_for_good)
+        number, self._attempt = self._attempt, self._attempt + 1
+        self._runs = self._attempt * _RUNS_OF_AN_ATTEMPT
+        if held is None or (held.kind == "attempt" and held.attempt != number):
+            return None
+        if held.kind == "attempt":
+            return held.to_error()
+        if held.kind == "stop" and went_well:
+            return None
+        raise Stopped(held.message) if held.kind == "stop" else held.to_error()
+
+    def _check_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _check_for_good(self) -> None:
+        """As ``check``, but for the failure of an attempt."""
+        self._check_failure()
+        if self._stop is not None:
+            raise Stopped(self._stop)
 
     # -- failures and stops, from any thread -------------------------------------------------------
 
@@ -312,11 +370,14 @@ class ControlPlane:
 
     def _hear(self, verdict: Verdict) -> None:
         """Take note of the verdict that holds."""
-        if verdict == self.verdict:
+        before = self.verdict
+        if verdict == before or (verdict.kind == "attempt" and before and not verdict.replaces(before)):
             return
         self.verdict = verdict
         if verdict.kind == "stop":
             self._stop = self._stop or verdict.message
+        elif verdict.kind == "attempt":
+            return  # the main thread looks for it
         else:
             # Nothing more of what is waited for will come.
             self.all_saved.set()

@@ -3,6 +3,9 @@
 One key holds it, set by ``compare_set``, so that of two ranks which fail at the same time one wins, and both
 read the same. A stop (a signal asks all to end) may later give way: to a failure, where a rank breaks before
 all have saved, or to the end, when rank 0 knows with what exit code. Failure and end are final.
+
+Where one run makes several attempts, such as one for each of several models, the failure of one attempt is
+a verdict, too: it holds for that attempt alone, and gives way to any other kind, and to a later attempt's.
 """
 
 from __future__ import annotations
@@ -34,20 +37,22 @@ class Verdict:
     """Why all ranks end.
 
     Attributes:
-        kind: "failure", "stop" or "end".
+        kind: "failure", "stop", "end", or "attempt": a failure that ends one attempt.
         rank: whose failure it is, or who has heard the signal, or 0.
         exit_code: what every rank ends with.
         message: the failure's text, or the signal's name.
         reporter: the rank that failed, with host and process; None where another rank has noticed it, whose
             message begins with that.
+        attempt: the number of the attempt that has failed.
         nonce: tells this verdict from all others, so that who proposed it knows that it has won.
     """
 
-    kind: Literal["failure", "stop", "end"]
+    kind: Literal["failure", "stop", "end", "attempt"]
     rank: int
     exit_code: int
     message: str = ""
     reporter: str | None = None
+    attempt: int = 0
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
@@ -56,10 +61,13 @@ class Verdict:
         return cls(kind="failure", rank=rank, exit_code=EXIT_FAILED, message=message)
 
     @classmethod
-    def own_failure(cls, rank: int, error: BaseException, reporter: str) -> Verdict:
-        """A failure that its own rank reports."""
+    def own_failure(
+        cls, rank: int, error: BaseException, reporter: str, attempt: int | None = None
+    ) -> Verdict:
+        """A failure that its own rank reports; of one attempt where that is given."""
         return cls(
-            kind="failure",
+            kind="failure" if attempt is None else "attempt",
+            attempt=attempt or 0,
             rank=rank,
             exit_code=exit_code_of(error),
             message=message_of(error),
@@ -86,13 +94,15 @@ class Verdict:
 
     def replaces(self, other: Verdict) -> bool:
         """Whether this one may take the other's place."""
-        return other.kind == "stop" and self.kind != "stop"
+        if other.kind == "attempt":
+            return self.kind != "attempt" or self.attempt > other.attempt
+        return other.kind == "stop" and self.kind in ("failure", "end")
 
 
 def propose(store: TCPStore, key: str, verdict: Verdict) -> Verdict:
     """Propose a verdict to all ranks; returns the one that holds, which is this one or was there before."""
     expected = NO_VERDICT
-    # Twice at most: what a stop has given way to is final.
+    # A few times at most: what a stop has given way to is final.
     while True:
         found = bytes(store.compare_set(key, expected, str(verdict))).decode()
         holds = Verdict.read(found)

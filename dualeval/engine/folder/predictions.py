@@ -93,7 +93,7 @@ def write_predictions(
     # 28 MB for 100,000 rows. The writer has no option for its pool, it takes the default one.
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     try:
-        for start, rows in _windows(files, plan, kept):
+        for start, rows in windows_of(files, plan, kept):
             table = _table(pyarrow, task, dataset, kept, rows, start)
             if writer is None:
                 # No dictionaries: ids and losses hardly repeat, and a dictionary is kept for the whole file.
@@ -192,7 +192,7 @@ def write_json_file(
     try:
         with partial.open("w", encoding="ascii") as file:
             before = "{\n"
-            for start, rows in _windows(files, plan, kept):
+            for start, rows in windows_of(files, plan, kept):
                 for entry in json_entries(task, dataset, rows, start, column):
                     file.write(f"{before}{entry}")
                     before = ",\n"
@@ -246,7 +246,7 @@ def read_columns(
         OSError: they cannot be written.
     """
     with MappedColumns(folder) if folder is not None else HeldColumns() as found:
-        for _, rows in _windows(files, plan, columns):
+        for _, rows in windows_of(files, plan, columns):
             evaluated = evaluated_of(rows)
             found.append({name: rows[name][evaluated] for name in columns})
             step()
@@ -280,10 +280,18 @@ def _ragged_arrow(pyarrow: Any, rows: RaggedRows, missing: npt.NDArray[np.bool_]
     )
 
 
-def _windows(
+def windows_of(
     files: Sequence[RowsOfChunks], plan: EvalPlan, columns: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, Rows]]]:
-    """Yield (index of the first sample, columns) for consecutive chunks of about ``WINDOW_ROWS`` rows."""
+    """Read the rows of consecutive chunks, about ``WINDOW_ROWS`` at a time.
+
+    Args:
+        files: as for ``write_predictions``, as ``plan``.
+        columns: their names.
+
+    Yields:
+        the index of the first sample, and the columns with ``EVALUATED``, one row for each sample.
+    """
     where = _places(files, plan)
     known = _known_columns(files)
     wanted = {name: known[name] for name in (EVALUATED, *columns)}

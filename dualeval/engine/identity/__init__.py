@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from dualeval.engine.identity.constants import constants, shown
 from dualeval.engine.identity.data import contents_fingerprint
 from dualeval.engine.identity.model import (
+    ModelIdentity,
     ModelValues,
     model_fingerprint,
-    structure_by_name,
     structure_fingerprint,
 )
 from dualeval.engine.identity.source import has_source, modules_of, source_fingerprints
@@ -32,6 +32,7 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.tasks import Dataset, Task
 
 __all__ = [
+    "ModelIdentity",
     "contents_fingerprint",
     "job_identity",
     "metric_fingerprint",
@@ -51,7 +52,7 @@ _OBJECTS = "functions with values of their own"  # as a module's name
 def job_identity(
     task: Task,
     dataset: Dataset,
-    model: nn.Module,
+    model: ModelIdentity,
     metrics: Sequence[Metric],
     row_metrics: Sequence[RowMetric],
     samples: int,
@@ -62,7 +63,7 @@ def job_identity(
     Args:
         task: after ``build_model``.
         dataset: the task's.
-        model: as ``build_model`` gave it, before anything is folded or compiled.
+        model: of the model as ``build_model`` gave it, before it was prepared.
         metrics: in the order of their slots in the ledger.
         row_metrics: in their order.
         samples: how many of the data set are evaluated.
@@ -72,13 +73,12 @@ def job_identity(
         Plain values by name, as JSON has them. The contents of samples are not in it: ``contents``.
 
     Raises:
-        UsageError: a tensor of the model has no values, or the fingerprint of task or metric is no JSON.
+        UsageError: the fingerprint of task or metric is no JSON.
     """
-    values = ModelValues(model)
-    structure = structure_fingerprint(model, values)
+    values = model.values
     measures: list[Metric | RowMetric] = [*metrics, *row_metrics]
     named = [*task.sources(), *_functions(measures)]
-    objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules(), *measures]
+    objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules, *measures]
     return {
         "task": task.name,
         **_sources(objects, named, values),
@@ -88,10 +88,10 @@ def job_identity(
         **({"task_attributes": dict(attributes)} if attributes else {}),
         "data": dataset.fingerprint(samples),
         "samples": samples,
-        "weights": model_fingerprint(model),
-        "structure": structure,
+        "weights": dict(model.weights),
+        "structure": dict(model.structure),
         # Says which of a module's attributes differs.
-        "structure_attributes": structure_by_name(model, values),
+        "structure_attributes": dict(model.structure_attributes),
         # What the source of classes leaves open: it may come from the environment, or a caller.
         "constants": constants(objects, values, named),
         # Their order is that of their slots in the ledger.

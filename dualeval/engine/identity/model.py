@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -129,6 +130,41 @@ def values_of(module: nn.Module) -> dict[str, Any]:
     return {
         name: value for name, value in attributes.items() if name not in left_out and not says_where(name)
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelIdentity:
+    """What a model is, as it was built: to be taken before it is prepared for its evaluation.
+
+    Attributes:
+        values: digests of what belongs to the model, whose modules and tensors it knows by name.
+        modules: all of them.
+        structure: as ``structure_fingerprint`` gives it.
+        structure_attributes: as ``structure_by_name`` gives them.
+        weights: as ``model_fingerprint`` gives it.
+    """
+
+    values: ModelValues
+    modules: tuple[nn.Module, ...]
+    structure: Mapping[str, str]
+    structure_attributes: Mapping[str, str]
+    weights: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelIdentity:
+        """Take the identity of a model.
+
+        Raises:
+            UsageError: a tensor has no values.
+        """
+        values = ModelValues(model)
+        return cls(
+            values=values,
+            modules=tuple(model.modules()),
+            structure=structure_fingerprint(model, values),
+            structure_attributes=structure_by_name(model, values),
+            weights=model_fingerprint(model),
+        )
 
 
 def structure_fingerprint(model: nn.Module, values: ModelValues) -> dict[str, str]:

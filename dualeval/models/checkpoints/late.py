@@ -232,6 +232,10 @@ class LateTensor(Tensor):
         """Shape and dtype, without reading."""
         return f"LateTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __deepcopy__(self, memo: object) -> LateTensor:
+        """Itself: it holds no values, and is never written."""
+        return self
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Give torch the values, where it computes with them.

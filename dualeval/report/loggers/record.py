@@ -152,7 +152,15 @@ def _of_run(result: Result) -> dict[str, float]:
         "run/samples_per_s": result.samples_per_s,
         "run/evaluate_s": result.timing["evaluate_s"],
         "run/total_s": result.timing["total_s"],
+        **_of_reference(result.reference),
     }
+
+
+def _of_reference(found: Mapping[str, Any]) -> dict[str, float]:
+    """How far the predictions are from those of another run, where one was named."""
+    loss = found.get("loss") or {}
+    figures = {"agreement": found.get("agreement"), "largest_loss_difference": loss.get("largest")}
+    return {f"reference/{name}": value for name, value in figures.items() if value is not None}
 
 
 def _table(columns: Mapping[str, Sequence[Any]], names: Sequence[str | None]) -> Table:

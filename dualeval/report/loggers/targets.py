@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dualeval.errors import UsageError
@@ -19,6 +19,7 @@ _NAMED = ("wandb", "mlflow")
 _FILES = ("tensorboard", "jsonl")
 _DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 # Letters that W&B refuses in the name of a project.
 _PROJECT = re.compile(r"([^/\\?%:]+/)?[^/\\?%:]+")
 _EXAMPLES = "tensorboard:runs/tb, wandb:my-project, mlflow:file:mlruns, jsonl:results.jsonl"
@@ -86,6 +87,22 @@ def _target(text: str, step: int | None, option: str) -> Target:
                 f"name. Type {kind}:{where}#NAME."
             )
     return Target(text=text, kind=kind, where=where, name=name)
+
+
+def of_model(target: Target, model: str) -> Target:
+    """Where the result of one of several models is logged, so that each has a run of its own there.
+
+    Args:
+        target: where results are logged.
+        model: the model's name.
+    """
+    if target.kind == "tensorboard":
+        where = str(Path(target.where) / model)
+        return replace(target, text=f"{target.kind}:{where}", where=where)
+    if target.name is None:
+        return target  # the run is called as the result's folder, which has the model's name
+    name = _NOT_IN_NAME.sub("-", f"{target.name}-{model}")
+    return replace(target, text=f"{target.kind}:{target.where}#{name}", name=name)
 
 
 def counted_from(text: str, folder: Path) -> str:

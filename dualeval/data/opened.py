@@ -1,0 +1,27 @@
+"""What the tasks of one run have read of their data, so that each of it is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class Opened:
+    """Remembers what was read; the caller makes one, and gives it to each task that may share it."""
+
+    def __init__(self) -> None:
+        self._read: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, read: Callable[[], _T]) -> _T:
+        """What was read under a key, read now where it was not; an error is not remembered.
+
+        Args:
+            key: names all that decides what is read.
+            read: reads it.
+        """
+        if key not in self._read:
+            self._read[key] = read()
+        found: _T = self._read[key]
+        return found

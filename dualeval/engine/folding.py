@@ -1,0 +1,98 @@
+"""Folding: batch norms that follow a convolution become part of its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from dualeval.errors import UsageError, named
+
+# What torch.fx.experimental.optimization.fuse folds. Exactly these: a class of one's own may do more.
+_PAIRS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: nn.Conv1d,
+    nn.BatchNorm2d: nn.Conv2d,
+    nn.BatchNorm3d: nn.Conv3d,
+}
+
+
+def fold(model: nn.Module) -> int:
+    """Fold a model's batch norms into the convolutions before them; ``nn.Identity`` takes their places.
+
+    These are the pairs that ``torch.fx.experimental.optimization.fuse`` finds, with the same weights. But the
+    model keeps its own forward, its methods and its signature. Modules are exchanged; no tensor is written.
+
+    Args:
+        model: in evaluation mode; with float32 weights, of which the new ones are made.
+
+    Returns:
+        How many were folded.
+
+    Raises:
+        UsageError: ``torch.fx`` cannot trace the model's forward.
+    """
+    pairs = _pairs(model, _traced(model))
+    for before, after in pairs:
+        # What ``_pairs`` has found to be a convolution and a batch norm.
+        convolution: Any = model.get_submodule(before)
+        norm: Any = model.get_submodule(after)
+        with torch.no_grad():
+            fused = fuse_conv_bn_eval(convolution, norm)
+        _exchange(model, before, fused.requires_grad_(False))
+        _exchange(model, after, nn.Identity())
+    return len(pairs)
+
+
+def _traced(model: nn.Module) -> fx.Graph:
+    # Tracing runs the forward with stand-ins for tensors: what it keeps of them stays with a copy.
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    try:
+        return fx.Tracer().trace(copy.deepcopy(model, shared))
+    except Exception as error:
+        raise UsageError(
+            f"--optimize fold: torch.fx cannot follow the forward of {type(model).__name__}: {named(error)}. "
+            "It may not branch on values or sizes of tensors. Leave --optimize fold out, or give a model "
+            "whose batch norms are folded already."
+        ) from error
+
+
+def _pairs(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
+    """The names of convolutions and batch norms that follow them, and nothing else does."""
+    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    found = []
+    for node in graph.nodes:
+        if node.op != "call_module" or calls[node.target] > 1:
+            continue
+        norm = model.get_submodule(node.target)
+        before = node.args[0] if len(node.args) == 1 else None
+        if type(norm) not in _PAIRS or not isinstance(before, fx.Node) or before.op != "call_module":
+            continue
+        convolution = model.get_submodule(str(before.target))
+        if (
+            type(convolution) is _PAIRS[type(norm)]
+            and len(before.users) == 1
+            and calls[before.target] == 1
+            and isinstance(norm, nn.modules.batchnorm._BatchNorm)
+            and norm.running_mean is not None
+            and not _does_more(convolution)
+            and not _does_more(norm)
+        ):
+            found.append((str(before.target), str(node.target)))
+    return found
+
+
+def _does_more(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _exchange(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in another one's place, under each name that the model has for it."""
+    old = model.get_submodule(name)
+    for parent in list(model.modules()):
+        for child, held in list(parent._modules.items()):
+            if held is old:
+                parent._modules[child] = module

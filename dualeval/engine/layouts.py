@@ -1,0 +1,164 @@
+"""Memory layouts: how the four dimensions of weights and images lie in memory, and which one a model gets.
+
+Torch calls them memory formats. In a contiguous batch of images a channel's pixels lie together, in a
+channels-last one the channels of a pixel do. The numbers are the same; kernels and last bits are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
+from dualeval.errors import UsageError, text_of
+
+# Of a weight of a convolution in two dimensions: channels out, channels in, height, width; and of images.
+_IMAGE_DIMENSIONS = 4
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+# Layers of transformers, and of networks built like them: their products of matrices want the channels of a
+# place together, and so they bring their images into that order themselves.
+_OF_TRANSFORMERS = (nn.LayerNorm, nn.MultiheadAttention)
+_NORMS_BY_NAME = ("LayerNorm", "RMSNorm")
+_QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+# What torch's operations, and those of extensions, say of a layout that they cannot take.
+_OF_LAYOUT = ("view size is not compatible", "contiguous", "stride", "memory format", "memory_format")
+# Packages whose models compute channels-last as they are.
+_KNOWN = ("torch", "torchvision", "dualeval")
+
+
+def layout_of(model: nn.Module, asked: str) -> str:
+    """The layout that a model is computed in.
+
+    ``auto`` looks at the kinds of the model's layers alone, so that it is the same on every machine and at
+    every number of ranks. Channels-last is a model with a convolution in two dimensions (``nn.Conv2d``,
+    ``nn.ConvTranspose2d``), and without layers of transformers (``nn.LayerNorm``, ``nn.MultiheadAttention``,
+    or a class with LayerNorm or RMSNorm in its name). All others are contiguous: ViT, Swin, ConvNeXt, MaxViT,
+    those without such a convolution, and programs that are fixed (``fixed_part``).
+
+    Args:
+        model: as it was built.
+        asked: one of ``choices.LAYOUTS``.
+
+    Returns:
+        "contiguous" or "channels-last".
+
+    Raises:
+        UsageError: channels-last is asked for, and has no meaning for the model or cannot be had.
+    """
+    if asked == AUTO:
+        return CHANNELS_LAST if _is_convolutional(model) and is_changeable(model) else CONTIGUOUS
+    if asked == CHANNELS_LAST:
+        if (part := fixed_part(model)) is not None:
+            raise UsageError(
+                f"--layout {asked}: {part}, and what it does with its images was fixed when it was made. "
+                "Convert the model before (model.to(memory_format=torch.channels_last)), or leave --layout "
+                "out."
+            )
+        if not any(_has_images_dimensions(tensor) for tensor in _tensors(model)):
+            raise UsageError(
+                f"--layout {asked}: the model has no weight of four dimensions, as convolutions of images "
+                "have. Leave it out."
+            )
+        _check_changeable(model, asked)
+    return asked
+
+
+def is_changeable(model: nn.Module) -> bool:
+    """Whether other tensors can take the places of a model's parameters and buffers."""
+    return fixed_part(model) is None and _foreign_tensor(model) is None
+
+
+def needs_a_trial(model: nn.Module) -> bool:
+    """Whether a part of a model is code of somebody's own, which may not compute channels-last.
+
+    ``Tensor.view`` cannot take a channels-last tensor's dimensions together.
+    """
+    return any(type(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules())
+
+
+def is_of_layout(error: Exception) -> bool:
+    """Whether an error says that an operation cannot take a tensor in its layout."""
+    return any(words in text_of(error) for words in _OF_LAYOUT)
+
+
+def fixed_part(model: nn.Module) -> str | None:
+    """What of a model is a program that computes one dtype and layout only, in words; None for nothing."""
+    for name, module in model.named_modules():
+        place = f"its part {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{place} is a TorchScript program"
+        if _is_exported(module):
+            return f"{place} is a program of torch.export"
+        if type(module).__module__.startswith(_QUANTISED):
+            return f"{place} is quantised"
+    return None
+
+
+def converter(layout: str) -> Callable[[Tensor], Tensor]:
+    """What brings a floating tensor of four dimensions into a layout; others stay as they are."""
+    return _channels_last if layout == CHANNELS_LAST else _contiguous
+
+
+def _is_convolutional(model: nn.Module) -> bool:
+    kinds = {type(module) for module in model.modules()}
+    if any(issubclass(kind, _OF_TRANSFORMERS) for kind in kinds):
+        return False
+    if any(name in kind.__name__ for kind in kinds for name in _NORMS_BY_NAME):
+        return False
+    return any(issubclass(kind, _CONVOLUTIONS) for kind in kinds)
+
+
+def _is_exported(module: nn.Module) -> bool:
+    # The graph of symbolic_trace calls modules and functions; that of an export the operators themselves.
+    return isinstance(module, torch.fx.GraphModule) and any(
+        isinstance(node.target, torch._ops.OpOverload) for node in module.graph.nodes
+    )
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _foreign_tensor(model: nn.Module) -> str | None:
+    """The first tensor of a class of its own, as those of a sharded model."""
+    for tensor in _tensors(model):
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
+            return type(tensor).__name__
+    return None
+
+
+def _check_changeable(model: nn.Module, asked: str) -> None:
+    kind = _foreign_tensor(model)
+    if kind is not None:
+        raise UsageError(
+            f"--layout {asked}: a tensor of the model is a {kind}, which can take no other layout. Leave it "
+            "out."
+        )
+
+
+def _has_images_dimensions(tensor: Tensor) -> bool:
+    return tensor.ndim == _IMAGE_DIMENSIONS and tensor.is_floating_point()
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    if not _has_images_dimensions(tensor):
+        return tensor
+    _, channels, height, width = tensor.shape
+    strides = (channels * height * width, 1, width * channels, channels)
+    return _with_strides(tensor.contiguous(memory_format=torch.channels_last), strides)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    if not _has_images_dimensions(tensor):
+        return tensor
+    _, channels, height, width = tensor.shape
+    return _with_strides(tensor.contiguous(), (channels * height * width, height * width, width, 1))
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    # Of one channel, or one pixel, both layouts are the same memory, and torch leaves the strides as they
+    # are. Convolutions choose their kernel by these, and hand them on to all that follows.
+    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)

@@ -1,0 +1,310 @@
+"""The model that computes, made from the model as it was built: folded, cast, laid out, compiled.
+
+The job's identity is that of the model as it was built. What is done to it here is in the identity by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from dualeval.choices import CHANNELS_LAST, COMPILE, FOLD
+from dualeval.engine import numerics
+from dualeval.engine.folding import fold
+from dualeval.engine.layouts import converter, fixed_part, is_changeable, layout_of
+from dualeval.engine.nests import NestError, map_values
+from dualeval.engine.options import RunOptions
+from dualeval.errors import UsageError, named, text_of
+
+_Convert = Callable[[Tensor], Tensor]
+
+# Shapes of batches that may each be compiled; torch's own limit is 8.
+_MOST_SHAPES = 64
+_OF_DTYPES = ("dtype", "same type", "scalar type", "should be the same", "expected m1 and m2")
+
+
+def prepare(
+    model: nn.Module,
+    options: RunOptions,
+    device: torch.device,
+    *,
+    owned: bool = False,
+    note: Callable[[str], object] = lambda sentence: None,
+) -> nn.Module:
+    """Prepare a model for its evaluation, in the order: fold, cast, layout, compile.
+
+    Batch norms are folded first, with float32 weights. The model stays the same object, with its methods.
+    Only its modules' entries are exchanged, and its ``forward`` and compiled call are set as attributes. No
+    hook is set. Inputs of a call ``model(...)`` are cast and laid out; its outputs come back in float32.
+
+    Args:
+        model: as it was built, on the device, in evaluation mode.
+        options: of which ``precision``, ``keep_batchnorm_fp32``, ``layout`` and ``optimize`` count; a layout
+            of "auto" is what ``layouts.layout_of`` says.
+        device: what computes.
+        owned: nobody needs the model as it was: its parameters are written over, so that there are never two
+            copies of all. Without it no tensor of the model is touched: others take their places.
+        note: called with sentences for people.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UsageError: an option has no meaning for the model, or cannot be had.
+    """
+    check_model(model, options)
+    layout = layout_of(model, options.layout)
+    if options.optimize == FOLD and not fold(model):
+        note("--optimize fold: no batch norm follows a convolution of this model; nothing was folded")
+    dtype = numerics.CASTS.get(options.precision)
+    if is_changeable(model):
+        convert_layout = converter(layout)
+
+        def convert(module: nn.Module, tensor: Tensor) -> Tensor:
+            keeps = options.keep_batchnorm_fp32 and isinstance(module, _BatchNorm)
+            cast = tensor if dtype is None or keeps or not tensor.is_floating_point() else tensor.to(dtype)
+            return convert_layout(cast)
+
+        _convert_tensors(model, convert, owned=owned)
+        if dtype is not None or any(tensor.ndim == 4 for tensor in model.parameters()):
+            _set_door(model, dtype, convert_layout)
+    if options.optimize == COMPILE:
+        _compile(model, device)
+    return model
+
+
+def check_model(model: nn.Module, options: RunOptions) -> None:
+    """Check that a model can be prepared as the options say.
+
+    Raises:
+        UsageError: an option has no meaning for the model, or cannot be had.
+    """
+    if options.optimize is not None and (part := fixed_part(model)) is not None:
+        raise UsageError(
+            f"--optimize {options.optimize}: {part}, and its operations were fixed when it was made. Leave "
+            "it out."
+        )
+    if options.precision not in numerics.CASTS:
+        return
+    said = f"--precision {options.precision}"
+    if (part := fixed_part(model)) is not None:
+        raise UsageError(
+            f"{said}: {part}, and its dtypes were fixed when it was made. Leave it out, or make that program "
+            "anew from a model of this dtype."
+        )
+    if not is_changeable(model):
+        raise UsageError(
+            f"{said}: the model has tensors of a class of their own (as of a sharded model), which cannot be "
+            f"cast here. Give a model whose tensors are whole, or --precision amp-{options.precision}."
+        )
+    if not any(tensor.is_floating_point() for tensor in model.parameters()):
+        raise UsageError(f"{said}: the model has no floating parameters to cast. Leave it out.")
+    if options.keep_batchnorm_fp32 and not any(isinstance(part, _BatchNorm) for part in model.modules()):
+        raise UsageError("--keep-batchnorm-fp32: the model has no batch norm. Leave it out.")
+
+
+def identity_of(options: RunOptions) -> dict[str, Any]:
+    """What of the preparation is in a job's identity; only what changes bits, so that older runs go on.
+
+    Args:
+        options: as for ``prepare``, with the layout that "auto" came to.
+    """
+    found: dict[str, Any] = {"precision": options.precision}
+    if options.keep_batchnorm_fp32:
+        found["keep_batchnorm_fp32"] = True
+    if options.layout == CHANNELS_LAST:
+        found["layout"] = options.layout
+    if options.optimize is not None:
+        found["optimize"] = options.optimize
+    return found
+
+
+def why_preparation_failed(error: BaseException, options: RunOptions) -> str | None:
+    """Why a forward failed that could have done without an option; None where it is not that.
+
+    Args:
+        error: raised in a forward.
+        options: those of the run, with the layout that "auto" came to.
+    """
+    said = (text_of(error).splitlines() or [""])[0].rstrip(".")
+    if options.optimize == COMPILE and type(error).__module__.startswith(
+        ("torch._dynamo", "torch._inductor")
+    ):
+        if "limit" in type(error).__name__.lower() or "recompile" in said:
+            return (
+                f"--optimize compile: batches come in more than {_MOST_SHAPES} shapes, and each is compiled. "
+                "Leave it out, or pad the samples"
+            )
+        return f"--optimize compile: torch.compile failed: {named(error)}. Leave it out"
+    if options.precision in numerics.CASTS and any(words in said for words in _OF_DTYPES):
+        return (
+            f"--precision {options.precision}: {said}. The model's weights and the inputs of model(...) are "
+            "cast. A tensor that its forward makes in float32 is not, nor are the inputs of a part or a "
+            "method that is called by itself (model.encode(x)). Use --precision "
+            f"amp-{options.precision}, or call model(...)"
+        )
+    if options.precision in numerics.CASTS and "not implemented for" in said:
+        return (
+            f"--precision {options.precision}: {said}: this device has no such operation. Use --precision "
+            f"amp-{options.precision}"
+        )
+    if options.layout == CHANNELS_LAST and "view size is not compatible" in said:
+        return (
+            "--layout channels-last: the forward takes dimensions together by Tensor.view, which works on "
+            "contiguous tensors alone. Write x.flatten(1) or x.reshape(...), or give --layout contiguous"
+        )
+    return None
+
+
+@contextmanager
+def compiler_settings(optimize: str | None) -> Iterator[None]:
+    """While a compiled model computes: each shape is compiled, none is computed in another way instead."""
+    if optimize != COMPILE:
+        yield
+        return
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES, fail_on_recompile_limit_hit=True):
+        yield
+
+
+# -- tensors -----------------------------------------------------------------------------------------------
+
+
+def _convert_tensors(
+    model: nn.Module, convert: Callable[[nn.Module, Tensor], Tensor], *, owned: bool
+) -> None:
+    """Put converted tensors in the places of parameters and buffers, one after the other."""
+    # A tied one is converted once. The old one is kept too: else another could have its id.
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = tensor, _converted(module, tensor, convert, owned=owned)
+                tensors[name] = made[id(tensor)][1]  # type: ignore[assignment]
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            # They are there a second time, in a list.
+            vars(module)["_flat_weights"] = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _converted(
+    module: nn.Module, tensor: Tensor, convert: Callable[[nn.Module, Tensor], Tensor], *, owned: bool
+) -> Tensor:
+    with torch.no_grad():
+        found = convert(module, tensor.detach())
+    if (found.dtype, found.stride(), found.data_ptr()) == (tensor.dtype, tensor.stride(), tensor.data_ptr()):
+        return tensor
+    if not isinstance(tensor, nn.Parameter):
+        return found
+    if owned and not tensor.is_inference():
+        tensor.data = found
+        tensor.grad = None
+        return tensor
+    return nn.Parameter(found, requires_grad=False)
+
+
+# -- the door ----------------------------------------------------------------------------------------------
+
+
+def _set_door(model: nn.Module, dtype: torch.dtype | None, convert_layout: _Convert) -> None:
+    """Have a call of the model bring its inputs into dtype and layout, and its outputs back to float32.
+
+    An attribute of this one object, and no hook: those are in the identity, and leave one thread. As a method
+    it is bound anew in a copy of the model.
+    """
+
+    def arrive(tensor: Tensor) -> Tensor:
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        return convert_layout(tensor)
+
+    def leave(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype == dtype else tensor
+
+    held = vars(model).get("forward")
+    of_class = type(model).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(_mapped(arrive, value) for value in args)
+        kwargs = {name: _mapped(arrive, value) for name, value in kwargs.items()}
+        outputs = of_class(self, *args, **kwargs) if held is None else held(*args, **kwargs)
+        return outputs if dtype is None else _mapped(leave, outputs)
+
+    if held is None:
+        functools.update_wrapper(forward, of_class)
+    vars(model)["forward"] = MethodType(forward, model)
+
+
+def _mapped(function: _Convert, value: Any) -> Any:
+    """A nest with a function of each tensor in it; what cannot be made anew stays as it is."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return pytree.tree_map(functools.partial(_mapped_leaf, function), value)
+
+
+def _mapped_leaf(function: _Convert, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    try:
+        # Dataclasses and mappings of their own; torch's pytree knows the others.
+        return map_values(lambda part: function(part) if isinstance(part, Tensor) else part, value)
+    except NestError:
+        return value
+
+
+# -- the compiler ------------------------------------------------------------------------------------------
+
+
+def _compile(model: nn.Module, device: torch.device) -> None:
+    """Compile a model's call by torch.compile: each shape by itself, nothing chosen by timing, one thread."""
+    _check_compiler(device)
+    # A shape that comes second would else be compiled for all shapes: other bits, by the order of batches.
+    model.compile(
+        dynamic=False,
+        options={
+            "deterministic": True,
+            "cpp.threads": 1,
+            # No pool of processes, which would outlive the run.
+            "compile_threads": 1,
+        },
+    )
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Check that what torch.compile needs is there.
+
+    Raises:
+        UsageError: it is not; says what to install.
+    """
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise UsageError(
+                "--optimize compile: torch.compile needs a C++ compiler, and there is none on the PATH. "
+                "Install g++ or clang (on Debian: apt install g++), or name one in the variable CXX; or "
+                "leave it out."
+            ) from error
+        return
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        raise UsageError(
+            f"--optimize compile: torch.compile needs Triton on {device}, and it does not work here. Install "
+            "the triton that belongs to this torch (pip install triton), or leave --optimize out."
+        )

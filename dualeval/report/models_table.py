@@ -1,0 +1,263 @@
+"""The table of several models that one run has evaluated: on the screen, as CSV, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from dualeval.report.table import make_console, shown_numbers
+from dualeval.result import Result
+
+DONE, FAILED, NOT_DONE = "done", "failed", "not done"
+# Of the screen: the name, the speed and the status of each model, and a metric with its interval.
+_OTHER_COLUMNS, _METRIC_WIDTH = 40, 20
+_LATEX = {
+    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+}
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|~])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """What has become of one model.
+
+    Attributes:
+        name: the model's.
+        status: ``DONE``, ``FAILED`` or ``NOT_DONE``.
+        result: where it is done.
+        reason: why it has failed.
+        exit_code: what a run of it alone would end with; None where it is not done.
+        folder: with its files.
+    """
+
+    name: str
+    status: str = NOT_DONE
+    result: Result | None = None
+    reason: str | None = None
+    exit_code: int | None = None
+    folder: str | None = None
+
+    @property
+    def said(self) -> str:
+        """The status, with the first line of the reason."""
+        lines = (self.reason or "").strip().splitlines()
+        return f"{self.status}: {lines[0]}" if lines else self.status
+
+
+class ModelsTable:
+    """The table of several models, in the order in which they are evaluated.
+
+    Args:
+        rows: one a model.
+
+    Attributes:
+        rows: as given.
+        metrics: the names of all metrics that are numbers.
+        best: by metric, the names of the models with its best value; nothing where neither direction is
+            better, where fewer than two have one, and where the models have seen different samples.
+    """
+
+    def __init__(self, rows: Sequence[ModelRow]) -> None:
+        self.rows = tuple(rows)
+        results = [row.result for row in rows if row.result is not None]
+        self.metrics = tuple(
+            dict.fromkeys(
+                name
+                for result in results
+                for name, value in result.metrics.items()
+                if value is None or isinstance(value, int | float)
+            )
+        )
+        self.same_samples = len({_samples_of(result) for result in results}) < 2
+        self.best = {name: found for name in self.metrics if (found := self._best(name))}
+
+    def _best(self, metric: str) -> list[str]:
+        values = {row.name: value for row in self.rows if (value := _number(row.result, metric)) is not None}
+        directions = {
+            row.result.directions.get(metric)
+            for row in self.rows
+            if row.result is not None and metric in row.result.metrics
+        }
+        if len(values) < 2 or not self.same_samples or directions not in ({"higher"}, {"lower"}):
+            return []
+        wanted = (max if directions == {"higher"} else min)(values.values())
+        return [name for name, value in values.items() if value == wanted]
+
+    def cell(self, row: ModelRow, metric: str) -> tuple[str, str]:
+        """A metric of a model, and its 95 % interval, as texts; empty where there is none."""
+        value = _number(row.result, metric)
+        if row.result is None or metric not in row.result.metrics:
+            return "", ""
+        if value is None:
+            return "none", ""
+        ends = row.result.intervals.get(metric, ())
+        first, *shown = shown_numbers(value, *ends, unit=row.result.units.get(metric))
+        return first, " to ".join(shown)
+
+    def is_best(self, row: ModelRow, metric: str) -> bool:
+        """Whether a model has the best value of a metric."""
+        return row.name in self.best.get(metric, ())
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def to_csv(self) -> str:
+        """As CSV: a line of headings, and numbers with all their digits."""
+        ranged = {name for row in self.rows if row.result is not None for name in row.result.intervals}
+        columns = [
+            part
+            for name in self.metrics
+            for part in (name, *((f"{name}_low", f"{name}_high") if name in ranged else ()))
+        ]
+        behind = ("samples_per_s", "evaluated", "failed", "metrics_digest", "folder", "reason")
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["model", "status", *columns, *behind])
+        for row in self.rows:
+            values: list[Any] = [row.name, row.status]
+            for name in self.metrics:
+                ends = () if row.result is None else row.result.intervals.get(name, ())
+                values += [_number(row.result, name), *((ends or ("", "")) if name in ranged else ())]
+            found = row.result
+            of_result = (
+                ("", "", "", "")
+                if found is None
+                else (
+                    found.samples_per_s,
+                    found.samples["evaluated"],
+                    found.samples["failed"],
+                    found.metrics_digest,
+                )
+            )
+            writer.writerow([*values, *of_result, row.folder or "", row.reason or ""])
+        return text.getvalue()
+
+    def to_markdown(self) -> str:
+        """As a table of Markdown; the best values are bold."""
+        head = ["model", *self.metrics, "samples/s", "status"]
+        lines = [head, ["---", *["---:"] * (len(self.metrics) + 1), "---"]]
+        lines = [[_markdown(text) for text in head], lines[1]]
+        lines += self._lines(_markdown, lambda text: f"**{text}**", str)
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def to_latex(self) -> str:
+        """As a ``tabular`` of plain LaTeX, which needs no package; the best values are bold."""
+        head = ["model", *self.metrics, "samples/s", "status"]
+        ends = f"l{'r' * (len(self.metrics) + 1)}l"
+        body = self._lines(_latex, lambda text: f"\\textbf{{{text}}}", lambda text: f"{{\\small {text}}}")
+        lines = [[_latex(text) for text in head], *body]
+        rows = [f"{' & '.join(line)} \\\\" for line in lines]
+        return "\n".join(
+            [f"\\begin{{tabular}}{{{ends}}}", "\\hline", rows[0], "\\hline", *rows[1:], "\\hline"]
+            + ["\\end{tabular}", ""]
+        )
+
+    def _lines(
+        self, escaped: Callable[[str], str], bold: Callable[[str], str], small: Callable[[str], str]
+    ) -> list[list[str]]:
+        lines = []
+        for row in self.rows:
+            line = [escaped(row.name)]
+            for name in self.metrics:
+                value, interval = self.cell(row, name)
+                value = bold(escaped(value)) if self.is_best(row, name) else escaped(value)
+                line.append(f"{value} {small(escaped(f'({interval})'))}" if interval else value)
+            lines.append([*line, _speed(row), escaped(row.said)])
+        return lines
+
+    def to_json(self, *, whole: bool) -> str:
+        """As one JSON object with the list ``models``.
+
+        Args:
+            whole: with all of each result; else with its metrics, intervals and digests.
+        """
+        models = []
+        for row in self.rows:
+            entry: dict[str, Any] = {
+                "name": row.name,
+                "status": row.status,
+                "exit_code": row.exit_code,
+                "reason": row.reason,
+                "folder": row.folder,
+            }
+            found = row.result
+            if whole:
+                entry["result"] = None if found is None else json.loads(found.to_json())
+            elif found is not None:
+                entry |= {
+                    "metrics": found.metrics,
+                    "intervals": found.intervals,
+                    "samples": found.samples,
+                    "samples_per_s": found.samples_per_s,
+                    "fingerprint": found.fingerprint,
+                    "metrics_digest": found.metrics_digest,
+                }
+            models.append(entry)
+        content = {"models": models, "best": self.best}
+        return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    # -- screen ------------------------------------------------------------------------------------
+
+    def print(self, console: Console | None = None) -> None:
+        """Print as many metrics as there is room for; a star marks the best value of each."""
+        console = console or make_console()
+        room = max(1, (console.width - _OTHER_COLUMNS) // _METRIC_WIDTH)
+        metrics = self.metrics[:room]
+        table = Table("model", *map(escape, metrics), "samples/s", "status")
+        for row in self.rows:
+            cells = []
+            for name in metrics:
+                value, interval = self.cell(row, name)
+                star = " *" if self.is_best(row, name) else ""
+                cells.append(Text(f"{value}{star}" + (f"\n{interval}" if interval else "")))
+            table.add_row(Text(row.name), *cells, _speed(row), row.status)
+        console.print(table)
+        for line in self._notes(len(metrics)):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def _notes(self, shown: int) -> list[str]:
+        lines = [f"{row.name}: {row.said}" for row in self.rows if row.status == FAILED]
+        if len(self.metrics) > shown:
+            lines.append(f"{len(self.metrics) - shown} more metrics are in the files.")
+        if any(name in self.best for name in self.metrics[:shown]):
+            lines.append("* the best value; below each value its 95 % interval")
+        if not self.same_samples:
+            lines.append("The models have seen different samples: no value is marked as the best.")
+        names: dict[str, list[str]] = {}
+        for row in self.rows:
+            for warning in () if row.result is None else row.result.warnings:
+                names.setdefault(warning, []).append(row.name)
+        return [*lines, *(f"warning: {', '.join(who)}: {warning}" for warning, who in names.items())]
+
+
+def _samples_of(result: Result) -> str:
+    return json.dumps([result.data, result.part], sort_keys=True)
+
+
+def _number(result: Result | None, metric: str) -> float | None:
+    value = None if result is None else result.metrics.get(metric)
+    return value if isinstance(value, int | float) else None
+
+
+def _speed(row: ModelRow) -> str:
+    return "" if row.result is None else f"{row.result.samples_per_s:,.0f}"
+
+
+def _markdown(text: str) -> str:
+    return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.split()) if letter.isprintable())

@@ -1,0 +1,517 @@
+"""Batch shapes diagnosed: the module that depends on the shape is named, its successors are counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from torch import Tensor, nn
+
+from dualeval import ModelTask
+from dualeval.cli import dualeval
+from dualeval.engine.invariance.computed import batches_of
+from dualeval.engine.invariance.diagnosis import diagnose, shapes_of
+from dualeval.engine.invariance.digests import RowHash, row_dimension, tensors_in
+from dualeval.engine.invariance.findings import (
+    AFTER_MODEL,
+    IN_BATCH,
+    IN_MODULES,
+    NOT_SEEN,
+    ONE_PROGRAM,
+    Diagnosis,
+    ShapeDiagnosis,
+)
+from dualeval.engine.options import RunOptions
+from dualeval.errors import LaunchError, UsageError
+from dualeval.report.invariance import print_invariance
+from dualeval.tasks import Task
+from tests.tiny import TinyTask
+
+CPU = torch.device("cpu")
+COUNT = 20
+
+
+def moved(x: Tensor) -> Tensor:
+    """Other last bits where a batch has fewer than four rows."""
+    return x * (1 + 2**-20) if len(x) < 4 else x
+
+
+class Guilty(nn.Module):
+    """Depends on the number of rows on purpose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return moved(x)
+
+
+class Scale(nn.Module):
+    """Elementwise: no bit depends on another row."""
+
+    def __init__(self, factor: float = 1.25) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.factor).relu() + x
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.rand(COUNT, *shape, generator=torch.Generator().manual_seed(0)) + 1
+
+
+def task_of(model: nn.Module, data: Any = None, **more: Any) -> Task:
+    more.setdefault("observe", lambda outputs, batch: {"value": outputs.flatten(1).sum(1)})
+    return ModelTask(model=model, data=inputs(6) if data is None else data, metrics=[], **more)
+
+
+def diagnosed(
+    task: Task,
+    *,
+    batch_size: int = 16,
+    only: Sequence[str] = ("fp32",),
+    layouts: Sequence[str] = ("contiguous",),
+    **options: Any,
+) -> Diagnosis:
+    chosen = RunOptions(batch_size=batch_size, **options)
+    return diagnose(task, chosen, CPU, precisions=only, layouts=layouts)
+
+
+def shapes(diagnosis: Diagnosis, setting: int = 0) -> dict[int, ShapeDiagnosis]:
+    return {shape.shape: shape for shape in diagnosis.settings[setting].shapes}
+
+
+def names(shape: ShapeDiagnosis) -> list[str]:
+    return [module.name for module in shape.modules]
+
+
+# -- rows and their hashes -------------------------------------------------------------------------
+
+
+def test_shapes_are_those_up_to_the_job_s_own() -> None:
+    assert shapes_of(64, 64) == [1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 64]
+    assert shapes_of(300, 23) == [1, 2, 3, 4, 5, 7, 8, 16, 23, 31, 32, 64, 128, 256, 300]
+    assert shapes_of(2, 1) == [1, 2]
+    assert batches_of(3, 8) == [range(3), range(3, 6), range(5, 8)]
+    assert batches_of(4, 8) == [range(4), range(4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "other", "dimension"),
+    [
+        ((8, 3), (2, 3), 0),
+        ((5, 8, 3), (5, 2, 3), 1),
+        ((32, 8), (8, 8), 0),  # four rows a sample
+        ((8, 64), (2, 41), 0),  # padded to another length
+        ((11, 4), (3, 4), 0),  # samples have different numbers of rows
+        ((3, 3), (3, 3), None),
+        ((), (), None),
+        ((8,), (2, 1), None),
+    ],
+)
+def test_the_dimension_of_the_rows(shape: Any, other: Any, dimension: int | None) -> None:
+    assert row_dimension(shape, 8, other, 2) == dimension
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+    + [torch.complex64],
+)
+def test_a_row_s_hash_has_all_its_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = (torch.arange(4 * 3 * 5).reshape(4, 3, 5) % 7).to(dtype)
+    hashes = RowHash().rows(values, 0)
+    assert hashes is not None
+    other = values.clone()
+    other[2, 1, 3] = 1 - other[2, 1, 3] if dtype != torch.bool else ~other[2, 1, 3]
+    changed = RowHash().rows(other, 0)
+    assert changed is not None
+    assert (hashes == changed).tolist() == [True, True, False, True]
+    moved_rows = RowHash().rows(values.movedim(0, 2)[:, :, [3, 1]], 2)
+    assert moved_rows is not None
+    assert moved_rows.tolist() == hashes[[3, 1]].tolist()
+    monkeypatch.setattr("dualeval.engine.invariance.digests._WORDS_AT_ONCE", 20)
+    again = RowHash().rows(values, 0)
+    assert again is not None
+    assert again.tolist() == hashes.tolist()
+
+
+def test_hashes_see_the_sign_of_zero_and_no_rows() -> None:
+    one, other = (RowHash().rows(torch.tensor([[value]]), 0) for value in (0.0, -0.0))
+    assert one != other
+    assert len(np.asarray(RowHash().rows(torch.empty(0, 3), 0))) == 0
+    assert RowHash().rows(torch.eye(3).to_sparse(), 0) is None
+
+
+def test_tensors_are_found_in_nests() -> None:
+    nest = {"a": torch.zeros(1), "b": [torch.zeros(1), (3, torch.zeros(1))], "c": None}
+    assert [path for path, _ in tensors_in(nest)] == [".a", ".b[0]", ".b[1][1]"]
+
+
+# -- which modules ---------------------------------------------------------------------------------
+
+
+def test_elementwise_models_are_equal_everywhere() -> None:
+    diagnosis = diagnosed(task_of(nn.Sequential(Scale(), Scale(0.3), nn.Sigmoid())), only=())
+    tried = [setting for setting in diagnosis.settings if setting.problem is None]
+    assert {"fp32", "amp-bf16", "amp-fp16", "bf16", "fp16"} == {
+        setting.setting.precision for setting in tried
+    }
+    assert [setting.setting.of_job for setting in tried].count(True) == 1
+    assert all(shape.equal and shape.cause is None for setting in tried for shape in setting.shapes)
+    assert [shape.shape for shape in tried[0].shapes] == [1, 2, 3, 4, 5, 7, 8, 16]
+    assert (diagnosis.rows, diagnosis.last_batch) == (16, 4)
+    [tf32] = [setting for setting in diagnosis.settings if setting.setting.precision == "tf32"]
+    assert "TF32 is a format of NVIDIA GPUs" in str(tf32.problem)
+
+
+def test_the_guilty_module_is_named_and_its_successors_are_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = nn.Sequential(Scale(), nn.Sequential(Scale(), Guilty()), Scale(), nn.ReLU())
+    diagnosis = diagnosed(task_of(model))
+    found = shapes(diagnosis)
+    assert [shape for shape, each in found.items() if not each.equal] == [1, 2, 3]
+    for shape in (1, 2, 3):
+        assert names(found[shape]) == ["1.1"]
+        assert found[shape].modules[0].kind == "Guilty"
+        assert found[shape].modules[0].rows == shape
+        assert (found[shape].cause, found[shape].after) == (IN_MODULES, 2)
+        assert found[shape].rows_differ == found[shape].rows == 16
+        assert found[shape].columns["output"].rows_differ == 16
+        assert found[shape].columns["value"].largest
+    content = json.loads(json.dumps(diagnosis.to_json(), allow_nan=False))
+    assert content["settings"][0]["shapes"][0]["modules"] == [
+        {"name": "1.1", "kind": "Guilty", "rows": 1, "of": 1}
+    ]
+    assert content["settings"][0]["shapes"][-1]["equal"]
+    print_invariance(content)
+    shown = capsys.readouterr().out
+    assert "1.1 (Guilty); 2 after it" in shown
+    assert "fp32, contiguous (this job)" in shown
+    assert "A diagnosis, no licence" in shown
+
+
+def test_what_a_module_does_by_itself_is_its_own() -> None:
+    class Block(nn.Module):
+        """Guilty between two modules that are not."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Scale(), Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(moved(self.first(x)))
+            return out
+
+    found = shapes(diagnosed(task_of(nn.Sequential(Scale(), Block(), Scale()))))
+    assert names(found[2]) == ["1"]
+    assert found[2].modules[0].kind == "Block"
+    assert found[2].after == 2
+
+
+def test_modules_called_several_times_with_dicts_and_rows_elsewhere() -> None:
+    class Several(nn.Module):
+        """Rows in the second dimension, in dicts and tuples; one module is called three times."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.guilty, self.last = Scale(), Parted(), Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            turned = self.plain(self.plain(self.plain(x.T)))
+            made = self.guilty({"x": turned, "mask": torch.ones(3)}, beside=(turned,))
+            out: Tensor = self.last(made[1]["x"].T)
+            return out
+
+    class Parted(nn.Module):
+        """Guilty in one row alone."""
+
+        def forward(self, parts: Mapping[str, Tensor], *, beside: tuple[Tensor]) -> Any:
+            x = parts["x"].clone()
+            if x.shape[1] < 4:
+                x[:, 0] += 2**-20
+            return None, {"x": x, "mask": parts["mask"]}
+
+    found = shapes(diagnosed(task_of(Several())))
+    assert names(found[3]) == ["guilty"]
+    assert (found[3].modules[0].rows, found[3].modules[0].of) == (1, 3)
+    assert found[3].rows_differ == 6  # the first of each batch; 0, 3, ..., 12, and 13 of the last
+    assert found[3].after == 1
+    assert found[4].equal
+
+
+def test_two_guilty_modules_side_by_side() -> None:
+    class Sides(nn.Module):
+        """One input, two ways."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.join = Guilty(), Guilty(), Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.join(self.left(x) + self.right(x * 2))
+            return out
+
+    found = shapes(diagnosed(task_of(Sides())))
+    assert names(found[1]) == ["left", "right"]
+
+
+def padded(samples: list[Tensor]) -> dict[str, Tensor]:
+    return {"x": nn.utils.rnn.pad_sequence(samples, batch_first=True)}
+
+
+def test_sequences_that_are_padded_to_the_longest() -> None:
+    class Summed(nn.Module):
+        """As a language model: of a dict's tensor, over a dimension that is longer in other batches."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x)
+            return out.sum(1) * (1 + 2**-18 * x.shape[1])
+
+    sequences = [torch.arange(1.0, 3 + index % 5) for index in range(COUNT)]
+    task = task_of(
+        Summed(),
+        sequences,
+        collate=padded,
+        forward=lambda model, batch: model(**batch),
+        observe=lambda outputs, batch: {"value": outputs},
+    )
+    found = shapes(diagnosed(task))
+    assert found[1].cause == IN_BATCH
+    assert found[5].equal, "each has one of the longest"
+
+
+def test_what_the_task_does_after_the_model() -> None:
+    task = task_of(Scale(), observe=lambda outputs, batch: {"value": moved(outputs.sum(1))})
+    found = shapes(diagnosed(task))
+    assert found[1].cause == AFTER_MODEL
+    assert list(found[1].columns) == ["value"]
+    assert found[1].modules == ()
+
+
+def test_a_model_that_is_never_the_same() -> None:
+    class Drifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x + self.calls
+
+    [setting] = diagnosed(task_of(Drifting())).settings
+    assert not setting.shapes[-1].equal
+    assert "does not give the same bits twice" in setting.notes[-1]
+
+
+def test_a_fused_path_that_hooks_switch_off() -> None:
+    class Fused(nn.Module):
+        """As torch's encoder layers: another kernel where nobody looks."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x)
+            return out if self._forward_hooks else moved(out) * (1 + 2**-18)
+
+    [setting] = diagnosed(task_of(Fused())).settings
+    assert setting.shapes[0].cause == NOT_SEEN
+    assert any("fused kernel" in note for note in setting.notes)
+
+
+def test_a_compiled_model_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualeval.engine.invariance.diagnosis.is_compiled", lambda model: True)
+    found = shapes(diagnosed(task_of(Guilty())))
+    assert (found[1].cause, found[1].modules) == (ONE_PROGRAM, ())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_scripted_model_is_one_program() -> None:
+    class Scripted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] < 4:
+                return x * 1.000001
+            return x
+
+    found = shapes(diagnosed(task_of(torch.jit.script(Scripted()))))
+    assert (found[1].cause, found[1].modules) == (ONE_PROGRAM, ())
+    inside = nn.Sequential(Scale(), torch.jit.script(Scripted()), Guilty())
+    assert names(shapes(diagnosed(task_of(inside)))[1]) == [""]
+
+
+# -- samples ---------------------------------------------------------------------------------------
+
+
+def test_samples_of_a_job_are_read_once_and_drawn() -> None:
+    task = TinyTask(50)
+    found = diagnosed(task, sample=20, seed=3, batch_size=8)
+    assert (found.samples, found.rows, found.last_batch) == (20, 8, 4)
+    assert len(task.dataset().reads) == 8
+    assert {"target", "prediction", "loss"} >= set(shapes(found)[1].columns) - {"output", "confidence"}
+
+
+def test_samples_that_cannot_be_read() -> None:
+    with pytest.raises(UsageError, match=r"tiny/3 .* cannot be read"):
+        diagnosed(TinyTask(20, [3]))
+    found = diagnosed(TinyTask(20, [3]), on_error="skip")
+    assert found.rows == 16
+    assert shapes(found)[1].rows == 15
+    assert shapes(found)[2].rows == 16
+
+
+def test_collates_may_take_samples_apart() -> None:
+    def popping(samples: list[dict[str, Any]]) -> Tensor:
+        return torch.stack([sample.pop("x") for sample in samples])
+
+    data = [{"x": row} for row in inputs(6)]
+    assert all(shape.equal for shape in shapes(diagnosed(task_of(Scale(), data, collate=popping))).values())
+
+
+def test_a_batch_of_one_has_no_smaller_one() -> None:
+    with pytest.raises(UsageError, match="there is no smaller one to compare with"):
+        diagnosed(task_of(Scale()), batch_size=1)
+
+
+def test_a_precision_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_autocast_enabled("cpu"):
+                raise RuntimeError("no kernel for this\nat all")
+            return x
+
+    tried = diagnosed(task_of(Picky()), only=("amp-bf16",)).settings
+    assert (tried[0].problem, tried[1].problem) == (None, "no kernel for this")
+    with pytest.raises(RuntimeError, match="no kernel"):
+        diagnosed(task_of(Picky()), only=(), precision="amp-bf16")
+
+
+class Viewed(nn.Module):
+    """A convolution whose result is viewed, which works on contiguous tensors alone."""
+
+    def __init__(self, *, views: bool) -> None:
+        super().__init__()
+        self.conv, self.norm, self.views = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), views
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x))
+        return x.view(len(x), -1) if self.views else x.flatten(1)
+
+
+def test_layouts_and_precisions_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    def settings_of(model: nn.Module, **options: Any) -> list[tuple[str, str, str | None]]:
+        diagnosis = diagnosed(task_of(model.eval(), inputs(3, 6, 6)), only=(), layouts=(), **options)
+        print_invariance(diagnosis.to_json())
+        return [(each.setting.precision, each.setting.layout, each.problem) for each in diagnosis.settings]
+
+    found = settings_of(Viewed(views=False))
+    assert found[0] == ("fp32", "channels-last", None)
+    assert len(found) == 12
+    assert {precision for precision, _, problem in found if problem} == {"tf32"}
+    shown = capsys.readouterr().out
+    assert "not tried       tf32, contiguous; tf32, channels-last: --precision tf32: the device is" in shown
+    found = settings_of(Viewed(views=True))
+    assert found[0] == ("fp32", "contiguous", None)
+    assert "view" in str({each[:2]: each[2] for each in found}["bf16", "channels-last"])
+    assert "layout contiguous: channels-last, the model fails" in capsys.readouterr().out
+    found = settings_of(Viewed(views=False), precision="bf16", keep_batchnorm_fp32=True)
+    assert found[0] == ("bf16", "channels-last", None)
+    assert sum(problem is None for *_, problem in found) == 10
+    assert settings_of(Viewed(views=False), optimize="fold")[0][2] is None
+    with pytest.raises(UsageError, match="channels-last: the model has no weight of four dimensions"):
+        diagnosed(task_of(Scale()), layout="channels-last")
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Viewed(views=False).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    diagnosed(task_of(model, inputs(3, 6, 6)), only=(), layouts=())
+    assert "forward" not in vars(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == before[name].dtype
+        assert tensor.equal(before[name])
+
+
+def test_a_model_that_cannot_be_copied_is_tried_in_the_job_s_own_way() -> None:
+    class Whole(Scale):
+        def __deepcopy__(self, memo: object) -> Any:
+            raise TypeError("it cannot be copied")
+
+    found = diagnosed(task_of(Whole()), only=()).settings
+    assert [each.problem for each in found] == [None, *["the model cannot be copied"] * 5]
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def typed(*words: str, catch: bool = True) -> Any:
+    return CliRunner().invoke(dualeval, ["doctor", *words], catch_exceptions=catch)
+
+
+def test_the_plain_form_stays_as_it_is() -> None:
+    plain, own = typed("--help").output, typed("--invariance", "--help").output
+    assert "--limit-s" in plain
+    assert "--model" not in plain
+    assert "doctor --invariance --help" in " ".join(plain.split())
+    for flag in ("--model", "--weights", "--data", "--batch-size", "--config", "--task", "--precision"):
+        assert f"\n  {flag} " in own
+    assert "--limit-s" not in own
+    assert "'dualeval doctor --invariance --task NAME --help'" in " ".join(own.split())
+    assert "--null-threshold" in typed("--task", "question-answering", "--invariance", "--help").output
+
+
+def test_the_embedded_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = typed("--invariance", "--limit", "40", "--batch-size", "16", "--precision", "fp32", "--json")
+    assert done.exit_code == 0, done.output
+    content = json.loads(done.stdout)
+    assert (content["batch_size"], content["samples"], content["last_batch"]) == (16, 40, 8)
+    found = [tuple(each["setting"].values()) for each in content["settings"]]
+    assert found == [("fp32", "channels-last", True, None), ("fp32", "contiguous", False, None)]
+    assert content["settings"][0]["shapes"][-1]["equal"]
+    assert content["description"]["model"] == "fashion-cnn"
+    assert "fp32, channels-last: 16 rows in 8 shapes" in done.stderr
+
+
+def test_wrong_usage() -> None:
+    with pytest.raises(UsageError, match="smaller"):
+        typed("--invariance", "--limit", "1", catch=False)
+    assert "No such option" in typed("--invariance", "--out", "x").output
+
+
+def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "SIZE"):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_LOCAL_{name}", {"RANK": "0", "SIZE": "2"}[name])
+    with pytest.raises(LaunchError, match="is one process, but openmpi has started 2"):
+        typed("--invariance", catch=False)
+
+
+@pytest.mark.long
+def test_resnet_18_s_rows_depend_on_a_few_kernels(tmp_path: Path) -> None:
+    random: Callable[..., Any] = np.random.default_rng(0).integers
+    for index in range(20):
+        folder = tmp_path / f"n{index % 2:08d}"
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(random(0, 256, (80, 80, 3), np.uint8)).save(folder / f"{index}.png")
+    of_job = ["--model", "resnet18", "--weights", "random:0", "--data", str(tmp_path), "--resize", "72"]
+    of_job += ["--crop", "64", "--batch-size", "16", "--precision", "fp32", "--json"]
+    done = typed("--invariance", *of_job, catch=False)
+    settings = json.loads(done.stdout)["settings"]
+    assert [each["setting"]["layout"] for each in settings] == ["channels-last", "contiguous"]
+    for shape in (shape for setting in settings for shape in setting["shapes"]):
+        if not shape["equal"]:
+            assert shape["cause"] == IN_MODULES
+            assert {module["kind"] for module in shape["modules"]} <= {"Conv2d", "Linear"}
