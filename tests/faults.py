@@ -310,9 +310,9 @@ class Round:
         return not (found.lost or found.twice or found.differs or found.wrong)
 
 
-def uninterrupted(launch: Launch, folder: Path) -> str:
-    """The digest of the small job, from one process that nobody hurts."""
-    with hurt_run(launch, [["dualeval", "run", *SMALL_JOB, "--out", "out"]], 1, folder) as run:
+def uninterrupted(launch: Launch, folder: Path, job: Sequence[str] = SMALL_JOB) -> str:
+    """The digest of a job, from one process that nobody hurts."""
+    with hurt_run(launch, [["dualeval", "run", *job, "--out", "out"]], 1, folder) as run:
         run.wait_for_end()
         assert run.launchers[0].returncode == 0, run.said()
     return str(json.loads((folder / "out/result.json").read_text())["metrics_digest"])

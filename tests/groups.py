@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 # Fixtures of a module or more that take seconds or a minute to make, by their names.
-MADE_ONCE = {"built", "cluster", "embedded", "evaluate", "fine_tuned", "wanted"}
+MADE_ONCE = {"built", "cluster", "embedded", "evaluate", "fine_tuned", "wanted", "written"}
 
 
 def mark(items: Sequence[pytest.Item]) -> None:

@@ -21,7 +21,14 @@ from dualeval.backends.base import Backend
 from dualeval.engine.control import meeting, plane
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
-from dualeval.errors import DualevalError, LaunchError, PeerError, PeerUsageError, UsageError
+from dualeval.errors import (
+    DualevalError,
+    LaunchError,
+    PeerError,
+    PeerUsageError,
+    Stopped,
+    UsageError,
+)
 from dualeval.store import pause_for
 from tests.control_ranks import OfferOnly
 
@@ -282,6 +289,14 @@ def failure(rank: int) -> Verdict:
     return Verdict.failure(rank, "it hangs")
 
 
+def attempt(rank: int) -> Verdict:
+    return Verdict.own_failure(rank, DualevalError("this one"), f"rank {rank}", 1)
+
+
+def next_attempt(rank: int) -> Verdict:
+    return Verdict.own_failure(rank, DualevalError("the next"), f"rank {rank}", 2)
+
+
 def end(rank: int) -> Verdict:
     return Verdict(kind="end", rank=rank, exit_code=75)
 
@@ -304,6 +319,8 @@ Kind = Callable[[int], Verdict]
         (stop, stop, 0),
         (stop, failure, 1),
         (stop, end, 1),
+        *((attempt, later, 1) for later in (failure, stop, end, next_attempt)),
+        *((earlier, attempt, 0) for earlier in (failure, stop, end, attempt, next_attempt)),
     ],
 )
 def test_which_verdict_holds(clients: list[TCPStore], first: Kind, second: Kind, holds: int) -> None:
@@ -350,6 +367,60 @@ def test_a_stop_that_one_rank_cannot_save_is_a_failure() -> None:
         return control.verdict.kind, str(control.failure)
 
     assert on_ranks(3, work) == [("failure", "what was finished could not be saved: no room")] * 3
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_attempt_that_fails_ends_on_all_ranks_and_the_next_begins(size: int) -> None:
+    """Ranks have met, and begun to count, more often than the one on which it breaks."""
+    bad = size - 1
+
+    def work(rank: int, control: ControlPlane) -> list[Any]:
+        found: list[Any] = []
+        for number in range(3):
+            try:
+                control.meet()
+                if rank == bad and number == 1:
+                    raise ValueError("broken")
+                control.begin_run()
+                claimed = control.claim()
+                control.meet()
+            except (ValueError, PeerError) as error:
+                if not isinstance(error, PeerError):
+                    control.fail_attempt(error)
+                failure = control.end_attempt(went_well=False)
+                found.append((str(failure), failure and failure.rank))
+            else:
+                assert control.end_attempt(went_well=True) is None
+                found.append(claimed)
+            control.end_run()
+        return found
+
+    ranks = on_ranks(size, work)
+    failed = ("ValueError: broken", bad)
+    assert [found[1] for found in ranks] == [failed] * size
+    for number in (0, 2):
+        assert sorted(found[number] for found in ranks) == [*range(size)]
+
+
+def test_a_rank_that_was_through_hears_that_the_attempt_failed() -> None:
+    def work(rank: int, control: ControlPlane) -> str | None:
+        control.meet()
+        if rank == 1:
+            control.fail_attempt(DualevalError("after the last meeting"))
+        failure = control.end_attempt(went_well=rank != 1)
+        return None if failure is None else str(failure)
+
+    assert on_ranks(2, work) == ["after the last meeting"] * 2
+
+
+@pytest.mark.parametrize("went_well", [False, True])
+def test_a_stop_ends_the_wait_for_an_attempt_that_did_not_go_well(went_well: bool) -> None:
+    def work(rank: int, control: ControlPlane) -> Any:
+        control.stop("SIGTERM")
+        return control.end_attempt(went_well=went_well)
+
+    [found] = on_ranks(1, work)
+    assert found is None if went_well else isinstance(found, Stopped)
 
 
 def test_a_failure_and_a_stop_at_once_end_all_alike() -> None:

@@ -211,6 +211,7 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
         "weights": "random:0",
         "weights_key": None,
         "weights_prefix": None,
+        "trust_checkpoint": False,
         "data": str(folder),
         "data_fingerprint": "ends",
         "num_classes": 2,

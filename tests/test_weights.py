@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import OrderedDict
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.models import checkpoints
+from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.weights import load_into
 
 CANARY = "canary"
@@ -70,15 +72,22 @@ def test_a_safetensors_header_of_any_length(tmp_path: Path) -> None:
     assert 0x80 in lengths, "the byte that a pickle begins with"
 
 
-def test_a_zip_file_is_mapped_not_read(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("this system does not tell which files are mapped")
-    torch.save(state, tmp_path / "w.pt")
-    found = read_state_dict(tmp_path / "w.pt")
-    assert str(tmp_path / "w.pt") in maps.read_text()
-    del found
-    assert str(tmp_path / "w.pt") not in maps.read_text()
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+def test_values_stay_in_the_file_until_they_are_used(
+    tmp_path: Path, state: dict[str, Tensor], name: str
+) -> None:
+    path = tmp_path / name
+    if name == "w.pt":
+        torch.save(state, path)
+    else:
+        save_file(state, path)
+    found = read_state_dict(path)
+    assert all(isinstance(tensor, LateTensor) for tensor in found.values())
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    os.truncate(path, path.stat().st_size)  # as it is, but for its time
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(UsageError, match=f"{name} has changed while it was read"):
+        load_into(small(), found, name)
 
 
 @pytest.mark.parametrize("content", ["whole module", "state_dict and more", "canary"])
@@ -144,7 +153,7 @@ def test_other_files_are_refused(tmp_path: Path, suffix: str) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.pt", tmp_path / "none.safetensors", tmp_path):
+    for path in (tmp_path / "none.pt", tmp_path / "none.safetensors"):
         with pytest.raises(UsageError, match=r"does not exist.*--weights PATH"):
             read_state_dict(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import monotonic
+from types import MethodType
 from typing import Any
 
 import torch
@@ -85,6 +86,18 @@ def facts_of_ranks(session: Session) -> list[dict[str, Any]]:
     )
 
 
+class _SplitOverGpus(nn.DataParallel[nn.Module]):
+    """Whose replicas have the forward of a prepared model as their own: it is bound to one object."""
+
+    def replicate(self, module: Any, device_ids: Any) -> Any:
+        replicas = super().replicate(module, device_ids)
+        for replica in replicas:
+            held = vars(replica).get("forward")
+            if isinstance(held, MethodType):
+                vars(replica)["forward"] = MethodType(held.__func__, replica)
+        return replicas
+
+
 def split_batches(task: Task, gpus: int) -> None:
     """Have a task's forward split each batch over GPUs by ``nn.DataParallel``; the rest of it stays."""
     own = task.forward
@@ -93,7 +106,7 @@ def split_batches(task: Task, gpus: int) -> None:
     def forward(model: nn.Module, batch: Any) -> Any:
         # A trial's model is a copy; where it changes, so does its wrapper.
         if not split or split[0].module is not model:
-            split[:] = [nn.DataParallel(model, list(range(gpus)))]
+            split[:] = [_SplitOverGpus(model, list(range(gpus)))]
         return own(split[0], batch)
 
     # The engine asks the object; a class of its own would be another task.

@@ -30,7 +30,7 @@ from dualeval.bench.plan import (
     plan_cells,
 )
 from dualeval.bench.plots import check_plots, draw
-from dualeval.choices import PRECISIONS, check_choice
+from dualeval.choices import CAST, PRECISIONS, check_choice, check_preparation
 from dualeval.cli import node_facts
 from dualeval.cli.bench_cell import run_cell
 from dualeval.cli.grouped import grouped
@@ -105,7 +105,7 @@ class _Asked:
 
 
 # Flags that decide nothing with --train.
-_OF_EVALUATION = ("metric", "cluster", "on_error")
+_OF_EVALUATION = ("metric", "cluster", "on_error", "keep_batchnorm_fp32", "layout", "optimize")
 
 
 @click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(_MEASURE, RUN, LAUNCH))
@@ -181,7 +181,7 @@ _OF_EVALUATION = ("metric", "cluster", "on_error")
 )
 @grouped("--plots/--no-plots", group=_MEASURE, default=True, help="Draw speed-up against processes.")
 @config_flag
-@job_flags("on_error", "device", "workers")
+@job_flags("keep_batchnorm_fp32", "layout", "optimize", "on_error", "device", "workers")
 @grouped(
     "--out",
     group=RUN,
@@ -228,8 +228,10 @@ def bench(context: click.Context, /, **flags: Any) -> None:
     if asked.train and (of_evaluation := [name for name in _OF_EVALUATION if flags[name]]):
         words = ", ".join(f"--{name.replace('_', '-')}" for name in of_evaluation)
         raise UsageError(
-            f"{words}: no meaning with --train, which has no metrics and skips no sample. Leave it out."
+            f"{words}: no meaning with --train, which has no metrics, skips no sample and trains the model "
+            "as it is built. Leave it out."
         )
+    _check_precisions(asked, job)
     if flags["dry_run"] and flags["as_json"]:
         raise UsageError(
             "--json prints what was measured, and --dry-run measures nothing: leave out one of them."
@@ -264,6 +266,27 @@ def _check_folder(folder: Path) -> None:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         why = "cannot be written" if nearest.is_dir() else "is no folder"
         raise UsageError(f"--out {folder}: {nearest} {why}. Give a folder of your own.")
+
+
+def _check_precisions(asked: _Asked, job: Job) -> None:
+    """Check that each precision goes with the other options.
+
+    Raises:
+        UsageError: one does not.
+    """
+    for precision in asked.precision or [job.precision]:
+        check_preparation(
+            precision=precision,
+            keep_batchnorm_fp32=job.keep_batchnorm_fp32,
+            optimize=job.optimize,
+            dashes=True,
+        )
+        if asked.train and precision in CAST:
+            raise UsageError(
+                f"--train --precision {precision}: a training keeps its weights in float32, as the steps of "
+                f"an optimiser are lost in half precision. Give --precision amp-{precision}, or leave out "
+                "--train."
+            )
 
 
 def _check_place(launcher: str | None) -> None:

@@ -92,14 +92,14 @@ def evaluate_and_show(
 
 
 def work_in_session(
-    session: Session, work: Callable[[Session], _T], code_of: Callable[[_T], int] = lambda done: EXIT_DONE
+    session: Session, work: Callable[[Session], _T], code_of: Callable[[_T], int] | None = None
 ) -> tuple[int, _T | None]:
     """Do something in a session of its own; returns the exit code, and what came of it if anything did.
 
     Args:
         session: not open yet.
         work: called in it.
-        code_of: the exit code, of what came of it.
+        code_of: the exit code, of what came of it; None where that is 0.
     """
     from dualeval.engine.ending import end_process
 
@@ -107,7 +107,7 @@ def work_in_session(
         with session:
             try:
                 done = work(session)
-                ended = code_of(done)
+                ended = EXIT_DONE if code_of is None else code_of(done)
                 # It is on the disk: a signal that comes when the session takes none any more is too late.
                 end_with(ended)
             except BaseException as error:

@@ -257,6 +257,9 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     cpu = torch.device("cpu")
     with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
         model = task.build_model(cpu)
+    dataset = as_dataset(task.dataset())
+    samples = min(job.limit or job.sample or len(dataset), len(dataset))
+    task.check_batches(job.batch_size, samples)
     if task.rows is not None:
         # Else its metrics are known when its columns are, which takes a forward.
         check_names(chosen_metrics(job.metric_of_run, task.metrics(), task.rows), task.rows)
@@ -267,7 +270,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     if workers is None:
         own = own_cores()
         cores = share_of_cores(own, [own] * last.local_size)
-        workers = automatic_workers(task, as_dataset(task.dataset()), cores)
+        workers = automatic_workers(task, dataset, cores)
     return {**_as_used(job, device.type, workers), **task.options()}
 
 
@@ -345,10 +348,10 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, l
                 job, replace(invocation, out=out), session, opened=opened
             ),
         )
-        code, done = options.work_in_session(session, models.evaluate, exit_code_of)
-        if done is None and (closing := models.closing):
+        ended = options.work_in_session(session, models.evaluate, exit_code_of)
+        if ended[1] is None and (closing := models.closing):
             say(f"dualeval: note: {closing}")
-        return code
+        return ended[0]
     return options.evaluate_and_show(
         session,
         lambda session: _run_engine(job, invocation, session),

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, images_in, is_image, shown_name
+from dualeval.data.decoding import Decoder
 from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
 from dualeval.data.labels import Labels, choose_labels
 from dualeval.data.opened import Opened
@@ -57,6 +58,7 @@ class ImageFolder:
         self._root = root
         self._preprocessing = preprocessing
         self._whole_files = whole_files
+        self._decoder = Decoder()
         # Size and time of change, in ns, of the files that the fingerprint covers: (count, 2).
         self._first_seen: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
         # By all that tells the files of some samples from others.
@@ -115,14 +117,14 @@ class ImageFolder:
     def sample_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of every sample."""
         wanted = self._preprocessing
-        return wanted.channels, wanted.crop, wanted.crop
+        return (wanted.channels, *wanted.crop_size)
 
     def id(self, index: int) -> str:
         """The image's path below the root, for text files: bytes that are no UTF-8 as ``\\xNN``."""
         return shown_name(self._samples[index][0])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Decode, resize and crop images: (uint8 (channels, crop, crop), target) for each index.
+        """Decode, resize and crop images: (uint8 (channels, height, width), target) for each index.
 
         Raises:
             OSError: a file cannot be read, is no whole image, or has changed since ``fingerprint``. Pillow
@@ -134,7 +136,11 @@ class ImageFolder:
     def _image(self, index: int) -> Tensor:
         with (self._root / self._samples[index][0]).open("rb") as file:
             self._check_unchanged(index, file.fileno())
-            return read_pixels(file, self._preprocessing)
+            return read_pixels(file, self._preprocessing, self._decoder)
+
+    def reading_notes(self) -> list[str]:
+        """What the reader of a run should know of how this process has decoded, since the last call."""
+        return self._decoder.notes()
 
     def _check_unchanged(self, index: int, descriptor: int) -> None:
         if index >= len(self._first_seen):

@@ -16,6 +16,7 @@ from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.ending import close_displays, say, say_traceback, spoken, try_for
+from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.watch import Watch
 from dualeval.errors import (
     EXIT_DONE,
@@ -195,13 +196,13 @@ class Conclusion:
         within_s = _ALL_SAVED_WITHIN_S if control.name.rank == 0 else _STOPPED_WITHIN_S
         control.all_saved.wait(max(0.0, within_s - (monotonic() - start)))
         if control.name.rank != 0:
-            is_done = folder is not None and folder.shared and folder.is_done
+            is_done = folder is not None and folder.shared and self._is_done(folder)
             otherwise = EXIT_DONE if is_done else EXIT_STOPPED
             return otherwise if control.end_code is None else control.end_code
         if control.failure is not None and control.failure.where is not None:
             return None
         stop = Stopped(control.stopping or "")
-        if folder is not None and folder.is_done:
+        if folder is not None and self._is_done(folder):
             self._say(f"dualeval: {stop} came when the result was written: {folder.path}")
             return EXIT_DONE
         missing = ", ".join(control.missing[:8])
@@ -216,6 +217,10 @@ class Conclusion:
         done = f"{self.progress} " if self.progress else ""
         self._say(f"dualeval: stopped by {stop}. {done}{where} the same command again to resume.")
         return EXIT_STOPPED
+
+    def _is_done(self, folder: RunFolder) -> bool:
+        """Whether nothing is left to do."""
+        return folder.is_done and not self.watch.more_follows
 
     def _conclude_failure(self, error: BaseException) -> int:
         """Tell every rank of a failure, say it, and leave together with one exit code."""

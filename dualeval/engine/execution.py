@@ -98,6 +98,7 @@ class Execution:
         self._proof: str | None = None
         self.said: list[str] = []
         self._plan = plan_of(dataset, context)
+        task.check_batches(self._plan.batch_size, self._plan.num_samples)
         metrics, row_metrics = in_two(chosen_metrics(self._options.metric, task.metrics(), rows))
         cluster = self._options.cluster or task.cluster
         self._columns = kept_columns(rows, metrics, row_metrics, cluster)
@@ -453,7 +454,7 @@ class Execution:
             recorder,
             reference=None if self._reference is None else (self._reference, self._facts_of_data()),
         )
-        result = outcome.result(times, self.said, replay=self._proof, setup_s=self._setup_s)
+        result = outcome.result(times, self.said, self.loop.notes, replay=self._proof, setup_s=self._setup_s)
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
         self._control.meet()
         self._close(done=True)

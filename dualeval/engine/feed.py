@@ -90,6 +90,11 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         self._ready_batches = False
         self._fill_tried = False
 
+    def notes(self) -> list[str]:
+        """What a data set that has ``reading_notes`` says of reading in this process, since the last call."""
+        notes: Callable[[], list[str]] | None = getattr(self._dataset, "reading_notes", None)
+        return [] if notes is None else notes()
+
     def pack(self) -> bytes:
         """Pickle it for a process that is being started; see ``worker_state``."""
         return pack(self, self._dataset, self._task, self._model)
@@ -231,7 +236,7 @@ class _Returning(torch.utils.data.Dataset[Any]):
             if self._reader is None:
                 self._reader = unpack(self._packed)
             data, failed = self._reader[indices]
-            return own_storages(data), failed
+            return own_storages(data), failed, self._reader.notes()
         except DualevalError as error:
             return _with_own_code(error)
         except Exception as error:
@@ -262,6 +267,7 @@ class Feed:
     Attributes:
         wait_s: seconds spent waiting for data so far.
         transfer_s: seconds the host spent on writing batches into pinned memory and starting their copies.
+        notes: what the data set says of its reading, in all processes that read for this rank.
     """
 
     def __init__(
@@ -282,6 +288,7 @@ class Feed:
         self._step = step
         self.wait_s = 0.0
         self.transfer_s = 0.0
+        self.notes: list[str] = []
         self._handing_out: Generator[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -296,7 +303,8 @@ class Feed:
     def _hand_out(self) -> Generator[Batch]:
         accelerator = accelerator_of(self._device)
         uploads = Uploads(accelerator)
-        for data, failed in self._timed(self._load()):
+        for data, failed, notes in self._timed(self._load()):
+            self.notes += notes
             if not accelerator.is_host:
                 self._step("transfer")
             # Handed out before the next one is waited for: the device computes it as soon as it is there, and
@@ -310,9 +318,9 @@ class Feed:
         finally:
             self.transfer_s += perf_counter() - start
 
-    def _load(self) -> Iterable[tuple[Any, tuple[FailedSample, ...]]]:
+    def _load(self) -> Iterable[tuple[Any, tuple[FailedSample, ...], list[str]]]:
         if self._workers == 0:
-            return map(self._reader.__getitem__, self._batches)
+            return ((*self._reader[indices], self._reader.notes()) for indices in self._batches)
         # Batches are the loader's samples: the plan has already made them.
         return torch.utils.data.DataLoader(
             _Returning(self._reader),

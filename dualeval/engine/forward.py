@@ -18,7 +18,7 @@ from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.identity.values import Values
-from dualeval.engine.layouts import layout_of, needs_a_trial
+from dualeval.engine.layouts import is_of_layout, layout_of, needs_a_trial
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.parts import postprocessed
@@ -125,16 +125,26 @@ def with_layout(
     if context.options.layout == AUTO and layout == CHANNELS_LAST and needs_a_trial(model):
         evaluation = _first_evaluation(task, dataset, model, plan, context)
         samples, data = _first_samples(evaluation)
-        try:
-            options = replace(context.options, layout=layout, optimize=None)
-            tried = prepare(copy_sharing_tensors(model), options, context.backend.device)
-            _columns_of(replace(evaluation, model=tried), data, samples)
-        except Exception as error:  # noqa: BLE001 - of somebody's own code any; contiguous, it is raised again
+        context.control.progress.step("forward")
+        error = _error_of_trial(evaluation, data, samples)
+        context.control.progress.step("setup")
+        if error is not None and is_of_layout(error):
             layout = CONTIGUOUS
             context.note_all([f"layout {layout}: channels-last, the model fails ({named(error)})"])
     return replace(
         context, options=replace(context.options, layout=layout), job={**context.job, "layout": layout}
     )
+
+
+def _error_of_trial(evaluation: Evaluation, data: Any, samples: range) -> Exception | None:
+    """What goes wrong in a forward of a copy of the model that is channels-last; None for nothing."""
+    options = replace(evaluation.context.options, layout=CHANNELS_LAST, optimize=None)
+    try:
+        tried = prepare(copy_sharing_tensors(evaluation.model), options, evaluation.device)
+        _columns_of(replace(evaluation, model=tried), data, samples)
+    except Exception as error:  # noqa: BLE001 - whatever it is but the layout, the first batch raises it again
+        return error
+    return None
 
 
 def _first_evaluation(

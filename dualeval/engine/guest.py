@@ -161,7 +161,8 @@ class Guest:
             UsageError: one has; names it.
         """
         for module in self._modules.values():
-            for name, parameter in module.module._parameters.items():
+            # Others may have taken their places for the evaluation.
+            for name, parameter in module.dicts["_parameters"].items():
                 if parameter is not None and self._tensors[id(parameter)].is_changed:
                     raise UsageError(
                         f"the evaluation has changed the parameter {name!r} of a "

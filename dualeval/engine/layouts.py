@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
-from dualeval.errors import UsageError
+from dualeval.errors import UsageError, text_of
 
 # Of a weight of a convolution in two dimensions: channels out, channels in, height, width; and of images.
 _IMAGE_DIMENSIONS = 4
@@ -22,6 +22,8 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _OF_TRANSFORMERS = (nn.LayerNorm, nn.MultiheadAttention)
 _NORMS_BY_NAME = ("LayerNorm", "RMSNorm")
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+# What torch's operations, and those of extensions, say of a layout that they cannot take.
+_OF_LAYOUT = ("view size is not compatible", "contiguous", "stride", "memory format", "memory_format")
 # Packages whose models compute channels-last as they are.
 _KNOWN = ("torch", "torchvision", "dualeval")
 
@@ -74,6 +76,11 @@ def needs_a_trial(model: nn.Module) -> bool:
     ``Tensor.view`` cannot take a channels-last tensor's dimensions together.
     """
     return any(type(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules())
+
+
+def is_of_layout(error: Exception) -> bool:
+    """Whether an error says that an operation cannot take a tensor in its layout."""
+    return any(words in text_of(error) for words in _OF_LAYOUT)
 
 
 def fixed_part(model: nn.Module) -> str | None:

@@ -170,6 +170,7 @@ class Loop:
         times: seconds of the loop: ``evaluate``, and of it ``data`` and ``transfer``; who computes adds
             ``compute``.
         postprocess_s: seconds in the task's ``postprocess``.
+        notes: what the data set says of its reading.
     """
 
     def __init__(self, evaluation: Evaluation, recorder: Recorder) -> None:
@@ -185,6 +186,7 @@ class Loop:
         self._feed: Feed | None = None
         self.times: dict[str, float] = {}
         self.postprocess_s = 0.0
+        self.notes: list[str] = []
 
     @contextmanager
     def running(self, previous: PreviousRun) -> Iterator[None]:
@@ -267,6 +269,7 @@ class Loop:
                 self._progress.step("load", handed[0].chunk if handed else None)
         finally:
             self.times.update(data=feed.wait_s, transfer=feed.transfer_s)
+            self.notes = feed.notes
 
     def share_of(self, remaining: Sequence[int]) -> int:
         """Batches of a rank, if all are equally fast."""

@@ -76,13 +76,20 @@ class Outcome:
         self._is_main = evaluation.context.backend.world.is_main
 
     def result(
-        self, times: dict[str, float], said: Sequence[str], *, replay: str | None, setup_s: float
+        self,
+        times: dict[str, float],
+        said: Sequence[str],
+        notes: Sequence[str],
+        *,
+        replay: str | None,
+        setup_s: float,
     ) -> Result:
         """Reduce, check, compute and, on rank 0, write; a collective.
 
         Args:
             times: seconds by part of this rank's loop.
             said: sentences about this rank's numeric settings.
+            notes: sentences about its reading; rank 0 says those of all ranks, each once.
             replay: how the comparison of a finished batch went.
             setup_s: seconds before the loop.
         """
@@ -94,9 +101,12 @@ class Outcome:
                 "files": len(self._writer.written),
                 "chunks": self._recorder.chunks_saved,
                 "settings": list(said),
+                "notes": list(notes),
                 "shared": self._folder is None or self._folder.shared,
             }
         )
+        said_once = dict.fromkeys(note for report in reports for note in report["notes"])
+        self._of.context.note_all(list(said_once))
         self._ledger.verify_exactly_once()
         evaluated, failed = self._ledger.totals()
         if evaluated == 0:

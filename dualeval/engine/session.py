@@ -369,6 +369,7 @@ class Session:
         self._require_going_on()
         assert self._conclusion is not None
         self._conclusion.progress = progress
+        self._watch.more_follows = not last
         self._watch.begin()
         self.control.progress.step("setup")
         self.control.check()

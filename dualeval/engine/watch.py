@@ -65,6 +65,8 @@ class Watch:
     Attributes:
         recorder: what is to be saved before an end; None where nothing is in hand.
         folder: the run's output folder, likewise.
+        more_follows: whether a signal that comes when a result is written is not too late, as more is to be
+            done.
         since: ``monotonic()`` when it was heard that the run is to end; None before.
     """
 
@@ -79,6 +81,7 @@ class Watch:
         self.recorder: Recorder | None = None
         self.folder: RunFolder | None = None
         self.since: float | None = None
+        self.more_follows = False
         self._control = control
         self._conclude = conclude
         self._ends_process = ends_process
@@ -152,7 +155,7 @@ class Watch:
         Args:
             done: whether the run has come to its end, so that a signal comes too late.
         """
-        self._is_done = done
+        self._is_done = done and not self.more_follows
         self.recorder = self.folder = None
         if self._guardian is not None:
             self._guardian.forget()

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import StateDict
+from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.dtypes import changed_kinds
 from dualeval.models.extra_state import is_read
 from dualeval.models.prefixes import prefixes_that_fit, take_prefix, unwrap_for
+from dualeval.models.tied import with_tied_names
 from dualeval.weights_name import is_published_name
 
 _LISTED_AT_MOST = 8
@@ -88,18 +90,22 @@ def notes_of(loaded: LoadedWeights | None) -> list[str]:
     return [f"weights: {where}{removed}{left_out}"]
 
 
-def refuse_choice_without_file(weights: str | None, key: str | None, prefix: str | None) -> None:
+def refuse_choice_without_file(
+    weights: str | None, key: str | None, prefix: str | None, trust: bool = False
+) -> None:
     """Check that a choice among the tensors of a file goes with a file.
 
     Args:
         weights: as given with --weights.
         key: as given with --weights-key.
         prefix: as given with --weights-prefix.
+        trust: whether --trust-checkpoint is given.
 
     Raises:
         UsageError: it goes with the library's own weights, with random ones, or with none.
     """
     given = [f"--weights-{name}" for name, value in (("key", key), ("prefix", prefix)) if value is not None]
+    given += ["--trust-checkpoint"] if trust else []
     if given and (weights is None or is_published_name(weights) or weights.startswith(_RANDOM)):
         beside = "without --weights" if weights is None else f"with --weights {weights}"
         raise UsageError(
@@ -158,20 +164,24 @@ def _advice(fitting: list[str]) -> str:
 
 
 def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Copy tensors into a model; all of them, and no others.
+    """Copy tensors into a model, one after the other; all of them, and no others.
 
     The model's own loading goes first: some modules convert an older layout of their tensors.
 
     Args:
         model: takes the values; keeps its dtypes and device.
-        state: tensors by the model's names; an entry ``_extra_state`` is whatever its module keeps.
+        state: tensors by the model's names; an entry ``_extra_state`` is whatever its module keeps. Of the
+            names
+            of one and the same tensor of the model, such as tied weights, one is enough.
         source: where the tensors come from, for messages.
 
     Raises:
         UsageError: lists missing and unexpected names, wrong shapes and dtypes that change values; where
-            the only difference is the number of classes, says so.
+            the only difference is the number of classes, says so. Or tied names have different values, or
+            the values cannot be read.
     """
     own = model.state_dict()
+    state = with_tied_names(model, state, source)
     unread = [name for name, value in state.items() if name in own and not is_read(value)]
     if unread:
         raise UsageError(
@@ -190,6 +200,9 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
         model.load_state_dict(state)
     # Beside torch's own errors, those of a module's set_extra_state.
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        unread_late = [value.failure for value in state.values() if isinstance(value, LateTensor)]
+        for failure in filter(None, unread_late):
+            raise failure from error
         raise _misfit(model, own, state, source, [], error) from error
 
 

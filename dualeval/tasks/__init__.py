@@ -31,6 +31,9 @@ class Dataset(Protocol):
     whose samples differ in shape needs it for that. Without it the place holds zeros like another sample of
     the batch; samples that hold what has no zero, as a picture of PIL's, are refused at the first batch.
 
+    A data set may have ``reading_notes()``: sentences for people on how this process has read, since the last
+    call. Rank 0 prints those of all ranks and reading processes at the end, each once; no result has them.
+
     For ``--sample`` it may have ``select(indices)``, which returns a data set of these samples alone, in this
     order and with their ids, and ``targets``, each sample's class as integers, which are then counted.
     """
@@ -137,6 +140,18 @@ class Task(ABC):
         Raises:
             UsageError: the weights, the model and the data do not fit together.
         """
+
+    def check_batches(self, batch_size: int, samples: int) -> None:
+        """Refuse batches that the model does not take; called before the loop, after ``build_model``.
+
+        Args:
+            batch_size: samples a batch; the last batch has what is left over.
+            samples: how many are evaluated.
+
+        Raises:
+            UsageError: the model takes other sizes; says which.
+        """
+        return
 
     def notes(self) -> Sequence[str]:
         """What a reader should know of how the model was made, in sentences; called after ``build_model``."""

@@ -45,6 +45,7 @@ class QuestionAnswering(ScoredAnswers):
         weights: None for those in the folder; else a state_dict file or "random:SEED".
         weights_key: where the state_dict lies in a checkpoint, with dots between; None finds the only one.
         weights_prefix: take only the names of a file that begin with this, without it.
+        trust_checkpoint: read also weights that run code when they are read.
         metrics: names of metrics; empty for all.
         batch_size: questions a batch, and most windows of a forward.
         max_length: most tokens of a window.
@@ -75,6 +76,7 @@ class QuestionAnswering(ScoredAnswers):
         weights: str | None = None,
         weights_key: str | None = None,
         weights_prefix: str | None = None,
+        trust_checkpoint: bool = False,
         metrics: Sequence[str] = (),
         batch_size: int = 64,
         max_length: int = 384,
@@ -84,7 +86,7 @@ class QuestionAnswering(ScoredAnswers):
         null_threshold: float | None = None,
         opened: Opened | None = None,
     ) -> None:
-        refuse_choice_without_file(weights, weights_key, weights_prefix)
+        refuse_choice_without_file(weights, weights_key, weights_prefix, trust_checkpoint)
         models.check_folder(model)
         if isinstance(data, (str, Path)):
             path, named = Path(data).absolute(), str(data)
@@ -109,6 +111,7 @@ class QuestionAnswering(ScoredAnswers):
         self._weights = weights
         self._weights_key = weights_key
         self._weights_prefix = weights_prefix
+        self._trust_checkpoint = trust_checkpoint
         self.loaded_weights: LoadedWeights | None = None
         self._n_best = n_best
         self._max_answer_length = max_answer_length
@@ -160,6 +163,7 @@ class QuestionAnswering(ScoredAnswers):
             self._weights,
             weights_key=self._weights_key,
             weights_prefix=self._weights_prefix,
+            trust=self._trust_checkpoint,
             on_load=self._remember,
         )
         models.check_vocabulary(self._folder, model, self._tokens)
@@ -266,6 +270,7 @@ class QuestionAnswering(ScoredAnswers):
             "model": str(self._folder.absolute()),
             "weights": weights if seed_of(weights) is not None else str(Path(weights).absolute()),
             **options_of(self.loaded_weights),
+            "trust_checkpoint": self._trust_checkpoint,
             "data": self._data,
             **self._answer_options(),
         }

@@ -48,7 +48,7 @@ class QuestionAnsweringOptions:
     )
     weights: str | None = option(
         None,
-        "State_dict file, or random:SEED.",
+        "Checkpoint, or random:SEED.",
         group=_MODEL,
         is_path=is_path_of_weights,
         shown="in the model's folder",
@@ -58,6 +58,9 @@ class QuestionAnsweringOptions:
     )
     weights_prefix: str | None = option(
         None, "Use only tensors whose names start with this; remove it.", group=_MODEL
+    )
+    trust_checkpoint: bool = option(
+        False, "Read checkpoints that run code, such as pickled models.", group=_MODEL
     )
     max_length: int = option(
         384, "Maximum tokens of a window (question and text).", group=_QUESTIONS, least=1
@@ -88,6 +91,7 @@ class QuestionAnsweringOptions:
             weights=self.weights,
             weights_key=self.weights_key,
             weights_prefix=self.weights_prefix,
+            trust_checkpoint=self.trust_checkpoint,
             metrics=self.metric,
             batch_size=self.batch_size,
             max_length=self.max_length,

@@ -34,6 +34,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import (
     JOB,
+    MODELS,
     PREDICTIONS,
     RESULT,
     STATUS,
@@ -272,6 +273,11 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
         there = json.loads((path / JOB).read_text("utf-8"))
         kept = {"job": there["job"]}
     except FileNotFoundError:
+        if (path / MODELS).exists():
+            raise UsageError(
+                f"{path} holds a run of several models ({MODELS}). Give another --out; the result of each of "
+                "them is in its own folder there."
+            ) from None
         old = [file for file in files_of_a_run(path) if file.name != JOB]
         if any(file.name in (RESULT, STATUS, PREDICTIONS) for file in old) and not _is_only_a_failure(
             path, old

@@ -1,0 +1,83 @@
+"""Reading what a training has saved, in every form, without running code; and finding the state_dict."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dualeval.data.contents import what_weights_are
+from dualeval.errors import UsageError
+from dualeval.models.checkpoints.distributed import DistributedFolder
+from dualeval.models.checkpoints.finding import choose
+from dualeval.models.checkpoints.folders import DISTRIBUTED, is_index, refuse_part_of_folder, saved_in
+from dualeval.models.checkpoints.safetensors_files import read_safetensors
+from dualeval.models.checkpoints.shards import read_shards
+from dualeval.models.checkpoints.torch_files import TorchFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateDict:
+    """A state_dict in a checkpoint.
+
+    Attributes:
+        path: the file or folder.
+        key: the keys that lead to it, with dots between; "" where the checkpoint is nothing else.
+        tensors: by name, read when they are used; with the ``_metadata`` that torch keeps beside them where
+            there are any. An entry ``_extra_state`` may be anything, and hold objects that were passed over.
+    """
+
+    path: Path
+    key: str
+    tensors: OrderedDict[str, Any]
+
+
+def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) -> StateDict:
+    """Find a state_dict in a checkpoint. Of other tensors, such as an optimizer's, no value is read.
+
+    Args:
+        path: a .safetensors file, what ``torch.save`` wrote, the index of a checkpoint in several files, or
+            the
+            folder of one: of such files, of torch.distributed.checkpoint or of DeepSpeed.
+        key: where it lies in the checkpoint, nested keys with dots between; None finds the one that is there.
+        trust: also read files of ``torch.save`` that run code when they are read.
+
+    Returns:
+        The state_dict with the names as they are in the checkpoint.
+
+    Raises:
+        UsageError: it is missing, unreadable or needs code to be read; it holds no state_dict, or none
+            under this key; or it holds several, and no key was given.
+    """
+    saved = saved_in(path) if path.is_dir() else path
+    if saved is DISTRIBUTED:
+        content = DistributedFolder(path)
+        found, tensors = choose(path, content.tree, key)
+        return StateDict(path=path, key=found, tensors=content.taken(tensors))
+    assert isinstance(saved, Path)
+    _check_file(saved)
+    if is_index(saved):
+        found, tensors = choose(path, read_shards(saved, trust=trust), key)
+        return StateDict(path=path, key=found, tensors=OrderedDict(tensors))
+    if saved.suffix == ".safetensors":
+        found, tensors = choose(path, read_safetensors(saved), key)
+        return StateDict(path=path, key=found, tensors=OrderedDict(tensors))
+    file = TorchFile(saved, trust=trust)
+    found, tensors = choose(path, file.tree, key)
+    return StateDict(path=path, key=found, tensors=file.taken(found, tensors))
+
+
+def _check_file(path: Path) -> None:
+    """Check that a file is there and can be one of weights, by its first bytes."""
+    if not path.is_file():
+        raise UsageError(f"weights file {path} does not exist. Give a state_dict file with --weights PATH.")
+    refuse_part_of_folder(path)
+    if is_index(path):
+        return
+    try:
+        other = what_weights_are(path)
+    except OSError as error:
+        raise UsageError(f"weights file {path} cannot be read: {error.strerror or error}") from error
+    if other is not None:
+        raise UsageError(f"weights file {path} {other}.")

@@ -1,0 +1,174 @@
+"""Which form of checkpoint a folder holds."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from typing import Final, Literal
+
+from dualeval.errors import UsageError
+
+METADATA = ".metadata"
+_INDEX = (".safetensors.index.json", ".bin.index.json")
+_ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}$")
+_LATEST = "latest"
+_MODEL_STATES = "mp_rank_*_model_states.pt"
+_PARTITIONED = "*zero_pp_rank_*_model_states.pt"
+_PIPELINE = "layer_*-model_*-model_states.pt"
+_LISTED_AT_MOST = 5
+
+
+class _Form(Enum):
+    DISTRIBUTED = "torch.distributed.checkpoint"
+
+
+DISTRIBUTED: Final = _Form.DISTRIBUTED
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file is the index of a checkpoint in several files, by its name."""
+    return path.name.endswith(_INDEX)
+
+
+def refuse_part_of_folder(path: Path) -> None:
+    """Check that a file is no part of a checkpoint that is a folder.
+
+    Raises:
+        UsageError: it is; says to give the folder.
+    """
+    if path.name == METADATA or (path.suffix == ".distcp" and (path.parent / METADATA).is_file()):
+        raise UsageError(
+            f"{path} is a part of a checkpoint of torch.distributed.checkpoint. Give the whole: --weights "
+            f"{path.parent}"
+        )
+    if is_index(path):
+        return
+    indices = [other for other in sorted(path.parent.glob("*.index.json")) if is_index(other)]
+    if _ONE_OF_SEVERAL.search(path.stem) and indices:
+        raise UsageError(
+            f"{path} is one of several files with weights. Give the whole: --weights {path.parent}"
+        )
+
+
+def saved_in(folder: Path) -> Path | Literal[_Form.DISTRIBUTED]:
+    """The file that stands for a folder's checkpoint: the index of several, or the only one.
+
+    Returns:
+        ``DISTRIBUTED`` for a folder of torch.distributed.checkpoint.
+
+    Raises:
+        UsageError: there is no checkpoint, or more than one; or DeepSpeed has saved one in parts.
+    """
+    found: list[Path | Literal[_Form.DISTRIBUTED]] = []
+    if (folder / METADATA).is_file():
+        found.append(DISTRIBUTED)
+    if (states := _model_states(folder)) is not None:
+        found.append(states)
+    indices = [path for path in sorted(folder.glob("*.index.json")) if is_index(path)]
+    found += indices
+    found += _single_files(folder)
+    if not found:
+        raise _no_checkpoint(folder)
+    if len(found) > 1:
+        shown = [f"{folder / METADATA}" if one is DISTRIBUTED else str(one) for one in found]
+        files = [str(one) for one in found if one is not DISTRIBUTED]
+        raise UsageError(
+            f"{folder} holds {len(found)} checkpoints: {', '.join(shown[:_LISTED_AT_MOST])}"
+            f"{', ...' if len(shown) > _LISTED_AT_MOST else ''}. They can give different results. Say "
+            "which is "
+            f"meant, such as --weights {files[0]}"
+        )
+    return found[0]
+
+
+def _single_files(folder: Path) -> list[Path]:
+    """Files of weights that are no part of several, by the names that libraries give them."""
+    names = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
+    return [path for path in names if not _ONE_OF_SEVERAL.search(path.stem)]
+
+
+def _no_checkpoint(folder: Path) -> UsageError:
+    distributed = next(folder.glob("*.distcp"), None)
+    if distributed is not None:
+        return UsageError(
+            f"{folder} has files of torch.distributed.checkpoint ({distributed.name}) without {METADATA}, "
+            "which "
+            "is written last: the save has not ended, or the copy left out hidden files. Copy the whole "
+            "folder."
+        )
+    parts = [path for path in sorted(folder.iterdir()) if _ONE_OF_SEVERAL.search(path.stem)]
+    if parts:
+        return UsageError(
+            f"{folder} has one of several files with weights ({parts[0].name}), and no index "
+            "(model.safetensors.index.json), which says which tensor is where. Copy the whole folder."
+        )
+    files = [
+        path for path in sorted(folder.iterdir()) if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".tar")
+    ]
+    hint = f" Give the file: --weights {files[0]}" if files else ""
+    return UsageError(
+        f"the folder {folder} holds no checkpoint. Expected one of torch.distributed.checkpoint "
+        f"({METADATA} and "
+        "*.distcp), of DeepSpeed (latest), a *.safetensors file, pytorch_model.bin, or an index of several "
+        f"(*.safetensors.index.json, *.bin.index.json).{hint}"
+    )
+
+
+# -- DeepSpeed -------------------------------------------------------------------------------------------
+
+
+def _model_states(folder: Path) -> Path | None:
+    """The file of a DeepSpeed checkpoint that holds the model; None for another folder.
+
+    Args:
+        folder: as given to DeepSpeed's save_checkpoint, or the one of a step inside it.
+    """
+    latest = folder / _LATEST
+    inner = folder
+    if latest.is_file():
+        inner = folder / _named_by(latest)
+        if not inner.is_dir():
+            raise UsageError(
+                f"{latest} names the folder {inner.name}, which is not there. Copy the whole checkpoint, "
+                "or give "
+                "the folder of a step: --weights FOLDER/global_stepN"
+            )
+    gather = (
+        "Gather them (DeepSpeed writes the script into the checkpoint): python "
+        f"{inner.parent}/zero_to_fp32.py "
+        f"{inner.parent} OUT --tag {inner.name}; then give --weights OUT"
+    )
+    if any(inner.glob(_PARTITIONED)):
+        raise UsageError(
+            f"{inner} is a checkpoint of DeepSpeed's ZeRO-3, where each rank has saved parts of the "
+            "parameters. "
+            f"{gather}"
+        )
+    if any(inner.glob(_PIPELINE)):
+        raise UsageError(
+            f"{inner} is a checkpoint of DeepSpeed's pipeline, with a file for each layer. Save the whole "
+            "model "
+            "with torch.save(model.state_dict(), PATH)."
+        )
+    states = sorted(inner.glob(_MODEL_STATES))
+    if len(states) > 1:
+        raise UsageError(
+            f"{inner} was saved by {len(states)} model-parallel ranks ({states[0].name}, {states[1].name}, "
+            "...), "
+            "each with a part of the model. Merge them with the tools of the library that has trained it, "
+            "and "
+            "save one state_dict."
+        )
+    if states:
+        return states[0]
+    if latest.is_file():
+        raise UsageError(f"{inner} has no mp_rank_00_model_states.pt. Copy the whole checkpoint.")
+    return None
+
+
+def _named_by(latest: Path) -> str:
+    name = latest.read_text("utf-8", "backslashreplace").strip()
+    if not name or len(PurePosixPath(name).parts) != 1 or name == "..":
+        raise UsageError(f"{latest} names {name[:60]!r}: expected the name of a folder beside it.")
+    return name

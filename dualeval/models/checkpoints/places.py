@@ -1,0 +1,71 @@
+"""Where the tensors of a stream of ``torch.save`` lie, found without reading them."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Mapping
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from dualeval.models.checkpoints.late import FilePart, StampedFile
+
+_LOCAL_HEADER = struct.Struct("<26xHH")
+
+
+class NotInPlace(Exception):
+    """A tensor's values are not plainly in the file: it is sparse or quantized, or in a foreign layout."""
+
+
+def records_of(stream: BinaryIO) -> dict[int, int]:
+    """Where the records of a zip stream begin, in bytes, and how many bytes they have.
+
+    Args:
+        stream: can be sought.
+
+    Returns:
+        Nothing where one of them is compressed, or the stream is damaged.
+    """
+    found = {}
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    return {}
+                stream.seek(entry.header_offset)
+                name, extra = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
+                found[entry.header_offset + _LOCAL_HEADER.size + name + extra] = entry.file_size
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error):
+        return {}
+    return found
+
+
+def part_of(value: Tensor, file: StampedFile, records: Mapping[int, int], begin: int = 0) -> FilePart:
+    """Where the values of a tensor lie that was loaded to the device "meta".
+
+    Args:
+        value: the tensor. torch notes beside its storage where in the stream this begins.
+        file: the file with the stream.
+        records: of the stream, as ``records_of`` finds them: torch computes where they should be.
+        begin: of the stream in the file, in bytes.
+
+    Raises:
+        NotInPlace: they cannot be read from there alone.
+    """
+    is_plain = value.layout == torch.strided and not (value.is_quantized or value.is_conj() or value.is_neg())
+    offset = getattr(value.untyped_storage(), "_checkpoint_offset", None) if is_plain else None
+    if not isinstance(offset, int) or offset not in records:
+        raise NotInPlace
+    first = int(value.storage_offset()) * value.dtype.itemsize
+    part = FilePart(
+        file=file,
+        offset=begin + offset + first,
+        shape=tuple(value.shape),
+        strides=tuple(value.stride()),
+        dtype=value.dtype,
+    )
+    if first + part.nbytes > records[offset]:
+        raise NotInPlace
+    return part

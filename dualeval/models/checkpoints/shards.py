@@ -1,0 +1,85 @@
+"""Checkpoints in several files, with an index that says which tensor is in which file."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dualeval.errors import UsageError
+from dualeval.models.candidates import is_state_dict
+from dualeval.models.checkpoints.safetensors_files import read_safetensors
+from dualeval.models.checkpoints.torch_files import TorchFile
+
+_LISTED_AT_MOST = 5
+
+
+def read_shards(index: Path, *, trust: bool = False) -> OrderedDict[str, Any]:
+    """The tensors that an index names, by name; their values are not read.
+
+    Args:
+        index: NAME.safetensors.index.json or NAME.bin.index.json, as the transformers library writes it.
+        trust: as for ``TorchFile``.
+
+    Raises:
+        UsageError: the index is damaged or leads out of its folder, a file is missing, or the files have
+            other
+            tensors than the index.
+    """
+    places = _weight_map(index)
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(places.values()):
+        path = index.parent / name
+        if not path.is_file():
+            raise UsageError(
+                f"{index} names the file {name}, which is not beside it. Fetch or copy all files."
+            )
+        tensors = _tensors_of(path, trust)
+        wanted = {tensor for tensor, file in places.items() if file == name}
+        for what, names in (
+            ("lacks", sorted(wanted - tensors.keys())),
+            ("also has", sorted(tensors.keys() - wanted)),
+        ):
+            if names:
+                listed = ", ".join(names[:_LISTED_AT_MOST]) + (
+                    ", ..." if len(names) > _LISTED_AT_MOST else ""
+                )
+                raise UsageError(
+                    f"{path} does not belong to {index.name}: it {what} {len(names)} tensors: {listed}. "
+                    "Copy all "
+                    "files of one checkpoint."
+                )
+        found |= tensors
+    return OrderedDict((name, found[name]) for name in places)
+
+
+def _tensors_of(path: Path, trust: bool) -> OrderedDict[str, Any]:
+    if path.suffix == ".safetensors":
+        return OrderedDict(read_safetensors(path))
+    file = TorchFile(path, trust=trust)
+    if not is_state_dict(file.tree):
+        raise UsageError(f"{path} is one of several files with weights, and holds more than tensors by name.")
+    return file.taken("", file.tree)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """File names by the names of tensors."""
+    try:
+        content = json.loads(index.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{index} is not readable JSON: {error}. Fetch or copy it again.") from error
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise UsageError(f"{index} has no weight_map, which says which tensor is in which file.")
+    for tensor, name in places.items():
+        # A file may be a link to elsewhere, as in the cache of Hugging Face's hub; a name may not lead there.
+        if (
+            not isinstance(name, str)
+            or PurePosixPath(name).is_absolute()
+            or ".." in PurePosixPath(name).parts
+        ):
+            raise UsageError(
+                f"{index} says that {tensor} is in {name!r}: expected the name of a file in this folder."
+            )
+    return places

@@ -1,0 +1,75 @@
+"""Names of one and the same tensor of a model, such as an embedding that is also the weight of the output."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.errors import UsageError
+from dualeval.models.checkpoints.late import LateTensor
+
+
+def with_tied_names(model: nn.Module, state: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """A state_dict with the names that a file has left out because another name has the same tensor.
+
+    Args:
+        model: its names are tied where they lead to the same parameter or buffer.
+        state: tensors by the model's names.
+        source: where the tensors come from, for messages.
+
+    Returns:
+        The same object where no name is left out.
+
+    Raises:
+        UsageError: a file has two tensors for one of the model, and their values differ.
+    """
+    left_out: dict[str, Any] = {}
+    for names in _tied(model):
+        there = [name for name in names if isinstance(state.get(name), Tensor)]
+        for name in there[1:]:
+            if not _are_equal(state[there[0]], state[name]):
+                raise UsageError(
+                    f"{source} have different values for {there[0]} and {name}, which are one tensor in "
+                    "the model "
+                    f"{type(model).__name__}. One of them would be lost. Give weights of a model that ties "
+                    "them, "
+                    "or a model that does not."
+                )
+        if there:
+            left_out |= {name: state[there[0]] for name in names if name not in state}
+    if not left_out:
+        return state
+    whole: OrderedDict[str, Any] = OrderedDict({**state, **left_out})
+    if hasattr(state, "_metadata"):
+        whole._metadata = state._metadata  # type: ignore[attr-defined]
+    return whole
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """The names in the state_dict of each tensor that has more than one."""
+    kept = model.state_dict(keep_vars=True)
+    found: dict[int, list[str]] = {}
+    for name, value in kept.items():
+        if isinstance(value, Tensor):
+            found.setdefault(id(value), []).append(name)
+    return [names for names in found.values() if len(names) > 1]
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether the bits are equal; NaN is equal to itself."""
+    if one is other or one.shape != other.shape or one.dtype != other.dtype:
+        return one is other
+    if isinstance(one, LateTensor) and isinstance(other, LateTensor) and one.source == other.source:
+        return True
+    first, second = (
+        (value.read() if isinstance(value, LateTensor) else value.detach())
+        .contiguous()
+        .view(-1)
+        .view(torch.uint8)
+        for value in (one, other)
+    )
+    return bool(torch.equal(first, second))
