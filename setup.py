@@ -59,6 +59,8 @@ setup(
         "horovod": ["cffi>=1.4", "cloudpickle", "packaging", "psutil", "pyyaml", "setuptools", "wheel"],
         "mpi": ["mpi4py>=4"],
         "qa": ["transformers>=4.48"],
+        "hf": ["transformers>=4.48"],
+        "timm": ["timm>=1.0"],
         "jpeg": ["simplejpeg>=1.9"],
         "plots": ["matplotlib>=3.8"],
         "tensorboard": ["tensorboard>=2.16"],

@@ -47,8 +47,10 @@ def option(
     least: int | None = None,
     choices: tuple[str, ...] = (),
     is_path: Callable[[str], bool] | None = None,
+    resolve: Callable[[str, Path], str] | None = None,
     shown: str | None = None,
     metavar: str | None = None,
+    is_repeated: bool = False,
 ) -> Any:
     """A field of a dataclass of options.
 
@@ -60,8 +62,11 @@ def option(
         choices: the words that it may be, for a type that does not say them.
         is_path: whether a text is a path, which in a job file counts from that file; without it each value of
             a field of type ``Path`` is one, and no other.
+        resolve: makes of a text in a job file, and of the file's folder, the text that is meant; for texts
+            that have a path inside.
         shown: what the help says in place of a default of None.
         metavar: what the help says in place of the value.
+        is_repeated: a tuple of texts whose flag is given once for each, and not once with commas.
     """
     said = {
         "help": help,
@@ -69,8 +74,10 @@ def option(
         "least": least,
         "choices": choices,
         "is_path": is_path,
+        "resolve": resolve,
         "shown": shown,
         "metavar": metavar,
+        "is_repeated": is_repeated or None,
     }
     metadata = {name: value for name, value in said.items() if value not in (None, "", ())}
     return dataclasses.field(default=default, metadata=metadata)
@@ -97,7 +104,7 @@ class OptionField:
         kind: its type.
         default: its value where nobody gives one; None where it has none.
         is_required: whether it has to be given.
-        help, group, least, choices, is_path, shown, metavar: as for ``option``.
+        help, group, least, choices, is_path, resolve, shown, metavar, is_repeated: as for ``option``.
     """
 
     name: str
@@ -109,8 +116,10 @@ class OptionField:
     least: int | None
     choices: tuple[str, ...]
     is_path: Callable[[str], bool] | None
+    resolve: Callable[[str, Path], str] | None
     shown: str | None
     metavar: str
+    is_repeated: bool
 
     @property
     def flag(self) -> str:
@@ -143,6 +152,8 @@ class OptionField:
         """
         if self.choices:
             check_choice(said, text, self.choices)
+        if self.is_repeated:
+            return (text,)
         kinds = _kinds(self.kind)
         if _is_optional(self.kind) and str not in kinds and text.lower() == "none":
             return None
@@ -169,6 +180,8 @@ class OptionField:
             return type(value)(self._resolved(item, folder) for item in value)
         if isinstance(value, Path):
             return folder / value
+        if isinstance(value, str) and self.resolve is not None:
+            return self.resolve(value, folder)
         if isinstance(value, str) and self.is_path is not None and self.is_path(value):
             return str(folder / value)
         return value
@@ -208,8 +221,10 @@ def fields_of(options_class: type) -> tuple[OptionField, ...]:
                 least=said.get("least"),
                 choices=tuple(said.get("choices", ())),
                 is_path=said.get("is_path"),
+                resolve=said.get("resolve"),
                 shown=said.get("shown"),
                 metavar=said.get("metavar") or _metavar(hints[field.name]),
+                is_repeated=said.get("is_repeated", False),
             )
         )
     return tuple(found)

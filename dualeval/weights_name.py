@@ -1,8 +1,9 @@
-"""Which texts of ``--weights`` name weights that torchvision publishes, and are no path."""
+"""Which texts of ``--weights`` and ``--model`` are names, and which are paths."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 # Members of torchvision's enumerations, such as IMAGENET1K_V1, or with the enumeration's name before them.
 # In capitals behind the dot: my_Weights.pt is a file.
@@ -17,3 +18,16 @@ def is_published_name(weights: str) -> bool:
 def is_path_of_weights(weights: str) -> bool:
     """Whether a value of ``--weights`` names a file: no published name, and not ``random:SEED``."""
     return not is_published_name(weights) and not weights.startswith("random:")
+
+
+# The suffixes of files that are a whole model.
+PROGRAM_SUFFIXES = (".pt2", ".pt", ".pth", ".ts", ".torchscript", ".jit", ".ptc")
+_FOLDER = "hf:"
+
+
+def model_beside(model: str, folder: Path) -> str:
+    """A value of ``--model`` in a job file: its path, if it is one, counts from the file's folder."""
+    if model.startswith(_FOLDER):
+        return f"{_FOLDER}{folder / model.removeprefix(_FOLDER)}"
+    is_path = Path(model).suffix in PROGRAM_SUFFIXES and ":" not in model
+    return str(folder / model) if is_path else model

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 import dualeval
 from dualeval.data.idx import IdxImages, read_idx
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.models.classifiers import preprocessing_of
+from dualeval.models.classifiers import source_of
 from dualeval.tasks.image_classification import FASHION_MEAN, FASHION_STD
 from dualeval.vision_library import torchvision  # PyPI's does not load by itself beside a CPU build of torch
 
@@ -92,7 +92,7 @@ def pixels_of(options: Namespace, data: Any) -> Preprocessing:
     Raises:
         UsageError: ``--resize`` is given where images keep their size.
     """
-    size, own = options.size, preprocessing_of(options.model)
+    size, own = options.size, source_of(options.model).preprocessing()
     if isinstance(data, torchvision().datasets.ImageFolder):
         fitting = own.resize if size is None else round(size * own.resize / own.crop)
         return replace(own, resize=options.resize or fitting, crop=size or own.crop)

@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dualeval.data.image_folder import ImageFolder
+from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.models import classifiers, published
 from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.models.sources import WeightsSource
 from dualeval.vision_library import torchvision
 from tests.published_weights import Publish, cache, publish
 
@@ -80,6 +83,10 @@ def out_features(model: nn.Module) -> int:
 def is_equal(first: nn.Module, second: nn.Module) -> bool:
     one, other = first.state_dict(), second.state_dict()
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def preprocessing_of(name: str, entry: Any = None) -> Preprocessing:
+    return classifiers.source_of(name).preprocessing(WeightsSource(text="DEFAULT", entry=entry))
 
 
 def fails(name: str, weights: str = "random:0", num_classes: int | None = None) -> str:
@@ -260,8 +267,8 @@ def test_default_weights_that_are_not_there(cache: Path) -> None:
 
 
 @pytest.mark.usefixtures("factories")
-@pytest.mark.parametrize("name", ["zoo.models:with_classes", "resnet81"])
-def test_default_weights_of_a_model_that_has_none(cache: Path, name: str) -> None:
+def test_default_weights_of_a_model_that_has_none(cache: Path) -> None:
+    name = "zoo.models:with_classes"
     assert f"--weights DEFAULT: {name} has no weights of its own" in fails(name, "DEFAULT")
     assert list(cache.iterdir()) == []
 
@@ -287,7 +294,8 @@ def test_default_weights_transform_their_input(cache: Path, publish: Publish) ->
 def test_default_weights_are_of_the_network_that_is_built(name: str) -> None:
     """In number of parameters; vit_h_14's are for larger images. On no device, so nothing is drawn."""
     with torch.device("meta"):
-        model = classifiers.create(name, None, entry=TORCHVISION.models.get_model_weights(name).DEFAULT)
+        entry = TORCHVISION.models.get_model_weights(name).DEFAULT
+        model = classifiers.source_of(name).create(None, entry=entry)
     # torchvision drops these heads after loading, and counts without them.
     heads = ("aux1.", "aux2.") if name == "googlenet" else ()
     count = sum(p.numel() for n, p in model.named_parameters() if not n.startswith(heads))
@@ -356,21 +364,24 @@ def test_nothing_is_downloaded_where_it_is_cached(cache: Path, monkeypatch: pyte
 def test_preprocessing_is_that_of_the_weights(name: str) -> None:
     entries = list(TORCHVISION.models.get_model_weights(name))
     for entry in entries:
-        found = classifiers.preprocessing_of(name, entry)
+        found = preprocessing_of(name, entry)
         preset = entry.transforms()
         assert [found.resize, found.crop] == [*preset.resize_size, *preset.crop_size]
         assert found.interpolation == preset.interpolation.value
         assert (tuple(found.mean), tuple(found.std)) == (tuple(preset.mean), tuple(preset.std))
-    assert classifiers.preprocessing_of(name) == classifiers.preprocessing_of(name, entries[0])
+    assert preprocessing_of(name) == preprocessing_of(name, entries[0])
 
 
 def test_preprocessing_of_weights_that_nobody_knows() -> None:
     """Not that of DEFAULT: with resnet50's second weights came a recipe that nobody else's had."""
-    assert str(classifiers.preprocessing_of("resnet50")) == "256 bilinear, crop 224, ImageNet mean and std"
-    assert classifiers.preprocessing_origin("resnet50") == "the model's defaults, as for IMAGENET1K_V1"
-    assert str(classifiers.preprocessing_of("swin_t")) == "232 bicubic, crop 224, ImageNet mean and std"
-    assert classifiers.preprocessing_origin("swin_t") == "the model's defaults"
-    assert classifiers.preprocessing_origin("zoo.models:make") == "assumed, the model names none"
+    assert str(preprocessing_of("resnet50")) == "256 bilinear, crop 224, ImageNet mean and std"
+    assert (
+        classifiers.source_of("resnet50").preprocessing_origin()
+        == "the model's defaults, as for IMAGENET1K_V1"
+    )
+    assert str(preprocessing_of("swin_t")) == "232 bicubic, crop 224, ImageNet mean and std"
+    assert classifiers.source_of("swin_t").preprocessing_origin() == "the model's defaults"
+    assert classifiers.source_of("zoo.models:make").preprocessing_origin() == "assumed, the model names none"
 
 
 def test_preprocessing_gives_what_the_weights_own_transform_gives(tmp_path: Path) -> None:
@@ -380,16 +391,16 @@ def test_preprocessing_gives_what_the_weights_own_transform_gives(tmp_path: Path
     picture.save(tmp_path / "a/0.png")
     for name in ("resnet50", "efficientnet_b1", "vit_b_16"):
         entry = TORCHVISION.models.get_model_weights(name).DEFAULT
-        wanted = classifiers.preprocessing_of(name, entry)
+        wanted = preprocessing_of(name, entry)
         [(pixels, _)] = ImageFolder(tmp_path, wanted).__getitems__([0])
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (wanted.mean, wanted.std))
         own = entry.transforms()(picture)
         torch.testing.assert_close((pixels.float() / 255 - mean) / std, own)
 
 
-@pytest.mark.parametrize("name", ["fashion-cnn", "zoo.models:make", "resnet81"])
+@pytest.mark.parametrize("name", ["fashion-cnn", "zoo.models:make"])
 def test_preprocessing_of_a_model_without_weights(name: str) -> None:
-    found = classifiers.preprocessing_of(name)
+    found = preprocessing_of(name)
     assert (found.resize, found.crop, found.interpolation) == (256, 224, "bilinear")
     assert found.mean == (0.485, 0.456, 0.406)
     assert found.std == (0.229, 0.224, 0.225)

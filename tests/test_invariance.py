@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from dualeval import ModelTask
 from dualeval.cli import dualeval
-from dualeval.engine.invariance.diagnosis import (
+from dualeval.engine.invariance.computed import batches_of
+from dualeval.engine.invariance.diagnosis import diagnose, shapes_of
+from dualeval.engine.invariance.digests import RowHash, row_dimension, tensors_in
+from dualeval.engine.invariance.findings import (
     AFTER_MODEL,
     IN_BATCH,
     IN_MODULES,
@@ -24,11 +27,7 @@ from dualeval.engine.invariance.diagnosis import (
     ONE_PROGRAM,
     Diagnosis,
     ShapeDiagnosis,
-    batches_of,
-    diagnose,
-    shapes_of,
 )
-from dualeval.engine.invariance.digests import RowHash, row_dimension, tensors_in
 from dualeval.engine.options import RunOptions
 from dualeval.errors import LaunchError, UsageError
 from dualeval.report.invariance import print_invariance
@@ -72,9 +71,15 @@ def task_of(model: nn.Module, data: Any = None, **more: Any) -> Task:
 
 
 def diagnosed(
-    task: Task, *, batch_size: int = 16, only: Sequence[str] = ("fp32",), **options: Any
+    task: Task,
+    *,
+    batch_size: int = 16,
+    only: Sequence[str] = ("fp32",),
+    layouts: Sequence[str] = ("contiguous",),
+    **options: Any,
 ) -> Diagnosis:
-    return diagnose(task, RunOptions(batch_size=batch_size, **options), CPU, only=only)
+    chosen = RunOptions(batch_size=batch_size, **options)
+    return diagnose(task, chosen, CPU, precisions=only, layouts=layouts)
 
 
 def shapes(diagnosis: Diagnosis, setting: int = 0) -> dict[int, ShapeDiagnosis]:
@@ -125,12 +130,15 @@ def test_a_row_s_hash_has_all_its_bits(dtype: torch.dtype, monkeypatch: pytest.M
     other = values.clone()
     other[2, 1, 3] = 1 - other[2, 1, 3] if dtype != torch.bool else ~other[2, 1, 3]
     changed = RowHash().rows(other, 0)
+    assert changed is not None
     assert (hashes == changed).tolist() == [True, True, False, True]
     moved_rows = RowHash().rows(values.movedim(0, 2)[:, :, [3, 1]], 2)
     assert moved_rows is not None
     assert moved_rows.tolist() == hashes[[3, 1]].tolist()
     monkeypatch.setattr("dualeval.engine.invariance.digests._WORDS_AT_ONCE", 20)
-    assert (RowHash().rows(values, 0) == hashes).all()
+    again = RowHash().rows(values, 0)
+    assert again is not None
+    assert again.tolist() == hashes.tolist()
 
 
 def test_hashes_see_the_sign_of_zero_and_no_rows() -> None:
@@ -151,7 +159,9 @@ def test_tensors_are_found_in_nests() -> None:
 def test_elementwise_models_are_equal_everywhere() -> None:
     diagnosis = diagnosed(task_of(nn.Sequential(Scale(), Scale(0.3), nn.Sigmoid())), only=())
     tried = [setting for setting in diagnosis.settings if setting.problem is None]
-    assert {"fp32", "amp-bf16", "amp-fp16"} <= {setting.setting.precision for setting in tried}
+    assert {"fp32", "amp-bf16", "amp-fp16", "bf16", "fp16"} == {
+        setting.setting.precision for setting in tried
+    }
     assert [setting.setting.of_job for setting in tried].count(True) == 1
     assert all(shape.equal and shape.cause is None for setting in tried for shape in setting.shapes)
     assert [shape.shape for shape in tried[0].shapes] == [1, 2, 3, 4, 5, 7, 8, 16]
@@ -183,7 +193,7 @@ def test_the_guilty_module_is_named_and_its_successors_are_counted(
     print_invariance(content)
     shown = capsys.readouterr().out
     assert "1.1 (Guilty); 2 after it" in shown
-    assert "fp32 (this job)" in shown
+    assert "fp32, contiguous (this job)" in shown
     assert "A diagnosis, no licence" in shown
 
 
@@ -335,9 +345,9 @@ def test_a_scripted_model_is_one_program() -> None:
                 return x * 1.000001
             return x
 
-    found = shapes(diagnosed(task_of(torch.jit.script(Scripted()))))  # type: ignore[no-untyped-call]
+    found = shapes(diagnosed(task_of(torch.jit.script(Scripted()))))
     assert (found[1].cause, found[1].modules) == (ONE_PROGRAM, ())
-    inside = nn.Sequential(Scale(), torch.jit.script(Scripted()), Guilty())  # type: ignore[no-untyped-call]
+    inside = nn.Sequential(Scale(), torch.jit.script(Scripted()), Guilty())
     assert names(shapes(diagnosed(task_of(inside)))[1]) == [""]
 
 
@@ -387,6 +397,62 @@ def test_a_precision_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         diagnosed(task_of(Picky()), only=(), precision="amp-bf16")
 
 
+class Viewed(nn.Module):
+    """A convolution whose result is viewed, which works on contiguous tensors alone."""
+
+    def __init__(self, *, views: bool) -> None:
+        super().__init__()
+        self.conv, self.norm, self.views = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), views
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x))
+        return x.view(len(x), -1) if self.views else x.flatten(1)
+
+
+def test_layouts_and_precisions_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    def settings_of(model: nn.Module, **options: Any) -> list[tuple[str, str, str | None]]:
+        diagnosis = diagnosed(task_of(model.eval(), inputs(3, 6, 6)), only=(), layouts=(), **options)
+        print_invariance(diagnosis.to_json())
+        return [(each.setting.precision, each.setting.layout, each.problem) for each in diagnosis.settings]
+
+    found = settings_of(Viewed(views=False))
+    assert found[0] == ("fp32", "channels-last", None)
+    assert len(found) == 12
+    assert {precision for precision, _, problem in found if problem} == {"tf32"}
+    shown = capsys.readouterr().out
+    assert "not tried       tf32, contiguous; tf32, channels-last: --precision tf32: the device is" in shown
+    found = settings_of(Viewed(views=True))
+    assert found[0] == ("fp32", "contiguous", None)
+    assert "view" in str({each[:2]: each[2] for each in found}["bf16", "channels-last"])
+    assert "layout contiguous: channels-last, the model fails" in capsys.readouterr().out
+    found = settings_of(Viewed(views=False), precision="bf16", keep_batchnorm_fp32=True)
+    assert found[0] == ("bf16", "channels-last", None)
+    assert sum(problem is None for *_, problem in found) == 10
+    assert settings_of(Viewed(views=False), optimize="fold")[0][2] is None
+    with pytest.raises(UsageError, match="channels-last: the model has no weight of four dimensions"):
+        diagnosed(task_of(Scale()), layout="channels-last")
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Viewed(views=False).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    diagnosed(task_of(model, inputs(3, 6, 6)), only=(), layouts=())
+    assert "forward" not in vars(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == before[name].dtype
+        assert tensor.equal(before[name])
+
+
+def test_a_model_that_cannot_be_copied_is_tried_in_the_job_s_own_way() -> None:
+    class Whole(Scale):
+        def __deepcopy__(self, memo: object) -> Any:
+            raise TypeError("it cannot be copied")
+
+    found = diagnosed(task_of(Whole()), only=()).settings
+    assert [each.problem for each in found] == [None, *["the model cannot be copied"] * 5]
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -411,10 +477,11 @@ def test_the_embedded_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0, done.output
     content = json.loads(done.stdout)
     assert (content["batch_size"], content["samples"], content["last_batch"]) == (16, 40, 8)
-    assert [each["setting"]["precision"] for each in content["settings"]] == ["fp32"]
+    found = [tuple(each["setting"].values()) for each in content["settings"]]
+    assert found == [("fp32", "channels-last", True, None), ("fp32", "contiguous", False, None)]
     assert content["settings"][0]["shapes"][-1]["equal"]
     assert content["description"]["model"] == "fashion-cnn"
-    assert "fp32: 16 rows in 8 shapes" in done.stderr
+    assert "fp32, channels-last: 16 rows in 8 shapes" in done.stderr
 
 
 def test_wrong_usage() -> None:
@@ -439,12 +506,12 @@ def test_resnet_18_s_rows_depend_on_a_few_kernels(tmp_path: Path) -> None:
         folder = tmp_path / f"n{index % 2:08d}"
         folder.mkdir(exist_ok=True)
         Image.fromarray(random(0, 256, (80, 80, 3), np.uint8)).save(folder / f"{index}.png")
-    words = ("--model", "resnet18", "--weights", "random:0", "--data", str(tmp_path), "--resize", "72")
-    words = (*words, "--crop", "64", "--batch-size", "16", "--precision", "fp32", "--json")
-    done = typed("--invariance", *words, catch=False)
-    [setting] = json.loads(done.stdout)["settings"]
-    assert setting["shapes"][-1]["equal"]
-    for shape in setting["shapes"]:
+    of_job = ["--model", "resnet18", "--weights", "random:0", "--data", str(tmp_path), "--resize", "72"]
+    of_job += ["--crop", "64", "--batch-size", "16", "--precision", "fp32", "--json"]
+    done = typed("--invariance", *of_job, catch=False)
+    settings = json.loads(done.stdout)["settings"]
+    assert [each["setting"]["layout"] for each in settings] == ["channels-last", "contiguous"]
+    for shape in (shape for setting in settings for shape in setting["shapes"]):
         if not shape["equal"]:
             assert shape["cause"] == IN_MODULES
             assert {module["kind"] for module in shape["modules"]} <= {"Conv2d", "Linear"}

@@ -142,7 +142,10 @@ def test_programs_stay_as_they_were_made() -> None:
         before = {name: tensor.stride() for name, tensor in program.named_parameters()}
         assert prepared(program) is program
         assert before == {name: tensor.stride() for name, tensor in program.named_parameters()}
-        for options in ({"layout": "channels-last"}, {"optimize": "fold"}, {"optimize": "compile"}):
+        refused: list[dict[str, Any]] = [
+            *({"layout": "channels-last"}, {"optimize": "fold"}, {"optimize": "compile"})
+        ]
+        for options in refused:
             with pytest.raises(UsageError, match=f"--{next(iter(options))} .*{words}"):
                 prepared(program, **options)
         with pytest.raises(UsageError, match=f"--precision bf16: .*{words}"):
@@ -278,10 +281,10 @@ def test_nests_at_the_door() -> None:
 
 def test_recurrent_layers_are_cast() -> None:
     layer = nn.LSTM(3, 4).eval()
-    held = list(layer._flat_weights)
+    held: list[Any] = list(layer._flat_weights)
     found, _ = outputs(prepared(layer, precision="bf16"), torch.rand(5, 2, 3))
     assert found.dtype == torch.float32
-    assert {weight.dtype for weight in layer._flat_weights} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
     assert {weight.dtype for weight in held} == {torch.float32}, "another list"
 
 
@@ -344,7 +347,7 @@ def fused_by_torch(model: nn.Module) -> Any:
 def test_folded_batch_norms(layout: str) -> None:
     model = made()
     before = {id(tensor): tensor.clone() for tensor in model.parameters()}
-    folded = prepared(model, optimize="fold", layout=layout)
+    folded: Any = prepared(model, optimize="fold", layout=layout)
     assert isinstance(folded.norm, nn.Identity)
     by_torch = fused_by_torch(made())
     convert = converter(layout)
@@ -454,7 +457,8 @@ def test_each_preparation_is_a_job_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_ones_own_says_no() -> None:
-    for options in ({"precision": "fp16"}, {"layout": "contiguous"}, {"optimize": "fold"}):
+    refused: list[dict[str, Any]] = [*({"precision": "fp16"}, {"layout": "contiguous"}, {"optimize": "fold"})]
+    for options in refused:
         with dualeval.Session() as session, pytest.raises(UsageError, match="in your own loop"):
             list(session.batches(torch.rand(3, 2), **options))
 
@@ -499,7 +503,7 @@ def test_a_compiled_model_at_one_and_two_ranks(launch: Launch, tmp_path: Path) -
 
 
 def test_without_a_compiler_nothing_begins(launch: Launch, tmp_path: Path) -> None:
-    words = ["--optimize", "compile", "--out", tmp_path / "out"]
+    words: list[str | Path] = ["--optimize", "compile", "--out", tmp_path / "out"]
     done = launch([*RUN, *words], variables={"PATH": str(tmp_path), "CXX": "nosuch-compiler"}, timeout=120)
     assert done.returncode == 2, done.stderr
     assert "--optimize compile: torch.compile needs a C++ compiler" in done.stderr

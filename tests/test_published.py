@@ -45,7 +45,7 @@ def bias(model: nn.Module) -> list[float]:
 
 def refused(model: str, weights: str) -> str:
     with pytest.raises(UsageError) as caught:
-        classifiers.find_weights(model, weights)
+        classifiers.source_of(model).find_weights(weights)
     return str(caught.value)
 
 
@@ -65,11 +65,12 @@ def refused(model: str, weights: str) -> str:
 )
 def test_weights_by_name(networks: list[nn.Module], weights: str, number: int, resize: int) -> None:
     """With the preprocessing that belongs to them: not to others of the same model."""
-    source = classifiers.find_weights(MODEL, weights)
+    source = classifiers.source_of(MODEL).find_weights(weights)
     assert bias(classifiers.build(MODEL, source, None)) == bias(networks[number])
-    assert classifiers.preprocessing_of(MODEL, source.entry).resize == resize
+    assert classifiers.source_of(MODEL).preprocessing(source).resize == resize
     assert (
-        classifiers.preprocessing_origin(MODEL, source.entry) == f"those of {LONG}.IMAGENET1K_V{number + 1}"
+        classifiers.source_of(MODEL).preprocessing_origin(source)
+        == f"those of {LONG}.IMAGENET1K_V{number + 1}"
     )
 
 
@@ -116,7 +117,7 @@ def test_a_damaged_file_in_the_cache(both: list[Path]) -> None:
         message = refused(MODEL, weights)
         assert f"has the name of torchvision's {LONG}.IMAGENET1K_V2, but not its bytes" in message
         assert "--download" in message
-    classifiers.find_weights(MODEL, "IMAGENET1K_V1")
+    classifiers.source_of(MODEL).find_weights("IMAGENET1K_V1")
 
 
 # -- by path -------------------------------------------------------------------------------------------
@@ -126,9 +127,9 @@ def test_a_damaged_file_in_the_cache(both: list[Path]) -> None:
 def test_a_published_file_is_known_by_its_bytes(both: list[Path], tmp_path: Path, number: int) -> None:
     copy = shutil.copy(both[number], tmp_path / "renamed.bin")
     for path in (both[number], copy):
-        source = classifiers.find_weights(MODEL, str(path))
+        source = classifiers.source_of(MODEL).find_weights(str(path))
         assert str(source.entry) == f"{LONG}.IMAGENET1K_V{number + 1}"
-        assert classifiers.preprocessing_of(MODEL, source.entry).resize == (256, 232)[number]
+        assert classifiers.source_of(MODEL).preprocessing(source).resize == (256, 232)[number]
 
 
 def test_another_file_is_not(both: list[Path], tmp_path: Path) -> None:
@@ -136,13 +137,13 @@ def test_another_file_is_not(both: list[Path], tmp_path: Path) -> None:
     torch.save(
         torch.load(both[1], weights_only=True), tmp_path / "mine.pt", _use_new_zipfile_serialization=False
     )
-    assert classifiers.find_weights(MODEL, str(tmp_path / "mine.pt")).entry is None
+    assert classifiers.source_of(MODEL).find_weights(str(tmp_path / "mine.pt")).entry is None
 
 
 def test_a_model_of_ones_own_has_no_published_files(tmp_path: Path) -> None:
     torch.save(FashionCNN().state_dict(), tmp_path / "w.pt")
-    assert classifiers.find_weights("fashion-cnn", str(tmp_path / "w.pt")).entry is None
-    assert classifiers.find_weights("package.models:make", str(tmp_path / "w.pt")).entry is None
+    assert classifiers.source_of("fashion-cnn").find_weights(str(tmp_path / "w.pt")).entry is None
+    assert classifiers.source_of("package.models:make").find_weights(str(tmp_path / "w.pt")).entry is None
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,5 +185,5 @@ def test_the_same_file_is_the_same_model_by_name_and_by_path(
 )
 def test_a_network_is_built_for_its_weights(model: str, entry: str, attribute: str, value: object) -> None:
     with torch.device("meta"):
-        network = classifiers.create(model, None, entry=published.entry_named(model, entry))
+        network = classifiers.source_of(model).create(None, entry=published.entry_named(model, entry))
     assert getattr(network, attribute) == value

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from dualeval.data.class_folders import class_folders
 from dualeval.data.files import digest_of_file
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
 from dualeval.job import Job
+from dualeval.models import classifiers
 from dualeval.report.loggers.targets import of_model, targets_of
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import MODELS, Result, read_result
@@ -295,7 +297,9 @@ def test_each_result_is_that_of_a_run_alone(
     opened: list[Any] = []
     monkeypatch.setattr(image_folder, "class_folders", _counted(class_folders, opened, "listed"))
     monkeypatch.setattr(image_folder, "digest_of_file", _counted(digest_of_file, opened, "read"))
+    alive = _models_alive(monkeypatch)
     assert run(*little(pictures / "val", "ckpts/*.pt", "--out", "all")) == EXIT_USAGE
+    assert alive == [0] * 4, "the one before is released"
     assert (opened.count("listed"), opened.count("read")) == (1, 18)
     done = {"epoch1": DONE, "epoch2": DONE, "epoch3": FAILED, "epoch10": DONE}
     assert statuses(pictures / "all") == done
@@ -319,6 +323,22 @@ def test_each_result_is_that_of_a_run_alone(
     for path in TABLES:
         assert (pictures / "all" / path).is_file()
     assert not (pictures / "all/lease.json").exists()
+
+
+def _models_alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many models there are each time that one is built; filled as they are."""
+    counts: list[int] = []
+    models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    build = classifiers.build
+
+    def built(*arguments: Any, **named: Any) -> nn.Module:
+        counts.append(len(models))
+        model = build(*arguments, **named)
+        models.add(model)
+        return model
+
+    monkeypatch.setattr(classifiers, "build", built)
+    return counts
 
 
 def _counted(function: Callable[..., Any], calls: list[Any], name: str) -> Callable[..., Any]:
@@ -359,6 +379,14 @@ def test_a_folder_of_one_model_is_refused(pictures: Path, run: Run) -> None:
     assert run(*little(pictures / "val", "ckpts/epoch1.pt", "--out", "several")) == EXIT_USAGE
     assert run(*little(pictures / "val", "ckpts/*.bin", "--out", "none")) == EXIT_USAGE
     assert not (pictures / "none").exists()
+
+
+def test_the_others_are_compared_with_one_of_them(pictures: Path, run: Run) -> None:
+    command = little(pictures / "val", "ckpts/*.pt", "--out", "all")
+    assert run(*command) == 0
+    assert run(*command, "--fresh", "--reference", "all/epoch1") == 0
+    found = [read_result(pictures / f"all/epoch{epoch}/result.json").reference for epoch in (1, 2, 10)]
+    assert [bool(each) for each in found] == [False, True, True]
 
 
 def test_a_dry_run_checks_every_model(pictures: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:

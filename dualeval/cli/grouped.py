@@ -96,8 +96,9 @@ def flag_for(field: OptionField, *, name: str | None = None, multiple: bool = Fa
         if field.default is True:
             declared[1] = f"{field.flag}/--no-{field.flag[2:]}"
         return GroupedOption(declared, is_flag=True, default=None, help=text, group=field.group)
-    if multiple:
-        return GroupedOption(declared, multiple=True, type=Words((), "NAME"), help=text, group=field.group)
+    if multiple or field.is_repeated:
+        words = Words((), field.metavar if field.is_repeated else "NAME")
+        return GroupedOption(declared, multiple=True, type=words, help=text, group=field.group)
     return GroupedOption(declared, type=_FieldType(field), default=None, help=text, group=field.group)
 
 

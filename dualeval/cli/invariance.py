@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from dualeval.choices import AUTO
 from dualeval.cli.grouped import grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, job_of, task_flags
 from dualeval.errors import EXIT_DONE, LaunchError
@@ -21,7 +22,7 @@ FLAG = "--invariance"
 @task_flags
 @job_flags("limit", "sample", "seed")
 @config_flag
-@job_flags("batch_size", "precision", "on_error")
+@job_flags("batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "on_error")
 @grouped(FLAG, group=RUN, is_flag=True, expose_value=False, help="This diagnosis.")
 @grouped("--json", "as_json", group=RUN, is_flag=True, help="Print only JSON on standard output.")
 @job_flags("device")
@@ -33,8 +34,8 @@ def invariance(context: click.Context, /, *, as_json: bool, **flags: Any) -> Non
     dualeval doctor --invariance
     dualeval doctor --invariance --model resnet18 --weights ckpt.pt --data /data/imagenet/val
 
-    Type it with the job's options, as 'dualeval run' takes them. Every precision of the device is tried;
-    with --precision only that one. One process. Exit code 0, whatever is found.
+    Type it with the job's options, as 'dualeval run' takes them. Every precision and layout of the device is
+    tried; with --precision or --layout only that one. One process. Exit code 0, whatever is found.
     """
     found = examine(os.environ, None).place
     if found.size > 1:
@@ -57,13 +58,17 @@ def invariance(context: click.Context, /, *, as_json: bool, **flags: Any) -> Non
         sample=job.sample,
         seed=job.seed,
         precision=job.precision,
+        keep_batchnorm_fp32=job.keep_batchnorm_fp32,
+        layout=job.layout,
+        optimize=job.optimize,
         on_error=job.on_error,
     )
     diagnosis = diagnose(
         job.make_task(),
         options,
         device,
-        only=() if flags["precision"] is None else (job.precision,),
+        precisions=() if flags["precision"] is None else (job.precision,),
+        layouts=() if flags["layout"] in (None, AUTO) else (job.layout,),
         step=lambda said: click.echo(f"dualeval: note: {said}", err=True),
     ).to_json()
     if as_json:

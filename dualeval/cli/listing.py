@@ -88,7 +88,8 @@ def list_models() -> None:
 
     own = [(classifiers.EMBEDDED, f"The network of the embedded job ({BUILT_IN})")]
     _show([*own, *((name, _of_model(name)) for name in published.torchvision_names())])
-    click.echo("Yours: --model package.module:factory, with --weights FILE.")
+    click.echo("Other sources (docs/models.md):")
+    _show(((f"--model {kind}", said) for kind, said in classifiers.KINDS.items()), indent="  ")
 
 
 def _of_model(name: str) -> str:

@@ -257,6 +257,9 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     cpu = torch.device("cpu")
     with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
         model = task.build_model(cpu)
+    dataset = as_dataset(task.dataset())
+    samples = min(job.limit or job.sample or len(dataset), len(dataset))
+    task.check_batches(job.batch_size, samples)
     if task.rows is not None:
         # Else its metrics are known when its columns are, which takes a forward.
         check_names(chosen_metrics(job.metric_of_run, task.metrics(), task.rows), task.rows)
@@ -267,7 +270,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     if workers is None:
         own = own_cores()
         cores = share_of_cores(own, [own] * last.local_size)
-        workers = automatic_workers(task, as_dataset(task.dataset()), cores)
+        workers = automatic_workers(task, dataset, cores)
     return {**_as_used(job, device.type, workers), **task.options()}
 
 
@@ -336,13 +339,15 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, l
     if is_several(jobs):
         from dualeval.cli.several import Models, exit_code_of
 
+        # The seconds before it are the first one's.
+        starts = iter([invocation.started])
         models = Models(
             jobs,
             out=invocation.out,
             targets=invocation.targets,
             as_json=invocation.as_json,
             evaluate=lambda job, out, opened: _run_engine(
-                job, replace(invocation, out=out), session, opened=opened
+                job, _of_one_model(invocation, out, next(starts, None)), session, opened=opened
             ),
         )
         ended = options.work_in_session(session, models.evaluate, exit_code_of)
@@ -355,6 +360,14 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, l
         as_json=invocation.as_json,
         targets=invocation.targets,
     )
+
+
+def _of_one_model(invocation: _Invocation, out: Path, started: float | None) -> _Invocation:
+    """The invocation for one of several models, which may be the one that the others are compared with."""
+    reference = invocation.reference
+    if reference is not None and reference.resolve() == out.resolve():
+        reference = None
+    return replace(invocation, out=out, reference=reference, started=started or perf_counter())
 
 
 def _run_engine(job: Job, invocation: _Invocation, session: Session, opened: Opened | None = None) -> Result:

@@ -117,14 +117,14 @@ class ImageFolder:
     def sample_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of every sample."""
         wanted = self._preprocessing
-        return wanted.channels, wanted.crop, wanted.crop
+        return (wanted.channels, *wanted.crop_size)
 
     def id(self, index: int) -> str:
         """The image's path below the root, for text files: bytes that are no UTF-8 as ``\\xNN``."""
         return shown_name(self._samples[index][0])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Decode, resize and crop images: (uint8 (channels, crop, crop), target) for each index.
+        """Decode, resize and crop images: (uint8 (channels, height, width), target) for each index.
 
         Raises:
             OSError: a file cannot be read, is no whole image, or has changed since ``fingerprint``. Pillow

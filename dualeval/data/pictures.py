@@ -8,7 +8,6 @@ from typing import IO
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 # Pillow would import all of its plugins for these two.
 from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
@@ -17,7 +16,8 @@ from torch import Tensor
 from dualeval.data.contents import HEAD, what_it_holds
 from dualeval.data.decoding import Decoder
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.resized_part import Rows, resized_part
+from dualeval.data.resized_part import Rows
+from dualeval.data.resizing import cut_out
 
 # Pillow goes by a file's content, whatever its name is, and some of its other formats start programs (EPS)
 # or hold no picture of their own (PDF, WMF). A GIF under the name of a JPEG is common in collected pictures.
@@ -38,7 +38,7 @@ def read_pixels(file: IO[bytes], wanted: Preprocessing, decoder: Decoder | None 
         decoder: a faster one than Pillow's, for the JPEGs that it takes.
 
     Returns:
-        uint8 of shape (channels, crop, crop).
+        uint8 of shape (channels, height, width), those of the crop.
 
     Raises:
         OSError: the file is of none of ``FORMATS``, or is truncated. Pillow raises others on damaged files.
@@ -47,12 +47,7 @@ def read_pixels(file: IO[bytes], wanted: Preprocessing, decoder: Decoder | None 
     with _opened(file) as image, _whole_pictures_only():
         pixels = None if decoder is None else decoder.decode(image, file)
         rows = _rows_of_image(image, wanted.channels) if pixels is None else _rows_of(pixels, wanted.channels)
-        resized = _resized_size(image.size, wanted.resize)
-        resample = Image.Resampling[wanted.interpolation.upper()]
-        cut = resized_part(rows, image.size, resized, resample, _centre_of(resized, wanted.crop))
-    # A channel at a time: batches are made of contiguous tensors in a fifth of the time.
-    channels = b"".join([cut.tobytes("raw", channel) for channel in cut.getbands()])
-    return torch.frombuffer(bytearray(channels), dtype=torch.uint8).view(-1, *reversed(cut.size))
+        return cut_out(rows, image.size, wanted)
 
 
 def _rows_of(pixels: npt.NDArray[np.uint8], channels: int) -> Rows:
@@ -62,20 +57,6 @@ def _rows_of(pixels: npt.NDArray[np.uint8], channels: int) -> Rows:
 def _rows_of_image(image: Image.Image, channels: int) -> Rows:
     whole = _with_channels(_eight_bits(image), channels)
     return lambda first, last: whole.crop((0, first, whole.width, last))
-
-
-def _resized_size(size: tuple[int, int], shorter: int) -> tuple[int, int]:
-    """Width and height of a picture whose shorter side is brought to a length, as torchvision rounds them."""
-    width, height = size
-    if width <= height:
-        return shorter, int(shorter * height / width)
-    return int(shorter * width / height), shorter
-
-
-def _centre_of(size: tuple[int, int], crop: int) -> tuple[int, int, int, int]:
-    """Edges of a square in the centre, as torchvision rounds them: beyond the picture where that is small."""
-    left, upper = (-((crop - side) // 2) if crop > side else round((side - crop) / 2) for side in size)
-    return left, upper, left + crop, upper + crop
 
 
 def _opened(file: IO[bytes]) -> Image.Image:

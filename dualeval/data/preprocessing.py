@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from dualeval.choices import check_choice, check_count, check_mean, check_std
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 CHANNELS = (1, 3)
+RESIZE_MODES = ("shorter", "squash", "inside", "cover")
+CROP_ROUNDINGS = ("nearest", "down")
+CHANNEL_ORDERS = ("rgb", "bgr")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -38,7 +42,7 @@ class Normalisation:
         return f"mean {_channels(self.mean)}, std {_channels(self.std)}"
 
 
-def _channels(values: tuple[float, ...]) -> str:
+def _channels(values: tuple[float, ...] | tuple[int, ...]) -> str:
     return ",".join(str(value) for value in (values[:1] if len(set(values)) == 1 else values))
 
 
@@ -47,10 +51,20 @@ class Preprocessing(Normalisation):
     """Resize, crop and normalisation. The defaults are those of most ImageNet classifiers.
 
     Attributes:
-        resize: length in pixels that the shorter side is brought to.
-        crop: side in pixels of the square cut from the centre.
+        resize: length in pixels that the shorter side is brought to; in other modes the height.
+        crop: side in pixels of the square cut from the centre; where there is a ``crop_width``, the height.
         interpolation: one of ``INTERPOLATIONS``; as Pillow computes them.
         channels: 3 for RGB, 1 for grey.
+        resize_mode: "shorter": the shorter side becomes ``resize``. The others go by a height and a width:
+            "squash" takes exactly these, "inside" the largest picture of the same shape that fits in, "cover"
+            the smallest that covers them, both with rounded sides.
+        resize_width: the width beside the height ``resize``; None: the same.
+        crop_width: the width of the crop; None: the same as its height.
+        crop_rounding: where an odd number of pixels is left over, the crop begins at half of it, rounded to
+            the "nearest" (to the even one where both are as near; torchvision and timm) or "down"
+            (transformers).
+        padding: the colour of what a picture lacks of its crop, 0 to 255 a channel; None: black.
+        channel_order: "bgr" for models that were trained with blue first.
 
     Raises:
         UsageError: these are no such values.
@@ -60,11 +74,12 @@ class Preprocessing(Normalisation):
     crop: int = 224
     interpolation: str = "bilinear"
     channels: int = 3
-
-    def __str__(self) -> str:
-        """In words for people."""
-        grey = "grey, " if self.channels == 1 else ""
-        return f"{grey}{self.resize} {self.interpolation}, crop {self.crop}, {super().__str__()}"
+    resize_mode: str = "shorter"
+    resize_width: int | None = None
+    crop_width: int | None = None
+    crop_rounding: str = "nearest"
+    padding: tuple[int, ...] | None = None
+    channel_order: str = "rgb"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,3 +87,54 @@ class Preprocessing(Normalisation):
         check_count("--crop", self.crop, 1)
         check_choice("--interpolation", self.interpolation, INTERPOLATIONS)
         check_choice("--channels", self.channels, CHANNELS)
+        check_choice("resize_mode", self.resize_mode, RESIZE_MODES)
+        check_count("resize_width", self.resize_width, 1)
+        check_count("crop_width", self.crop_width, 1)
+        check_choice("crop_rounding", self.crop_rounding, CROP_ROUNDINGS)
+        check_choice("channel_order", self.channel_order, CHANNEL_ORDERS)
+
+    @property
+    def resize_size(self) -> tuple[int, int]:
+        """Height and width of the resize, in pixels."""
+        return self.resize, self.resize_width or self.resize
+
+    @property
+    def crop_size(self) -> tuple[int, int]:
+        """Height and width of the crop, in pixels."""
+        return self.crop, self.crop_width or self.crop
+
+    def __str__(self) -> str:
+        """In words for people."""
+        grey = "grey, " if self.channels == 1 else ""
+        order = "BGR, " if self.channel_order == "bgr" else ""
+        resize = {
+            "shorter": f"{self.resize} {self.interpolation}",
+            "squash": f"exactly {_size(self.resize_size)} {self.interpolation}",
+            "inside": f"inside of {_size(self.resize_size)} {self.interpolation}",
+            "cover": f"covering {_size(self.resize_size)} {self.interpolation}",
+        }[self.resize_mode]
+        square = self.crop_width in (None, self.crop)
+        crop = f"crop {self.crop if square else _size(self.crop_size)}"
+        padded = "" if self.padding is None else f" padded with {_channels(self.padding)}"
+        return f"{grey}{order}{resize}, {crop}{padded}, {super().__str__()}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field by name; what torchvision's models do without is there only where it is used."""
+        return {
+            name: value for name, value in asdict(self).items() if name not in _LATER or value != _LATER[name]
+        }
+
+
+def _size(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]}"
+
+
+# Fields that came later: at their defaults they are no part of a job's identity, which is as it was.
+_LATER = {
+    field.name: field.default
+    for field in fields(Preprocessing)
+    if field.name
+    in ("resize_mode", "resize_width", "crop_width", "crop_rounding", "padding", "channel_order")
+}
+# What each job says of its preprocessing, with None for what is not done.
+STEPS = tuple(field.name for field in fields(Preprocessing) if field.name not in _LATER)

@@ -49,7 +49,8 @@ def training_note(model: nn.Module) -> list[str]:
 
 
 def _in_training(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if module.training]
+    # A frozen one of TorchScript has no such attribute.
+    return [name for name, module in model.named_modules() if getattr(module, "training", False)]
 
 
 def _listed(names: list[str]) -> str:

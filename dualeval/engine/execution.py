@@ -98,6 +98,7 @@ class Execution:
         self._proof: str | None = None
         self.said: list[str] = []
         self._plan = plan_of(dataset, context)
+        task.check_batches(self._plan.batch_size, self._plan.num_samples)
         metrics, row_metrics = in_two(chosen_metrics(self._options.metric, task.metrics(), rows))
         cluster = self._options.cluster or task.cluster
         self._columns = kept_columns(rows, metrics, row_metrics, cluster)

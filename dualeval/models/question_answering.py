@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.data.contents import what_it_is
 from dualeval.data.windows import TokenizerFacts
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.transformers_folder import (
+    CONFIG,
+    LOCAL,
+    load_pretrained,
+    missing_library,
+    other_file,
+    quiet,
+    transformers_for,
+)
 from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
-from dualeval.vision_library import torchvision
 
-_CONFIG = "config.json"
+_WHAT = "question answering"
 
 
 def check_folder(folder: Path) -> None:
@@ -30,12 +36,9 @@ def check_folder(folder: Path) -> None:
         UsageError: it is not so.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise UsageError(
-            "question answering needs the transformers library, which is not installed. Type: "
-            "pip install transformers"
-        )
-    if not (folder / _CONFIG).is_file():
-        found = "does not exist" if not folder.exists() else f"holds no {_CONFIG}"
+        raise missing_library(_WHAT)
+    if not (folder / CONFIG).is_file():
+        found = "does not exist" if not folder.exists() else f"holds no {CONFIG}"
         raise UsageError(
             f"--model {folder} {found}. Expected a local folder as save_pretrained writes it, with the model "
             "and its tokenizer; 'hf download NAME --local-dir DIR' fetches one."
@@ -44,9 +47,7 @@ def check_folder(folder: Path) -> None:
 
 def config_fingerprint(folder: Path) -> str:
     """sha256, in hex, over the values in config.json."""
-    return sha256(
-        json.dumps(json.loads((folder / _CONFIG).read_bytes()), sort_keys=True).encode()
-    ).hexdigest()
+    return sha256(json.dumps(json.loads((folder / CONFIG).read_bytes()), sort_keys=True).encode()).hexdigest()
 
 
 def load_tokenizer(folder: Path) -> tuple[Any, TokenizerFacts]:
@@ -58,16 +59,14 @@ def load_tokenizer(folder: Path) -> tuple[Any, TokenizerFacts]:
     Raises:
         UsageError: there is none, it is not fast, or it has no token to fill up with.
     """
-    transformers = _transformers()
-    with _quiet():
+    transformers = transformers_for(_WHAT)
+    with quiet():
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
         except MemoryError:
             raise
         except Exception as error:  # what is missing or damaged decides what is raised
-            said = _other_file(folder) or _first_line(error)
+            said = other_file(folder) or _first_line(error)
             raise UsageError(f"{folder} holds no tokenizer that can be read: {said}") from error
     names = sorted(tokenizer.vocab_files_names.values())
     if names and not any((folder / name).is_file() for name in names):
@@ -116,26 +115,24 @@ def build(
     Raises:
         UsageError: there is no such model, or its weights are missing, or do not fit.
     """
-    transformers = _transformers()
-    with _quiet(), torch.random.fork_rng(devices=[]):
-        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    transformers = transformers_for(_WHAT)
+    with quiet(), torch.random.fork_rng(devices=[]):
         try:
             if weights is None:
-                model, report = transformers.AutoModelForQuestionAnswering.from_pretrained(
-                    folder, output_loading_info=True, **options
+                model = load_pretrained(
+                    transformers.AutoModelForQuestionAnswering, folder, "question answering"
                 )
-                _refuse_gaps(folder, report)
             else:
                 seed = seed_of(weights)
                 torch.manual_seed(0 if seed is None else seed)
-                config = transformers.AutoConfig.from_pretrained(folder, **options)
+                config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
                 model = transformers.AutoModelForQuestionAnswering.from_config(
                     config, trust_remote_code=False
                 )
         except (UsageError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # what is missing or damaged decides what is raised
-            said = _other_file(folder) or _first_line(error)
+            said = other_file(folder) or _first_line(error)
             raise UsageError(
                 f"{folder} holds no model for question answering that can be read: {said}"
             ) from error
@@ -146,19 +143,6 @@ def build(
         found = read_state_dict(Path(weights), weights_key, trust=trust)
         on_load(load_state_dict(model, found, prefix=weights_prefix, source=f"the weights {weights}"))
     return model
-
-
-def _refuse_gaps(folder: Path, report: dict[str, Any]) -> None:
-    """The library draws at random what it does not find."""
-    missing = sorted(report["missing_keys"])
-    mismatched = sorted(str(entry) for entry in report.get("mismatched_keys", ()))
-    if missing or mismatched:
-        shown = ", ".join((missing + mismatched)[:5]) + (", ..." if len(missing + mismatched) > 5 else "")
-        raise UsageError(
-            f"the weights in {folder} lack {len(missing)} tensors of the model, and {len(mismatched)} have "
-            f"another shape: {shown}. Give a checkpoint that was trained for question answering; --weights "
-            "random:SEED runs an untrained one."
-        )
 
 
 def check_vocabulary(folder: Path, model: nn.Module, tokens: int) -> None:
@@ -214,43 +198,6 @@ def try_out(folder: Path, model: nn.Module, windows: Mapping[str, Tensor]) -> No
             )
 
 
-def _other_file(folder: Path) -> str | None:
-    """The first file that is not what its name says: one of a clone without Git LFS, or a failed download."""
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".txt", ".safetensors", ".bin", ".model") and path.is_file():
-            try:
-                found = what_it_is(path)
-            except OSError as error:
-                found = f"cannot be read: {error.strerror or error}"
-            if found is not None:
-                return f"{path.name} {found}"
-    return None
-
-
 def _first_line(error: Exception) -> str:
     said = str(error) or type(error).__name__
     return said.strip().splitlines()[0].rstrip(".")
-
-
-def _transformers() -> Any:
-    # It imports torchvision, which does not always load by itself.
-    torchvision()
-    import transformers
-
-    return transformers
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and no advice of the library while it reads; what matters of it is an error here."""
-    from transformers.utils import logging
-
-    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -36,15 +36,16 @@ def print_invariance(found: Mapping[str, Any], console: Console | None = None) -
     for label, text in _facts(found):
         line(f"{label:<{_LABEL_WIDTH}}{text}")
     for setting in found["settings"]:
+        if setting["problem"] is not None:
+            continue
         line("")
         line(_heading(setting))
-        if setting["problem"] is not None:
-            line(f"  not tried: {setting['problem']}")
-            continue
         console.print(_table(setting, found["last_batch"]))
         for note in setting["notes"]:
             line(f"note: {note}", style="yellow")
     line("")
+    for reason, names in _not_tried(found["settings"]).items():
+        line(f"{'not tried':<{_LABEL_WIDTH}}{'; '.join(names)}: {reason}")
     for note in found["notes"]:
         line(f"note: {note}", style="yellow")
     line(_NO_LICENCE)
@@ -64,29 +65,61 @@ def _facts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
 
 
+def _not_tried(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The settings that were not tried, by the reason."""
+    found: dict[str, list[str]] = {}
+    for setting in settings:
+        if setting["problem"] is not None:
+            found.setdefault(setting["problem"], []).append(_heading(setting))
+    return found
+
+
 def _heading(setting: Mapping[str, Any]) -> str:
     known = setting["setting"]
-    name = ", ".join(str(known[key]) for key in ("precision", "layout") if known.get(key) is not None)
+    name = f"{known['precision']}, {known['layout']}"
     return f"{name} (this job)" if known["of_job"] else name
 
 
 def _table(setting: Mapping[str, Any], last: int | None) -> Table:
-    table = Table("shape", "rows that differ", "largest difference", "made by")
+    """A line for shapes that follow each other and say the same."""
+    table = Table("shapes", "rows that differ", "largest difference", "made by")
+    groups: list[tuple[list[str], list[Mapping[str, Any]]]] = []
     for shape in setting["shapes"]:
         is_own = shape is setting["shapes"][-1]
         behind = " (again)" if is_own else " (last batch)" if shape["shape"] == last else ""
-        differ = f"{shape['rows_differ']} of {shape['rows']}" if shape["rows_differ"] else "none"
-        table.add_row(f"{shape['shape']}{behind}", differ, _largest(shape), _made_by(shape))
+        if not groups or _said(groups[-1][1][0]) != _said(shape):
+            groups.append(([], []))
+        groups[-1][0].append(f"{shape['shape']}{behind}")
+        groups[-1][1].append(shape)
+    for names, shapes in groups:
+        largest = max(shapes, key=lambda shape: _amount(shape)[1])
+        table.add_row(", ".join(names), _differ(shapes[0]), _largest(largest), _made_by(shapes[0]))
     return table
 
 
+def _said(shape: Mapping[str, Any]) -> tuple[str, str, str]:
+    return _differ(shape), _amount(shape)[0], _made_by(shape)
+
+
+def _differ(shape: Mapping[str, Any]) -> str:
+    return f"{shape['rows_differ']} of {shape['rows']}" if shape["rows_differ"] else "none"
+
+
 def _largest(shape: Mapping[str, Any]) -> str:
-    """The largest difference of the column that differs most: the outputs and the loss before all others."""
+    name, amount = _amount(shape)
+    return name if amount < 0 else f"{name} {amount:.2g}"
+
+
+def _amount(shape: Mapping[str, Any]) -> tuple[str, float]:
+    """The column that counts most, the outputs and the loss before all others, and its largest difference.
+
+    All columns and -1 where none is of floats.
+    """
     columns = {name: column for name, column in shape["columns"].items() if column["largest"] is not None}
     if not columns:
-        return ", ".join(shape["columns"])
+        return ", ".join(shape["columns"]), -1.0
     first = sorted(columns, key=lambda name: (not name.startswith("output"), name != "loss"))[0]
-    return f"{first} {columns[first]['largest']:.2g}"
+    return first, columns[first]["largest"]
 
 
 def _made_by(shape: Mapping[str, Any]) -> str:

@@ -141,6 +141,18 @@ class Task(ABC):
             UsageError: the weights, the model and the data do not fit together.
         """
 
+    def check_batches(self, batch_size: int, samples: int) -> None:
+        """Refuse batches that the model does not take; called before the loop, after ``build_model``.
+
+        Args:
+            batch_size: samples a batch; the last batch has what is left over.
+            samples: how many are evaluated.
+
+        Raises:
+            UsageError: the model takes other sizes; says which.
+        """
+        return
+
     def notes(self) -> Sequence[str]:
         """What a reader should know of how the model was made, in sentences; called after ``build_model``."""
         return ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from dualeval.metrics.classification import (
     observe_logits,
 )
 from dualeval.models import classifiers
+from dualeval.models.sources import Loading
 from dualeval.models.weights import (
     LoadedWeights,
     OtherClasses,
@@ -58,12 +58,14 @@ class ImageClassification(Task):
     """A classifier on images with one true class each.
 
     Args:
-        model: as for ``models.classifiers.create``; None is the embedded job's network.
-        weights: as for ``models.classifiers.find_weights``; None is the embedded job's, for its network
-            alone.
+        model: as for ``models.classifiers.source_of``; None is the embedded job's network.
+        weights: a path, a name of weights that are published for the model, or "random:SEED"; None is the
+            model's own, where it comes with weights.
+        model_arguments: keyword arguments of what makes the model.
+        trust_checkpoint: open files that can run code: a full pickle, a TorchScript archive, a torch.export
+            program.
         weights_key: where the state_dict lies in a checkpoint, with dots between; None finds the only one.
         weights_prefix: take only the names of a file that begin with this, without it.
-        trust_checkpoint: read also weights that run code when they are read.
         data: a folder of class folders, or of idx files; None is the embedded job's test set.
         num_classes: number of classes; needed only where neither data nor weights tell.
         class_map: a file that says which class each folder is, as for ``data.class_map.read_class_map``.
@@ -97,7 +99,6 @@ class ImageClassification(Task):
         weights: str | None = None,
         weights_key: str | None = None,
         weights_prefix: str | None = None,
-        trust_checkpoint: bool = False,
         data: Path | None = None,
         num_classes: int | None = None,
         class_map: str | Path | None = None,
@@ -105,38 +106,43 @@ class ImageClassification(Task):
         metrics: Sequence[str] = (),
         preprocessing: dict[str, Any] | None = None,
         data_fingerprint: str = "ends",
+        model_arguments: Mapping[str, Any] | None = None,
+        trust_checkpoint: bool = False,
         opened: Opened | None = None,
     ) -> None:
         if data_fingerprint not in ("ends", "content"):
             raise UsageError(f"--data-fingerprint {data_fingerprint!r}: expected ends or content")
         refuse_other_task(model, None if data is None else Path(data))
-        if model is not None:
-            classifiers.check_name(model)
+        given_weights = weights
         if model is None and (weights is not None or data is not None):
             given = "--weights" if data is None else "--data"
             raise UsageError(f"{given} was given without --model. Name the model that is to be evaluated.")
         self._model_name = model or classifiers.EMBEDDED
         embedded = self._model_name == classifiers.EMBEDDED
-        if embedded and weights == "DEFAULT":
-            weights = None
-        if weights is None and not embedded:
+        if embedded and weights in (None, "DEFAULT"):
+            weights = str(EMBEDDED_WEIGHTS)
+        self._model = classifiers.source_of(
+            self._model_name, dict(model_arguments or {}), trust=trust_checkpoint
+        )
+        if weights is None and self._model.needs_weights:
             raise UsageError(
                 f"--model {model} was given without --weights. Give --weights PATH, "
                 "--weights DEFAULT (the library's own) or --weights random:SEED."
             )
-        refuse_choice_without_file(weights, weights_key, weights_prefix, trust_checkpoint)
+        refuse_choice_without_file(
+            given_weights, weights_key, weights_prefix, trust_checkpoint and not self._model.needs_trust
+        )
         self._weights_key = weights_key
         self._weights_prefix = weights_prefix
-        self._trust_checkpoint = trust_checkpoint
         self.loaded_weights: LoadedWeights | None = None
-        self._source = classifiers.find_weights(self._model_name, str(weights or EMBEDDED_WEIGHTS))
+        self._source = self._model.find_weights(weights)
         self._folder = ASSETS if data is None else Path(data)
         self._in_memory = IdxImages.is_in(self._folder)
         asked = preprocessing or {}
         self._preprocessing = (
             choose_for_idx(self._folder, self._known_for_idx(), asked)
             if self._in_memory
-            else choose_for_files(self._model_name, self._source, asked)
+            else choose_for_files(self._model, self._source, asked)
         )
         self._class_map = None if class_map is None else Path(class_map)
         self._class_order = class_order
@@ -191,7 +197,7 @@ class ImageClassification(Task):
             class_map=self._class_map,
             order=self._class_order,
             num_classes=self._asked_classes,
-            entry=self._source.entry,
+            of_weights=self._model.known_classes(self._source),
         )
         return ImageFolder(
             self._folder,
@@ -244,7 +250,7 @@ class ImageClassification(Task):
         return {"images": torch.stack(images), "targets": torch.tensor(targets)}
 
     def build_model(self, device: torch.device) -> nn.Module:
-        """Make the model, give it its weights, and try it on two blank images.
+        """Make the model, give it its weights, and try it on a few blank images.
 
         Raises:
             UsageError: weights, model and data do not fit together.
@@ -265,27 +271,20 @@ class ImageClassification(Task):
             torch.tensor(wanted.mean, dtype=torch.float32, device=device).view(-1, 1, 1),
             torch.tensor(wanted.std, dtype=torch.float32, device=device).view(-1, 1, 1),
         )
-        self._num_classes = self._tried(model, torch.zeros(2, *shape, dtype=torch.uint8, device=device))
+        blank = torch.zeros(self._model.trial_images, *shape, dtype=torch.uint8, device=device)
+        self._num_classes = self._tried(model, blank)
         return model
 
     def _built(self) -> nn.Module:
-        build = functools.partial(
-            classifiers.build,
-            self._model_name,
-            self._source,
-            weights_key=self._weights_key,
-            weights_prefix=self._weights_prefix,
-            trust=self._trust_checkpoint,
-            on_load=self._remember,
-        )
+        loading = Loading(key=self._weights_key, prefix=self._weights_prefix, on_load=self._remember)
         try:
-            return build(self._num_classes)
+            return self._model.build(self._source, self._num_classes, loading)
         except OtherClasses as error:
             labels = self._labels
             if labels is None:
                 raise
             if self._may_be_more and error.found > labels.largest:
-                return build(error.found)
+                return self._model.build(self._source, error.found, loading)
             raise UsageError(f"{error}{hint_for(labels, error.found)}") from error
 
     def _remember(self, loaded: LoadedWeights) -> None:
@@ -293,7 +292,7 @@ class ImageClassification(Task):
 
     def notes(self) -> list[str]:
         """Where in a checkpoint the weights were found, which classes folders are, what was passed over."""
-        found = notes_of(self.loaded_weights)
+        found = [*self._model.notes(), *notes_of(self.loaded_weights)]
         if isinstance(self._dataset, IdxImages):
             return found
         passed_over = self._dataset.passed_over
@@ -361,8 +360,14 @@ class ImageClassification(Task):
         """Normalise uint8 images on their device and return the logits (n, classes)."""
         assert self._scale is not None, "build_model comes first"
         mean, std = self._scale
-        logits: Tensor = model(batch["images"].float().div_(255).sub_(mean).div_(std))
+        outputs = model(batch["images"].float().div_(255).sub_(mean).div_(std))
+        # Models of transformers return them among other things.
+        logits: Tensor = getattr(outputs, "logits", outputs)
         return logits
+
+    def check_batches(self, batch_size: int, samples: int) -> None:
+        """Refuse batches of a size that the model does not take."""
+        self._model.check_batches(batch_size, samples)
 
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Loss, confidence, prediction, rank of the target and the five likeliest classes of each image."""
@@ -376,16 +381,17 @@ class ImageClassification(Task):
 
     def sources(self) -> list[Any]:
         """The factory that made the model, where it has one."""
-        return classifiers.sources_of(self._model_name)
+        return self._model.sources()
 
     def options(self) -> dict[str, Any]:
         """The options as they are used; null for steps that are not done."""
         path = self._source.path
         return {
             "model": self._model_name,
+            **({"model_arg": self._arguments()} if self._model.arguments else {}),
             "weights": self._source.text if path is None else str(path.absolute()),
             **options_of(self.loaded_weights),
-            "trust_checkpoint": self._trust_checkpoint,
+            "trust_checkpoint": self._model.trust,
             "data": str(self._folder.absolute()),
             "data_fingerprint": self._data_fingerprint,
             "num_classes": self._num_classes,
@@ -399,7 +405,7 @@ class ImageClassification(Task):
         """Model, weights, data and preprocessing."""
         size = "{1} x {2} as stored, ".format(*self._dataset.sample_shape) if self._in_memory else ""
         return {
-            "model": self._model_name + self._model_detail,
+            "model": self._model.shown + self._model_detail,
             "weights": self._described_weights(),
             "data": _SHIPPED.format("Fashion-MNIST's test set")
             if self._data_is_embedded
@@ -416,10 +422,14 @@ class ImageClassification(Task):
         path = f"{source.path}{place_in_file(self.loaded_weights)}"
         return path if source.entry is None else f"{source.entry}, {path}"
 
+    def _arguments(self) -> list[str]:
+        return [f"{name}={value!r}" for name, value in sorted(self._model.arguments.items())]
+
     def fingerprint(self) -> dict[str, Any]:
         """Model name, classes, labels and preprocessing; data and weights have fingerprints of their own."""
         return {
-            "model": self._model_name,
+            "model": self._model.identity,
+            **({"model_arguments": self._arguments()} if self._model.arguments else {}),
             "num_classes": self._num_classes,
             # As a hash: a thousand ranks send each other what they have here.
             "classes_of_folders": None if self._labels is None else self._labels.fingerprint(),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from dualeval.choices import CLASS_ORDERS, DATA_FINGERPRINTS, check_mean, check_std
 from dualeval.errors import UsageError
 from dualeval.option_fields import check_fields, option
-from dualeval.weights_name import is_path_of_weights, is_published_name
+from dualeval.weights_name import is_path_of_weights, is_published_name, model_beside
 
 if TYPE_CHECKING:
     from dualeval.data.opened import Opened
@@ -41,8 +41,9 @@ class ImageClassificationOptions:
 
     model: str | None = option(
         None,
-        "torchvision classifier, or package.module:factory.",
+        "torchvision name, timm:NAME, hf:DIR, pkg.mod:fn, file.",
         group=_MODEL,
+        resolve=model_beside,
     )
     weights: str | None = option(
         None,
@@ -76,10 +77,17 @@ class ImageClassificationOptions:
         None, "Use only tensors whose names start with this; remove it.", group=_MODEL
     )
     trust_checkpoint: bool = option(
-        False, "Read checkpoints that run code, such as pickled models.", group=_MODEL
+        False, "Open files that can run code: pickles, TorchScript, .pt2.", group=_MODEL
     )
     download: bool = option(
         False, "Download the weights of --weights DEFAULT, IMAGENET1K_V1, ...", group=_MODEL
+    )
+    model_arg: tuple[str, ...] = option(
+        (),
+        "Argument of a factory, timm or torchvision model; repeatable.",
+        group=_MODEL,
+        metavar="NAME=VALUE",
+        is_repeated=True,
     )
     resize: int | None = option(
         None,
@@ -123,9 +131,9 @@ class ImageClassificationOptions:
     def fetch(self) -> None:
         """Fetch the weights, where that is wanted; one process a node does."""
         if self.download and self.model and self.weights:
-            from dualeval.models import published
+            from dualeval.models.classifiers import source_of
 
-            published.download(self.model, self.weights)
+            source_of(self.model).download(self.weights)
 
     def make(self, opened: Opened | None = None) -> ImageClassification:
         """The task.
@@ -133,6 +141,7 @@ class ImageClassificationOptions:
         Args:
             opened: what other tasks of the run have read of their data.
         """
+        from dualeval.models.classifiers import arguments_of
         from dualeval.tasks.image_classification import ImageClassification
 
         asked = {name: getattr(self, name) for name in _PIXELS}
@@ -149,5 +158,6 @@ class ImageClassificationOptions:
             metrics=self.metric,
             data_fingerprint=self.data_fingerprint,
             preprocessing={name: value for name, value in asked.items() if value is not None},
+            model_arguments=arguments_of(self.model_arg),
             opened=opened,
         )

@@ -21,14 +21,19 @@ class FolderLabels:
         class_map: a file that says it; as for ``read_class_map``.
         order: as for ``choose_labels``.
         num_classes: the number of classes that was asked for; None where it was not.
-        entry: torchvision's entry, where the weights are published ones.
+        of_weights: the classes that model and weights tell apart, where they are known.
 
     Raises:
         UsageError: the file is no class map, or options contradict each other.
     """
 
     def __init__(
-        self, *, class_map: Path | None, order: str | None, num_classes: int | None, entry: Any
+        self,
+        *,
+        class_map: Path | None,
+        order: str | None,
+        num_classes: int | None,
+        of_weights: KnownClasses | None,
     ) -> None:
         if order is not None:
             check_choice("--class-order", order, CLASS_ORDERS)
@@ -40,7 +45,7 @@ class FolderLabels:
         self._map = None if class_map is None else read_class_map(class_map)
         self._order = order
         self._num_classes = num_classes
-        self._entry = entry
+        self._of_weights = of_weights
 
     def __call__(self, folders: Sequence[str]) -> Labels:
         """Decide for folders, given by their names in order.
@@ -52,8 +57,8 @@ class FolderLabels:
         return choose_labels(folders, class_map=self._map, order=self._order, known=known)
 
     def _known(self, folders: Sequence[str]) -> KnownClasses | None:
-        if self._entry is not None:
-            return published.classes_of(self._entry)
+        if self._of_weights is not None:
+            return self._of_weights
         wnids = imagenet_wnids()
         if len(wnids) in (self._num_classes, len(folders)) and are_wnids(folders, wnids):
             return published.imagenet_classes()

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dualeval.data.preprocessing import Normalisation, Preprocessing
+from dualeval.data.preprocessing import STEPS, Normalisation, Preprocessing
 from dualeval.errors import UsageError
-from dualeval.models.classifiers import WeightsSource, preprocessing_of, preprocessing_origin
+from dualeval.models.sources import ModelSource, WeightsSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,19 @@ class ChosenPreprocessing:
         return self.values
 
     def to_json(self) -> dict[str, Any]:
-        """Every field of ``Preprocessing``; None for what is not done."""
-        return {**dict.fromkeys(_names(Preprocessing)), **asdict(self.values)}
+        """What is done, by the fields of ``Preprocessing``; None for what is not."""
+        values = self.values
+        done = values.to_json() if isinstance(values, Preprocessing) else asdict(values)
+        return {**dict.fromkeys(STEPS), **done}
 
 
-def choose_for_files(model: str, source: WeightsSource, asked: Mapping[str, Any]) -> ChosenPreprocessing:
+def choose_for_files(
+    model: ModelSource, source: WeightsSource, asked: Mapping[str, Any]
+) -> ChosenPreprocessing:
     """Choose for image files: what was asked for, and else what belongs to weights and model.
 
     Args:
-        model: the model's name.
+        model: where the model comes from.
         source: its weights.
         asked: fields of ``Preprocessing``.
 
@@ -52,16 +56,28 @@ def choose_for_files(model: str, source: WeightsSource, asked: Mapping[str, Any]
             "--channels 1 needs --mean and --std: ImageNet's are those of three colours. Give the values of "
             "the model's training, for grey pixels scaled to [0, 1], as in --mean 0.5 --std 0.5."
         )
-    values = replace(preprocessing_of(model, source.entry), **asked)
-    if values.crop > values.resize and not {"resize", "crop"} <= asked.keys():
-        other = "crop" if "resize" in asked else "resize"
-        raise UsageError(
-            f"the crop of {values.crop} pixels is larger than the {values.resize} that the shorter side is "
-            f"resized to, so images would get black borders. Give --{other} as well; where both --resize "
-            "and --crop are given, borders are allowed."
-        )
-    origin = _origin(Preprocessing, asked, preprocessing_origin(model, source.entry))
+    own = model.preprocessing(source)
+    if "resize" in asked:  # of the shorter side, whatever the model's is of
+        own = replace(own, resize_mode="shorter", resize_width=None, padding=None)
+    if "crop" in asked:
+        own = replace(own, crop_width=None)
+    values = replace(own, **asked)
+    if not {"resize", "crop"} <= asked.keys() and values.padding is None:
+        _refuse_borders(values, "crop" if "resize" in asked else "resize")
+    origin = _origin(Preprocessing, asked, model.preprocessing_origin(source))
     return ChosenPreprocessing(values=values, origin=origin)
+
+
+def _refuse_borders(values: Preprocessing, other: str) -> None:
+    """Refuse a crop that is larger than what it is cut from; ``other`` is the option to give as well."""
+    for crop, resize in zip(values.crop_size, values.resize_size, strict=True):
+        least = values.resize if values.resize_mode == "shorter" else resize
+        if crop > least:
+            raise UsageError(
+                f"the crop of {crop} pixels is larger than the {least} that the shorter side is "
+                f"resized to, so images would get black borders. Give --{other} as well; where both --resize "
+                "and --crop are given, borders are allowed."
+            )
 
 
 def choose_for_idx(
@@ -103,7 +119,7 @@ def _origin(kind: type[Normalisation], asked: Mapping[str, Any], others: str) ->
     given = [name for name in ("channels", "resize", "interpolation", "crop", "mean", "std") if name in asked]
     if not given:
         return others
-    if {*_names(kind)} - {"channels"} <= {*given}:
+    if {*_names(kind)} & {*STEPS} - {"channels"} <= {*given}:
         return "given"
     *most, last = given
     return f"{', '.join(most)}{' and ' if most else ''}{last} given, else {others}"

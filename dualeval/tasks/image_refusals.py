@@ -29,7 +29,10 @@ def refuse_other_task(model: str | None, data: Path | None) -> None:
     if data is not None and data.suffix in (".json", ".jsonl") and not data.is_dir():
         found.append(f"--data {data} is a JSON file, expected a folder of images")
     if model is not None and (Path(model) / "config.json").is_file():
-        found.append(f"--model {model} is a folder with a config.json, expected the name of a classifier")
+        found.append(
+            f"--model {model} is a folder with a config.json, expected the name of a classifier (of an image "
+            f"classifier in a folder: hf:{model})"
+        )
     if found:
         raise UsageError(
             f"the task is image-classification: {'; '.join(found)}. For questions on texts type: dualeval "

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
-from dualeval.choices import PRECISIONS
+from dualeval.choices import CAST, CHANNELS_LAST, CONTIGUOUS, PRECISIONS
 from dualeval.engine import numerics
+from dualeval.engine.compute import copy_sharing_tensors
+from dualeval.engine.layouts import layout_of
 from dualeval.engine.options import RunOptions
+from dualeval.engine.preparation import check_model
 from dualeval.errors import UsageError
 
 
@@ -19,42 +23,80 @@ class Setting:
 
     Attributes:
         precision: one of ``choices.PRECISIONS``.
+        layout: "contiguous" or "channels-last".
         of_job: whether the job computes so.
-        refused: why the device cannot; None where it can.
+        refused: why it cannot be tried; None where it can.
     """
 
     precision: str
+    layout: str
     of_job: bool
     refused: str | None = None
 
     @property
     def name(self) -> str:
         """For people."""
-        return self.precision
+        return f"{self.precision}, {self.layout}"
 
     def options(self, options: RunOptions) -> RunOptions:
         """The job's options with this setting in place of its own."""
-        return replace(options, precision=self.precision)
+        return replace(
+            options,
+            precision=self.precision,
+            layout=self.layout,
+            keep_batchnorm_fp32=options.keep_batchnorm_fp32 and self.precision in CAST,
+        )
 
 
 def settings_of(
-    options: RunOptions, device: torch.device, *, precisions: Sequence[str] = PRECISIONS
+    model: nn.Module,
+    options: RunOptions,
+    device: torch.device,
+    *,
+    precisions: Sequence[str] = (),
+    layouts: Sequence[str] = (),
 ) -> list[Setting]:
     """The settings to try, the job's own first.
 
     Args:
-        options: the job's.
+        model: as it was built.
+        options: the job's, with the layout that "auto" came to.
         device: what computes.
-        precisions: which; the job's own is always among them.
+        precisions: which, beside the job's own; all without it.
+        layouts: likewise.
+
+    Raises:
+        UsageError: the job's own cannot be had.
     """
-    found = []
-    for precision in dict.fromkeys((options.precision, *precisions)):
-        refused = None
-        try:
-            numerics.check_precision(precision, device)
-        except UsageError as error:
-            if precision == options.precision:
-                raise
-            refused = str(error)
-        found.append(Setting(precision=precision, of_job=precision == options.precision, refused=refused))
+    own = options.precision, options.layout
+    numerics.check_precision(options.precision, device)
+    check_model(model, options)
+    found = [Setting(precision=own[0], layout=own[1], of_job=True)]
+    may_be_copied = can_be_copied(model)
+    for precision in precisions or PRECISIONS:
+        for layout in layouts or (CONTIGUOUS, CHANNELS_LAST):
+            if (precision, layout) != own:
+                setting = Setting(precision=precision, layout=layout, of_job=False)
+                reasons = _reasons(setting, model, options, device)
+                refused = next(reasons, None) if may_be_copied else "the model cannot be copied"
+                found.append(replace(setting, refused=refused))
     return found
+
+
+def _reasons(setting: Setting, model: nn.Module, options: RunOptions, device: torch.device) -> Iterator[str]:
+    """Why a setting cannot be tried."""
+    try:
+        numerics.check_precision(setting.precision, device)
+        layout_of(model, setting.layout)
+        check_model(model, setting.options(options))
+    except UsageError as error:
+        yield str(error)
+
+
+def can_be_copied(model: nn.Module) -> bool:
+    """Whether each setting can have modules of its own, which share the model's tensors."""
+    try:
+        copy_sharing_tensors(model)
+    except Exception:  # noqa: BLE001 - whatever stands in the way, the job's own setting needs no copy
+        return False
+    return True

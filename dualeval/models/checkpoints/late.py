@@ -199,8 +199,7 @@ class LateTensor(Tensor):
     """A tensor whose values stay in their file.
 
     It has shape and dtype. ``parameter.copy_(late)`` reads the values into the parameter's own memory; any
-    other
-    operation reads them for itself, and does not keep them.
+    other operation reads them for itself, and does not keep them.
 
     Attributes:
         source: where the values are.
@@ -224,6 +223,10 @@ class LateTensor(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Shape and dtype, without reading."""
         return f"LateTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: object) -> LateTensor:
+        """Itself: it holds no values, and is never written."""
+        return self
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -1,0 +1,228 @@
+"""Where image classifiers come from: one file a kind of source, and what all of them can be asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualeval.data.labels import KnownClasses
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.errors import UsageError
+from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
+from dualeval.weights_name import is_published_name
+
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsSource:
+    """Where a classifier's weights come from.
+
+    Attributes:
+        text: the value of ``--weights``; "" where it was left out.
+        seed: of "random:SEED"; None for weights in a file.
+        path: the file or folder; None for random ones.
+        entry: what a library publishes under a name, where the weights are that, whatever the file's name.
+    """
+
+    text: str
+    seed: int | None = None
+    path: Path | None = None
+    entry: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How a state_dict is taken from a file.
+
+    Attributes:
+        key: where it lies in the file, as for ``checkpoints.read_state_dict``.
+        prefix: of the names that are taken, as for ``weights.load_state_dict``.
+        on_load: called with what was taken from a file that was given by its path.
+    """
+
+    key: str | None = None
+    prefix: str | None = None
+    on_load: Callable[[LoadedWeights], None] = lambda loaded: None
+
+
+class ModelSource(ABC):
+    """A classifier by a value of ``--model``: how it is made, and what is known of it.
+
+    Args:
+        name: the value of ``--model``.
+        arguments: keyword arguments of what makes the model.
+        trust: files that can run code may be opened.
+
+    Attributes:
+        needs_weights: whether ``--weights`` has to be given.
+        needs_trust: whether it comes out of a file that can run code.
+
+    Raises:
+        UsageError: there is no such model; says what to type.
+    """
+
+    needs_weights = True
+    needs_trust = False
+
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
+    ) -> None:
+        self.name = name
+        self.arguments = arguments
+        self.trust = trust
+
+    # -- what every source says --------------------------------------------------------------------
+
+    @abstractmethod
+    def find_weights(self, weights: str | None) -> WeightsSource:
+        """Find out what a value of ``--weights`` stands for, and that it is there.
+
+        Raises:
+            UsageError: there are no such weights.
+        """
+
+    @abstractmethod
+    def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
+        """Make the model, with whatever weights its constructor gives it.
+
+        Args:
+            num_classes: number of outputs; None leaves it to the constructor.
+            entry: of the weights that it is for, where these need more than their tensors.
+        """
+
+    # -- what most have in common ------------------------------------------------------------------
+
+    @property
+    def identity(self) -> str:
+        """The model as a job's identity names it: without paths."""
+        return self.name
+
+    @property
+    def trial_images(self) -> int:
+        """How many images the model is tried on before the run."""
+        return 2
+
+    @property
+    def shown(self) -> str:
+        """The model as it is described to people, arguments among it."""
+        given = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+        return f"{self.name} ({given})" if given else self.name
+
+    def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
+        """Make the model with weights that are in a file.
+
+        Raises:
+            UsageError: model and weights do not fit.
+        """
+        assert weights.path is not None, "weights are in a file or drawn"
+        found = read_state_dict(weights.path, loading.key, trust=self.trust)
+        model = self.create(num_classes, entry=weights.entry)
+        loaded = load_state_dict(model, found, prefix=loading.prefix, source=f"the weights {weights.text}")
+        if not is_published_name(weights.text):
+            loading.on_load(loaded)
+        return model
+
+    def build(
+        self, weights: WeightsSource, num_classes: int | None, loading: Loading | None = None
+    ) -> nn.Module:
+        """Make the model with its weights, on the CPU, in evaluation mode.
+
+        Args:
+            weights: as ``find_weights`` found them.
+            num_classes: number of outputs; None where only the model or the weights tell.
+            loading: how weights are taken from a file.
+
+        Raises:
+            UsageError: model and weights do not fit.
+        """
+        # A constructor draws values, also where they are overwritten.
+        with torch.random.fork_rng(devices=[]):
+            if weights.path is None:
+                assert weights.seed is not None, "weights are in a file or drawn"
+                torch.manual_seed(weights.seed)
+                return self.create(num_classes).eval()
+            return self.load(weights, num_classes, loading or Loading()).eval()
+
+    def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
+        """What is done to this model's images; here what is usual for ImageNet.
+
+        Args:
+            weights: as ``find_weights`` found them; None for those that the model has by default.
+        """
+        return Preprocessing()
+
+    def preprocessing_origin(self, weights: WeightsSource | None = None) -> str:
+        """Where ``preprocessing`` takes its values from, in words for people."""
+        return "assumed, the model names none"
+
+    def known_classes(self, weights: WeightsSource) -> KnownClasses | None:
+        """The names of the classes that model and weights tell apart; None where nobody knows."""
+        return None
+
+    def sources(self) -> list[Any]:
+        """Functions and modules of the user's whose code belongs to the identity of a job."""
+        return []
+
+    def notes(self) -> list[str]:
+        """What a reader should know of this model, in sentences."""
+        return []
+
+    def download(self, weights: str) -> None:
+        """Fetch weights by their name into a cache of this machine; nothing where none can be fetched.
+
+        Raises:
+            UsageError: there are none of this name.
+            DualevalError: they could not be fetched.
+        """
+        return
+
+    def check_batches(self, batch_size: int, samples: int) -> None:
+        """Check that the model takes batches of these sizes; called after the model was built.
+
+        Raises:
+            UsageError: it does not; says which sizes it takes.
+        """
+        return
+
+
+def weights_of_file(weights: str, hint: str = "") -> WeightsSource:
+    """Weights drawn at random or in a file, as most sources take them.
+
+    Args:
+        weights: the value of ``--weights``.
+        hint: a sentence behind the message where there is no such file.
+
+    Raises:
+        UsageError: it is no seed, or there is no such file or folder.
+    """
+    seed = seed_of(weights)
+    if seed is not None:
+        return WeightsSource(text=weights, seed=seed)
+    path = Path(weights)
+    if not path.exists():
+        shown = "" if path.suffix or len(path.parts) > 1 or not hint else f" {hint}"
+        raise UsageError(
+            f"weights file {path} does not exist. Give a checkpoint with --weights PATH.{shown.rstrip()}"
+        )
+    return WeightsSource(text=weights, path=path)
+
+
+def refuse_arguments(name: str, arguments: Mapping[str, Any], why: str) -> None:
+    """Refuse ``--model-arg`` where nothing takes it.
+
+    Raises:
+        UsageError: there are some.
+    """
+    if arguments:
+        raise UsageError(
+            f"--model-arg {' '.join(arguments)}: {name} takes no arguments, {why}. Leave --model-arg out."
+        )

@@ -1,0 +1,46 @@
+"""The network of the embedded job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dualeval.errors import UsageError
+from dualeval.models.sources import (
+    NO_ARGUMENTS,
+    ModelSource,
+    WeightsSource,
+    refuse_arguments,
+    weights_of_file,
+)
+from dualeval.weights_name import is_published_name
+
+EMBEDDED = "fashion-cnn"
+
+
+class EmbeddedModel(ModelSource):
+    """``fashion-cnn``, whose weights are shipped with dualeval."""
+
+    needs_weights = False
+
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
+    ) -> None:
+        super().__init__(name, arguments, trust=trust)
+        refuse_arguments(name, arguments, "beside its number of classes (--num-classes)")
+
+    def find_weights(self, weights: str | None) -> WeightsSource:
+        assert weights is not None, "the task knows where the shipped ones are"
+        if is_published_name(weights):
+            raise UsageError(
+                f"--weights {weights}: torchvision publishes none for {EMBEDDED}, whose own weights are "
+                "shipped with dualeval. Leave --weights out, or give --weights DEFAULT."
+            )
+        return weights_of_file(weights)
+
+    def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
+        from dualeval.models.fashion_cnn import FashionCNN
+
+        return FashionCNN() if num_classes is None else FashionCNN(num_classes=num_classes)

@@ -1,0 +1,123 @@
+"""A function or class of the user's that makes the model: package.module:factory."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dualeval.errors import UsageError
+from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource, weights_of_file
+from dualeval.weights_name import is_published_name
+
+_LISTED_AT_MOST = 8
+
+
+class FactoryModel(ModelSource):
+    """What a callable of the user's returns.
+
+    It is called with the arguments of ``--model-arg``, and with ``num_classes`` where it takes that.
+    """
+
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
+    ) -> None:
+        super().__init__(name, arguments, trust=trust)
+        refuse_file_of_code(name)
+
+    def find_weights(self, weights: str | None) -> WeightsSource:
+        assert weights is not None, "a model without weights of its own"
+        if is_published_name(weights):
+            raise UsageError(
+                f"--weights {weights}: {self.name} has no weights of its own. Give a state_dict file."
+            )
+        return weights_of_file(weights)
+
+    def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
+        factory = _import_factory(self.name)
+        signature = inspect.signature(factory)
+        takes = signature.parameters
+        accepts = "num_classes" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        given = dict(self.arguments)
+        if num_classes is not None and accepts:
+            given["num_classes"] = num_classes
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            called = "num_classes alone" if accepts and not self.arguments else "no arguments"
+            if self.arguments:
+                called = ", ".join(given)
+            raise UsageError(
+                f"--model {self.name}: {factory.__name__}{signature} is called with {called}: {error}. Give "
+                "the others with --model-arg NAME=VALUE, or a function that needs no others, as "
+                "def make(num_classes=10): return Net(...)."
+            ) from error
+        model = factory(**given)
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"--model {self.name} returned a {type(model).__name__}, expected a torch.nn.Module"
+            )
+        return model
+
+    def sources(self) -> list[Any]:
+        """The factory and its module."""
+        return [_import_factory(self.name), sys.modules[self.name.partition(":")[0]]]
+
+
+def refuse_file_of_code(name: str) -> None:
+    """Check that a model's name is no file of code.
+
+    Raises:
+        UsageError: it is one; says how to name the function in it.
+    """
+    file, _, function = name.partition(":")
+    path = Path(file if file.endswith(".py") else f"{file.replace('.', '/')}.py")
+    if not file.endswith(".py") and (function or not path.is_file()):
+        return
+    module = path.stem if path.is_absolute() else ".".join(path.with_suffix("").parts)
+    found = _callables(path)
+    example = function or next(iter(found), "FUNCTION")
+    inside = f" It has {', '.join(found[:_LISTED_AT_MOST])}." if found else ""
+    where = f" in {path.parent}" if path.is_absolute() else ""
+    what = "is a file of code" if path.is_file() else "is the name of a file of code, which does not exist"
+    raise UsageError(
+        f"--model {name} {what}: expected MODULE:FUNCTION, a function or class that returns the model. "
+        f"Type{where}: --model {module}:{example}.{inside}"
+    )
+
+
+def _callables(path: Path) -> list[str]:
+    """The functions and classes of a file, which is not run."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+def _import_factory(name: str) -> Any:
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise UsageError(f"--model {name}: expected package.module:factory")
+    # The folder a person stands in, as for `python -m`: a console script does not look there.
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--model {name}: no module named {error.name!r} can be imported") from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        near = difflib.get_close_matches(attribute, dir(module), n=5)
+        hint = f" Nearest: {', '.join(near)}." if near else ""
+        raise UsageError(f"--model {name}: module {module_name} has no callable {attribute!r}.{hint}")
+    return factory

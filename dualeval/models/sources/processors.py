@@ -1,0 +1,143 @@
+"""What an image processor of transformers does to a picture, as ``Preprocessing``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.errors import UsageError
+from dualeval.models.transformers_folder import LOCAL, transformers_for
+
+PROCESSOR = "preprocessor_config.json"
+# Pillow's numbers.
+_INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+# Those that resize, cut out the centre, scale and normalise, and do nothing else to a picture.
+_PLAIN = (
+    *("ViT", "DeiT", "Beit", "Bit", "CLIP", "Siglip", "Pvt", "Segformer", "MobileNetV1", "MobileNetV2"),
+    *("Blip", "ChineseCLIP", "Flava", "PPLCNet", "MobileViT", "Levit", "ConvNext", "EfficientNet"),
+)
+_CONVNEXT_SQUASHES_FROM = 384
+_SCALES = 1 / 255
+
+
+def preprocessing_of_folder(folder: Path, model: str) -> Preprocessing:
+    """The preprocessing that a folder's image processor stands for.
+
+    Args:
+        folder: with preprocessor_config.json.
+        model: its name, for messages.
+
+    Raises:
+        UsageError: it does what dualeval does not.
+    """
+    processor = transformers_for("--model hf:DIR").AutoImageProcessor.from_pretrained(folder, **LOCAL)
+    kind = type(processor).__name__.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
+    said = {**processor.to_dict(), "kind": kind}
+    return preprocessing_of(said, f"--model {model}: its image processor, {kind}ImageProcessor,")
+
+
+def preprocessing_of(said: Mapping[str, Any], begin: str) -> Preprocessing:
+    """The preprocessing of a processor's values.
+
+    Args:
+        said: as its ``to_dict`` gives them, and its ``kind``, such as "ViT".
+        begin: the beginning of messages.
+
+    Raises:
+        UsageError: it does what dualeval does not.
+    """
+    if said["kind"] not in _PLAIN:
+        raise _refusal(begin, f"is not one of {', '.join(_PLAIN)}")
+    if said.get("do_rescale") is False or not math.isclose(said.get("rescale_factor") or _SCALES, _SCALES):
+        raise _refusal(
+            begin,
+            f"has do_rescale {said.get('do_rescale')} and rescale_factor {said.get('rescale_factor')}, "
+            "expected 1/255",
+        )
+    if said["kind"] == "EfficientNet" and said.get("include_top", True):
+        raise _refusal(begin, "normalises twice (include_top)")
+    if said.get("rescale_offset"):
+        raise _refusal(begin, "subtracts 1 from scaled pixels (rescale_offset)")
+    if said.get("do_pad"):
+        raise _refusal(begin, "adds borders (do_pad)")
+    normalised = said.get("do_normalize")
+    found = Preprocessing(
+        mean=_three(said["image_mean"]) if normalised else (0.0,) * 3,
+        std=_three(said["image_std"]) if normalised else (1.0,) * 3,
+        interpolation=_interpolation(said, begin),
+        crop_rounding="down",
+        channel_order="bgr" if said.get("do_flip_channel_order") else "rgb",
+    )
+    return _with_sizes(found, said, begin)
+
+
+def _with_sizes(found: Preprocessing, said: Mapping[str, Any], begin: str) -> Preprocessing:
+    if said.get("do_resize") is False:
+        raise _refusal(begin, "does not resize (do_resize)")
+    size = {name: value for name, value in (said.get("size") or {}).items() if value is not None}
+    shortest = size.get("shortest_edge")
+    if said["kind"] == "ConvNext" and shortest is not None:
+        return _of_convnext(found, said, int(shortest), begin)
+    if said["kind"] == "Levit" and shortest is not None:
+        shortest = int((256 / 224) * shortest)
+    crop = _cropped_to(said)
+    if set(size) == {"height", "width"}:
+        height, width = int(size["height"]), int(size["width"])
+        crop = crop or (height, width)
+        found = replace(found, resize=height, resize_width=_other(width, height), resize_mode="squash")
+        # Nothing is cut off: there is nothing to round.
+        rounding = "nearest" if crop == (height, width) else "down"
+        return replace(found, crop=crop[0], crop_width=_other(crop[1], crop[0]), crop_rounding=rounding)
+    if set(size) == {"shortest_edge"}:
+        if crop is None:
+            raise _refusal(begin, "gives pictures of several sizes (no do_center_crop)")
+        assert shortest is not None
+        return replace(found, resize=int(shortest), crop=crop[0], crop_width=_other(crop[1], crop[0]))
+    raise _refusal(begin, f"has size {size}, expected height and width, or shortest_edge")
+
+
+def _of_convnext(found: Preprocessing, said: Mapping[str, Any], side: int, begin: str) -> Preprocessing:
+    """One that cuts a small picture out of a larger one, and brings it to a large size whole."""
+    if said.get("do_center_crop"):
+        raise _refusal(begin, "cuts out twice (do_center_crop)")
+    if side < _CONVNEXT_SQUASHES_FROM:
+        return replace(found, resize=int(side / (said.get("crop_pct") or 224 / 256)), crop=side)
+    return replace(found, resize=side, crop=side, resize_mode="squash", crop_rounding="nearest")
+
+
+def _cropped_to(said: Mapping[str, Any]) -> tuple[int, int] | None:
+    if not said.get("do_center_crop"):
+        return None
+    crop = said["crop_size"]
+    if not isinstance(crop, Mapping):
+        return int(crop), int(crop)
+    return int(crop["height"]), int(crop["width"])
+
+
+def _other(side: int, first: int) -> int | None:
+    return None if side == first else side
+
+
+def _three(values: Any) -> tuple[float, ...]:
+    return (float(values),) * 3 if isinstance(values, int | float) else tuple(map(float, values))
+
+
+def _interpolation(said: Mapping[str, Any], begin: str) -> str:
+    # Without one the library takes 2.
+    resample = said.get("resample", 2)
+    number = 2 if resample is None else int(resample)
+    if number not in _INTERPOLATIONS:
+        raise _refusal(begin, f"has resample {number}, expected one of {_INTERPOLATIONS}")
+    return _INTERPOLATIONS[number]
+
+
+def _refusal(begin: str, what: str) -> UsageError:
+    return UsageError(
+        f"{begin} {what}. dualeval does not prepare pictures so. Give the model as package.module:factory, "
+        "with --resize, --crop, --interpolation, --mean and --std for what comes nearest, and the rest in "
+        "its forward."
+    )

@@ -1,0 +1,253 @@
+"""A whole model in a file: a TorchScript archive, or a program of torch.export (.pt2)."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.data.contents import what_it_is
+from dualeval.errors import UsageError
+from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, refuse_arguments
+from dualeval.weights_name import PROGRAM_SUFFIXES
+
+# What works otherwise in training, and the place of the argument that says so.
+_MODES = {"batch_norm": 5, "instance_norm": 5, "dropout": 2, "native_dropout": 2, "alpha_dropout": 2}
+_MODES |= {"_native_batch_norm_legit": 5, "native_batch_norm": 5, "feature_dropout": 2}
+
+
+def is_path_of_program(name: str) -> bool:
+    """Whether a value of ``--model`` is the path of a file with a model in it."""
+    path = Path(name)
+    return path.suffix in PROGRAM_SUFFIXES or (path.is_file() and path.suffix != ".py")
+
+
+class ProgramModel(ModelSource):
+    """A model that is a file with its code and its weights. Opening such a file can run code.
+
+    A program of torch.export is exported for some batch sizes, often for one.
+    """
+
+    needs_weights = False
+    needs_trust = True
+
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
+    ) -> None:
+        super().__init__(name, arguments, trust=trust)
+        refuse_arguments(name, arguments, "because its model was built when the file was written")
+        self._path = Path(name)
+        self._kind = _kind_of(self._path)
+        if not trust:
+            raise UsageError(
+                f"--model {name} is {self._kind}: such a file is a program, and opening it can run any code. "
+                "If you trust who wrote it, add --trust-checkpoint."
+            )
+        # Of a program of torch.export, as far as it says: the least and the largest batch.
+        self._batches: tuple[int, int | None] | None = None
+
+    @property
+    def identity(self) -> str:
+        return self._kind
+
+    def find_weights(self, weights: str | None) -> WeightsSource:
+        if weights is not None:
+            raise UsageError(
+                f"--weights {weights}: the weights of --model {self.name} are in that file, {self._kind}. "
+                "Leave --weights out."
+            )
+        return WeightsSource(text="", path=self._path)
+
+    def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
+        try:
+            with warnings.catch_warnings():
+                # Both formats are deprecated by one of torch's versions or another, and are in use.
+                warnings.simplefilter("ignore")
+                if self._kind == _SCRIPT:
+                    load: Any = torch.jit.load
+                    return _in_evaluation(load(self._path, map_location="cpu"))
+                program = torch.export.load(self._path)
+                model = program.module()
+        except (RuntimeError, ValueError, KeyError, OSError, EOFError, AssertionError) as error:
+            said = (str(error) or type(error).__name__).strip().splitlines()[0]
+            raise UsageError(f"--model {self.name} cannot be read as {self._kind}: {said}") from error
+        self._batches = _batches_of(program)
+        self._refuse_training(list(_trained_in(program)))
+        return _Program(model)
+
+    def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
+        return self.create(num_classes)
+
+    def build(
+        self, weights: WeightsSource, num_classes: int | None, loading: Loading | None = None
+    ) -> nn.Module:
+        return self.create(num_classes)
+
+    def _refuse_training(self, found: list[str]) -> None:
+        if found:
+            raise UsageError(
+                f"--model {self.name} was exported in training mode (in it, {', '.join(sorted(set(found)))} "
+                "work as in training). Export it again after model.eval()."
+            )
+
+    def notes(self) -> list[str]:
+        return [f"model: {self.name} is {self._kind}, which can run any code; --trust-checkpoint allows it"]
+
+    @property
+    def trial_images(self) -> int:
+        """A size that the program takes."""
+        least, largest = self._batches or (1, None)
+        wanted = max(2, least)
+        return wanted if largest is None else min(wanted, largest)
+
+    def check_batches(self, batch_size: int, samples: int) -> None:
+        if self._batches is None:
+            return
+        least, largest = self._batches
+        last = samples % batch_size
+        if least == largest:
+            if batch_size == least and not last:
+                return
+            whole = samples // least * least
+            raise UsageError(
+                f"--model {self.name} was exported for batches of exactly {least} images"
+                + (f", and the batch size is {batch_size}" if batch_size != least else "")
+                + (
+                    f"; of {samples} images the last batch of {least} has {samples % least}"
+                    if samples % least
+                    else ""
+                )
+                + f". Give --batch-size {least}"
+                + _fitting(whole, samples)
+                + " Or export it with a dynamic batch dimension (torch.export.Dim)."
+            )
+        sizes = [batch_size] if samples >= batch_size else []
+        sizes += [last] if last else []
+        wrong = [size for size in sizes if size < least or (largest is not None and size > largest)]
+        if wrong:
+            upto = "" if largest is None else f" to {largest}"
+            size = batch_size if largest is None else max(least, min(batch_size, largest))
+            raise UsageError(
+                f"--model {self.name} was exported for batches of {least}{upto or ' or more'} images, and "
+                f"this run has one of {wrong[0]}. Give --batch-size {size}"
+                + (_fitting(samples // size * size, samples) if 0 < samples % size < least else ".")
+            )
+
+
+class _Program(nn.Module):
+    """A program of torch.export as a module, which does what it did when it was exported.
+
+    Args:
+        graph: as ``ExportedProgram.module`` gives it.
+    """
+
+    def __init__(self, graph: nn.Module) -> None:
+        super().__init__()
+        self.graph = graph
+        # Its modules say "training" whatever was exported, and refuse eval().
+        for module in self.modules():
+            module.training = False
+
+    def forward(self, images: Tensor) -> Any:
+        """What the program returns for images (batch, channels, height, width)."""
+        return self.graph(images)
+
+    def train(self, mode: bool = True) -> _Program:
+        """Nothing: a graph has no modes."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Program:
+        with warnings.catch_warnings():
+            # torch's own description of inputs and outputs is copied in a way that torch deprecates.
+            warnings.simplefilter("ignore", FutureWarning)
+            return _Program(copy.deepcopy(self.graph, memo))
+
+
+_SCRIPT = "a TorchScript archive"
+_EXPORTED = "a torch.export program"
+
+
+def _kind_of(path: Path) -> str:
+    """Which of the two a file is.
+
+    Raises:
+        UsageError: it is missing, or neither.
+    """
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise UsageError(
+            f"--model {path} {found}. Expected a TorchScript archive or a torch.export program (.pt2)."
+        )
+    try:
+        other = what_it_is(path)
+        with zipfile.ZipFile(path) as archive:
+            names = [name.partition("/")[2] for name in archive.namelist()]
+    except (OSError, zipfile.BadZipFile) as error:
+        what = "is neither a TorchScript archive nor a torch.export program" if other is None else other
+        raise UsageError(f"--model {path} {what}: {error}") from error
+    if any(name.startswith("code/") for name in names) and "constants.pkl" in names:
+        return _SCRIPT
+    if any(name.startswith("models/") or name == "archive_format" for name in names):
+        return _EXPORTED
+    if any("serialized_exported_program" in name for name in archive.namelist()):
+        return _EXPORTED  # of torch before 2.8
+    hint = " It holds tensors: name the model, and give it with --weights." if "data.pkl" in names else ""
+    raise UsageError(
+        f"--model {path} is neither a TorchScript archive (torch.jit.save) nor a torch.export program "
+        f"(torch.export.save).{hint}"
+    )
+
+
+def _in_evaluation(script: Any) -> nn.Module:
+    # A frozen one has no mode left to set.
+    found: nn.Module = script.eval() if hasattr(script, "training") else script
+    return found
+
+
+def _batches_of(program: Any) -> tuple[int, int | None] | None:
+    """The least and the largest batch that a program takes; None where its first input says nothing."""
+    inputs = set(program.graph_signature.user_inputs)
+    first = next(
+        (node for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs), None
+    )
+    value = None if first is None else first.meta.get("val")
+    shape: tuple[Any, ...] = tuple(getattr(value, "shape", ()))
+    if not shape:
+        return None
+    size = shape[0]
+    if isinstance(size, int):
+        return size, size
+    limits = program.range_constraints.get(size.node.expr)
+    if limits is None:
+        return 1, None
+    # An unbounded dimension has an infinity, or a number that stands for one.
+    largest = None if limits.is_int and not _is_finite(limits.upper) else int(limits.upper)
+    return max(1, int(limits.lower)), largest
+
+
+def _is_finite(bound: Any) -> bool:
+    return bool(getattr(bound, "is_finite", True)) and bound < 2**60
+
+
+def _trained_in(program: Any) -> Iterator[str]:
+    """The operators of a program that work as in training."""
+    for node in program.graph.nodes:
+        name = str(getattr(node.target, "_schema", node.target)).partition("(")[0]
+        kind = name.partition("::")[2].partition(".")[0]
+        place = _MODES.get(kind)
+        if place is None or len(node.args) <= place or node.args[place] is not True:
+            continue
+        if "dropout" not in kind or node.args[1] != 0:
+            yield kind
+
+
+def _fitting(whole: int, samples: int) -> str:
+    if whole == samples:
+        return "."
+    return f" and --limit {whole}." if whole else f"; {samples} images are fewer than one batch."

@@ -1,0 +1,274 @@
+"""Classifiers of the timm library: timm:NAME."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualeval.data.labels import KnownClasses
+from dualeval.data.preprocessing import INTERPOLATIONS, Preprocessing
+from dualeval.errors import DualevalError, UsageError
+from dualeval.models import published
+from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, weights_of_file
+from dualeval.models.weights import OtherClasses
+from dualeval.vision_library import torchvision
+from dualeval.weights_name import is_published_name
+
+PREFIX = "timm:"
+_IMAGENET_CLASSES = 1000
+_DEFAULT = "DEFAULT"
+# timm's default file of a repository, and the one that it prefers where it is there.
+_PICKLED, _SAFE = "pytorch_model.bin", "model.safetensors"
+# What is said elsewhere than in --model-arg.
+_TAKEN = {
+    "pretrained": "--weights",
+    "checkpoint_path": "--weights",
+    "pretrained_cfg": "--weights, --resize, --crop, --mean and --std",
+    "pretrained_cfg_overlay": "--weights, --resize, --crop, --mean and --std",
+    "cache_dir": "the environment variable HF_HUB_CACHE",
+}
+
+
+class TimmModel(ModelSource):
+    """A model of timm by its name, with or without the tag of its weights: resnet50, resnet50.a1_in1k.
+
+    Preprocessing is that of the model's pretrained configuration in timm, whatever the weights.
+    """
+
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
+    ) -> None:
+        super().__init__(name, arguments, trust=trust)
+        for taken in [argument for argument in arguments if argument in _TAKEN]:
+            raise UsageError(f"--model-arg {taken}: this is said by {_TAKEN[taken]}. Leave it out.")
+        self._name = name.removeprefix(PREFIX)
+        timm = _timm()
+        architecture, _, tag = self._name.partition(".")
+        if not timm.is_model(architecture):
+            near = difflib.get_close_matches(architecture, timm.list_models(), n=5, cutoff=0.5)
+            hint = f" Nearest: {', '.join(PREFIX + other for other in near)}." if near else ""
+            raise UsageError(
+                f"--model {name}: timm {timm.__version__} has no model {architecture!r}.{hint} Python lists "
+                "them: timm.list_models('*resnet*')."
+            )
+        try:
+            found = timm.get_pretrained_cfg(self._name)
+        except RuntimeError as error:  # what it raises for a tag that it does not know
+            tags = [
+                other.partition(".")[2]
+                for other in timm.list_pretrained(f"{architecture}*")
+                if other.partition(".")[0] == architecture
+            ]
+            raise UsageError(
+                f"--model {name}: timm {timm.__version__} has no weights {tag!r} for {architecture}. "
+                f"{'Its tags: ' + ', '.join(tags) if tags else 'It has none'}."
+            ) from error
+        self._config: dict[str, Any] = {} if found is None else found.to_dict()
+
+    def find_weights(self, weights: str | None) -> WeightsSource:
+        assert weights is not None, "a model without weights of its own"
+        if not is_published_name(weights):
+            return weights_of_file(weights, f"timm's weights for {self.name}: {_DEFAULT}.")
+        self._check_published(weights)
+        path = self._cached()
+        if path is None:
+            where = self._config.get("hf_hub_id") or self._config.get("url")
+            raise UsageError(
+                f"--weights {weights}: the weights of {self.name} ({where}) are not in the local cache. Add "
+                "--download to fetch them."
+            )
+        return WeightsSource(text=weights, path=path, entry=f"timm's weights of {self._full_name}")
+
+    @property
+    def _full_name(self) -> str:
+        tag = self._config.get("tag")
+        return f"{self._config.get('architecture', self._name)}{'.' + tag if tag else ''}"
+
+    def _check_published(self, weights: str) -> None:
+        """Refuse names of other libraries, and weights that are in no plain state_dict."""
+        if weights != _DEFAULT:
+            raise UsageError(
+                f"--weights {weights}: {self.name} has no weights of this name. Give --weights {_DEFAULT}; "
+                "others have a tag behind the model's name, as timm:resnet50.a1_in1k."
+            )
+        if not (self._config.get("hf_hub_id") or self._config.get("url")):
+            raise UsageError(
+                f"--weights {_DEFAULT}: timm publishes no weights for {self.name}. Give a state_dict file."
+            )
+        # Of a repository timm reads a state_dict, but where a file of another format is named.
+        if self._config.get("custom_load") == "hf" or (
+            self._config.get("custom_load") and not self._config.get("hf_hub_id")
+        ):
+            raise UsageError(
+                f"--weights {_DEFAULT}: the weights of {self.name} are in a format of their own "
+                f"({self._config.get('hf_hub_filename') or self._config.get('url')}). Save them with "
+                "torch.save(model.state_dict(), PATH), and give --weights PATH."
+            )
+        if not self._config.get("num_classes"):
+            raise UsageError(
+                f"--weights {_DEFAULT}: {self._full_name} are weights without a classifier, so there is "
+                "nothing to evaluate. Choose another tag, or give your own weights."
+            )
+
+    def _files(self) -> tuple[str, str | None, list[str]]:
+        """The repository of the weights, its revision, and its files in the order of preference."""
+        repository, _, revision = str(self._config["hf_hub_id"]).partition("@")
+        named = self._config.get("hf_hub_filename")
+        if named is None:
+            return repository, revision or None, [_SAFE, _PICKLED]
+        safe = [f"{named[:-4]}.safetensors"] if named.endswith(".bin") else []
+        return repository, revision or None, [*safe, named]
+
+    def _cached(self) -> Path | None:
+        if not self._config.get("hf_hub_id"):
+            path = Path(torch.hub.get_dir()) / "checkpoints" / Path(self._config["url"]).name
+            return path if path.is_file() else None
+        from huggingface_hub import try_to_load_from_cache
+
+        repository, revision, files = self._files()
+        for file in files:
+            found = try_to_load_from_cache(repository, file, revision=revision)
+            if isinstance(found, str):
+                return Path(found)
+        return None
+
+    def download(self, weights: str) -> None:
+        self._check_published(weights)
+        if self._cached() is not None:
+            return
+        try:
+            if not self._config.get("hf_hub_id"):
+                torch.hub.load_state_dict_from_url(
+                    self._config["url"], progress=False, check_hash=True, weights_only=True
+                )
+                return
+            from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import EntryNotFoundError
+
+            repository, revision, files = self._files()
+            for file in files:
+                try:
+                    hf_hub_download(repository, file, revision=revision)
+                    return
+                except EntryNotFoundError:
+                    continue
+        except (OSError, RuntimeError, ValueError) as error:  # no network; another hash
+            raise DualevalError(f"the weights of {self.name} cannot be fetched: {error}") from error
+        raise DualevalError(f"{repository} holds none of {', '.join(files)}")
+
+    def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
+        return self._created(num_classes)
+
+    def _created(self, num_classes: int | None, **options: Any) -> nn.Module:
+        classes = {} if num_classes is None else {"num_classes": num_classes}
+        try:
+            model = _timm().create_model(self._name, **classes, **self.arguments, **options)
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            if not self.arguments:
+                raise
+            raise UsageError(
+                f"--model {self.name} cannot be made with --model-arg {' '.join(self.arguments)}: {error}"
+            ) from error
+        assert isinstance(model, nn.Module)
+        return model
+
+    def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
+        if weights.entry is None:
+            return super().load(weights, num_classes, loading)
+        assert weights.path is not None, "published weights are in a file"
+        own = int(self._config["num_classes"]) - int(self._config.get("label_offset") or 0)
+        # Where they differ timm would leave the last layer as it was drawn.
+        if num_classes not in (None, own):
+            raise OtherClasses(
+                f"{weights.entry} are for {own} classes, but {num_classes} were expected (from the data's "
+                "class folders, or --num-classes). Give data and weights of the same classes.",
+                own,
+            )
+        if "in_chans" in self.arguments:
+            raise UsageError(
+                f"--model-arg in_chans: {weights.entry} are for {self._config['input_size'][0]} channels. "
+                "Leave it out, or give your own weights."
+            )
+        tensors = read_state_dict(weights.path).tensors
+        # timm renames what its older files name otherwise, and refuses what then is missing.
+        model: Any = self._created(
+            None, pretrained=True, pretrained_cfg_overlay={"state_dict": dict(tensors), "source": ""}
+        )
+        config = {name: value for name, value in model.pretrained_cfg.items() if name != "state_dict"}
+        model.pretrained_cfg = model.default_cfg = config
+        made: nn.Module = model
+        return made
+
+    def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
+        """That of timm.data.create_transform for the model's pretrained configuration."""
+        import timm.data
+
+        found = timm.data.resolve_data_config(
+            pretrained_cfg=self._config or None, args={} if self._config else {"chans": 3}
+        )
+        return _preprocessing_of(found, self.name)
+
+    def preprocessing_origin(self, weights: WeightsSource | None = None) -> str:
+        return f"timm's for {self._full_name}"
+
+    def known_classes(self, weights: WeightsSource) -> KnownClasses | None:
+        """ImageNet's, for published weights of its 1,000 classes."""
+        if weights.entry is None or self._config.get("num_classes") != _IMAGENET_CLASSES:
+            return None
+        return published.imagenet_classes()
+
+
+def _timm() -> Any:
+    if importlib.util.find_spec("timm") is None:
+        raise UsageError(
+            "--model timm:NAME needs the timm library, which is not installed. Type: pip install timm"
+        )
+    # It imports torchvision, which does not always load by itself.
+    torchvision()
+    import timm
+
+    return timm
+
+
+def _preprocessing_of(found: Mapping[str, Any], name: str) -> Preprocessing:
+    """Preprocessing as timm's data configuration says it.
+
+    Args:
+        found: input_size (channels, height, width), crop_pct, crop_mode, interpolation, mean, std.
+        name: of the model, for messages.
+
+    Raises:
+        UsageError: an interpolation or a number of channels that is not known here.
+    """
+    channels, height, width = found["input_size"]
+    interpolation = found["interpolation"]
+    if interpolation not in INTERPOLATIONS or channels not in (1, 3):
+        raise UsageError(
+            f"--model {name}: timm prepares its images with {channels} channels and interpolation "
+            f"{interpolation!r}; known are 1 or 3 channels and {', '.join(INTERPOLATIONS)}."
+        )
+    scaled = tuple(math.floor(side / found["crop_pct"]) for side in (height, width))
+    mode = {"squash": "squash", "border": "inside"}.get(found["crop_mode"], "shorter")
+    if mode == "shorter" and scaled[0] != scaled[1]:
+        mode = "cover"
+    mean = tuple(map(float, found["mean"]))
+    return Preprocessing(
+        resize=scaled[0],
+        resize_width=None if scaled[0] == scaled[1] else scaled[1],
+        crop=height,
+        crop_width=None if height == width else width,
+        interpolation=interpolation,
+        channels=channels,
+        mean=mean,
+        std=tuple(map(float, found["std"])),
+        resize_mode=mode,
+        padding=tuple(round(255 * value) for value in mean) if mode == "inside" else None,
+    )

@@ -1,0 +1,171 @@
+"""Image classifiers of the transformers library, from a local folder: hf:DIR."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualeval.data.labels import KnownClasses
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.errors import UsageError
+from dualeval.model_errors import first_line
+from dualeval.models import published
+from dualeval.models.sources import (
+    NO_ARGUMENTS,
+    Loading,
+    ModelSource,
+    WeightsSource,
+    refuse_arguments,
+    weights_of_file,
+)
+from dualeval.models.sources.processors import PROCESSOR, preprocessing_of_folder
+from dualeval.models.transformers_folder import (
+    CONFIG,
+    LOCAL,
+    config_of,
+    load_pretrained,
+    other_file,
+    quiet,
+    transformers_for,
+)
+from dualeval.models.weights import OtherClasses
+from dualeval.weights_name import is_published_name
+
+PREFIX = "hf:"
+_WHAT = "--model hf:DIR"
+_UNNAMED = "LABEL_"
+# So many of 1,000 first names are those that torchvision has, in lists of ImageNet's classes in use.
+_LEAST_EQUAL = 900
+
+
+class TransformersModel(ModelSource):
+    """A folder as ``save_pretrained`` writes it, with the model and its image processor."""
+
+    needs_weights = False
+
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
+    ) -> None:
+        super().__init__(name, arguments, trust=trust)
+        refuse_arguments(name, arguments, f"because its {CONFIG} says what it is made of")
+        self._folder = Path(name.removeprefix(PREFIX))
+        transformers_for(_WHAT)
+        for file in (CONFIG, PROCESSOR):
+            if not (self._folder / file).is_file():
+                found = "does not exist" if not self._folder.exists() else f"holds no {file}"
+                raise UsageError(
+                    f"--model {name}: {self._folder} {found}. Expected a local folder with the model and its "
+                    "image processor, as save_pretrained of both writes it; 'hf download NAME --local-dir "
+                    "DIR' fetches one."
+                )
+        self._config = config_of(self._folder)
+        self._read_config()
+
+    def _read_config(self) -> Any:
+        """The library's configuration, of a model that has a form for images and classes."""
+        transformers = transformers_for(_WHAT)
+        with quiet():
+            config = self._reading(
+                lambda: transformers.AutoConfig.from_pretrained(self._folder, **LOCAL), "configuration"
+            )
+        known = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+        made = ", ".join(self._config.get("architectures") or ()) or config.model_type
+        if type(config) not in known:
+            raise UsageError(
+                f"--model {self.name} is {made}, expected an image classifier. For questions on texts type: "
+                f"--task question-answering --model {self._folder}."
+            )
+        return config
+
+    def _reading(self, read: Callable[[], Any], what: str) -> Any:
+        try:
+            return read()
+        except (UsageError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # what is missing or damaged decides what is raised
+            said = other_file(self._folder) or first_line(error)
+            raise UsageError(f"--model {self.name} holds no {what} that can be read: {said}") from error
+
+    @property
+    def identity(self) -> str:
+        return f"{PREFIX}{self._config.get('model_type')}"
+
+    @property
+    def _classes(self) -> int:
+        return int(self._read_config().num_labels)
+
+    def find_weights(self, weights: str | None) -> WeightsSource:
+        if weights is None:
+            return WeightsSource(text="", path=self._folder)
+        if is_published_name(weights):
+            raise UsageError(
+                f"--weights {weights}: the weights of --model {self.name} are in that folder. Leave "
+                "--weights out."
+            )
+        return weights_of_file(weights)
+
+    def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
+        self._check_classes(num_classes)
+        transformers = transformers_for(_WHAT)
+        with quiet():
+            config = self._read_config()
+            model = self._reading(
+                lambda: transformers.AutoModelForImageClassification.from_config(
+                    config, trust_remote_code=False
+                ),
+                "image classifier",
+            )
+        assert isinstance(model, nn.Module)
+        return model.float()
+
+    def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
+        if weights.path != self._folder:
+            return super().load(weights, num_classes, loading)
+        self._check_classes(num_classes)
+        transformers = transformers_for(_WHAT)
+        with quiet():
+            model: nn.Module = self._reading(
+                lambda: load_pretrained(
+                    transformers.AutoModelForImageClassification, self._folder, "image classification"
+                ),
+                "image classifier",
+            )
+        # A checkpoint in half precision is computed with as --precision says.
+        return model.float()
+
+    def _check_classes(self, num_classes: int | None) -> None:
+        own = self._classes
+        if num_classes not in (None, own):
+            raise OtherClasses(
+                f"the model {self.name} is for {own} classes ({CONFIG}), but {num_classes} were expected "
+                "(from the data's class folders, or --num-classes). Give data and model of the same classes.",
+                own,
+            )
+
+    def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
+        """That of the folder's image processor."""
+        with quiet():
+            found: Preprocessing = self._reading(
+                lambda: preprocessing_of_folder(self._folder, self.name), "image processor"
+            )
+        return found
+
+    def preprocessing_origin(self, weights: WeightsSource | None = None) -> str:
+        return f"the folder's {PROCESSOR}"
+
+    def known_classes(self, weights: WeightsSource) -> KnownClasses | None:
+        """The names in ``id2label``; None where nobody has named them."""
+        entries = self._config.get("id2label") or {}
+        names = tuple(str(entries.get(str(index), entries.get(index))) for index in range(len(entries)))
+        if not names or all(name.startswith(_UNNAMED) for name in names):
+            return None
+        imagenet = published.imagenet_classes()
+        # Its lists have several names for a class: "tench, Tinca tinca".
+        first = [name.partition(",")[0].lower() for name in names]
+        equal = sum(one == other.lower() for one, other in zip(first, imagenet.names, strict=False))
+        is_imagenet = len(names) == len(imagenet.names) and equal >= _LEAST_EQUAL
+        return KnownClasses(of=self.name, names=names, wnids=imagenet.wnids if is_imagenet else ())

@@ -1,0 +1,123 @@
+"""Torchvision's classifiers, by name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dualeval.data.labels import KnownClasses
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.errors import UsageError
+from dualeval.models import published
+from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, weights_of_file
+from dualeval.models.sources.embedded import EMBEDDED
+from dualeval.models.weights import load_state_dict
+from dualeval.vision_library import torchvision
+from dualeval.weights_name import is_published_name
+
+# torchvision's DenseNet files still have the names of its first version, denselayer1.norm.1 for .norm1.
+_OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
+
+
+class TorchvisionModel(ModelSource):
+    """A classifier of torchvision."""
+
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False
+    ) -> None:
+        super().__init__(name, arguments, trust=trust)
+        known = published.torchvision_names()
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, EMBEDDED], n=5, cutoff=0.5)
+            hint = f" Nearest: {', '.join(near)}." if near else ""
+            raise UsageError(
+                f"there is no model {name!r}.{hint} Give a torchvision classifier, {EMBEDDED}, timm:NAME, "
+                "hf:DIR, package.module:factory, or the path of a TorchScript archive or .pt2 program."
+            )
+        for taken in ("weights", "weights_backbone", "pretrained"):
+            if taken in arguments:
+                raise UsageError(f"--model-arg {taken}: weights are chosen with --weights. Leave it out.")
+
+    def find_weights(self, weights: str | None) -> WeightsSource:
+        assert weights is not None, "a model without weights of its own"
+        if is_published_name(weights):
+            entry = published.entry_named(self.name, weights)
+            return WeightsSource(
+                text=weights, path=published.checked_cached_file(entry, weights), entry=entry
+            )
+        found = weights_of_file(weights, published.names_hint(self.name, weights))
+        if found.path is None or found.path.is_dir():
+            return found
+        return WeightsSource(text=weights, path=found.path, entry=published.recognise(self.name, found.path))
+
+    def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
+        # Without this argument torchvision warns that these two take long to draw their first values.
+        extra: dict[str, Any] = {"init_weights": False} if self.name in ("googlenet", "inception_v3") else {}
+        if num_classes is not None:
+            extra |= {"num_classes": num_classes}
+        if entry is not None:
+            extra |= published.constructor_arguments(self.name, entry)
+        try:
+            model = torchvision().models.get_model(self.name, weights=None, **extra | dict(self.arguments))
+        except (TypeError, ValueError, AssertionError) as error:
+            if not self.arguments:
+                raise
+            raise UsageError(
+                f"--model {self.name} cannot be made with --model-arg {' '.join(self.arguments)}: {error}"
+            ) from error
+        assert isinstance(model, nn.Module)
+        return model
+
+    def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
+        if not self.name.startswith("densenet"):
+            return super().load(weights, num_classes, loading)
+        assert weights.path is not None, "weights are in a file or drawn"
+        found = read_state_dict(weights.path, loading.key, trust=self.trust)
+        model = self.create(num_classes, entry=weights.entry)
+        _rename_as_torchvision(found.tensors, model)
+        loaded = load_state_dict(model, found, prefix=loading.prefix, source=f"the weights {weights.text}")
+        if not is_published_name(weights.text):
+            loading.on_load(loaded)
+        return model
+
+    def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
+        """That of the weights, where torchvision publishes them.
+
+        For others that of the first ones published for the model: later ones often go with a recipe of their
+        own (resnet50's IMAGENET1K_V2 with a resize to 232), which nobody else's weights had.
+        """
+        entry = None if weights is None else weights.entry
+        if entry is None:
+            entry = next(iter(published.entries_of(self.name)), None)
+        return Preprocessing() if entry is None else published.preprocessing_of(entry)
+
+    def preprocessing_origin(self, weights: WeightsSource | None = None) -> str:
+        if weights is not None and weights.entry is not None:
+            return f"those of {weights.entry}"
+        entries = published.entries_of(self.name)
+        if not entries:
+            return super().preprocessing_origin(weights)
+        first = published.preprocessing_of(entries[0])
+        if all(published.preprocessing_of(other) == first for other in entries):
+            return "the model's defaults"
+        return f"the model's defaults, as for {entries[0].name}"
+
+    def known_classes(self, weights: WeightsSource) -> KnownClasses | None:
+        return None if weights.entry is None else published.classes_of(weights.entry)
+
+    def download(self, weights: str) -> None:
+        published.download(self.name, weights)
+
+
+def _rename_as_torchvision(tensors: dict[str, Any], model: nn.Module) -> None:
+    """Give a DenseNet's tensors the present names, where the model has these; a prefix may be before them."""
+    own = tuple(model.state_dict())
+    for old in [name for name in tensors if _OLD_DENSENET.search(name)]:
+        new = _OLD_DENSENET.sub(r"\1\2", old)
+        if new.endswith(own) and new not in tensors:
+            tensors[new] = tensors.pop(old)

@@ -1,0 +1,113 @@
+"""Folders as the transformers library writes them: config, weights and what else belongs to a model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dualeval.data.contents import what_it_is
+from dualeval.errors import UsageError
+from dualeval.vision_library import torchvision
+
+CONFIG = "config.json"
+# What is never done: a look at the hub, and the code of a repository.
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
+
+def transformers_for(what: str) -> Any:
+    """The transformers library.
+
+    Args:
+        what: needs it, for messages.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise missing_library(what)
+    # It imports torchvision, which does not always load by itself.
+    torchvision()
+    import transformers
+
+    return transformers
+
+
+def missing_library(what: str) -> UsageError:
+    """What is said where transformers is not installed, and ``what`` needs it."""
+    return UsageError(
+        f"{what} needs the transformers library, which is not installed. Type: pip install transformers"
+    )
+
+
+def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
+    """A model with the weights of its folder, all of which must be there.
+
+    Args:
+        kind: one of the library's Auto classes.
+        folder: with config.json and weights.
+        trained_for: what the model is for, for messages.
+
+    Raises:
+        UsageError: the library would draw some weights at random.
+    """
+    model, report = kind.from_pretrained(folder, output_loading_info=True, **LOCAL)
+    missing = sorted(report["missing_keys"])
+    mismatched = sorted(str(entry) for entry in report.get("mismatched_keys", ()))
+    if missing or mismatched:
+        shown = ", ".join((missing + mismatched)[:5]) + (", ..." if len(missing + mismatched) > 5 else "")
+        raise UsageError(
+            f"the weights in {folder} lack {len(missing)} tensors of the model, and {len(mismatched)} have "
+            f"another shape: {shown}. Give a checkpoint that was trained for {trained_for}; --weights "
+            "random:SEED runs an untrained one."
+        )
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The values in config.json.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        found = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        said = other_file(folder) or f"{CONFIG}: {error}"
+        raise UsageError(f"{folder} holds no {CONFIG} that can be read: {said}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def other_file(folder: Path) -> str | None:
+    """The first file that is not what its name says: one of a clone without Git LFS, or a failed download."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".txt", ".safetensors", ".bin", ".model") and path.is_file():
+            try:
+                found = what_it_is(path)
+            except OSError as error:
+                found = f"cannot be read: {error.strerror or error}"
+            if found is not None:
+                return f"{path.name} {found}"
+    return None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no advice of the library while it reads; what matters of it is an error here."""
+    from transformers.utils import logging
+
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
