@@ -195,7 +195,9 @@ def ours(
     with _decoder(fast=fast):
         result = Evaluator(setting.task(), backend, control, options, note=notes.append).run()
     assert not [note for note in notes if "simplejpeg" in note], notes
-    return result.timing["evaluate_s"], float(result.metrics["top1"] or 0)
+    top1 = result.metrics["top1"]
+    assert isinstance(top1, float)
+    return result.timing["evaluate_s"], top1
 
 
 @contextmanager
