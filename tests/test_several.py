@@ -130,7 +130,7 @@ limit = 2000
 
 def job_file(folder: Path, *models: str) -> Path:
     """A job file of models by their factories, in a folder that has these."""
-    from dualeval.tasks.image_classification import ASSETS
+    from dualeval.tasks.image_data import ASSETS
 
     (folder / "odd.py").write_text(FACTORIES)
     tables = [f'[[models]]\nname = "{name}"\nmodel = "odd:{name}"\n' for name in models]
