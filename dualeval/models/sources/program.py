@@ -149,9 +149,9 @@ class _Program(nn.Module):
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()
-        self.graph: Any = graph
         # Which sizes it takes, by symbols that differ from process to process: it decides no number.
-        self.graph.dualeval_identity_ignores = ("range_constraints",)
+        setattr(graph, "dualeval_identity_ignores", ("range_constraints",))  # noqa: B010 - a Module's are tensors
+        self.graph = graph
         # Its modules say "training" whatever was exported, and refuse eval().
         for module in self.modules():
             module.training = False
