@@ -244,6 +244,10 @@ def quantised_net(num_classes=3):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return quantised(Net(num_classes))
+
+
+def needs_classes(num_classes):
+    return Net(num_classes)
 """
 
 
@@ -289,6 +293,11 @@ def test_arguments_of_a_factory() -> None:
     message = fails("nets_of_sources:make", "random:0", arguments={"depth": 3})
     assert "is called with depth" in message
     assert "--model-arg NAME=VALUE" in message
+    message = fails("nets_of_sources:needs_classes", "random:0")
+    assert "needs_classes(num_classes) is called with no arguments" in message
+    assert "give --num-classes N" in message
+    assert "--model-arg" not in message
+    assert "has no callable 'foo'. It has make, " in fails("nets_of_sources:foo", "random:0")
 
 
 def test_arguments_of_a_torchvision_model() -> None:

@@ -51,13 +51,16 @@ class FactoryModel(ModelSource):
         try:
             signature.bind(**given)
         except TypeError as error:
-            called = "num_classes alone" if accepts and not self.arguments else "no arguments"
-            if self.arguments:
-                called = ", ".join(given)
+            called = ", ".join(given) or "no arguments"
+            needs_classes = "num_classes" in takes and "num_classes" not in given
+            advice = (
+                "The data does not say how many classes there are: give --num-classes N"
+                if needs_classes and takes["num_classes"].default is inspect.Parameter.empty
+                else "Give the others with --model-arg NAME=VALUE"
+            )
             raise UsageError(
-                f"--model {self.name}: {factory.__name__}{signature} is called with {called}: {error}. Give "
-                "the others with --model-arg NAME=VALUE, or a function that needs no others, as "
-                "def make(num_classes=10): return Net(...)."
+                f"--model {self.name}: {factory.__name__}{signature} is called with {called}: {error}. "
+                f"{advice}, or a function that needs no others, as def make(num_classes=10): return Net(...)."
             ) from error
         model = factory(**given)
         if not isinstance(model, nn.Module):
@@ -118,6 +121,13 @@ def _import_factory(name: str) -> Any:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         near = difflib.get_close_matches(attribute, dir(module), n=5)
+        own = [
+            entry
+            for entry, value in vars(module).items()
+            if getattr(value, "__module__", None) == module.__name__ and callable(value)
+        ]
         hint = f" Nearest: {', '.join(near)}." if near else ""
+        if own and not near:
+            hint = f" It has {', '.join(own[:_LISTED_AT_MOST])}."
         raise UsageError(f"--model {name}: module {module_name} has no callable {attribute!r}.{hint}")
     return factory
