@@ -376,7 +376,8 @@ def test_below_a_key_the_same_holds(tmp_path: Path, state: dict[str, Tensor]) ->
 
 def test_a_key_that_leads_nowhere(tmp_path: Path, state: dict[str, Tensor]) -> None:
     path = tmp_path / "w.pt"
-    torch.save({"model": state, "epoch": 3, "args": argparse.Namespace()}, path)
+    moments = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)}}}
+    torch.save({"model": state, "epoch": 3, "args": argparse.Namespace(), "optimizer": moments}, path)
     message = refused(path, "modle")
     assert message.startswith(f"--weights-key modle: {path} holds no such key (found: model, epoch, args")
     assert "State_dicts lie under model (9 tensors)." in message

@@ -63,7 +63,10 @@ def prepare(
     check_model(model, options)
     layout = layout_of(model, options.layout)
     if options.optimize == FOLD and not fold(model):
-        note("--optimize fold: no batch norm follows a convolution of this model; nothing was folded")
+        note(
+            "--optimize fold: nothing was folded, because no batch norm directly follows a convolution of "
+            "torch (a subclass of nn.Conv2d does not count)"
+        )
     dtype = numerics.CASTS.get(options.precision)
     if is_changeable(model):
         convert_layout = converter(layout)

@@ -84,7 +84,7 @@ def candidates(content: object, above: str = "") -> list[Candidate]:
         if not place.whole and not around and _holds_weights(place.content):
             found.append(place)
     for place in _mappings(content, above):
-        if not _is_among(place, found) and not _is_of_an_optimizer(place.key):
+        if not _is_among(place, found) and not is_of_an_optimizer(place.key):
             shapes = _shapes(place.content)
             if any(_could_replace(shapes, layout) for layout in layouts):
                 found.append(place)
@@ -182,7 +182,7 @@ def _holds_weights(content: Mapping[Any, Any]) -> bool:
     )
 
 
-def _is_of_an_optimizer(key: str) -> bool:
+def is_of_an_optimizer(key: str) -> bool:
     """Whether it is a state by the names of parameters, such as momenta; an average may be kept there."""
     return bool(_OF_AN_OPTIMIZER.search(key)) and key.rpartition(".")[2] not in KNOWN_KEYS
 

@@ -163,7 +163,7 @@ _FAILED = {"here": "in this run only", "there": "in the reference only", "both":
 
 
 def _beside(there: object, here: object) -> str:
-    shown = (str(value)[:_LONGEST_VALUE] for value in (there, here))
+    shown = ("none" if value is None else str(value)[:_LONGEST_VALUE] for value in (there, here))
     return " -> ".join(shown)
 
 

@@ -14,6 +14,7 @@ from dualeval.models.candidates import (
     Candidate,
     at,
     candidates,
+    is_of_an_optimizer,
     is_state_dict,
     listed,
     said_twice,
@@ -87,7 +88,8 @@ def _under(path: Path, content: object, key: str) -> tuple[str, Mapping[str, Any
     """The state_dict that a key leads to, or the only one below it."""
     found = at(content, key)
     if not found:
-        elsewhere = state_dicts(content)
+        # Those of an optimizer are many, and not meant.
+        elsewhere = [place for place in state_dicts(content) if not is_of_an_optimizer(place.key)]
         hint = f" State_dicts lie under {listed(elsewhere)}." if elsewhere else ""
         raise UsageError(f"--weights-key {key}: {path} holds no such key ({_keys_of(content)}).{hint}")
     if len(found) > 1:
