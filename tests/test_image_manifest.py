@@ -22,6 +22,7 @@ from dualeval.data.manifest import ManifestImages
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.engine.parts import draw
 from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.own_code import own_code
 from dualeval.result import read_result
 from dualeval.tasks.image_labels import FolderLabels
 from dualeval.vision_library import torchvision
@@ -145,6 +146,19 @@ def test_labels_and_columns_that_python_or_parquet_cannot_hold(home: Path) -> No
     table = pyarrow.Table.from_arrays(columns, names=["path", "label", "label"])
     pyarrow.parquet.write_table(table, home / "m.parquet")
     assert "has two columns 'label': leave one out" in refused(home / "m.parquet")
+
+
+def test_files_of_other_suffixes_are_no_manifests(home: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"is a file\. .* or a manifest \(\.csv, \.tsv, \.jsonl, \.parquet\)"
+    ):
+        ImageFolder(text(home, "path,label\n", "m.csv.gz"), SMALL)
+
+
+def test_a_librarys_own_lines_are_not_shown_as_the_users(home: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read as Parquet") as caught:
+        opened(text(home, "no Parquet", "m.parquet"))
+    assert ".pyx" not in own_code(caught.value)
 
 
 def test_an_address_in_any_row_is_refused(home: Path) -> None:
