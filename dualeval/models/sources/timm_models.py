@@ -17,7 +17,6 @@ from dualeval.data.preprocessing import INTERPOLATIONS, Preprocessing
 from dualeval.errors import DualevalError, UsageError
 from dualeval.models import published
 from dualeval.models.checkpoints import read_state_dict
-from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, weights_of_file
 from dualeval.models.weights import OtherClasses
 from dualeval.vision_library import torchvision
@@ -198,12 +197,10 @@ class TimmModel(ModelSource):
                 f"--model-arg in_chans: {weights.entry} are for {self._config['input_size'][0]} channels. "
                 "Leave it out, or give your own weights."
             )
-        # timm copies what it is given, which tensors that are read late do not allow.
-        found = read_state_dict(weights.path, trust=self.trust).tensors.items()
-        tensors = {name: value.read() if isinstance(value, LateTensor) else value for name, value in found}
+        tensors = read_state_dict(weights.path, trust=self.trust).tensors
         # timm renames what its older files name otherwise, and refuses what then is missing.
         model: Any = self._created(
-            None, pretrained=True, pretrained_cfg_overlay={"state_dict": tensors, "source": ""}
+            None, pretrained=True, pretrained_cfg_overlay={"state_dict": dict(tensors), "source": ""}
         )
         config = {name: value for name, value in model.pretrained_cfg.items() if name != "state_dict"}
         model.pretrained_cfg = model.default_cfg = config
