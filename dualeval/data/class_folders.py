@@ -81,8 +81,8 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
     if not root.is_dir():
         found = "is a file" if root.exists() else "does not exist"
         raise UsageError(
-            f"data folder {root} {found}. Give a folder with one sub-folder a class with --data, or a manifest "
-            "(.csv, .tsv, .jsonl, .parquet)."
+            f"data folder {root} {found}. Give a folder with one sub-folder a class with --data, or a "
+            "manifest (.csv, .tsv, .jsonl, .parquet)."
         )
     try:
         entries = list(os.scandir(root))
