@@ -22,6 +22,7 @@ _PACKAGE = f"{Path(__file__).absolute().parent}{os.sep}"
 _NAME = __name__.split(".")[0]
 # Code that was typed, and lies in no file.
 _TYPED = ("<string>", "<stdin>", "<ipython-input", "<python-input")
+_CYTHON = (".pyx", ".pxi")
 _ATTRIBUTE = "_dualeval_own_code"
 
 
@@ -83,6 +84,8 @@ def _is_own(frame: FrameType) -> bool:
         # A method that dataclasses have made is of "<string>", too.
         module = str(frame.f_globals.get("__name__"))
         return filename.startswith(_TYPED) and module.split(".")[0] != _NAME
+    if filename.endswith(_CYTHON) and not Path(filename).exists():
+        return False  # of a library: Cython names its sources by a path inside of their package
     path = str(Path(filename).absolute())
     if path.startswith(_PACKAGE) or f"{os.sep}site-packages{os.sep}" in path:
         return False

@@ -22,6 +22,7 @@ from dualeval.data.manifest import ManifestImages
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.engine.parts import draw
 from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.own_code import own_code
 from dualeval.result import read_result
 from dualeval.tasks.image_labels import FolderLabels
 from dualeval.vision_library import torchvision
@@ -125,6 +126,42 @@ def test_label_is_taken_before_class(home: Path) -> None:
     assert opened(write(home / "m.csv", rows)).targets.tolist() == [7, 7, 7]
     del rows[0]["label"], rows[1:]
     assert "may be that of their labels" in refused(write(home / "m.csv", [{**rows[0], "y": 1}]))
+
+
+def test_a_name_in_other_letters_is_never_taken_before_the_usual_one(home: Path) -> None:
+    rows = [{"Label": 7, "path": f"val/{name}/0.png", "label": index} for name, index in PICTURES.items()]
+    assert opened(write(home / "m.csv", rows)).targets.tolist() == [0, 1, 2]
+    rows = [{"Label": 7, "LABEL": 8, "path": "val/ant/0.png"}]
+    assert "has the columns Label and LABEL" in refused(write(home / "m.csv", rows))
+
+
+def test_labels_and_columns_that_python_or_parquet_cannot_hold(home: Path) -> None:
+    said = refused(text(home, f"path,label\nval/ant/0.png,{'9' * 5000}\n"))
+    assert "line 2: the label 99999999999999999999... has 5,000 digits" in said
+    said = refused(text(home, '{"path": "val/ant/0.png", "label": "\\ud800"}\n', "m.jsonl"))
+    assert "line 1: the label is '\\ud800'" in said
+    said = refused(text(home, '{"path": "a", "label": ' + "[" * 100_000 + "}\n", "m.jsonl"))
+    assert "line 1 is not JSON" in said
+    columns = [pyarrow.array([value]) for value in ("val/ant/0.png", 0, 1)]
+    table = pyarrow.Table.from_arrays(columns, names=["path", "label", "label"])
+    pyarrow.parquet.write_table(table, home / "m.parquet")
+    assert "has two columns 'label': leave one out" in refused(home / "m.parquet")
+
+
+def test_files_of_other_suffixes_are_no_manifests(home: Path) -> None:
+    with pytest.raises(UsageError, match=r"is a file\. .* or a manifest \(\.csv, \.tsv, \.jsonl"):
+        ImageFolder(text(home, "path,label\n", "m.csv.gz"), SMALL)
+
+
+def test_a_librarys_own_lines_are_not_shown_as_the_users(home: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read as Parquet") as caught:
+        opened(text(home, "no Parquet", "m.parquet"))
+    assert ".pyx" not in own_code(caught.value)
+
+
+def test_an_address_in_any_row_is_refused(home: Path) -> None:
+    said = refused(text(home, "path,label\nval/ant/0.png,0\ns3://bucket/1.png,0\n"))
+    assert "line 3: the path is 's3://bucket/1.png'" in said
 
 
 def test_paths_count_from_the_manifest_or_the_root(home: Path) -> None:

@@ -415,6 +415,18 @@ def test_a_precision_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         diagnosed(task_of(Picky()), only=(), precision="amp-bf16")
 
 
+def test_a_shape_that_the_model_cannot_take_is_left_out() -> None:
+    class Training(nn.BatchNorm1d):
+        def train(self, mode: bool = True) -> Training:
+            return super().train(True)
+
+    found = diagnosed(task_of(nn.Sequential(Scale(), Training(6))))
+    assert list(shapes(found)) == [2, 3, 4, 5, 7, 8, 16]
+    assert names(shapes(found)[8]) == ["1"]
+    [note] = found.settings[0].notes
+    assert note.startswith("batches of 1 cannot be computed: the layer '1', Training(6")
+
+
 class Viewed(nn.Module):
     """A convolution whose result is viewed, which works on contiguous tensors alone."""
 

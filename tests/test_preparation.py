@@ -383,6 +383,51 @@ def test_what_follows_no_convolution_stays() -> None:
     assert sentence.startswith("--optimize fold: nothing was folded, because no batch norm directly follows")
 
 
+class Folding(nn.Module):
+    """A convolution, and a batch norm behind it that each class below uses in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.other = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+
+class LeftOut(Folding):
+    def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        found = self.first(images)
+        return self.norm(found) if mask is not None else self.other(found)  # type: ignore[no-any-return]
+
+
+class Penalised(Folding):
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = self.norm(self.first(images))
+        return found + self.first.weight.sum() + self.norm.running_mean.sum()  # type: ignore[union-attr]
+
+
+class Training(Folding):
+    def train(self, mode: bool = True) -> Training:
+        super().train(mode)
+        self.norm.train(True)
+        return self
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.norm(self.first(images))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [LeftOut, Penalised, Training])
+def test_a_norm_stays_where_folding_would_change_a_number(make: Any) -> None:
+    model = made(make)
+    found = prepare(copy.deepcopy(model), RunOptions(optimize="fold"), CPU)
+    assert isinstance(found.norm, nn.BatchNorm2d)
+    assert torch.equal(outputs(found, images()), outputs(prepared(model), images()))
+
+
+def test_a_forward_of_the_object_is_not_the_one_that_is_traced() -> None:
+    model = made()
+    model.forward = lambda images: model.last(model.encode(images).flatten(1) * 2)
+    with pytest.raises(UsageError, match=r"forward of this Small is an attribute of the object"):
+        prepared(model, optimize="fold")
+
+
 def test_a_model_that_cannot_be_traced() -> None:
     class Branching(Small):
         def forward(self, images: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
         found = "is a file" if root.exists() else "does not exist"
         raise UsageError(
             f"data folder {root} {found}. Give --data a folder with one sub-folder per class, a "
-            "manifest (.csv, .parquet, ...) or a data set by name (CIFAR10:DIR)."
+            "manifest (.csv, .tsv, .jsonl, .parquet) or a data set by name (CIFAR10:DIR)."
         )
     try:
         entries = list(os.scandir(root))

@@ -22,6 +22,7 @@ from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 
 _LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
+_MOST_DIGITS = 100  # Python reads no number of thousands
 _WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?nan", re.ASCII | re.IGNORECASE)
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -161,8 +162,10 @@ def _read(of: ManifestRows) -> _Read:
         if place is None:
             place = places[label] = len(places)
             first[label] = number
-            if _ADDRESS.match(path):
-                raise _no_path(of, number, path)
+            if kind is str and not _is_utf8(label):
+                raise _no_label(of, number, label)
+        if "://" in path and _ADDRESS.match(path):
+            raise _no_path(of, number, path)
         try:
             paths.append(path)
         except UnicodeEncodeError as error:
@@ -174,6 +177,15 @@ def _read(of: ManifestRows) -> _Read:
             f"{of.path} holds no sample: found its headings alone, expected rows of path and label"
         )
     return _Read(of=of, paths=paths, hashes=hashes, codes=codes, labels=first)
+
+
+def _is_utf8(text: str) -> bool:
+    # JSON may escape half of a surrogate pair, and Parquet cannot hold it.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _no_label(of: ManifestRows, number: int, label: object) -> UsageError:
@@ -204,8 +216,14 @@ def _classes(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]
     """
     if label.takes_names:
         return _named(read, label)
-    numbers = {text: int(text) for text in read.labels if isinstance(text, int) or _WHOLE.fullmatch(text)}
     of = read.of
+    for text, number in read.labels.items():
+        if isinstance(text, str) and len(text) > _MOST_DIGITS and _WHOLE.fullmatch(text):
+            raise UsageError(
+                f"{of.where(number)}: the label {text[:20]}... has {len(text):,} digits, expected an "
+                f"index of a class, 0 to {_LARGEST_INDEX:,}"
+            )
+    numbers = {text: int(text) for text in read.labels if isinstance(text, int) or _WHOLE.fullmatch(text)}
     for text, number in read.labels.items():
         if isinstance(text, str) and _DECIMAL.fullmatch(text):
             raise UsageError(

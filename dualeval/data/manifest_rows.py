@@ -92,11 +92,11 @@ def _column(
         if asked not in found:
             raise UsageError(f"{flag} {asked}: {path} has the columns {there}")
         return asked
-    by_name = {name.casefold(): name for name in reversed(found)}
-    present = [by_name[name] for name in usual if name in by_name]
+    spelt = [_spelt(found, name) for name in usual]
+    present = [name for names in spelt for name in names]
     if not present:
         hint = ""
-        if _OF_QUESTIONS & by_name.keys():
+        if _OF_QUESTIONS & {name.casefold() for name in found}:
             hint = (
                 " For questions on texts type: dualeval run --task question-answering --model DIR --data "
                 f"{path}"
@@ -105,12 +105,22 @@ def _column(
             f"{path} has the columns {there}: expected one of {what}, {', '.join(usual)}, in its first line "
             f"or as its keys. Or say which it is with {flag} NAME.{hint}"
         )
-    if present[0].casefold() != usual[0] and len(present) > 1:
+    if len(present) > 1 and len(spelt[0]) != 1:
         raise UsageError(
             f"{path} has the columns {' and '.join(present)}, and each may be that of {what}. Say which with "
             f"{flag} NAME."
         )
     return present[0]
+
+
+def _check_once(path: Path, found: Sequence[str], columns: Sequence[str]) -> None:
+    if twice := next((name for name in columns if found.count(name) > 1), None):
+        raise UsageError(f"{path} has two columns {twice!r}: leave one out")
+
+
+def _spelt(found: Sequence[str], name: str) -> list[str]:
+    """The columns of a name in small or capital letters; in small ones alone if there is one."""
+    return [name] if name in found else [each for each in dict.fromkeys(found) if each.casefold() == name]
 
 
 # -- CSV -------------------------------------------------------------------------------------------------
@@ -124,8 +134,7 @@ def _of_csv(path: Path, wanted: _Wanted, delimiter: str) -> ManifestRows:
         raise UsageError(f"{path} is empty: expected a line of headings, path and label") from None
     names = [name.strip() for name in header]
     columns = _columns(path, names, wanted)
-    if twice := next((name for name in columns if names.count(name) > 1), None):
-        raise UsageError(f"{path} has two columns {twice!r}: leave one out")
+    _check_once(path, names, columns)
     places = names.index(columns[0]), names.index(columns[1])
     rows = _csv_rows(path, lines, len(names), *places)
     return ManifestRows(path=path, unit="line", columns=columns, are_typed=False, rows=rows)
@@ -184,7 +193,7 @@ def _json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UsageError(
                     f"{path}, line {number} is not JSON: {error}. Expected one object a line, such as "
                     '{"path": "a.jpg", "label": 3}'
@@ -230,6 +239,7 @@ def _of_parquet(path: Path, wanted: _Wanted) -> ManifestRows:
         raise UsageError(f"{path} cannot be read as Parquet: {error}") from error
     schema = file.schema_arrow
     columns = _columns(path, schema.names, wanted)
+    _check_once(path, schema.names, columns)
     types, kinds = pyarrow.types, [schema.field(name).type for name in columns]
     if types.is_struct(kinds[0]) or types.is_binary(kinds[0]) or types.is_large_binary(kinds[0]):
         raise UsageError(

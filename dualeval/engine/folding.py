@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -35,7 +37,11 @@ def fold(model: nn.Module) -> int:
     Raises:
         UsageError: ``torch.fx`` cannot trace the model's forward.
     """
-    pairs = _pairs(model, _traced(model))
+    pairs = _pairs(model, _traced(model, {}))
+    if pairs and (defaults := _defaults(model)):
+        # An argument that may be left out, "mask=None", is a tensor for the tracer, and may take other ways.
+        without = _pairs(model, _traced(model, defaults))
+        pairs = [pair for pair in pairs if pair in without]
     for before, after in pairs:
         # What ``_pairs`` has found to be a convolution and a batch norm.
         convolution: Any = model.get_submodule(before)
@@ -47,11 +53,29 @@ def fold(model: nn.Module) -> int:
     return len(pairs)
 
 
-def _traced(model: nn.Module) -> fx.Graph:
+def _defaults(model: nn.Module) -> dict[str, Any]:
+    """The arguments of a model's forward that may be left out, with what they are then."""
+    arguments = inspect.signature(type(model).forward).parameters.values()
+    return {each.name: each.default for each in arguments if each.default is not each.empty}
+
+
+def _traced(model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
+    """The graph of a model's forward with some of its arguments given.
+
+    Raises:
+        UsageError: ``torch.fx`` cannot trace it.
+    """
+    if "forward" in vars(model):
+        raise UsageError(
+            f"--optimize fold: the forward of this {type(model).__name__} is an attribute of the object "
+            "(model.forward = ...), and torch.fx follows that of the class. Leave --optimize fold out."
+        )
     # Tracing runs the forward with stand-ins for tensors: what it keeps of them stays with a copy.
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    tracer = fx.Tracer()
+    tracer.proxy_buffer_attributes = True
     try:
-        return fx.Tracer().trace(copy.deepcopy(model, shared))
+        return tracer.trace(copy.deepcopy(model, shared), concrete_args=arguments)
     except Exception as error:
         raise UsageError(
             f"--optimize fold: torch.fx cannot follow the forward of {type(model).__name__}: {named(error)}. "
@@ -63,6 +87,10 @@ def _traced(model: nn.Module) -> fx.Graph:
 def _pairs(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
     """The names of convolutions and batch norms that follow them, and nothing else does."""
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    # The forward may read a tensor by itself, to add a penalty, for instance.
+    read = {node.target for node in graph.nodes if node.op == "get_attr"}
+    names = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    read_tensors = {id(tensor) for name, tensor in names if name in read}
     found = []
     for node in graph.nodes:
         if node.op != "call_module" or calls[node.target] > 1:
@@ -78,15 +106,18 @@ def _pairs(model: nn.Module, graph: fx.Graph) -> list[tuple[str, str]]:
             and calls[before.target] == 1
             and isinstance(norm, nn.modules.batchnorm._BatchNorm)
             and norm.running_mean is not None
-            and not _does_more(convolution)
-            and not _does_more(norm)
+            and not _does_more(convolution, read_tensors)
+            and not _does_more(norm, read_tensors)
         ):
             found.append((str(before.target), str(node.target)))
     return found
 
 
-def _does_more(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+def _does_more(module: nn.Module, read: Collection[int]) -> bool:
+    """Whether a module cannot be exchanged: it does more, is in training mode, or its tensors are read."""
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or module.training:
+        return True
+    return any(id(tensor) in read for tensor in [*module.parameters(), *module.buffers()])
 
 
 def _exchange(model: nn.Module, name: str, module: nn.Module) -> None:

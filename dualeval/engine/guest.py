@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -239,12 +239,23 @@ class _Tensor:
         if self.values is not None and not tensor.is_inference():
             # Batch norms write into theirs without raising the version. Nor does this, as data has its own: a
             # backward whose forward came before goes on.
-            data.copy_(self.values)
+            _written_once(data).copy_(_written_once(self.values, data.stride()))
         if tensor.is_leaf:
             if tensor.requires_grad != self.requires_grad:
                 tensor.requires_grad_(self.requires_grad)
             if tensor.grad is not self.grad:
                 tensor.grad = self.grad
+
+
+def _written_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
+    """The part of an expanded tensor whose elements have memory of their own.
+
+    Args:
+        tensor: an expanded one, or a copy of one.
+        strides: of the one that it is a copy of; None for its own.
+    """
+    strides = tensor.stride() if strides is None else strides
+    return tensor[tuple(slice(None if step else 1) for step in strides)]
 
 
 def _version_of(tensor: Tensor) -> int:

@@ -161,11 +161,17 @@ def _diagnose_setting(
         # The job's own shape a second time, first: without equal bits there nothing else means anything.
         again, _ = computed.compare(shapes[-1])
         tracer = _Tracer(computed, batches.rows)
-        found = []
+        found, failed = [], []
         for shape in shapes[:-1]:
-            diagnosis, differing = computed.compare(shape)
+            try:
+                diagnosis, differing = computed.compare(shape)
+            except (UsageError, RuntimeError) as error:
+                # A batch norm in training mode, for instance, cannot take one sample.
+                said = str(error).partition("\n")[0].removeprefix("this batch cannot be computed: ")
+                failed.append(f"batches of {shape} cannot be computed: {said}")
+                continue
             found.append(tracer.explained(diagnosis, differing) if differing else diagnosis)
-        notes = [*computed.notes, *tracer.notes, *held.check_after_loop()]
+        notes = [*computed.notes, *failed, *tracer.notes, *held.check_after_loop()]
     if not again.equal:
         notes.append(
             f"the model does not give the same bits twice for one batch of {again.shape}: what differs in "
