@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,14 +45,14 @@ def bare(problem: Problem) -> Outcome:
     return Outcome(**watch.stop(), samples=count)
 
 
-def dualeval(problem: Problem) -> Outcome:
+def dualeval(problem: Problem, layout: str = "auto") -> Outcome:
     """``Session.evaluate`` of a model and data; without a folder, as the others write none."""
     from dualeval import Session
 
     task = problem.task(["top1", "loss"])
     with Session(device="cpu") as session:
         watch = problem.start()
-        result = session.evaluate(task, batch_size=problem.batch_size, workers=0)
+        result = session.evaluate(task, batch_size=problem.batch_size, workers=0, layout=layout)
         times = watch.stop()
     top1, loss = result.metrics["top1"], result.metrics["loss"]
     assert isinstance(top1, float) and isinstance(loss, float)
@@ -215,7 +216,9 @@ BARE = "bare loop: argmax, no reduction"
 # By the names in tables.
 LOOPS: dict[str, Callable[[Problem], Outcome]] = {
     BARE: bare,
+    # Channels-last, as both networks are convolutional; all other loops leave the model as it is.
     "dualeval": dualeval,
+    "dualeval, contiguous": partial(dualeval, layout="contiguous"),
     "by hand: all_reduce": all_reduce,
     "TorchMetrics with DDP": torchmetrics,
     "Accelerate": accelerate,

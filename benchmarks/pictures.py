@@ -195,7 +195,9 @@ def ours(
     with _decoder(fast=fast):
         result = Evaluator(setting.task(), backend, control, options, note=notes.append).run()
     assert not [note for note in notes if "simplejpeg" in note], notes
-    return result.timing["evaluate_s"], float(str(result.metrics["top1"]))
+    top1 = result.metrics["top1"]
+    assert isinstance(top1, float)
+    return result.timing["evaluate_s"], top1
 
 
 @contextmanager
@@ -282,7 +284,7 @@ def _text(found: dict[str, dict[str, list[float]]], alone: dict[str, float], rou
         f"{table(head, rows)}\n"
         "## Reading alone\n\n"
         "Reading, decoding, resizing and cropping one picture, without batches and model, in one thread: the "
-        f"mean over {_READ_ALONE} of the files of the best of {_ROUNDS_ALONE} rounds.\n\n"
+        f"mean over {min(_READ_ALONE, files)} files of the best of {_ROUNDS_ALONE} rounds.\n\n"
         f"{table(['way', 'ms a picture', 'speed over plain'], alone_rows)}"
     )
 

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, TensorDataset
 from dualeval import ModelTask
 from dualeval.data.idx import read_idx
 from dualeval.models.classifiers import build
-from dualeval.tasks.image_classification import ASSETS, EMBEDDED_WEIGHTS, FASHION_MEAN, FASHION_STD
+from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS, FASHION_MEAN, FASHION_STD
+from dualeval.tasks.image_data import ASSETS
 
 # Debian's package dataset-fashion-mnist: 60,000 images of training and 10,000 of test.
 _FULL_SET = Path("/usr/share/datasets/fashion-mnist")

@@ -22,6 +22,7 @@ OPTIMIZATIONS = (FOLD, COMPILE)
 ON_ERROR = ("stop", "skip")
 DATA_FINGERPRINTS = ("ends", "content")
 CLASS_ORDERS = ("name", "number")
+SPLITS = ("test", "train", "val")
 SCHEDULES = ("static", "dynamic")
 LARGEST_COUNT = 2**63 - 1  # of an int64, as tensors and files have it
 

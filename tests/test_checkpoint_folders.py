@@ -50,10 +50,10 @@ def save_distributed(content: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-def sharded(state: dict[str, Tensor], folder: Path, *, safe: bool = True) -> Path:
+def sharded(state: dict[str, Tensor], folder: Path, *, safe: bool = True, size: int = 60) -> Path:
     """Save in several files, as transformers does; returns the index."""
     folder.mkdir(exist_ok=True)
-    save_torch_state_dict(state, folder, max_shard_size=60, safe_serialization=safe)
+    save_torch_state_dict(state, folder, max_shard_size=size, safe_serialization=safe)
     return folder / ("model.safetensors.index.json" if safe else "pytorch_model.bin.index.json")
 
 

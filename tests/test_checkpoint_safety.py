@@ -321,9 +321,17 @@ def forged(**fields: Any) -> Metadata:
     return Metadata(**{**given, **fields})
 
 
+def with_a_gap() -> Metadata:
+    """Half of the tensor has no part: it would be left at random."""
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([1]))
+    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([2]), [chunk])
+    return forged(state_dict_metadata={"w": tensor})
+
+
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
+        (with_a_gap(), "the parts of w are not the whole tensor"),
         (forged(storage_data={}), "does not say where w lies"),
         (forged(storage_data=3), "expected a dict storage_data"),
         (forged(state_dict_metadata=None), "expected a dict state_dict_metadata"),

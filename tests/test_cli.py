@@ -24,7 +24,8 @@ from dualeval.cli import dualeval
 from dualeval.cli.submit import submit
 from dualeval.errors import UsageError
 from dualeval.job import start_of
-from dualeval.tasks.image_classification import ASSETS, EMBEDDED_WEIGHTS
+from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS
+from dualeval.tasks.image_data import ASSETS
 from tests.conftest import ROOT, Finished, Launch
 from tests.launchers import check_torchrun_reports
 
@@ -83,7 +84,7 @@ CASES = {
     ),
     "input size": BadInput(
         arguments=["--model", "resnet18", "--weights", "random:0"],
-        words=["cannot take images of shape (1, 28, 28)", "a layer takes 3", "images in class folders"],
+        words=["cannot take images of shape (1, 28, 28)", "a layer takes 3", "Give --channels 3"],
     ),
     "numbers of classes": BadInput(
         arguments=["--model", "fashion-cnn", "--weights", "{tmp}/twelve.pt", "--num-classes", "10"],

@@ -30,7 +30,8 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.result import Result
 from dualeval.tasks import Task
-from dualeval.tasks.image_classification import ASSETS, ImageClassification
+from dualeval.tasks.image_classification import ImageClassification
+from dualeval.tasks.image_data import ASSETS
 from tests.conftest import Launch
 from tests.launchers import needs, start, variables
 from tests.test_evaluator import evaluate

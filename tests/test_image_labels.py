@@ -282,10 +282,8 @@ def test_published_weights_know_their_classes(tmp_path: Path, publish: Publish, 
 # -- options ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "option", [{"class_map": "m.json"}, {"class_order": "number"}, {"preprocessing": {"channels": 1}}]
-)
-def test_idx_files_have_labels_and_channels_of_their_own(tmp_path: Path, option: dict[str, Any]) -> None:
+@pytest.mark.parametrize("option", [{"class_map": "m.json"}, {"class_order": "number"}])
+def test_idx_files_have_labels_of_their_own(tmp_path: Path, option: dict[str, Any]) -> None:
     (tmp_path / "idx").mkdir()
     with pytest.raises(UsageError, match=r"--\S+ has no meaning for the idx files in"):
         ImageClassification(model="fashion-cnn", data=idx_folder(tmp_path / "idx", [1]), **option)

@@ -18,7 +18,8 @@ from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.models import classifiers
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.report.table import print_result
-from dualeval.tasks.image_classification import ASSETS, EMBEDDED_WEIGHTS, ImageClassification
+from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS, ImageClassification
+from dualeval.tasks.image_data import ASSETS
 from dualeval.vision_library import torchvision
 from tests.published_weights import Publish, publish
 from tests.test_evaluator import evaluate
@@ -213,6 +214,7 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
         "weights_prefix": None,
         "trust_checkpoint": False,
         "data": str(folder),
+        **dict.fromkeys(("split", "image_root", "path_column", "label_column")),
         "data_fingerprint": "ends",
         "num_classes": 2,
         "class_map": None,

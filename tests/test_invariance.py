@@ -145,6 +145,9 @@ def test_hashes_see_the_sign_of_zero_and_no_rows() -> None:
     one, other = (RowHash().rows(torch.tensor([[value]]), 0) for value in (0.0, -0.0))
     assert one != other
     assert len(np.asarray(RowHash().rows(torch.empty(0, 3), 0))) == 0
+    strided = RowHash().rows(torch.arange(512).view(1, 512)[:, :1].T, 1)
+    assert strided is not None
+    assert strided.tolist() == np.asarray(RowHash().rows(torch.tensor([[0]]), 0)).tolist()
     assert RowHash().rows(torch.eye(3).to_sparse(), 0) is None
 
 
@@ -289,6 +292,21 @@ def test_sequences_that_are_padded_to_the_longest() -> None:
     found = shapes(diagnosed(task))
     assert found[1].cause == IN_BATCH
     assert found[5].equal, "each has one of the longest"
+
+
+def test_samples_that_collate_sorts() -> None:
+    def turned(samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples[::-1])
+
+    def observe(outputs: Tensor, batch: Tensor) -> dict[str, Tensor]:
+        return {"value": outputs.sum(1).flip(0)}
+
+    assert all(
+        each.equal for each in shapes(diagnosed(task_of(Scale(), collate=turned, observe=observe))).values()
+    )
+    found = shapes(diagnosed(task_of(Guilty(), collate=turned, observe=observe)))
+    assert found[1].columns["output"].rows_differ == 16
+    assert 0 < float(found[1].columns["output"].largest or 0) < 1e-5
 
 
 def test_what_the_task_does_after_the_model() -> None:

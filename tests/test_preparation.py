@@ -280,11 +280,11 @@ def test_nests_at_the_door() -> None:
 
 
 def test_recurrent_layers_are_cast() -> None:
-    layer = nn.LSTM(3, 4).eval()
+    layer: Any = nn.LSTM(3, 4).eval()
     held: list[Any] = list(layer._flat_weights)
     found, _ = outputs(prepared(layer, precision="bf16"), torch.rand(5, 2, 3))
     assert found.dtype == torch.float32
-    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+    assert {weight.dtype for weight in layer._flat_weights} == {torch.bfloat16}
     assert {weight.dtype for weight in held} == {torch.float32}, "another list"
 
 

@@ -290,12 +290,12 @@ def test_other_parameters_make_another_metric(one: Metric | RowMetric, other: Me
 
 def test_the_module_of_a_function_is_part_of_the_job() -> None:
     task = TinyTask(8)
-    model = ModelIdentity.of(task.build_model(torch.device("cpu")))
+    model = task.build_model(torch.device("cpu"))
     identity = {}
     for function in (r2_score, functools.partial(r2_score), largest_error):
         rows = Rows(function, ["target", "prediction"])
-        identity[function] = job_identity(task, task.dataset(), model, [], [rows], 8)
-    without = job_identity(task, task.dataset(), model, [], [], 8)
+        identity[function] = job_identity(task, task.dataset(), ModelIdentity.of(model), [], [rows], 8)
+    without = job_identity(task, task.dataset(), ModelIdentity.of(model), [], [], 8)
     assert "sklearn" not in without["libraries"]
     assert "sklearn" in identity[r2_score]["libraries"]
     assert __name__ not in without["source"]

@@ -22,7 +22,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.result import Result, read_status
-from dualeval.tasks.image_classification import ASSETS
+from dualeval.tasks.image_data import ASSETS
 from tests.conftest import Finished, Launch
 from tests.test_evaluator import evaluate
 from tests.tiny import TinyTask

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import os
 import signal
 import sys
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +26,9 @@ from dualeval.cli.several import exit_code_of
 from dualeval.data import image_folder
 from dualeval.data.class_folders import class_folders
 from dualeval.data.files import digest_of_file
+from dualeval.engine import evaluation_mode, evaluator
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
 from dualeval.job import Job
-from dualeval.models import classifiers
 from dualeval.report.loggers.targets import of_model, targets_of
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import MODELS, Result, read_result
@@ -130,7 +130,7 @@ limit = 2000
 
 def job_file(folder: Path, *models: str) -> Path:
     """A job file of models by their factories, in a folder that has these."""
-    from dualeval.tasks.image_classification import ASSETS
+    from dualeval.tasks.image_data import ASSETS
 
     (folder / "odd.py").write_text(FACTORIES)
     tables = [f'[[models]]\nname = "{name}"\nmodel = "odd:{name}"\n' for name in models]
@@ -299,7 +299,7 @@ def test_each_result_is_that_of_a_run_alone(
     monkeypatch.setattr(image_folder, "digest_of_file", _counted(digest_of_file, opened, "read"))
     alive = _models_alive(monkeypatch)
     assert run(*little(pictures / "val", "ckpts/*.pt", "--out", "all")) == EXIT_USAGE
-    assert alive == [0] * 4, "the one before is released"
+    assert alive == [1] * 3, "the one before is released"
     assert (opened.count("listed"), opened.count("read")) == (1, 18)
     done = {"epoch1": DONE, "epoch2": DONE, "epoch3": FAILED, "epoch10": DONE}
     assert statuses(pictures / "all") == done
@@ -326,18 +326,15 @@ def test_each_result_is_that_of_a_run_alone(
 
 
 def _models_alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many models there are each time that one is built; filled as they are."""
+    """How many models there are each time that one has been built; filled as they are."""
     counts: list[int] = []
-    models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-    build = classifiers.build
+    set_mode = evaluation_mode.set_evaluation_mode
 
-    def built(*arguments: Any, **named: Any) -> nn.Module:
-        counts.append(len(models))
-        model = build(*arguments, **named)
-        models.add(model)
-        return model
+    def counted(model: nn.Module) -> list[str]:
+        counts.append(sum(type(each).__name__ == Little.__name__ for each in gc.get_objects()))
+        return set_mode(model)
 
-    monkeypatch.setattr(classifiers, "build", built)
+    monkeypatch.setattr(evaluator, "set_evaluation_mode", counted)
     return counts
 
 

@@ -75,7 +75,8 @@ class _FieldType(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # g
             words = typing.get_args(kind)
         if words:
             return [CompletionItem(str(word)) for word in words if str(word).startswith(incomplete)]
-        if self._field.is_path is not None or kind is Path or Path in typing.get_args(kind):
+        takes_path = self._field.is_path is not None or self._field.resolve is not None
+        if takes_path or kind is Path or Path in typing.get_args(kind):
             return [CompletionItem(incomplete, type="file")]
         return []
 

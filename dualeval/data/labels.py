@@ -1,4 +1,4 @@
-"""Which class each folder of images is: by place, by a class map, or by names that the classes have."""
+"""Which class each folder or label of images is: by place, by a class map, or by names that classes have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -75,16 +75,19 @@ class KnownClasses:
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """Which class each folder is.
+    """Which class each folder or label is.
 
     Attributes:
         rule: how that was decided, in words for people.
-        classes: index of the class by folder, in the order of the folders' names.
+        classes: index of the class by folder or label, in the order of their names; empty where the data has
+            indices of classes already.
         names: names of classes by index, as far as they are known.
-        num_classes: the number of classes; None where a class map gives single ones alone.
-        left_out: folders that a class map leaves out.
+        num_classes: the number of classes; None where a class map gives single ones alone, or the data has
+            indices and says no more.
+        left_out: folders or labels that a class map leaves out.
         notes: sentences for people.
         warnings: sentences that belong beside the numbers.
+        noun: what has a class, "folder" or "label".
     """
 
     rule: str
@@ -94,25 +97,56 @@ class Labels:
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    noun: str = "folder"
 
     @property
     def largest(self) -> int:
         """The largest index; -1 where there is none."""
         return max(self.classes.values(), default=-1)
 
-    def fingerprint(self) -> str:
-        """sha256, in hex, over folders, their classes and the classes' names: all that the rule comes to."""
+    @property
+    def are_some(self) -> bool:
+        """Whether a class map names single classes alone, so that there may be more."""
+        return bool(self.classes) and self.num_classes is None
+
+    def fingerprint(self) -> str | None:
+        """sha256, in hex, over labels, their classes and the classes' names: all that the rule comes to.
+
+        Returns:
+            None where labels are indices of classes without names.
+        """
+        if not self.classes and not self.names:
+            return None
         content = [self.classes, sorted(self.names.items())]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def to_json(self, num_classes: int) -> dict[str, Any]:
-        """Rule, folders and names of classes, as in result.json."""
+        """Rule, folders or labels, and names of classes, as in result.json."""
+        if not self.classes and not self.names:
+            return {}
+        of_labels = {f"{self.noun}s": dict(self.classes), "left_out": list(self.left_out)}
         return {
             "rule": self.rule,
-            "folders": dict(self.classes),
-            "left_out": list(self.left_out),
+            **(of_labels if self.classes else {}),
             "classes": [self.names.get(index) for index in range(num_classes)],
         }
+
+
+def indices_of_classes(names: Sequence[str] = (), known: KnownClasses | None = None) -> Labels:
+    """The labels of data that has indices of classes.
+
+    Args:
+        names: of all its classes, by index; empty where the data does not say them.
+        known: the model's classes, whose names are taken where the data has none.
+    """
+    of_model = {} if known is None else known.shown
+    return Labels(
+        rule="indices of classes",
+        classes={},
+        names=dict(enumerate(names)) or of_model,
+        num_classes=len(names) or None,
+        noun="label",
+    )
 
 
 def choose_labels(
@@ -121,27 +155,40 @@ def choose_labels(
     class_map: ClassMap | None = None,
     order: str | None = None,
     known: KnownClasses | None = None,
+    noun: str = "class folder",
 ) -> Labels:
-    """Decide which class each folder is.
+    """Decide which class each folder or label is.
 
     Args:
-        folders: names, sorted.
+        folders: names of folders, or labels, sorted.
         class_map: decides where it is given.
         order: one of ``choices.CLASS_ORDERS``; None takes the names of known classes, or else the order of
             names.
         known: the model's classes, where their names are known.
+        noun: what one of ``folders`` is called in messages, "class folder" or "label".
 
     Raises:
-        UsageError: a folder has no class, or it is not clear which.
+        UsageError: one has no class, or it is not clear which.
     """
+    found = _chosen(folders, class_map, order, known, noun)
+    return replace(found, noun=_short(noun))
+
+
+def _chosen(
+    folders: Sequence[str],
+    class_map: ClassMap | None,
+    order: str | None,
+    known: KnownClasses | None,
+    noun: str,
+) -> Labels:
     if class_map is not None:
-        return _by_map(folders, class_map, known)
+        return _by_map(folders, class_map, known, noun)
     if order == "number":
-        return _by_number(folders)
-    if order is None and known is not None and (labels := _by_known(folders, known)) is not None:
+        return _by_number(folders, noun)
+    if order is None and known is not None and (labels := _by_known(folders, known, noun)) is not None:
         return labels
     classes = {folder: index for index, folder in enumerate(folders)}
-    warning = _numeric_warning(folders) if order is None else ""
+    warning = _numeric_warning(folders, noun) if order is None else ""
     return Labels(
         rule="order of names",
         classes=classes,
@@ -162,7 +209,7 @@ def _numbers(folders: Sequence[str]) -> dict[str, int] | None:
     return {folder: int(match[2]) for folder, match in zip(folders, found, strict=True) if match}
 
 
-def _numeric_warning(folders: Sequence[str]) -> str:
+def _numeric_warning(folders: Sequence[str], noun: str) -> str:
     numbers = _numbers(folders)
     if numbers is None:
         return ""
@@ -171,31 +218,33 @@ def _numeric_warning(folders: Sequence[str]) -> str:
     if place is None:
         return ""
     return (
-        f"the class folders are numbered, but are in the order of their names: {folders[place]!r} is class "
+        f"the {noun}s are numbered, but are in the order of their names: {folders[place]!r} is class "
         f"{place}. If the model was trained in numeric order, give --class-order number or --class-map FILE; "
         "if it was trained in this one, give --class-order name."
     )
 
 
-def _by_number(folders: Sequence[str]) -> Labels:
+def _by_number(folders: Sequence[str], noun: str) -> Labels:
     numbers = _numbers(folders)
     if numbers is None:
         odd = next((name for name in folders if not _NUMBERED.fullmatch(name)), None)
         found = "before the numbers stand different texts" if odd is None else f"found {odd!r}"
         raise UsageError(
-            f"--class-order number: expected class folders such as 0, 1, ..., 10 or class1, class2, {found}. "
+            f"--class-order number: expected {noun}s such as 0, 1, ..., 10 or class1, class2, {found}. "
             "Give --class-map FILE."
         )
     ordered = sorted(folders, key=lambda name: numbers[name])
     again = [name for name, count in Counter(numbers.values()).items() if count > 1]
     if again:
         same = [folder for folder in ordered if numbers[folder] == again[0]]
-        raise UsageError(f"--class-order number: the folders {_listed(same)} have one number. Rename one.")
+        raise UsageError(
+            f"--class-order number: the {_short(noun)}s {_listed(same)} have one number. Rename one."
+        )
     place = {folder: index for index, folder in enumerate(ordered)}
     shifted = [folder for folder in ordered if numbers[folder] - numbers[ordered[0]] != place[folder]]
     warnings = [
-        f"some numbers have no class folder, so the others move up: {folder!r} is class {place[folder]}. "
-        "If each folder's number is its class, give --class-map FILE."
+        f"some numbers have no {noun}, so the others move up: {folder!r} is class {place[folder]}. "
+        f"If each {_short(noun)}'s number is its class, give --class-map FILE."
         for folder in shifted[:1]
     ]
     return Labels(
@@ -217,7 +266,7 @@ def are_wnids(folders: Iterable[str], wnids: Sequence[str]) -> bool:
     return bool(found) and all(_WNID.fullmatch(name) and name in known for name in found)
 
 
-def _by_known(folders: Sequence[str], known: KnownClasses) -> Labels | None:
+def _by_known(folders: Sequence[str], known: KnownClasses, noun: str) -> Labels | None:
     """By the names of known classes; None where no folder has one."""
     exact = {folder: known.find(folder, exactly=True) for folder in folders}
     found = {folder: places or known.find(folder, exactly=False) for folder, places in exact.items()}
@@ -229,21 +278,21 @@ def _by_known(folders: Sequence[str], known: KnownClasses) -> Labels | None:
     unknown = [folder for folder, places in found.items() if not places]
     if unknown:
         raise UsageError(
-            f"{len(unknown)} of {len(folders)} class folders are no classes of {known.of}, while the others "
+            f"{len(unknown)} of {len(folders)} {noun}s are no classes of {known.of}, while the others "
             f"are: {_listed(unknown)}.{known.nearest(unknown[0])} Rename them, or give --class-map FILE."
         )
     for folder, places in found.items():
         if len(places) > 1:
             raise UsageError(
-                f"the class folder {folder!r} may be any of the classes {_listed(places)} of {known.of}: "
+                f"the {noun} {folder!r} may be any of the classes {_listed(places)} of {known.of}: "
                 f"{_listed([known.names[place] for place in places])}. Name it by its wnid"
                 f"{_wnids(known, places)}, or give --class-map FILE."
             )
     classes = {folder: places[0] for folder, places in found.items()}
     for index, same in _merged(classes).items():
         raise UsageError(
-            f"the class folders {_listed(same)} are all class {index} of {known.of}, {known.names[index]!r}. "
-            "Merge them, or give --class-map FILE, where several folders may be one class."
+            f"the {noun}s {_listed(same)} are all class {index} of {known.of}, {known.names[index]!r}. "
+            f"Merge them, or give --class-map FILE, where several {_short(noun)}s may be one class."
         )
     by_wnid = sum(folder.lower() in known.wnids for folder in folders)
     kind = "wnids" if by_wnid == len(folders) else "wnids and names" if by_wnid else "names"
@@ -253,7 +302,8 @@ def _by_known(folders: Sequence[str], known: KnownClasses) -> Labels | None:
         names=known.shown,
         num_classes=len(known.names),
         notes=(
-            f"classes: {len(folders):,} folders by {kind} of the {len(known.names):,} classes of {known.of}",
+            f"classes: {len(folders):,} {_short(noun)}s by {kind} of the {len(known.names):,} classes of "
+            f"{known.of}",
         ),
     )
 
@@ -265,27 +315,28 @@ def _wnids(known: KnownClasses, places: Sequence[int]) -> str:
 # -- class map -------------------------------------------------------------------------------------------
 
 
-def _by_map(folders: Sequence[str], given: ClassMap, known: KnownClasses | None) -> Labels:
+def _by_map(folders: Sequence[str], given: ClassMap, known: KnownClasses | None, noun: str) -> Labels:
     said = f"--class-map {given.path}"
     unknown = [folder for folder in folders if folder not in given.classes]
     if unknown:
         raise UsageError(
-            f"{said} does not name {len(unknown)} of {len(folders)} class folders: {_listed(unknown)}. Add "
-            "them; null (in CSV an empty index) leaves a folder out."
+            f"{said} does not name {len(unknown)} of {len(folders)} {noun}s: {_listed(unknown)}. Add "
+            f"them; null (in CSV an empty index) leaves a {_short(noun)} out."
         )
     found = {folder: given.classes[folder] for folder in folders}
     classes = {folder: index for folder, index in found.items() if index is not None}
     left_out = tuple(folder for folder, index in found.items() if index is None)
     if not classes:
-        raise UsageError(f"{said} leaves every class folder out: there is nothing to evaluate.")
+        raise UsageError(f"{said} leaves every {noun} out: there is nothing to evaluate.")
     merged = _merged(classes)
     absent = sorted(set(given.classes) - set(folders))
-    notes = [f"classes: {_folders(classes)} by {given.path}"]
+    short = _short(noun)
+    notes = [f"classes: {_counted(classes, short)} by {given.path}"]
     if left_out:
-        notes.append(f"class map: {_folders(left_out)} left out: {_listed(left_out)}")
+        notes.append(f"class map: {_counted(left_out, short)} left out: {_listed(left_out)}")
     if absent:
-        notes.append(f"class map: {_folders(absent)} of it not in the data: {_listed(absent)}")
-    notes += [f"class map: the folders {_listed(same)} are one class, {i}" for i, same in merged.items()]
+        notes.append(f"class map: {_counted(absent, short)} of it not in the data: {_listed(absent)}")
+    notes += [f"class map: the {short}s {_listed(same)} are one class, {i}" for i, same in merged.items()]
     own: dict[int, str] = {}
     for folder, index in classes.items():
         own[index] = f"{own[index]}, {folder}" if index in own else folder
@@ -359,8 +410,12 @@ def _simple(name: str) -> str:
     return " ".join(name.casefold().replace("_", " ").split())
 
 
-def _folders(folders: Sized) -> str:
-    return f"{len(folders):,} folder{'' if len(folders) == 1 else 's'}"
+def _short(noun: str) -> str:
+    return noun.removeprefix("class ")
+
+
+def _counted(folders: Sized, noun: str) -> str:
+    return f"{len(folders):,} {noun}{'' if len(folders) == 1 else 's'}"
 
 
 def _listed(values: Sequence[object]) -> str:

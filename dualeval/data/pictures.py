@@ -50,6 +50,11 @@ def read_pixels(file: IO[bytes], wanted: Preprocessing, decoder: Decoder | None 
         return cut_out(rows, image.size, wanted)
 
 
+def prepare(image: Image.Image, wanted: Preprocessing) -> Tensor:
+    """Bring a picture that is in memory to the wanted channels and size, as ``read_pixels`` does it."""
+    return cut_out(_rows_of_image(image, wanted.channels), image.size, wanted)
+
+
 def _rows_of(pixels: npt.NDArray[np.uint8], channels: int) -> Rows:
     return lambda first, last: _with_channels(Image.fromarray(pixels[first:last]), channels)
 
@@ -57,6 +62,12 @@ def _rows_of(pixels: npt.NDArray[np.uint8], channels: int) -> Rows:
 def _rows_of_image(image: Image.Image, channels: int) -> Rows:
     whole = _with_channels(_eight_bits(image), channels)
     return lambda first, last: whole.crop((0, first, whole.width, last))
+
+
+def picture_of(pixels: Tensor) -> Image.Image:
+    """A picture of pixels, uint8 of shape (1 or 3, height, width)."""
+    values = pixels.permute(1, 2, 0).contiguous().numpy()
+    return Image.fromarray(values[:, :, 0] if len(pixels) == 1 else values)
 
 
 def _opened(file: IO[bytes]) -> Image.Image:

@@ -193,10 +193,6 @@ def _convert_tensors(
                 if id(tensor) not in made:
                     made[id(tensor)] = tensor, _converted(module, tensor, convert, owned=owned)
                 tensors[name] = made[id(tensor)][1]  # type: ignore[assignment]
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            # They are there a second time, in a list.
-            vars(module)["_flat_weights"] = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def _converted(

@@ -1,19 +1,20 @@
-"""The task image-classification: one class an image, from a folder of images or from idx files."""
+"""The task image-classification: one class an image."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dualeval.data.idx import IdxImages
-from dualeval.data.labels import Labels, check_indices
+from dualeval.data.image_data import ImageData
+from dualeval.data.labels import KnownClasses
 from dualeval.data.opened import Opened
-from dualeval.data.preprocessing import Normalisation
+from dualeval.data.preprocessing import Normalisation, Preprocessing
+from dualeval.data.small_images import ResizedImages
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import (
@@ -33,12 +34,15 @@ from dualeval.models.weights import (
     refuse_choice_without_file,
 )
 from dualeval.tasks import Task
-from dualeval.tasks.image_labels import FolderLabels, hint_for, names_of
-from dualeval.tasks.image_preprocessing import choose_for_files, choose_for_idx
+from dualeval.tasks.image_data import ASSETS, DataOptions, DataSource
+from dualeval.tasks.image_labels import FolderLabels, agreed_classes, hint_for, names_of
+from dualeval.tasks.image_preprocessing import (
+    ChosenPreprocessing,
+    choose_for_files,
+    choose_for_small,
+    wants_resizing,
+)
 from dualeval.tasks.image_refusals import no_logits, refuse_other_task, refused_images
-
-if TYPE_CHECKING:
-    from dualeval.data.image_folder import ImageFolder
 
 NAME = "image-classification"
 
@@ -46,8 +50,7 @@ NAME = "image-classification"
 FASHION_MEAN = 0.2860
 FASHION_STD = 0.3530
 
-# What the embedded job evaluates: files that ship with this package.
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
+# Beside the data of the embedded job, which ships with this package, too.
 EMBEDDED_WEIGHTS = ASSETS / "fashion_cnn.safetensors"
 
 _TOP = 5
@@ -66,16 +69,17 @@ class ImageClassification(Task):
             program.
         weights_key: where the state_dict lies in a checkpoint, with dots between; None finds the only one.
         weights_prefix: take only the names of a file that begin with this, without it.
-        data: a folder of class folders, or of idx files; None is the embedded job's test set.
+        data: as for ``DataOptions``, and ``split``, ``image_root``, ``path_column`` and ``label_column``.
         num_classes: number of classes; needed only where neither data nor weights tell.
-        class_map: a file that says which class each folder is, as for ``data.class_map.read_class_map``.
+        class_map: a file that says which class each folder or label is, as for
+            ``data.class_map.read_class_map``.
         class_order: "name" or "number", which puts the folder 2 before 10; None takes the names of known
             classes, or else the order of names.
         metrics: names of metrics; empty for the default ones.
-        preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``. For idx
-            files mean and std, which nothing tells but for the embedded weights and the embedded data.
+        preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``. For small
+            images in their own size mean and std, which only the embedded weights and the embedded data know.
         data_fingerprint: what of image files tells one data set from another: "ends" (size, first and last
-            4 KiB) or "content" (all bytes); of idx files it is always all.
+            4 KiB) or "content" (all bytes); of small images it is always all.
         opened: what other tasks of the run have read of their data, which is not read again.
 
     Attributes:
@@ -99,7 +103,11 @@ class ImageClassification(Task):
         weights: str | None = None,
         weights_key: str | None = None,
         weights_prefix: str | None = None,
-        data: Path | None = None,
+        data: str | Path | None = None,
+        split: str | None = None,
+        image_root: Path | None = None,
+        path_column: str | None = None,
+        label_column: str | None = None,
         num_classes: int | None = None,
         class_map: str | Path | None = None,
         class_order: str | None = None,
@@ -136,40 +144,71 @@ class ImageClassification(Task):
         self._weights_prefix = weights_prefix
         self.loaded_weights: LoadedWeights | None = None
         self._source = self._model.find_weights(weights)
-        self._folder = ASSETS if data is None else Path(data)
-        self._in_memory = IdxImages.is_in(self._folder)
-        asked = preprocessing or {}
-        self._preprocessing = (
-            choose_for_idx(self._folder, self._known_for_idx(), asked)
-            if self._in_memory
-            else choose_for_files(self._model, self._source, asked)
+        self._data = DataSource(
+            DataOptions(
+                data=data,
+                split=split,
+                image_root=image_root,
+                path_column=path_column,
+                label_column=label_column,
+            )
         )
         self._class_map = None if class_map is None else Path(class_map)
         self._class_order = class_order
         self._asked_classes = num_classes
-        opened = opened or Opened()
-        self._dataset: IdxImages | ImageFolder = (
-            self._idx_images(opened)
-            if self._in_memory
-            else self._image_folder(data_fingerprint == "content", opened)
+        self._preprocessing, self._dataset = self._with_data(
+            preprocessing or {}, data_fingerprint == "content", opened or Opened()
         )
-        self._data_fingerprint = "content" if self._in_memory else data_fingerprint
+        self._data_fingerprint = "content" if self._data.is_small else data_fingerprint
         self._metric_names = tuple(metrics)
-        self._num_classes = self._agreed_classes()
+        self._num_classes = agreed_classes(self._dataset.labels, num_classes, self._class_map)
         self._scale: tuple[Tensor, Tensor] | None = None
         self._model_detail = ""
 
     @property
     def wants_workers(self) -> bool:
-        """True for image files; idx files are unpacked once, into memory."""
-        return not self._in_memory
+        """True where pictures are decoded or resized; others lie in memory as they are evaluated."""
+        return not self._dataset.in_memory
 
-    def _known_for_idx(self) -> tuple[Normalisation, str] | None:
-        """What idx files are normalised with, and why, where that is known without being asked for."""
+    def _with_data(
+        self, asked: Mapping[str, Any], whole_files: bool, opened: Opened
+    ) -> tuple[ChosenPreprocessing, ImageData]:
+        """What is done to the images, and the images."""
+        data = self._data
+        if not data.is_small:
+            chosen = choose_for_files(self._model, self._source, asked)
+            label = self._labeler()
+            return chosen, data.open_files(chosen.of_files, label, whole_files=whole_files, opened=opened)
+        data.check_labels({"--class-map": self._class_map, "--class-order": self._class_order})
+        images = data.read_small(opened, self._classes_of_weights)
+        if wants_resizing(asked):
+            chosen = choose_for_files(self._model, self._source, asked)
+        else:
+            known = self._known_normalisation()
+            chosen = choose_for_small(data.described_small, images.sample_shape, known, asked)
+        if isinstance(chosen.values, Preprocessing):
+            return chosen, ResizedImages(images, chosen.values)
+        return chosen, images
+
+    def _labeler(self) -> FolderLabels:
+        return FolderLabels(
+            class_map=self._class_map,
+            order=self._class_order,
+            num_classes=self._data.least_classes(self._asked_classes),
+            of_weights=self._classes_of_weights,
+        )
+
+    @property
+    def _classes_of_weights(self) -> KnownClasses | None:
+        """The classes that model and weights tell apart, where their names are known."""
+        return self._model.known_classes(self._source)
+
+    def _known_normalisation(self) -> tuple[Normalisation, str] | None:
+        """What small images are normalised with, and why, where nobody has to ask for it."""
         fashion = Normalisation(mean=(FASHION_MEAN,), std=(FASHION_STD,))
         if self._weights_are_embedded:
             return fashion, "the model's defaults"
-        return (fashion, "Fashion-MNIST's") if self._data_is_embedded else None
+        return (fashion, "Fashion-MNIST's") if self._data.is_embedded else None
 
     @property
     def _weights_are_embedded(self) -> bool:
@@ -178,67 +217,11 @@ class ImageClassification(Task):
         return own and self._model_name == classifiers.EMBEDDED
 
     @property
-    def _data_is_embedded(self) -> bool:
-        return self._folder.resolve() == ASSETS
-
-    def _idx_images(self, opened: Opened) -> IdxImages:
-        for flag, value in (("--class-map", self._class_map), ("--class-order", self._class_order)):
-            if value is not None:
-                raise UsageError(
-                    f"{flag} has no meaning for the idx files in {self._folder}: their labels are numbers. "
-                    "Leave it out."
-                )
-        return opened.once(("idx files", self._folder.absolute()), lambda: IdxImages(self._folder))
-
-    def _image_folder(self, whole_files: bool, opened: Opened) -> ImageFolder:
-        from dualeval.data.image_folder import ImageFolder  # with Pillow, which idx files do without
-
-        label = FolderLabels(
-            class_map=self._class_map,
-            order=self._class_order,
-            num_classes=self._asked_classes,
-            of_weights=self._model.known_classes(self._source),
-        )
-        return ImageFolder(
-            self._folder,
-            self._preprocessing.of_files,
-            label=label,
-            whole_files=whole_files,
-            opened=opened,
-        )
-
-    @property
-    def _labels(self) -> Labels | None:
-        """Which class each folder is; None for idx files."""
-        return None if isinstance(self._dataset, IdxImages) else self._dataset.labels
-
-    def _agreed_classes(self) -> int | None:
-        asked, labels = self._asked_classes, self._labels
-        if labels is None:
-            return asked
-        if labels.num_classes is None:
-            if asked is not None:
-                said = f"--class-map {self._class_map}"
-                check_indices(labels.classes, asked, said, f"--num-classes is {asked}")
-            return asked or labels.largest + 1
-        if asked not in (None, labels.num_classes):
-            folders = len(labels.classes)
-            count = f"the data has {folders} class folders"
-            if labels.num_classes != folders:
-                count += f" of {labels.num_classes} classes ({labels.rule})"
-            raise UsageError(
-                f"--num-classes {asked}, but {count}. Give one folder a class, empty ones too, or say which "
-                "classes the folders are with --class-map FILE (folder to index, JSON or CSV)."
-            )
-        return labels.num_classes
-
-    @property
     def _may_be_more(self) -> bool:
         """Whether the number of classes is only known to be large enough for those of a class map."""
-        labels = self._labels
-        return labels is not None and labels.num_classes is None and self._asked_classes is None
+        return self._dataset.labels.are_some and self._asked_classes is None
 
-    def dataset(self) -> IdxImages | ImageFolder:
+    def dataset(self) -> ImageData:
         """The images."""
         return self._dataset
 
@@ -280,9 +263,7 @@ class ImageClassification(Task):
         try:
             return self._model.build(self._source, self._num_classes, loading)
         except OtherClasses as error:
-            labels = self._labels
-            if labels is None:
-                raise
+            labels = self._dataset.labels
             if self._may_be_more and error.found > labels.largest:
                 return self._model.build(self._source, error.found, loading)
             raise UsageError(f"{error}{hint_for(labels, error.found)}") from error
@@ -292,33 +273,20 @@ class ImageClassification(Task):
 
     def notes(self) -> list[str]:
         """Where in a checkpoint the weights were found, which classes folders are, what was passed over."""
-        found = [*self._model.notes(), *notes_of(self.loaded_weights)]
-        if isinstance(self._dataset, IdxImages):
-            return found
-        passed_over = self._dataset.passed_over
-        said = [] if passed_over.holds_pictures else [str(passed_over)]
-        return [*found, *self._dataset.labels.notes, *filter(None, said)]
+        return [*self._model.notes(), *notes_of(self.loaded_weights), *self._dataset.notes()]
 
     def data_warnings(self) -> list[str]:
         """Where classes may be others than the model's, and where pictures are no samples."""
-        if isinstance(self._dataset, IdxImages):
-            return []
-        passed_over = self._dataset.passed_over
-        return [*self._dataset.labels.warnings, *([str(passed_over)] if passed_over.holds_pictures else [])]
+        return self._dataset.warnings()
 
     def labels_used(self) -> dict[str, Any]:
-        """How folders became classes; nothing for idx files, whose labels are numbers."""
-        if isinstance(self._dataset, IdxImages):
-            return {}
+        """How labels became classes, and the classes' names; empty where there is nothing to say."""
         assert self._num_classes is not None, "build_model comes first"
-        return {
-            **self._dataset.labels.to_json(self._num_classes),
-            "passed_over": self._dataset.passed_over.to_json(),
-        }
+        return self._dataset.labels_used(self._num_classes)
 
     def texts(self, rows: Mapping[str, Any], first: int) -> Mapping[str, Sequence[str | None]]:
-        """The names of each image's class and of the predicted one; nothing for idx files."""
-        return {} if self._labels is None else names_of(self._labels, rows)
+        """The names of each image's class and of the predicted one; nothing where no class has a name."""
+        return names_of(self._dataset.labels, rows)
 
     def _tried(self, model: nn.Module, images: Tensor) -> int:
         """Run the model once, and return the number of classes that it tells apart."""
@@ -330,7 +298,7 @@ class ImageClassification(Task):
         except DualevalError:
             raise
         except Exception as error:  # of the model's own code any
-            raise refused_images(error, self._model_name, model, images, in_memory=self._in_memory) from error
+            raise refused_images(error, self._model_name, model, images) from error
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(images):
             raise no_logits(self._model_name, outputs, len(images))
         classes = outputs.shape[1]
@@ -340,12 +308,12 @@ class ImageClassification(Task):
                 "sums to 1), expected logits: of these loss, confidence and ece would be wrong. Leave out "
                 "its softmax, or return torch.log of the probabilities."
             )
-        expected, labels = self._num_classes, self._labels
+        expected, labels = self._num_classes, self._dataset.labels
         if expected is not None and classes != expected and not self._may_be_more:
             raise UsageError(
                 f"the model {self._model_name} tells {classes} classes apart, but {expected} were expected "
-                "(from the data's class folders, or --num-classes). Give data and model of the same classes."
-                + (hint_for(labels, classes) if labels is not None else "")
+                "(from the data, or --num-classes). Give data and model of the same classes."
+                + hint_for(labels, classes)
             )
         largest = self._dataset.largest_target
         if largest >= classes:
@@ -392,7 +360,7 @@ class ImageClassification(Task):
             "weights": self._source.text if path is None else str(path.absolute()),
             **options_of(self.loaded_weights),
             "trust_checkpoint": self._model.trust,
-            "data": str(self._folder.absolute()),
+            **self._data.to_json(),
             "data_fingerprint": self._data_fingerprint,
             "num_classes": self._num_classes,
             "class_map": None if self._class_map is None else str(self._class_map.absolute()),
@@ -403,13 +371,11 @@ class ImageClassification(Task):
 
     def description(self) -> dict[str, str]:
         """Model, weights, data and preprocessing."""
-        size = "{1} x {2} as stored, ".format(*self._dataset.sample_shape) if self._in_memory else ""
+        size = "{1} x {2} as stored, ".format(*self._dataset.sample_shape) if self._dataset.in_memory else ""
         return {
             "model": self._model.shown + self._model_detail,
             "weights": self._described_weights(),
-            "data": _SHIPPED.format("Fashion-MNIST's test set")
-            if self._data_is_embedded
-            else str(self._folder),
+            "data": self._data.described(),
             "preprocessing": f"{size}{self._preprocessing.values} ({self._preprocessing.origin})",
         }
 
@@ -432,7 +398,7 @@ class ImageClassification(Task):
             **({"model_arguments": self._arguments()} if self._model.arguments else {}),
             "num_classes": self._num_classes,
             # As a hash: a thousand ranks send each other what they have here.
-            "classes_of_folders": None if self._labels is None else self._labels.fingerprint(),
+            "classes_of_folders": self._dataset.labels.fingerprint(),
             "preprocessing": self._preprocessing.to_json(),
             "data_fingerprint": self._data_fingerprint,
         }

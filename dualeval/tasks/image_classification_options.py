@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dualeval.choices import CLASS_ORDERS, DATA_FINGERPRINTS, check_mean, check_std
+from dualeval.choices import CLASS_ORDERS, DATA_FINGERPRINTS, SPLITS, check_mean, check_std
+from dualeval.data.set_names import data_beside
 from dualeval.errors import UsageError
 from dualeval.option_fields import check_fields, option
 from dualeval.weights_name import is_path_of_weights, is_published_name, model_beside
@@ -24,7 +25,7 @@ _PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageClassificationOptions:
-    """One class an image: a folder of class folders, or idx files.
+    """One class an image: a folder of class folders, a manifest, or a data set by name.
 
     Attributes:
         known_metrics: the metrics that can be asked for by name, with a line each.
@@ -51,7 +52,25 @@ class ImageClassificationOptions:
         group=_MODEL,
         is_path=is_path_of_weights,
     )
-    data: Path | None = option(None, "Folder with one sub-folder per class, or idx files.", group=_DATA)
+    data: str | Path | None = option(
+        None,
+        "Folder of class folders, manifest (.csv), or CIFAR10:DIR.",
+        group=_DATA,
+        resolve=data_beside,
+        metavar="PATH",
+    )
+    split: str | None = option(
+        None, "Part of a data set by name.", group=_DATA, choices=SPLITS, shown="test or val"
+    )
+    image_root: Path | None = option(
+        None, "Folder from which a manifest's paths count.", group=_DATA, shown="the manifest's"
+    )
+    path_column: str | None = option(
+        None, "A manifest's column of paths.", group=_DATA, shown="path, image, file, ..."
+    )
+    label_column: str | None = option(
+        None, "A manifest's column of labels.", group=_DATA, shown="label, class, target, y"
+    )
     num_classes: int | None = option(
         None, "Number of classes, if data and weights do not define it.", group=_DATA, least=1
     )
@@ -152,6 +171,10 @@ class ImageClassificationOptions:
             weights_prefix=self.weights_prefix,
             trust_checkpoint=self.trust_checkpoint,
             data=self.data,
+            split=self.split,
+            image_root=self.image_root,
+            path_column=self.path_column,
+            label_column=self.label_column,
             num_classes=self.num_classes,
             class_map=self.class_map,
             class_order=self.class_order,

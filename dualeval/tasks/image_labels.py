@@ -1,4 +1,4 @@
-"""Which class each folder of a job is, and what the result says of it."""
+"""Which class each folder or label of a job is, and what the result says of it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import Any
 
 from dualeval.choices import CLASS_ORDERS, check_choice
 from dualeval.data.class_map import read_class_map
-from dualeval.data.labels import KnownClasses, Labels, are_wnids, choose_labels
+from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels
 from dualeval.data.wnids import imagenet_wnids
 from dualeval.errors import UsageError
 from dualeval.models import published
 
 
 class FolderLabels:
-    """Decides which class each folder is, from what was asked for and from what is known of the weights.
+    """Decides which class each folder or label is, from what was asked for and from the weights' classes.
 
     Args:
         class_map: a file that says it; as for ``read_class_map``.
         order: as for ``choose_labels``.
         num_classes: the number of classes that was asked for; None where it was not.
         of_weights: the classes that model and weights tell apart, where they are known.
+
+    Attributes:
+        known: these classes.
 
     Raises:
         UsageError: the file is no class map, or options contradict each other.
@@ -45,49 +48,99 @@ class FolderLabels:
         self._map = None if class_map is None else read_class_map(class_map)
         self._order = order
         self._num_classes = num_classes
-        self._of_weights = of_weights
+        self.known = of_weights
 
-    def __call__(self, folders: Sequence[str]) -> Labels:
-        """Decide for folders, given by their names in order.
+    @property
+    def takes_names(self) -> bool:
+        """Whether a class map or an order says what labels are: names, also those that look like numbers."""
+        return self._map is not None or self._order is not None
+
+    def __call__(self, names: Sequence[str], noun: str = "class folder") -> Labels:
+        """Decide for folders or labels.
+
+        Args:
+            names: theirs, in order.
+            noun: as for ``choose_labels``.
 
         Raises:
-            UsageError: a folder has no class, or it is not clear which.
+            UsageError: one has no class, or it is not clear which.
         """
-        known = self._known(folders)
-        return choose_labels(folders, class_map=self._map, order=self._order, known=known)
+        known = self._known(names)
+        return choose_labels(names, class_map=self._map, order=self._order, known=known, noun=noun)
 
     def _known(self, folders: Sequence[str]) -> KnownClasses | None:
-        if self._of_weights is not None:
-            return self._of_weights
+        if self.known is not None:
+            return self.known
         wnids = imagenet_wnids()
         if len(wnids) in (self._num_classes, len(folders)) and are_wnids(folders, wnids):
             return published.imagenet_classes()
         return None
 
 
+def agreed_classes(labels: Labels, asked: int | None, class_map: Path | None) -> int | None:
+    """The number of classes that data and options say; None where they say none.
+
+    Args:
+        labels: of the data.
+        asked: the number that was asked for; None where it was not.
+        class_map: the file that was given, for messages.
+
+    Raises:
+        UsageError: the number that was asked for does not fit to the data.
+    """
+    if labels.are_some:
+        if asked is not None:
+            said = f"--class-map {class_map}"
+            check_indices(labels.classes, asked, said, f"--num-classes is {asked}")
+        return asked or labels.largest + 1
+    if labels.num_classes is None or asked in (None, labels.num_classes):
+        return labels.num_classes or asked
+    if not labels.classes:
+        raise UsageError(
+            f"--num-classes {asked}, but the data has {labels.num_classes} classes. Leave --num-classes out."
+        )
+    number = len(labels.classes)
+    count = f"the data has {number} {'class folders' if labels.noun == 'folder' else 'labels'}"
+    if labels.num_classes != number:
+        count += f" of {labels.num_classes} classes ({labels.rule})"
+    each = "Give one folder a class, empty ones too, or say" if labels.noun == "folder" else "Say"
+    raise UsageError(
+        f"--num-classes {asked}, but {count}. {each} which classes the {labels.noun}s are with --class-map "
+        f"FILE ({labels.noun} to index, JSON or CSV)."
+    )
+
+
 def hint_for(labels: Labels, classes: int) -> str:
     """What to type where a model tells more classes apart than there are folders; "" for nothing to say.
 
     Args:
-        labels: of the folders.
+        labels: of the data.
         classes: how many the model tells apart.
     """
+    if not labels.classes:
+        return ""
     wnids = imagenet_wnids()
     if labels.rule != "class map" and classes == len(wnids) and are_wnids(labels.classes, wnids):
         return (
-            f" The folders are {len(labels.classes):,} of ImageNet's {classes:,} wnids: add --num-classes "
-            f"{classes}."
+            f" The {labels.noun}s are {len(labels.classes):,} of ImageNet's {classes:,} wnids: add "
+            f"--num-classes {classes}."
         )
     if classes > len(labels.classes):
         return (
-            " Where the folders are some of the model's classes, say which with --class-map FILE (folder to "
-            "index, JSON or CSV)."
+            f" Where the {labels.noun}s are some of the model's classes, say which with --class-map FILE "
+            f"({labels.noun} to index, JSON or CSV)."
         )
     return ""
 
 
 def names_of(labels: Labels, rows: Mapping[str, Any]) -> dict[str, list[str | None]]:
-    """Columns of text: the names of each sample's class and of the predicted one; None where not known."""
+    """Columns of text: the names of each sample's class and of the predicted one; None where not known.
+
+    Returns:
+        By column; nothing where no class has a name.
+    """
+    if not labels.names:
+        return {}
     return {
         f"{column}_name": [labels.names.get(index) for index in rows[column].tolist()]
         for column in ("target", "prediction")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from dualeval.data.preprocessing import STEPS, Normalisation, Preprocessing
@@ -80,34 +79,58 @@ def _refuse_borders(values: Preprocessing, other: str) -> None:
             )
 
 
-def choose_for_idx(
-    folder: Path, known: tuple[Normalisation, str] | None, asked: Mapping[str, Any]
+def wants_resizing(asked: Mapping[str, Any]) -> bool:
+    """Whether small images are to be brought to another size."""
+    return bool({"resize", "crop"} & asked.keys())
+
+
+def choose_for_small(
+    described: str,
+    shape: tuple[int, int, int],
+    known: tuple[Normalisation, str] | None,
+    asked: Mapping[str, Any],
 ) -> ChosenPreprocessing:
-    """Choose for idx files, which are taken in their own size.
+    """Choose for small images, such as idx files, that are taken in their own size.
 
     Args:
-        folder: where they are, for messages.
+        described: the images, for messages.
+        shape: channels, height and width of each.
         known: the values where they are known, and why; None where they have to be asked for.
-        asked: fields of ``Preprocessing``.
+        asked: fields of ``Preprocessing``, without resize and crop.
+
+    Returns:
+        Normalisation alone; where other channels are asked for, a ``Preprocessing`` that keeps the size.
 
     Raises:
         UsageError: a field has no meaning here, or mean or standard deviation are not known.
     """
-    unused = [f"--{name}" for name in ("resize", "crop", "interpolation", "channels") if name in asked]
-    if unused:
+    channels, height, width = shape
+    if "interpolation" in asked:
         raise UsageError(
-            f"{' and '.join(unused)} has no meaning for the idx files in {folder}: their images are "
-            "evaluated as they are. Leave it out."
+            f"--interpolation has no meaning for the {described}: their images are evaluated in their own "
+            f"size, {height} x {width}. Leave it out, or give --resize and --crop."
         )
     missing = [f"--{name}" for name in _names(Normalisation) if name not in asked]
     if missing and known is None:
         raise UsageError(
-            f"the idx files in {folder} need {' and '.join(missing)}: these belong to the weights, and "
+            f"the {described} need {' and '.join(missing)}: these belong to the weights, and "
             "nothing tells which ones this model was trained with. Give the values of its training, for "
-            "pixels scaled to [0, 1], as in --mean 0.5 --std 0.5."
+            "pixels scaled to [0, 1], as in --mean 0.5 --std 0.5. (With --resize and --crop they are "
+            "prepared as picture files are.)"
         )
     base, why = known or (Normalisation(), "")
-    return ChosenPreprocessing(values=replace(base, **asked), origin=_origin(Normalisation, asked, why))
+    others = {name: value for name, value in asked.items() if name != "channels"}
+    values = replace(base, **others)
+    if asked.get("channels") not in (None, channels):
+        if height != width:
+            raise UsageError(
+                f"--channels {asked['channels']} for the {described} of {height} x {width} pixels: give "
+                "--resize and --crop, too, which make squares."
+            )
+        values = Preprocessing(
+            resize=height, crop=width, channels=asked["channels"], mean=values.mean, std=values.std
+        )
+    return ChosenPreprocessing(values=values, origin=_origin(Normalisation, others, why))
 
 
 def _names(kind: type[Normalisation]) -> list[str]:

@@ -26,8 +26,8 @@ def refuse_other_task(model: str | None, data: Path | None) -> None:
         UsageError: the data is a JSON file, or the model a folder as transformers writes it.
     """
     found = []
-    if data is not None and data.suffix in (".json", ".jsonl") and not data.is_dir():
-        found.append(f"--data {data} is a JSON file, expected a folder of images")
+    if data is not None and data.suffix == ".json" and not data.is_dir():
+        found.append(f"--data {data} is a JSON file, expected a folder of images or a manifest (.jsonl)")
     if model is not None and (Path(model) / "config.json").is_file():
         found.append(
             f"--model {model} is a folder with a config.json, expected the name of a classifier (of an image "
@@ -40,9 +40,7 @@ def refuse_other_task(model: str | None, data: Path | None) -> None:
         )
 
 
-def refused_images(
-    error: Exception, name: str, model: nn.Module, images: Tensor, *, in_memory: bool
-) -> DualevalError:
+def refused_images(error: Exception, name: str, model: nn.Module, images: Tensor) -> DualevalError:
     """What is said where a model has failed on a few images, that one and its own code tell apart.
 
     Args:
@@ -50,7 +48,6 @@ def refused_images(
         name: of the model.
         model: on the images' device.
         images: uint8 of shape (n, channels, height, width).
-        in_memory: they are idx files, in their own size.
     """
     shape = tuple(images.shape[1:])
     said = first_line(error)
@@ -72,20 +69,14 @@ def refused_images(
     if (channels := channels_of(error)) is not None and channels[1] == shape[0]:
         return UsageError(
             f"{begin}: a layer takes {channels[0]}, and the images have {channels[1]} channels ({said}). "
-            f"{_of_channels(channels[0], in_memory=in_memory)}"
+            f"{_of_channels(channels[0])}"
         )
-    size = (
-        "Give images in class folders, which --resize and --crop change, or idx files"
-        if in_memory
-        else "Set the size with --resize and --crop, or give data"
+    return UsageError(
+        f"{begin}: {said}. Set the size with --resize and --crop, or give data of the model's size."
     )
-    return UsageError(f"{begin}: {said}. {size} of the model's size.")
 
 
-def _of_channels(own: int, *, in_memory: bool) -> str:
-    if in_memory:
-        folders = "Give images in class folders, or repeat" if own == 3 else "Repeat"
-        return f"{folders} the channel in the model's forward, as with x.expand(-1, {own}, -1, -1)."
+def _of_channels(own: int) -> str:
     if own in (1, 3):
         values = " and the --mean and --std of the model's training" if own == 1 else ""
         return f"Give --channels {own}{values}."

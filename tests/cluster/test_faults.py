@@ -179,7 +179,7 @@ STANDSTILLS = {
         fault=None,
         rank=1,
         says=r"no progress for \d+ s, chunk 3, stage load",
-        stack="image_folder.py",
+        stack="image_files.py",
         size=2,
     ),
     "a reading process": Standstill(

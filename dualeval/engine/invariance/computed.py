@@ -161,7 +161,7 @@ class Computed:
             own_columns = self.columns(samples)
             compared[samples.start : samples.stop] |= bool(own_columns)
             for name, own in own_columns.items():
-                rows = columns.setdefault(name, ColumnRows()).add(own, self.job.get(name), samples)
+                rows = columns.setdefault(name, ColumnRows.of(name)).add(own, self.job.get(name), samples)
                 differing[rows] = True
                 wrong |= bool(len(rows))
             if wrong:
@@ -181,17 +181,32 @@ class Computed:
 
 @dataclass
 class ColumnRows:
+    is_output: bool = False
     rows: set[int] = field(default_factory=set)
     largest: float | None = None
     largest_at: int | None = None
 
+    @classmethod
+    def of(cls, name: str) -> ColumnRows:
+        """Of a column of this name."""
+        return cls(is_output=_is_output(name))
+
     def add(self, own: Rows, job: Rows | None, samples: range) -> npt.NDArray[np.intp]:
-        """Compare rows with the same ones of the job's batch; returns the numbers of those that differ."""
+        """Compare rows with the same ones of the job's batch; returns the numbers of those that differ.
+
+        A row of an output may be another sample's, as of sequences that collate has sorted: one that is
+        anywhere among the job's is no other. Outputs of another shape, as of shorter sequences, are left to
+        the columns that the task makes of them.
+        """
         if job is None:
             wrong = np.arange(len(samples))
         else:
             beside = job[samples.start : samples.stop]
-            if _kind(own) != _kind(beside):
+            if self.is_output and _kind(own) != _kind(beside):
+                wrong = np.empty(0, np.intp)
+            elif self.is_output:
+                wrong = self._missing(own, job, differing_rows(own, beside), samples)
+            elif _kind(own) != _kind(beside):
                 wrong = np.arange(len(samples))
             else:
                 wrong = differing_rows(own, beside)
@@ -199,6 +214,23 @@ class ColumnRows:
         found: npt.NDArray[np.intp] = wrong + samples.start
         self.rows.update(found.tolist())
         return found
+
+    def _missing(
+        self, own: Rows, job: Rows, wrong: npt.NDArray[np.intp], samples: range
+    ) -> npt.NDArray[np.intp]:
+        """Those of some rows that are nowhere among the job's, measured beside the nearest one."""
+        found = []
+        for place in wrong.tolist():
+            row = np.repeat(own[place : place + 1], len(job), axis=0)
+            if len(differing_rows(row, job)) == len(job):
+                found.append(place)
+                if row.dtype.kind == "f":
+                    with np.errstate(invalid="ignore"):
+                        apart = np.abs(row.astype(np.float64) - job).reshape(len(job), -1)
+                    nearest = np.nan_to_num(apart, nan=np.inf).max(axis=1).argmin()
+                    chosen = job[nearest : nearest + 1]
+                    self._measure(own[place : place + 1], chosen, np.zeros(1, np.intp), samples[place:])
+        return np.array(found, np.intp)
 
     def _measure(self, own: Rows, job: Rows, wrong: npt.NDArray[np.intp], samples: range) -> None:
         if isinstance(own, RaggedRows) or isinstance(job, RaggedRows) or own.dtype.kind != "f":

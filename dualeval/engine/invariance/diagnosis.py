@@ -203,7 +203,7 @@ class _Tracer:
             with self._watch.hashes() as calls:
                 columns = self._computed.columns(samples)
             is_seen |= any(
-                len(ColumnRows().add(rows, self._watched.get(name), samples))
+                len(ColumnRows.of(name).add(rows, self._watched.get(name), samples))
                 for name, rows in columns.items()
             )
             found.append(self._watch.differences(calls, self._job))

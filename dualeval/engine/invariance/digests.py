@@ -109,4 +109,7 @@ class RowHash:
 def _words(rows: Tensor) -> Tensor:
     """The bits of rows as integers of 32, 16 or 8 bits."""
     kinds = {1: torch.uint8, 2: torch.int16}
+    if rows.stride(-1) != 1:
+        # A dimension of one entry may have any stride, and counts as contiguous.
+        rows = rows.clone(memory_format=torch.contiguous_format)
     return rows.view(kinds.get(rows.element_size(), torch.int32))

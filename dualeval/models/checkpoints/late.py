@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from dualeval.errors import UsageError
 
 # What is read at once where values are converted on their way.
-_PIECE_BYTES = 1 << 22
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +195,14 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(max(size, 1) for size in shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
+# What is known without the values.
+_KNOWN = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "nbytes")),
+    *(getattr(Tensor, name).__get__ for name in ("is_quantized", "is_sparse", "is_meta", "requires_grad")),
+    *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex),
+}
+
+
 class LateTensor(Tensor):
     """A tensor whose values stay in their file.
 
@@ -209,8 +217,6 @@ class LateTensor(Tensor):
     source: Source
     failure: UsageError | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     @staticmethod
     def __new__(cls, source: Source) -> LateTensor:
         made: LateTensor = Tensor._make_wrapper_subclass(
@@ -219,6 +225,8 @@ class LateTensor(Tensor):
         made.source = source
         made.failure = None
         return made
+
+    __hash__ = object.__hash__
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Shape and dtype, without reading."""
@@ -229,15 +237,26 @@ class LateTensor(Tensor):
         return self
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give torch the values, where it computes with them.
+
+        Not only where it dispatches: at the first dispatch to a class of Python, torch imports its
+        distributed tensors, which takes longer than to load most models.
+        """
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.copy_ and not kwargs and not isinstance(args[0], LateTensor):
+            args[1]._copy_to(args[0])
+            return args[0]
+        return _with_values(func, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Give torch the values, where it computes with them."""
-        if func is torch.ops.aten.copy_.default and not isinstance(args[0], LateTensor):
-            args[1]._copy_to(args[0])
-            return args[0]
-        read = tree_map_only(LateTensor, LateTensor.read, (args, kwargs or {}))
-        return func(*read[0], **read[1])
+        """As above, where torch calls its own functions from C++."""
+        return _with_values(func, args, kwargs or {})
 
     def read(self) -> Tensor:
         """The values, in memory of their own."""
@@ -254,3 +273,8 @@ class LateTensor(Tensor):
         except UsageError as error:
             self.failure = error
             raise
+
+
+def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
+    read_args, read_kwargs = tree_map_only(LateTensor, LateTensor.read, (args, kwargs))
+    return func(*read_args, **read_kwargs)

@@ -149,6 +149,8 @@ class _Program(nn.Module):
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()
+        # Which sizes it takes, by symbols that differ from process to process: it decides no number.
+        setattr(graph, "dualeval_identity_ignores", ("range_constraints",))  # noqa: B010 - a Module's are tensors
         self.graph = graph
         # Its modules say "training" whatever was exported, and refuse eval().
         for module in self.modules():

@@ -197,7 +197,7 @@ class TimmModel(ModelSource):
                 f"--model-arg in_chans: {weights.entry} are for {self._config['input_size'][0]} channels. "
                 "Leave it out, or give your own weights."
             )
-        tensors = read_state_dict(weights.path).tensors
+        tensors = read_state_dict(weights.path, trust=self.trust).tensors
         # timm renames what its older files name otherwise, and refuses what then is missing.
         model: Any = self._created(
             None, pretrained=True, pretrained_cfg_overlay={"state_dict": dict(tensors), "source": ""}

@@ -1,0 +1,140 @@
+"""CIFAR-10 and CIFAR-100 as their authors publish them: pickled batches, which are read and never run."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dualeval.data.small_images import SmallImages, check_small
+from dualeval.errors import UsageError
+
+_SHAPE = (3, 32, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CifarFiles:
+    """The published files of one of the two.
+
+    Attributes:
+        folder: theirs below the root, as torchvision unpacks the archive.
+        splits: the batches of each split.
+        labels: the key of a batch's labels.
+        meta: the file of the classes' names.
+        names: its key.
+        archive: that holds all of them.
+    """
+
+    folder: str
+    splits: Mapping[str, tuple[str, ...]]
+    labels: str
+    meta: str
+    names: str
+    archive: str
+
+
+FILES = {
+    "CIFAR10": CifarFiles(
+        folder="cifar-10-batches-py",
+        splits={"test": ("test_batch",), "train": tuple(f"data_batch_{n}" for n in range(1, 6))},
+        labels="labels",
+        meta="batches.meta",
+        names="label_names",
+        archive="cifar-10-python.tar.gz",
+    ),
+    "CIFAR100": CifarFiles(
+        folder="cifar-100-python",
+        splits={"test": ("test",), "train": ("train",)},
+        labels="fine_labels",
+        meta="meta",
+        names="fine_label_names",
+        archive="cifar-100-python.tar.gz",
+    ),
+}
+
+# The md5 of each published file, by its path below the root.
+MD5 = {
+    "cifar-10-batches-py/data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "cifar-10-batches-py/data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "cifar-10-batches-py/data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "cifar-10-batches-py/data_batch_4": "634d18415352ddfa80567beed471001a",
+    "cifar-10-batches-py/data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "cifar-10-batches-py/test_batch": "40351d587109b95175f43aff81a1287e",
+    "cifar-10-batches-py/batches.meta": "5ff9c542aee3614f3951f8cda6e48888",
+    "cifar-100-python/train": "16019d7e3df5f24257cddd939b257f8d",
+    "cifar-100-python/test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+    "cifar-100-python/meta": "7973b15100ade9c7d40fb424638fde48",
+}
+
+# All that a batch needs: arrays of numpy, as Python 2 pickled them.
+_ADMITTED = {
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+}
+
+
+def read_cifar(name: str, root: Path, split: str) -> SmallImages:
+    """Read CIFAR-10 or CIFAR-100 from the disk.
+
+    Args:
+        name: "CIFAR10" or "CIFAR100".
+        root: holds ``cifar-10-batches-py`` or ``cifar-100-python``.
+        split: "test" or "train".
+
+    Raises:
+        UsageError: a file is missing, or is not the published one.
+    """
+    files = FILES[name]
+    # Of all files, before any is read further: a missing one is said first.
+    paths = [f"{files.folder}/{file}" for file in (*files.splits[split], files.meta)]
+    for path in paths:
+        if not (root / path).is_file():
+            raise UsageError(
+                f"{root / path} is missing: --data {name}:DIR takes {name} as torchvision keeps it, "
+                f"DIR/{path}. Unpack {files.archive} in DIR; nothing is downloaded."
+            )
+    *batches, meta = (_checked(root, path, name) for path in paths)
+    images, targets = [], []
+    for batch in batches:
+        images.append(np.asarray(batch["data"], np.uint8).reshape(-1, *_SHAPE))
+        targets += batch[files.labels]
+    classes = [str(label) for label in meta[files.names]]
+    all_images = torch.from_numpy(np.concatenate(images))
+    all_targets = torch.tensor(targets, dtype=torch.int64)
+    check_small(all_images, all_targets, root / files.folder, classes)
+    return SmallImages(all_images, all_targets, split, classes=classes)
+
+
+def _checked(root: Path, path: str, name: str) -> Any:
+    """What a published file holds; nothing of another file is unpickled."""
+    # The bytes that are unpickled are those that were hashed: a file read twice may have changed.
+    content = (root / path).read_bytes()
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if found != MD5[path]:
+        raise UsageError(
+            f"{root / path} is not the published file of {name}: its md5 is {found}, expected {MD5[path]}. "
+            "It is a pickle, which can run code, so it was not read. Unpack the archive again: "
+            f"{FILES[name].archive}. For pictures of your own use class folders or a manifest."
+        )
+    return _ArraysAlone(io.BytesIO(content), encoding="latin1").load()
+
+
+class _ArraysAlone(pickle.Unpickler):
+    """Makes numpy's arrays and Python's plain values, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ADMITTED:
+            raise UsageError(
+                f"a CIFAR batch names {module}.{name}: expected numpy's arrays and plain values alone. It "
+                "was not read."
+            )
+        return super().find_class(module, name)

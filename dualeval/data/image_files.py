@@ -1,0 +1,189 @@
+"""Pictures in files, each with one class: what a folder and a manifest have in common."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from dualeval.data.decoding import Decoder
+from dualeval.data.file_names import FileNames
+from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
+from dualeval.data.labels import Labels
+from dualeval.data.opened import Opened
+from dualeval.data.pictures import read_pixels
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.vision_library import torchvision
+
+
+class ImageFiles:
+    """Pictures in files, in a fixed order.
+
+    Args:
+        root: the folder from which paths count.
+        paths: one a sample; absolute ones stand for themselves.
+        targets: the class of each sample, int64 (samples,).
+        labels: which class each label is.
+        preprocessing: resize and crop are done here; normalisation is the task's, on the device.
+        whole_files: take all bytes of a file for its contents; else its size, its head and its tail.
+        opened: what other tasks of the run have read: files that have not changed are read for their contents
+            once.
+
+    Attributes:
+        labels: as given.
+    """
+
+    in_memory = False
+
+    def __init__(
+        self,
+        root: Path,
+        paths: FileNames,
+        targets: npt.NDArray[np.int64],
+        *,
+        labels: Labels,
+        preprocessing: Preprocessing,
+        whole_files: bool,
+        opened: Opened,
+    ) -> None:
+        self._root = root
+        self._paths = paths
+        self._targets = targets
+        self.labels = labels
+        self._preprocessing = preprocessing
+        self._whole_files = whole_files
+        self._decoder = Decoder()
+        # Size and time of change, in ns, of the files that the fingerprint covers: (count, 2).
+        self._first_seen: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
+        # By all that tells the files of some samples from others.
+        self._known_contents: dict[bytes, str] = opened.once(
+            ("contents of images", root.absolute(), whole_files), dict
+        )
+        # Not in the first reading: reading processes would each import it, for seconds without progress.
+        torchvision()
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> ImageFiles:
+        """The same data with some of its images alone, in this order; classes and ids stay."""
+        found = copy.copy(self)
+        chosen = np.asarray(indices, np.int64)
+        found._paths = self._paths.taken(chosen)
+        found._targets = self._targets[chosen]
+        found._first_seen = np.empty((0, 2), np.int64)
+        return found
+
+    @property
+    def targets(self) -> npt.NDArray[np.int64]:
+        """The class of each image, shape (images,)."""
+        return self._targets
+
+    @property
+    def largest_target(self) -> int:
+        """The largest index of a class that a label is, also of one without images."""
+        of_samples = int(self._targets.max()) if len(self._targets) else -1
+        return max(self.labels.largest, of_samples)
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of every sample."""
+        wanted = self._preprocessing
+        return (wanted.channels, *wanted.crop_size)
+
+    def id(self, index: int) -> str:
+        """The image's path, for text files: bytes that are no UTF-8 as ``\\xNN``."""
+        return self._paths.shown(index)
+
+    def notes(self) -> list[str]:
+        """Which classes the labels are."""
+        return [*self.labels.notes]
+
+    def warnings(self) -> list[str]:
+        """Where classes may be others than the model's."""
+        return [*self.labels.warnings]
+
+    def labels_used(self, num_classes: int) -> dict[str, Any]:
+        """How labels became classes, as in result.json."""
+        return self.labels.to_json(num_classes)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        """Decode, resize and crop images: (uint8 (channels, height, width), target) for each index.
+
+        Raises:
+            OSError: a file cannot be read, is no whole image, or has changed since ``fingerprint``. Pillow
+                raises others on damaged files.
+            ValueError: pixels are 32-bit integers or floats.
+        """
+        return [(self._image(index), int(self._targets[index])) for index in indices]
+
+    def _image(self, index: int) -> Tensor:
+        with Path(self._path(index)).open("rb") as file:
+            self._check_unchanged(index, file.fileno())
+            return read_pixels(file, self._preprocessing, self._decoder)
+
+    def reading_notes(self) -> list[str]:
+        """What the reader of a run should know of how this process has decoded, since the last call."""
+        return self._decoder.notes()
+
+    def _check_unchanged(self, index: int, descriptor: int) -> None:
+        if index >= len(self._first_seen):
+            return
+        (size, time), (now, now_time) = self._first_seen[index].tolist(), size_and_time(descriptor)
+        if (size, time) == (now, now_time):
+            return
+        then = "it was missing" if size == MISSING else f"{size:,} bytes of {_date(time)}"
+        raise OSError(
+            f"{self.id(index)} has changed since the run started: {then} then, {now:,} bytes of "
+            f"{_date(now_time)} now"
+        )
+
+    def fingerprint(self, count: int) -> str:
+        """sha256, in hex, over id, size in bytes and target of the first ``count`` images.
+
+        A file that changes after this is not read any more.
+        """
+        chosen = range(min(count, len(self)))
+        # A link to nowhere has no size; reading it fails later, and is handled there.
+        found = on_threads(lambda index: size_and_time(self._path(index)), chosen)
+        seen = np.empty((len(chosen), 2), np.int64)
+        digest = hashlib.sha256()
+        for index, (size, time) in enumerate(found):
+            seen[index] = size, time
+            digest.update(f"{self.id(index)}\0{size}\0{self._targets[index]}\n".encode())
+        self._first_seen = seen
+        return digest.hexdigest()
+
+    def _path(self, index: int) -> str:
+        # A Path takes ten times the room, which a million files feel.
+        return os.path.join(self._root, self._paths[index])  # noqa: PTH118
+
+    def content_fingerprint(self, samples: range) -> str:
+        """sha256, in hex, over the files of consecutive samples: size, first and last 4 KiB, or all bytes.
+
+        Files of the same sizes and times of change as when they were read before are not read again.
+        """
+        paths = [self._path(index) for index in samples]
+        seen = self._first_seen[samples.start : samples.stop]
+        is_seen = len(seen) == len(samples)
+        names = b"\0".join(map(os.fsencode, paths))
+        key = hashlib.sha256(names + b"\0" + seen.tobytes()).digest()
+        if is_seen and key in self._known_contents:
+            return self._known_contents[key]
+        found = on_threads(lambda path: digest_of_file(path, whole=self._whole_files), paths)
+        contents = hashlib.sha256(b"".join(found)).hexdigest()
+        if is_seen:
+            self._known_contents[key] = contents
+        return contents
+
+
+def _date(nanoseconds: int) -> str:
+    return f"{datetime.fromtimestamp(nanoseconds / 1e9, timezone.utc):%Y-%m-%d %H:%M:%S.%f} UTC"

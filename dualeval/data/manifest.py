@@ -1,0 +1,276 @@
+"""Pictures that a manifest lists, with their labels."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualeval.data.file_names import FileNames
+from dualeval.data.image_data import Labeler
+from dualeval.data.image_files import ImageFiles
+from dualeval.data.labels import Labels, indices_of_classes
+from dualeval.data.manifest_rows import ManifestRows, read_rows
+from dualeval.data.opened import Opened
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.errors import UsageError
+
+_LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
+_WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
+_DECIMAL = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?nan", re.ASCII | re.IGNORECASE)
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_LOOKED_FOR = 1000
+_LEFT_OUT = -1
+
+
+class ManifestImages(ImageFiles):
+    """Pictures in the order of a manifest.
+
+    Their ids are the paths as they stand there; where a path stands there again, with ``#2`` behind it, then
+    ``#3``.
+
+    Args:
+        path: the manifest, as for ``read_rows``.
+        preprocessing: as for ``ImageFiles``.
+        label: decides which class each label is, where labels are names.
+        image_root: the folder from which paths count; None is the manifest's.
+        path_column: as for ``read_rows``.
+        label_column: as there.
+        whole_files: as for ``ImageFiles``.
+        opened: as there; the manifest is read once for all tasks.
+
+    Raises:
+        UsageError: a row has no path or no label, labels are numbers and names, one has no class, or none of
+            the files is there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        preprocessing: Preprocessing,
+        *,
+        label: Labeler,
+        image_root: Path | None = None,
+        path_column: str | None = None,
+        label_column: str | None = None,
+        whole_files: bool = False,
+        opened: Opened | None = None,
+    ) -> None:
+        opened = opened or Opened()
+        if image_root is not None and not image_root.is_dir():
+            raise UsageError(f"--image-root {image_root} is no folder")
+        read = opened.once(
+            ("manifest", path.absolute(), path_column, label_column),
+            lambda: _read(read_rows(path, path_column, label_column)),
+        )
+        labels, classes = _classes(read, label)
+        targets = classes[np.frombuffer(read.codes, np.int32)]
+        paths, hashes = read.paths, np.frombuffer(read.hashes, np.int64)
+        if (targets == _LEFT_OUT).any():
+            kept = np.flatnonzero(targets != _LEFT_OUT)
+            if not len(kept):
+                raise UsageError(f"{path}: the class map leaves out all labels that rows have.")
+            paths, targets, hashes = paths.taken(kept), targets[kept], hashes[kept]
+        self._repeats = _repeats(path, paths, hashes)
+        super().__init__(
+            path.parent if image_root is None else image_root,
+            paths,
+            targets,
+            labels=labels,
+            preprocessing=preprocessing,
+            whole_files=whole_files,
+            opened=opened,
+        )
+        self._check_files(path, given_root=image_root is not None)
+
+    def _check_files(self, path: Path, *, given_root: bool) -> None:
+        """Refuse a manifest of whose files none is where it is looked for."""
+        places = np.unique(np.linspace(0, len(self) - 1, _LOOKED_FOR).astype(np.int64)).tolist()
+        if any(Path(self._path(place)).exists() for place in places):
+            return
+        root = "that of --image-root" if given_root else "the manifest's; give --image-root DIR for another"
+        raise UsageError(
+            f"{path}: none of {len(places):,} files is there that its rows name; the first was looked for at "
+            f"{self._path(0)}. Paths count from the folder {root}."
+        )
+
+    def select(self, indices: Any) -> ManifestImages:
+        """As for ``ImageFiles``."""
+        found = super().select(indices)
+        assert isinstance(found, ManifestImages)
+        if self._repeats is not None:
+            found._repeats = self._repeats[np.asarray(indices, np.int64)]
+        return found
+
+    def id(self, index: int) -> str:
+        """The path as it stands in the manifest, with ``#2`` behind it where it stands there again."""
+        path = super().id(index)
+        again = 0 if self._repeats is None else int(self._repeats[index])
+        return f"{path}#{again + 1}" if again else path
+
+    def warnings(self) -> list[str]:
+        """Where classes may be others than the model's, and where pictures are listed again."""
+        found = super().warnings()
+        if self._repeats is None or not (again := int(np.count_nonzero(self._repeats))):
+            return found
+        rows = "1 row lists a picture" if again == 1 else f"{again:,} rows list pictures"
+        return [*found, f"{rows} that stood in the manifest before: each row is counted (ids with #2, ...)."]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """What a manifest holds, in little room.
+
+    Attributes:
+        of: the rows that were read.
+        paths: one a row.
+        hashes: of the paths, of this process alone.
+        codes: the place of each row's label among ``labels``.
+        labels: those that there are, in the order of their first rows, with the numbers of these.
+    """
+
+    of: ManifestRows
+    paths: FileNames
+    hashes: array[int]
+    codes: array[int]
+    labels: dict[str | int, int]
+
+
+def _read(of: ManifestRows) -> _Read:
+    """Read all rows.
+
+    Raises:
+        UsageError: there is none, or one has no path or no label that may be one.
+    """
+    paths, hashes, codes = FileNames(), array("q"), array("i")
+    places: dict[str | int, int] = {}
+    first: dict[str | int, int] = {}
+    for number, path, label in of.rows:
+        kind = type(label)
+        if (kind is not str and kind is not int) or label == "":
+            raise _no_label(of, number, label)
+        if type(path) is not str or not path or "\0" in path:
+            raise _no_path(of, number, path)
+        place = places.get(label)
+        if place is None:
+            place = places[label] = len(places)
+            first[label] = number
+            if _ADDRESS.match(path):
+                raise _no_path(of, number, path)
+        try:
+            paths.append(path)
+        except UnicodeEncodeError as error:
+            raise _no_path(of, number, path) from error
+        hashes.append(hash(path))
+        codes.append(place)
+    if not len(paths):
+        raise UsageError(
+            f"{of.path} holds no sample: found its headings alone, expected rows of path and label"
+        )
+    return _Read(of=of, paths=paths, hashes=hashes, codes=codes, labels=first)
+
+
+def _no_label(of: ManifestRows, number: int, label: object) -> UsageError:
+    empty = label is None or label == ""
+    found = "is empty" if empty else f"is {label!r} ({type(label).__name__})"
+    hint = " Leave rows out that have no label." if empty else ""
+    return UsageError(
+        f"{of.where(number)}: the label {found}, expected a whole number from 0 or a class's name (column "
+        f"{of.columns[1]!r}).{hint}"
+    )
+
+
+def _no_path(of: ManifestRows, number: int, path: object) -> UsageError:
+    found = "is empty" if path is None or path == "" else f"is {path!r}"
+    return UsageError(
+        f"{of.where(number)}: the path {found}, expected that of a picture file (column {of.columns[0]!r})"
+    )
+
+
+# -- labels ----------------------------------------------------------------------------------------------
+
+
+def _classes(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
+    """Which class each label of a manifest is.
+
+    Returns:
+        The labels, and by place among ``read.labels`` the class; ``_LEFT_OUT`` for those that are left out.
+    """
+    if label.takes_names:
+        return _named(read, label)
+    numbers = {text: int(text) for text in read.labels if isinstance(text, int) or _WHOLE.fullmatch(text)}
+    of = read.of
+    for text, number in read.labels.items():
+        if isinstance(text, str) and _DECIMAL.fullmatch(text):
+            raise UsageError(
+                f"{of.where(number)}: the label {text} is no whole number, expected the index of a class. "
+                "Write it without a decimal point (pandas adds one to all where one label is missing)."
+            )
+    if not numbers:
+        return _named(read, label)
+    if len(numbers) < len(read.labels):
+        text, number = next(item for item in read.labels.items() if item[0] not in numbers)
+        other, there = next(item for item in read.labels.items() if item[0] in numbers)
+        raise UsageError(
+            f"{of.where(number)}: the label {text!r} is a name, and {other!r} ({of.unit} {there}) is a "
+            "number: expected indices of classes, or names alone. Where all are names, give --class-map FILE "
+            "or --class-order name."
+        )
+    for text, index in numbers.items():
+        if not 0 <= index <= _LARGEST_INDEX:
+            raise UsageError(
+                f"{of.where(read.labels[text])}: the label {text} is no index of a class, expected 0 to "
+                f"{_LARGEST_INDEX:,}"
+            )
+    classes = np.array([numbers[text] for text in read.labels], np.int64)
+    return indices_of_classes((), label.known), classes
+
+
+def _named(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
+    texts = [str(text) for text in read.labels]
+    labels = label(sorted({*texts}), "label")
+    return labels, np.array([labels.classes.get(text, _LEFT_OUT) for text in texts], np.int64)
+
+
+# -- rows with one path ----------------------------------------------------------------------------------
+
+
+def _repeats(path: Path, paths: FileNames, hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
+    """How many earlier rows have the path of each row; None where no path stands there again.
+
+    Raises:
+        UsageError: a row's id would be the path of another row.
+    """
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    alike = np.zeros(len(paths), np.bool_)
+    same = ordered[1:] == ordered[:-1]
+    alike[order[1:]] |= same
+    alike[order[:-1]] |= same
+    # Paths of one hash need not be equal.
+    count: Counter[bytes] = Counter()
+    repeats: npt.NDArray[np.int32] | None = None
+    suffixed: dict[str, int] = defaultdict(int)
+    for place in np.flatnonzero(alike).tolist():
+        name = paths.stored(place)
+        if count[name]:
+            repeats = np.zeros(len(paths), np.int32) if repeats is None else repeats
+            repeats[place] = count[name]
+            suffixed[f"{paths[place]}#{count[name] + 1}"] = place
+        count[name] += 1
+    if repeats is None:
+        return None
+    own = np.array([hash(name) for name in suffixed], np.int64)
+    for place in np.flatnonzero(np.isin(hashes, own)).tolist():
+        if paths[place] in suffixed:
+            raise UsageError(
+                f"{path} lists a path several times, whose second row has the id {paths[place]!r}, and there "
+                "is a picture of this name. Rename it, or leave the repeated rows out."
+            )
+    return repeats

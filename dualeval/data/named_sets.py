@@ -1,0 +1,41 @@
+"""Data sets of torchvision by name, read from the disk into memory."""
+
+from __future__ import annotations
+
+from dualeval.data.cifar import read_cifar
+from dualeval.data.idx import TEST, TRAIN, IdxImages
+from dualeval.data.set_names import NamedSet
+from dualeval.data.small_images import SmallImages
+from dualeval.errors import UsageError
+
+FASHION_MNIST_CLASSES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+MNIST_CLASSES = (
+    *("0 - zero", "1 - one", "2 - two", "3 - three", "4 - four"),
+    *("5 - five", "6 - six", "7 - seven", "8 - eight", "9 - nine"),
+)
+_IDX_CLASSES = {"FashionMNIST": FASHION_MNIST_CLASSES, "MNIST": MNIST_CLASSES}
+_IDX_SPLITS = {"test": TEST, "train": TRAIN}
+
+
+def read_small(wanted: NamedSet) -> SmallImages:
+    """Read one of those whose images are held in memory: all but ImageNet.
+
+    Raises:
+        UsageError: a file is missing or damaged.
+    """
+    if wanted.name not in _IDX_CLASSES:
+        return read_cifar(wanted.name, wanted.root, wanted.split)
+    # torchvision's place; then that of the files where nobody gave them a folder of their own.
+    places = (wanted.root / wanted.name / "raw", wanted.root / "raw", wanted.root)
+    folder = next((place for place in places if IdxImages.is_in(place)), None)
+    split = _IDX_SPLITS[wanted.split]
+    if folder is None:
+        raise UsageError(
+            f"{places[0] / f'{split}-images-idx3-ubyte.gz'} is missing: --data {wanted.name}:DIR takes "
+            f"{wanted.name} as torchvision keeps it, DIR/{wanted.name}/raw, with .gz or without. Nothing is "
+            "downloaded."
+        )
+    return IdxImages(folder, split, classes=_IDX_CLASSES[wanted.name])

@@ -1,0 +1,84 @@
+"""The names of data sets that lie on the disk, as ``--data CIFAR10:DIR`` gives them; light to import."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualeval.choices import check_choice
+from dualeval.errors import UsageError
+
+IMAGENET = "ImageNet"
+# By torchvision's names: the splits, the first of them where none is asked for.
+SPLITS = {
+    "CIFAR10": ("test", "train"),
+    "CIFAR100": ("test", "train"),
+    "FashionMNIST": ("test", "train"),
+    IMAGENET: ("val", "train"),
+    "MNIST": ("test", "train"),
+}
+_NAMES = {name.casefold(): name for name in SPLITS}
+_NAME_BEFORE = re.compile(r"([A-Za-z][\w-]*):(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedSet:
+    """A data set by its name.
+
+    Attributes:
+        name: torchvision's.
+        root: the folder that torchvision takes.
+        split: one of ``SPLITS``.
+    """
+
+    name: str
+    root: Path
+    split: str
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"{self.name}:{self.root}"
+
+
+def named_set(data: str, split: str | None = None) -> NamedSet | None:
+    """The data set that a value of ``--data`` names; None for a path.
+
+    Args:
+        data: ``NAME:DIR``, the name in small or capital letters; or a path.
+        split: one of the set's; None for its first.
+
+    Raises:
+        UsageError: there is no such data set, it has no such split, or its folder is missing.
+    """
+    if Path(data).exists() or (found := _NAME_BEFORE.fullmatch(data)) is None:
+        return None
+    name, folder = _NAMES.get(_simple(found[1])), found[2]
+    if name is None:
+        near = difflib.get_close_matches(_simple(found[1]), _NAMES, n=1)
+        hint = f" Did you mean {_NAMES[near[0]]}:{folder}?" if near else ""
+        raise UsageError(
+            f"--data {data} does not exist, and there is no data set {found[1]!r}: expected a path, or "
+            f"NAME:DIR with one of {', '.join(SPLITS)}.{hint}"
+        )
+    if not folder:
+        raise UsageError(f"--data {data}: expected the folder that holds {name} behind the colon, {name}:DIR")
+    if split is not None:
+        check_choice(f"--split of {name}", split, SPLITS[name])
+    root = Path(folder)
+    if not root.is_dir():
+        raise UsageError(f"--data {data}: the folder {root} does not exist. Nothing is downloaded.")
+    return NamedSet(name=name, root=root, split=split or SPLITS[name][0])
+
+
+def data_beside(data: str, folder: Path) -> str:
+    """A value of ``--data`` in a job file: its path counts from the file's folder."""
+    found = _NAME_BEFORE.fullmatch(data)
+    if found is not None and _simple(found[1]) in _NAMES:
+        return f"{found[1]}:{folder / found[2]}"
+    return str(folder / data)
+
+
+def _simple(name: str) -> str:
+    return name.replace("-", "").replace("_", "").casefold()

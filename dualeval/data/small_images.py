@@ -1,0 +1,205 @@
+"""Small images that are held in memory: in their own size, or brought to another one as picture files are."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, as_tensor
+
+from dualeval.data.labels import Labels, indices_of_classes
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.errors import UsageError
+
+
+class SmallImages:
+    """Images of one size, in memory.
+
+    Args:
+        images: uint8 (images, channels, height, width).
+        targets: the label of each image, int64 (images,).
+        split: the part of the data set that they are, such as "t10k"; ids begin with it.
+        classes: the names of all classes, by index; empty where the data does not say them.
+
+    Attributes:
+        labels: indices of classes, and their names.
+    """
+
+    in_memory = True
+
+    def __init__(self, images: Tensor, targets: Tensor, split: str, *, classes: Sequence[str] = ()) -> None:
+        self._images = images
+        self._targets = targets
+        self._split = split
+        self.labels: Labels = indices_of_classes(classes)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def with_labels(self, labels: Labels) -> SmallImages:
+        """The same images with other names of classes."""
+        found = copy.copy(self)
+        found.labels = labels
+        return found
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of every sample."""
+        channels, height, width = self._images.shape[1:]
+        return channels, height, width
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes; None where the data does not say it."""
+        return self.labels.num_classes
+
+    @property
+    def targets(self) -> Tensor:
+        """The label of each image, int64 (images,)."""
+        return self._targets
+
+    @property
+    def largest_target(self) -> int:
+        """The largest label; -1 where there are no samples."""
+        return int(self._targets.max()) if len(self._targets) else -1
+
+    def id(self, index: int) -> str:
+        """Split and number, such as ``t10k-00017``."""
+        return f"{self._split}-{index:05d}"
+
+    def notes(self) -> list[str]:
+        """Nothing: the files hold images and labels alone."""
+        return []
+
+    def warnings(self) -> list[str]:
+        """Nothing, as ``notes``."""
+        return []
+
+    def labels_used(self, num_classes: int) -> dict[str, Any]:
+        """The names of the classes, as in result.json; empty where they are not known."""
+        return self.labels.to_json(num_classes)
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """One ready batch: images uint8 (n, channels, height, width), targets int64 (n,)."""
+        if isinstance(indices, range) and indices.step == 1:
+            rows = slice(indices.start, indices.stop)
+            return {"images": self._images[rows], "targets": self._targets[rows]}
+        chosen = as_tensor(indices)
+        return {"images": self._images[chosen], "targets": self._targets[chosen]}
+
+    def fingerprint(self, count: int) -> str:
+        """sha256, in hex, over id, size in bytes and label of the first ``count`` samples."""
+        size = math.prod(self.sample_shape)
+        digest = hashlib.sha256()
+        for index, target in enumerate(self._targets[:count].tolist()):
+            digest.update(f"{self.id(index)}\0{size}\0{target}\n".encode())
+        return digest.hexdigest()
+
+    def content_fingerprint(self, samples: range) -> str:
+        """sha256, in hex, over the pixels and labels of consecutive samples."""
+        rows = slice(samples.start, samples.stop)
+        digest = hashlib.sha256(str(tuple(self._images[rows].shape)).encode())
+        digest.update(self._images[rows].contiguous().numpy().data)
+        digest.update(self._targets[rows].numpy().data)
+        return digest.hexdigest()
+
+
+class ResizedImages:
+    """Small images that are brought to other channels and another size, with the bits of a picture file.
+
+    Args:
+        images: they.
+        preprocessing: resize, crop, interpolation and channels.
+
+    Attributes:
+        labels: those of ``images``.
+    """
+
+    # Pillow resizes one at a time: reading processes are worth their start.
+    in_memory = False
+
+    def __init__(self, images: SmallImages, preprocessing: Preprocessing) -> None:
+        from dualeval.vision_library import torchvision
+
+        torchvision()  # not in each reading process anew
+        self._of = images
+        self._preprocessing = preprocessing
+        self.labels = images.labels
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of every sample."""
+        wanted = self._preprocessing
+        return (wanted.channels, *wanted.crop_size)
+
+    @property
+    def targets(self) -> Tensor:
+        """The label of each image, int64 (images,)."""
+        return self._of.targets
+
+    @property
+    def largest_target(self) -> int:
+        """The largest label; -1 where there are no samples."""
+        return self._of.largest_target
+
+    def id(self, index: int) -> str:
+        """As that of the small image."""
+        return self._of.id(index)
+
+    def notes(self) -> list[str]:
+        """As those of the small images."""
+        return self._of.notes()
+
+    def warnings(self) -> list[str]:
+        """As those of the small images."""
+        return self._of.warnings()
+
+    def labels_used(self, num_classes: int) -> dict[str, Any]:
+        """As that of the small images."""
+        return self._of.labels_used(num_classes)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        """(uint8 (channels, height, width), label) for each index."""
+        from dualeval.data.pictures import picture_of, prepare  # Pillow, which other small images do without
+
+        batch = self._of.__getitems__(indices)
+        pictures = (prepare(picture_of(image), self._preprocessing) for image in batch["images"])
+        return list(zip(pictures, batch["targets"].tolist(), strict=True))
+
+    def fingerprint(self, count: int) -> str:
+        """As that of the small images: the preprocessing is the job's."""
+        return self._of.fingerprint(count)
+
+    def content_fingerprint(self, samples: range) -> str:
+        """As that of the small images."""
+        return self._of.content_fingerprint(samples)
+
+
+def check_small(images: Tensor, targets: Tensor, where: object, classes: Sequence[str] = ()) -> None:
+    """Check that images and labels go together.
+
+    Args:
+        images: as for ``SmallImages``.
+        targets: as there.
+        where: the folder, for messages.
+        classes: as there.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if targets.ndim != 1 or len(images) != len(targets):
+        raise UsageError(
+            f"{where}: images of shape {tuple(images.shape)} and labels of shape {tuple(targets.shape)}, "
+            "expected as many labels as images"
+        )
+    if classes and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(classes):
+        raise UsageError(
+            f"{where}: labels from {int(targets.min())} to {int(targets.max())}, expected 0 to "
+            f"{len(classes) - 1}"
+        )

@@ -1,0 +1,217 @@
+"""Which data set of images ``--data`` names, and how it is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualeval.choices import SPLITS, check_choice
+from dualeval.data.idx import IdxImages
+from dualeval.data.labels import indices_of_classes
+from dualeval.data.manifest_rows import SUFFIXES, is_manifest
+from dualeval.data.named_sets import FASHION_MNIST_CLASSES, read_small
+from dualeval.data.set_names import IMAGENET, named_set
+from dualeval.data.small_images import SmallImages
+from dualeval.data.wnids import imagenet_wnids
+from dualeval.errors import UsageError
+
+if TYPE_CHECKING:
+    from dualeval.data.image_data import ImageData
+    from dualeval.data.labels import KnownClasses
+    from dualeval.data.opened import Opened
+    from dualeval.data.preprocessing import Preprocessing
+    from dualeval.tasks.image_labels import FolderLabels
+
+# What the embedded job evaluates: files that ship with this package.
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+
+_IDX_SPLITS = {"train": "train", "test": "t10k"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What of a job's options says which images there are.
+
+    Attributes:
+        data: a folder, a manifest or ``NAME:DIR``; None is the embedded job's test set.
+        split: one of ``choices.SPLITS``; None takes the test or validation split.
+        image_root: the folder from which a manifest's paths count; None is its own.
+        path_column: a manifest's column of paths; None finds it by its name.
+        label_column: that of labels; None likewise.
+    """
+
+    data: str | Path | None = None
+    split: str | None = None
+    image_root: Path | None = None
+    path_column: str | None = None
+    label_column: str | None = None
+
+
+class DataSource:
+    """Where a job's images are; nothing is read but the names of files.
+
+    Args:
+        options: what was asked for.
+
+    Attributes:
+        text: ``--data`` with an absolute path, for the job's options.
+        name: of the data in messages: the folder or file, or ``NAME:DIR``.
+
+    Raises:
+        UsageError: there is no such data set, or an option has no meaning for it.
+    """
+
+    def __init__(self, options: DataOptions) -> None:
+        if options.split is not None:
+            check_choice("--split", options.split, SPLITS)
+        self._options = options
+        data = ASSETS if options.data is None else options.data
+        self._named = named_set(str(data), options.split)
+        self._path = Path(data)
+        self._is_manifest = self._named is None and is_manifest(self._path)
+        self.is_small = self._is_small()
+        self.name = str(self._path if self._named is None else self._named)
+        self.text = (
+            str(self._path.absolute())
+            if self._named is None
+            else f"{self._named.name}:{self._named.root.absolute()}"
+        )
+        self._refuse_meaningless()
+
+    def _is_small(self) -> bool:
+        """Whether the images are held in memory in their own size."""
+        if self._named is not None:
+            return self._named.name != IMAGENET
+        return not self._is_manifest and IdxImages.is_in(self._path)
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether it is the test set that ships with this package."""
+        return self._named is None and self._path.resolve() == ASSETS and self._options.split != "train"
+
+    def _refuse_meaningless(self) -> None:
+        options = self._options
+        of_manifest = ("image_root", "path_column", "label_column")
+        given = [name for name in of_manifest if getattr(options, name) is not None]
+        if given and not self._is_manifest:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise UsageError(
+                f"{flags} has no meaning for {self.name}: it is of a manifest, a file that ends with "
+                f"{', '.join(SUFFIXES)}. Leave it out."
+            )
+        if options.split is None or self._named is not None:
+            return
+        if self.is_small and options.split in _IDX_SPLITS:
+            return
+        raise UsageError(
+            f"--split {options.split} has no meaning for {self.name}: a folder or manifest is evaluated "
+            "whole. Leave it out, and give the folder or manifest of that split."
+        )
+
+    def check_labels(self, given: Mapping[str, object]) -> None:
+        """Check that options about labels have a meaning for this data.
+
+        Args:
+            given: values by flag; None where nobody gave one.
+
+        Raises:
+            UsageError: one has none.
+        """
+        if not self.is_small:
+            return
+        for flag, value in given.items():
+            if value is not None:
+                raise UsageError(
+                    f"{flag} has no meaning for the {self.described_small}: their labels are numbers. "
+                    "Leave it out."
+                )
+
+    @property
+    def described_small(self) -> str:
+        """Small images in messages."""
+        return f"idx files in {self.name}" if self._named is None else f"images of {self.name}"
+
+    def least_classes(self, asked: int | None) -> int | None:
+        """The number of classes by which wnids are known: ImageNet's own, where nobody asked for another."""
+        is_imagenet = self._named is not None and self._named.name == IMAGENET
+        return len(imagenet_wnids()) if is_imagenet and asked is None else asked
+
+    def read_small(self, opened: Opened, known: KnownClasses | None) -> SmallImages:
+        """Read small images.
+
+        Args:
+            opened: what other tasks of the run have read; the files are read once for all of them.
+            known: the model's classes, whose names are taken where the data has none.
+
+        Raises:
+            UsageError: a file is missing or damaged.
+        """
+        images = opened.once(("small images", self.text, self._options.split), self._small)
+        return images if images.labels.names else images.with_labels(indices_of_classes((), known))
+
+    def _small(self) -> SmallImages:
+        if self._named is not None:
+            return read_small(self._named)
+        split = None if self._options.split is None else _IDX_SPLITS[self._options.split]
+        return IdxImages(self._path, split, classes=FASHION_MNIST_CLASSES if self.is_embedded else ())
+
+    def open_files(
+        self, preprocessing: Preprocessing, label: FolderLabels, *, whole_files: bool, opened: Opened
+    ) -> ImageData:
+        """Open pictures in files.
+
+        Args:
+            preprocessing: what is done to each.
+            label: decides which class each label is.
+            whole_files: as for ``ImageFiles``.
+            opened: as there.
+
+        Raises:
+            UsageError: as those of ``ImageFolder`` and ``ManifestImages``.
+        """
+        # With Pillow, which small images do without.
+        from dualeval.data.image_folder import ImageFolder
+        from dualeval.data.manifest import ManifestImages
+
+        if self._is_manifest:
+            options = self._options
+            return ManifestImages(
+                self._path,
+                preprocessing,
+                label=label,
+                image_root=None if options.image_root is None else Path(options.image_root),
+                path_column=options.path_column,
+                label_column=options.label_column,
+                whole_files=whole_files,
+                opened=opened,
+            )
+        return ImageFolder(self._folder(), preprocessing, label=label, whole_files=whole_files, opened=opened)
+
+    def _folder(self) -> Path:
+        if self._named is None:
+            return self._path
+        from dualeval.data.imagenet import imagenet_folder
+
+        return imagenet_folder(self._named.root, self._named.split)
+
+    def to_json(self) -> dict[str, Any]:
+        """The options as they are used; None where they have no meaning."""
+        options, named = self._options, self._named
+        root = self._path.parent if options.image_root is None else Path(options.image_root)
+        return {
+            "data": self.text,
+            "split": options.split if named is None else named.split,
+            "image_root": str(root.absolute()) if self._is_manifest else None,
+            "path_column": options.path_column,
+            "label_column": options.label_column,
+        }
+
+    def described(self) -> str:
+        """The data for people."""
+        if self.is_embedded:
+            return "Fashion-MNIST's test set, shipped with dualeval"
+        if self._named is not None:
+            return f"{self._named.name}, {self._named.split} split, in {self._named.root}"
+        return str(self._path)
