@@ -18,10 +18,12 @@ from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.transformers_folder import (
     CONFIG,
     LOCAL,
+    config_of,
     load_pretrained,
     missing_library,
     other_file,
     quiet,
+    refuse_foreign_kernels,
     transformers_for,
 )
 from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
@@ -126,6 +128,7 @@ def build(
                 seed = seed_of(weights)
                 torch.manual_seed(0 if seed is None else seed)
                 config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+                refuse_foreign_kernels(config_of(folder), folder)
                 model = transformers.AutoModelForQuestionAnswering.from_config(
                     config, trust_remote_code=False
                 )

@@ -17,7 +17,7 @@ def with_tied_names(model: nn.Module, state: Mapping[str, Any], source: str) -> 
     """A state_dict with the names that a file has left out because another name has the same tensor.
 
     Args:
-        model: its names are tied where they lead to the same parameter or buffer.
+        model: its names are tied where they lead to the same parameter or buffer, or to the same memory.
         state: tensors by the model's names.
         source: where the tensors come from, for messages.
 
@@ -31,7 +31,7 @@ def with_tied_names(model: nn.Module, state: Mapping[str, Any], source: str) -> 
     for names in _tied(model):
         there = [name for name in names if isinstance(state.get(name), Tensor)]
         for name in there[1:]:
-            if not _are_equal(state[there[0]], state[name]):
+            if not are_equal(state[there[0]], state[name]):
                 raise UsageError(
                     f"{source} have different values for {there[0]} and {name}, which are one tensor in "
                     "the model "
@@ -52,14 +52,22 @@ def with_tied_names(model: nn.Module, state: Mapping[str, Any], source: str) -> 
 def _tied(model: nn.Module) -> list[list[str]]:
     """The names in the state_dict of each tensor that has more than one."""
     kept = model.state_dict(keep_vars=True)
-    found: dict[int, list[str]] = {}
+    found: dict[object, list[str]] = {}
     for name, value in kept.items():
         if isinstance(value, Tensor):
-            found.setdefault(id(value), []).append(name)
+            found.setdefault(_place(value), []).append(name)
     return [names for names in found.values() if len(names) > 1]
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
+def _place(value: Tensor) -> object:
+    """What two names of one tensor have in common; two parameters may lie in the same memory."""
+    if value.layout != torch.strided or nn.parameter.is_lazy(value):
+        return id(value)
+    begin = value.data_ptr() if value.numel() else 0
+    return (begin, value.dtype, value.shape, value.stride()) if begin else id(value)
+
+
+def are_equal(one: Tensor, other: Tensor) -> bool:
     """Whether the bits are equal; NaN is equal to itself."""
     if one is other or one.shape != other.shape or one.dtype != other.dtype:
         return one is other

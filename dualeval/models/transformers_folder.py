@@ -56,9 +56,16 @@ def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
     Raises:
         UsageError: the library would draw some weights at random.
     """
-    model, report = kind.from_pretrained(folder, output_loading_info=True, **LOCAL)
+    refuse_foreign_kernels(config_of(folder), folder)
+    # Tensors of another shape are refused below, by their names.
+    model, report = kind.from_pretrained(
+        folder, output_loading_info=True, ignore_mismatched_sizes=True, **LOCAL
+    )
     missing = sorted(report["missing_keys"])
-    mismatched = sorted(str(entry) for entry in report.get("mismatched_keys", ()))
+    mismatched = sorted(
+        f"{name} {tuple(found)}, the model has {tuple(own)}"
+        for name, found, own in report.get("mismatched_keys", ())
+    )
     if missing or mismatched:
         shown = ", ".join((missing + mismatched)[:5]) + (", ..." if len(missing + mismatched) > 5 else "")
         raise UsageError(
@@ -82,6 +89,27 @@ def config_of(folder: Path) -> dict[str, Any]:
         said = other_file(folder) or f"{CONFIG}: {error}"
         raise UsageError(f"{folder} holds no {CONFIG} that can be read: {said}") from error
     return found if isinstance(found, dict) else {}
+
+
+def refuse_foreign_kernels(config: Any, folder: Path) -> None:
+    """Check that a configuration asks for no code of the hub, which the library would fetch and run.
+
+    Args:
+        config: the values in config.json, those of its parts among them.
+        folder: where it lies, for messages.
+
+    Raises:
+        UsageError: an implementation is named as a repository, such as "kernels-community/flash-attn".
+    """
+    for name, value in config.items() if isinstance(config, dict) else ():
+        asked = value.values() if isinstance(value, dict) else (value,)
+        if "_implementation" in str(name) and any("/" in text for text in asked if isinstance(text, str)):
+            raise UsageError(
+                f"{folder / CONFIG} names code of a repository ({name}: {value!r:.80}), which would be "
+                f"fetched and run. dualeval does neither. Remove {name} from the file."
+            )
+        for part in value if isinstance(value, list) else (value,):
+            refuse_foreign_kernels(part, folder)
 
 
 def other_file(folder: Path) -> str | None:

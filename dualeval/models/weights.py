@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dualeval.errors import UsageError
@@ -15,7 +16,7 @@ from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.dtypes import changed_kinds
 from dualeval.models.extra_state import is_read
 from dualeval.models.prefixes import prefixes_that_fit, take_prefix, unwrap_for
-from dualeval.models.tied import with_tied_names
+from dualeval.models.tied import are_equal, with_tied_names
 from dualeval.weights_name import is_published_name
 
 _LISTED_AT_MOST = 8
@@ -196,14 +197,45 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
         # A format without versions, in the present layout: MNASNet loads nothing of unknown version.
         state = OrderedDict(state)
         state._metadata = own._metadata  # type: ignore[attr-defined]
+    lacking = _Lacking(own, state)
     try:
-        model.load_state_dict(state)
+        refused = model.load_state_dict(state)
     # Beside torch's own errors, those of a module's set_extra_state.
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         unread_late = [value.failure for value in state.values() if isinstance(value, LateTensor)]
         for failure in filter(None, unread_late):
             raise failure from error
         raise _misfit(model, own, state, source, [], error) from error
+    # A model may load less strictly than torch does, and say so or not.
+    if lacking.left() or any(getattr(refused, names, None) for names in ("missing_keys", "unexpected_keys")):
+        raise _misfit(model, own, state, source, [])
+
+
+class _Lacking:
+    """The tensors of a model that a state_dict does not name: a module may still make them of others.
+
+    Args:
+        own: the model's tensors, by name, which share its memory.
+        state: what is loaded into it next.
+    """
+
+    def __init__(self, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        self._before = [
+            (name, value, value._version, value.clone())
+            for name, value in own.items()
+            if name not in state
+            and isinstance(value, Tensor)
+            and value.layout == torch.strided
+            and not (value.is_quantized or nn.parameter.is_lazy(value))
+        ]
+
+    def left(self) -> list[str]:
+        """Those that nothing was written to."""
+        return [
+            name
+            for name, value, version, values in self._before
+            if value._version == version and are_equal(value, values)
+        ]
 
 
 def _misfit(

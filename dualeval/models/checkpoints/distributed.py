@@ -122,9 +122,11 @@ class DistributedFolder:
         try:
             with file.opened() as descriptor:
                 stream = cast(BinaryIO, io.BufferedReader(_Window(descriptor, part.offset, part.length)))
-                value = torch.load(stream, map_location="meta", weights_only=True)
-                stream.seek(0)
                 records = records_of(stream)
+                if not records:  # of the other byte order, for example, where torch would crash
+                    raise NotInPlace
+                stream.seek(0)
+                value = torch.load(stream, map_location="meta", weights_only=True)
             if not isinstance(value, Tensor) or tuple(value.shape) != sizes or value.dtype != saved.dtype:
                 raise NotInPlace
             return part_of(value, file, records, part.offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -67,7 +68,8 @@ def saved_in(folder: Path) -> Path | Literal[_Form.DISTRIBUTED]:
         found.append(states)
     indices = [path for path in sorted(folder.glob("*.index.json")) if is_index(path)]
     found += indices
-    found += _single_files(folder)
+    parts = {name for index in indices for name in _named_in(index)}
+    found += [path for path in _single_files(folder) if path.name not in parts]
     if not found:
         raise _no_checkpoint(folder)
     if len(found) > 1:
@@ -80,6 +82,15 @@ def saved_in(folder: Path) -> Path | Literal[_Form.DISTRIBUTED]:
             f"meant, such as --weights {files[0]}"
         )
     return found[0]
+
+
+def _named_in(index: Path) -> list[str]:
+    """The files that an index names; none where it is damaged, which is said when it is read."""
+    try:
+        places = json.loads(index.read_bytes())["weight_map"].values()
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return []
+    return [name for name in places if isinstance(name, str)]
 
 
 def _single_files(folder: Path) -> list[Path]:

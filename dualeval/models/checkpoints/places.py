@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 import zipfile
 from collections.abc import Mapping
 from typing import BinaryIO
@@ -13,6 +14,7 @@ from torch import Tensor
 from dualeval.models.checkpoints.late import FilePart, StampedFile
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
+_BYTE_ORDER = "byteorder"  # the name of a record behind the folder's
 
 
 class NotInPlace(Exception):
@@ -26,13 +28,19 @@ def records_of(stream: BinaryIO) -> dict[int, int]:
         stream: can be sought.
 
     Returns:
-        Nothing where one of them is compressed, or the stream is damaged.
+        Nothing where one of them is compressed, the values are of a machine with the other byte order, or the
+        stream is damaged.
     """
     found = {}
     try:
         with zipfile.ZipFile(stream) as archive:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED:
+                    return {}
+                if (
+                    entry.filename.rpartition("/")[2] == _BYTE_ORDER
+                    and archive.read(entry) != sys.byteorder.encode()
+                ):
                     return {}
                 stream.seek(entry.header_offset)
                 name, extra = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))

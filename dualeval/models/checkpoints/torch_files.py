@@ -52,8 +52,10 @@ class TorchFile:
         self._trust = trust
         self._file = StampedFile.of(path)
         # Only the zip format of torch >= 1.6 has tensors in their own places.
-        self._is_zip = zipfile.is_zipfile(path)
+        self._is_zip = self._begins_as_zip() and zipfile.is_zipfile(path)
         self._records = self._places() if self._is_zip else {}
+        # Of a compressed file torch would take the compressed bytes for values.
+        self._can_be_mapped = bool(self._records)
         self.tree = self._without_values() if self._records else None
         if self.tree is None:
             self._records, self.tree = {}, self._with_values()
@@ -83,6 +85,10 @@ class TorchFile:
 
     def _late_tensor(self, value: Tensor) -> LateTensor:
         return LateTensor(part_of(value, self._file, self._records))
+
+    def _begins_as_zip(self) -> bool:
+        with self._path.open("rb") as file:
+            return file.read(len(_BEGINS_AS_ZIP)) == _BEGINS_AS_ZIP
 
     def _places(self) -> dict[int, int]:
         with self._file.opened() as descriptor, open(descriptor, "rb", closefd=False) as opened:
@@ -133,17 +139,17 @@ class TorchFile:
             raise self._damaged(error) from error
 
     def _load(self, device: str, *, weights_only: bool) -> object:
-        with warnings.catch_warnings(), admitting():
+        with warnings.catch_warnings(), admitting(), self._file.opened():
             warnings.simplefilter("ignore")  # what torch guesses of a file that it then refuses
             return torch.load(
                 self._path,
                 map_location=device,
                 weights_only=weights_only,
-                mmap=self._is_zip and device == "cpu",
+                mmap=self._can_be_mapped and device == "cpu",
             )
 
     def _damaged(self, error: Exception) -> UsageError:
-        if not self._is_zip and self._path.read_bytes()[:2] == _BEGINS_AS_ZIP:
+        if not self._is_zip and self._begins_as_zip():
             return UsageError(
                 f"{self._path} is cut short: it begins as a file of torch.save, and its end is missing "
                 f"({self._file.size:,} bytes are there). Fetch or save it again."

@@ -30,6 +30,7 @@ from dualeval.models.transformers_folder import (
     load_pretrained,
     other_file,
     quiet,
+    refuse_foreign_kernels,
     transformers_for,
 )
 from dualeval.models.weights import OtherClasses
@@ -63,6 +64,7 @@ class TransformersModel(ModelSource):
                     "DIR' fetches one."
                 )
         self._config = config_of(self._folder)
+        refuse_foreign_kernels(self._config, self._folder)
         self._read_config()
 
     def _read_config(self) -> Any:
