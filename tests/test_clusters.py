@@ -108,12 +108,12 @@ def test_the_same_clusters_by_any_name() -> None:
 def test_only_samples_that_count_make_clusters() -> None:
     rows = {**ROWS, "chosen": CLUSTER < 7}
     found = robust(rows, 0.5, Score(column="right", where="chosen", factor=100.0), "percent")
-    assert found.rough == {"x": "of 7 clusters; it was shown to cover from 10 clusters on"}
+    assert found.rough == {"x": "of 7 clusters; with fewer than 10 it may be too short"}
     within = {name: column[CLUSTER < 7] for name, column in ROWS.items()}
     alone = robust(within, 0.5, Score(column="right"), "fraction").intervals["x"]
     assert found.intervals["x"] == pytest.approx([100 * end for end in alone])
     assert robust(within, 0.5, Score(column="loss")).rough == {
-        "x": "of 7 clusters; it was shown to cover from 30 clusters on"
+        "x": "of 7 clusters; with fewer than 30 it may be too short"
     }
 
 
@@ -217,8 +217,7 @@ def test_a_run_by_clusters(tmp_path: Path) -> None:
     assert by_site.clusters == {"column": "site", "count": 12}
     assert by_site.intervals != written.intervals
     assert (
-        "the interval of loss is of 12 clusters; it was shown to cover from 30 clusters on"
-        in by_site.warnings
+        "the interval of loss is of 12 clusters; with fewer than 30 it may be too short" in by_site.warnings
     )
     with pytest.raises(
         UsageError, match=r"no such column\. The columns are loss, rows, zero, rank, patient, site"

@@ -228,6 +228,9 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
         "metric": [metric.name for metric in task.metrics()],
         "batch_size": 64,
         "layout": "channels-last",
+        "precision": "fp32",
+        "keep_batchnorm_fp32": False,
+        "optimize": None,
     }
     origin = "resize and crop given, else the model's defaults"
     assert result.description == {
@@ -264,7 +267,14 @@ def test_idx_files_claim_no_resize(tmp_path: Path) -> None:
 
 def test_a_task_that_describes_nothing_is_named(tmp_path: Path) -> None:
     result = evaluate(TinyTask(20), tmp_path / "out", job={"mine": 1})
-    assert result.job == {"mine": 1, "layout": "contiguous"}
+    assert result.job == {
+        "mine": 1,
+        "batch_size": 64,
+        "precision": "fp32",
+        "keep_batchnorm_fp32": False,
+        "layout": "contiguous",
+        "optimize": None,
+    }
     assert result.description == {
         "task": "tiny",
         "weights": f"fingerprint {result.weights['fingerprint'][:8]}",

@@ -104,7 +104,7 @@ def check_interval(
     if len(above) < 2 or not any(residuals):
         assert found.intervals == {}
         return
-    assert found.rough == {key: f"of {len(above)} samples; it was shown to cover from 100 samples on"}
+    assert found.rough == {key: f"of {len(above)} samples; with fewer than 100 it may be too short"}
     low, high = hall(ratio, residuals, total(below) / len(below))
     if math.isfinite(low) and math.isfinite(high):
         tolerance = 1e-9 * max(abs(low), abs(high), high - low)
@@ -216,7 +216,7 @@ def test_an_interval_of_few_samples_is_rough() -> None:
     values = torch.arange(100.0)
     assert measure(Mean("x"), {"x": values}).rough == {}
     assert measure(Mean("x"), {"x": values[1:]}).rough == {
-        "x": "of 99 samples; it was shown to cover from 100 samples on"
+        "x": "of 99 samples; with fewer than 100 it may be too short"
     }
 
 
@@ -228,8 +228,8 @@ def test_samples_of_unequal_weight_count_for_fewer(metric: Mean | Ratio) -> None
     columns = {"y": torch.arange(300.0), "x": weights}
     assert measure(metric, columns).rough == {}
     assert measure(metric, {name: column[:100] for name, column in columns.items()}).rough == {
-        "m": "of 100 samples, which weigh as unequally as if they were 36; it was shown to cover from 100 "
-        "samples on"
+        "m": "of 100 samples, which weigh as unequally as if they were 36; with fewer than 100 it may be too "
+        "short"
     }
 
 

@@ -200,6 +200,28 @@ def test_a_model_that_cannot_be_channels_last_is_contiguous(capsys: pytest.Captu
         evaluate(made(by_view=True), layout="channels-last")
 
 
+class ByMemory(nn.Module):
+    """Reads memory as if it were contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = self.convolution(images)
+        size = found[0].numel()
+        return found.as_strided((len(found), 10), (size, 1))
+
+
+def test_a_model_with_other_numbers_channels_last_is_contiguous(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = ByMemory()
+    result = evaluate(model)
+    assert result.job["layout"] == CONTIGUOUS
+    assert "channels-last, the model gives other numbers in the column 'loss'" in capsys.readouterr().err
+    assert result.metrics_digest == evaluate(model, layout="contiguous").metrics_digest
+
+
 def test_a_layout_is_in_the_identity(tmp_path: Path) -> None:
     by_auto = evaluate(made(), out=tmp_path / "auto")
     named = evaluate(made(), out=tmp_path / "auto", layout="channels-last")

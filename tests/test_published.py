@@ -104,10 +104,6 @@ def test_a_missing_file_is_no_misspelt_name() -> None:
     assert "torchvision" not in refused(MODEL, "best.pt")
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    assert "is a folder" in refused(MODEL, str(tmp_path))
-
-
 def test_a_damaged_file_in_the_cache(both: list[Path]) -> None:
     """DEFAULT stands for what was published, and says so in the result."""
     content = bytearray(both[1].read_bytes())

@@ -103,7 +103,7 @@ def test_the_numbers_are_those_of_the_two_files(
     assert found["columns"]["confidence"]["largest"] > 0
     assert found["columns"]["target"] == {"rows_differ": 0, "first": None}
     assert not found["same_bits"]
-    assert list(found["differs_in"]) == ["weights_fingerprint"]
+    assert list(found["differs_in"]) == ["batch_size", "weights_fingerprint"]
     assert len(found["first_changed"]) == 10
     assert json.loads((out / "result.json").read_text())["reference"] == found
     # Finished: from its rows, the same; and without --reference what was written.

@@ -23,7 +23,7 @@ from torch import nn
 
 from dualeval.cli import dualeval
 from dualeval.cli.several import exit_code_of
-from dualeval.data import image_folder
+from dualeval.data import image_files, image_folder
 from dualeval.data.class_folders import class_folders
 from dualeval.data.files import digest_of_file
 from dualeval.engine import evaluation_mode, evaluator
@@ -296,7 +296,7 @@ def test_each_result_is_that_of_a_run_alone(
     (pictures / "ckpts/epoch3.pt").write_bytes(b"PK\x03\x04")
     opened: list[Any] = []
     monkeypatch.setattr(image_folder, "class_folders", _counted(class_folders, opened, "listed"))
-    monkeypatch.setattr(image_folder, "digest_of_file", _counted(digest_of_file, opened, "read"))
+    monkeypatch.setattr(image_files, "digest_of_file", _counted(digest_of_file, opened, "read"))
     alive = _models_alive(monkeypatch)
     assert run(*little(pictures / "val", "ckpts/*.pt", "--out", "all")) == EXIT_USAGE
     assert alive == [1] * 3, "the one before is released"

@@ -68,6 +68,15 @@ class Accelerator:
         """Versions of the device's libraries that can change a result."""
         return {}
 
+    def release(self) -> None:
+        """Wait for the device, and give back memory that PyTorch keeps for later.
+
+        Raises:
+            RuntimeError: the device cannot be used any more: after an error inside of a kernel all fails.
+        """
+        torch.accelerator.synchronize(self.device)
+        torch.accelerator.empty_cache()
+
     def new_stream(self) -> Stream:
         """A stream beside the current one."""
         return torch.Stream(self.device)
@@ -111,6 +120,9 @@ class Host(Accelerator):
 
     is_host = True
     batches_ahead = 0
+
+    def release(self) -> None:
+        """Nothing: what nobody holds is free."""
 
     def model(self) -> str:
         """The CPU's name."""

@@ -9,6 +9,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import nn
 
 from dualeval.choices import AUTO, CHANNELS_LAST, COMPILE, CONTIGUOUS
@@ -18,7 +19,7 @@ from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.identity.values import Values
-from dualeval.engine.layouts import is_of_layout, layout_of, needs_a_trial
+from dualeval.engine.layouts import is_of_layout, layout_of, needs_a_trial, problem_of_layouts
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.parts import postprocessed
@@ -26,12 +27,14 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
 from dualeval.engine.transfer import Pending
-from dualeval.errors import named
+from dualeval.errors import UsageError, named
 from dualeval.tasks import Dataset, Task
 
 # Samples that show which columns there are; and batches that are tried for some that can be read.
 _FEW = 2
 _LOOKED_AT = 64
+# Options that a result shows, also of a caller that gives no job of its own.
+_SHOWN = ("batch_size", "precision", "keep_batchnorm_fp32", "optimize")
 
 
 def evaluate_all(
@@ -113,38 +116,51 @@ def first_columns(
 def with_layout(
     task: Task, dataset: Dataset, model: nn.Module, plan: EvalPlan, context: RunContext
 ) -> RunContext:
-    """The context with the layout that "auto" comes to for a model.
+    """The context with the layout that "auto" comes to for a model; its job says so.
 
-    A model with code of somebody's own is tried channels-last on the first samples: where that fails it is
-    contiguous. The trial changes nothing of the model, and comes to the same on every rank.
+    A model with code of somebody's own is tried in both layouts on the first samples that can be read: where
+    channels-last fails, or gives other numbers, it is contiguous. The trial changes nothing of the model, and
+    comes to the same on every rank.
 
     Raises:
-        UsageError: the layout that is asked for has no meaning for the model; or as ``first_columns``.
+        UsageError: the layout that is asked for has no meaning for the model.
     """
     layout = layout_of(model, context.options.layout)
     if context.options.layout == AUTO and layout == CHANNELS_LAST and needs_a_trial(model):
-        evaluation = _first_evaluation(task, dataset, model, plan, context)
-        samples, data = _first_samples(evaluation)
+        # A sample that cannot be read is the loop's to name.
+        options = replace(
+            context.options, on_error="skip", precision="fp32", keep_batchnorm_fp32=False, optimize=None
+        )
+        evaluation = _first_evaluation(task, dataset, model, plan, replace(context, options=options))
         context.control.progress.step("forward")
-        error = _error_of_trial(evaluation, data, samples)
+        problem = _problem_of_trial(evaluation)
         context.control.progress.step("setup")
-        if error is not None and is_of_layout(error):
+        if problem is not None:
             layout = CONTIGUOUS
-            context.note_all([f"layout {layout}: channels-last, the model fails ({named(error)})"])
-    return replace(
-        context, options=replace(context.options, layout=layout), job={**context.job, "layout": layout}
-    )
+            context.note_all([f"layout {layout}: channels-last, {problem}"])
+    options = replace(context.options, layout=layout)
+    given = {name: getattr(options, name) for name in _SHOWN}
+    return replace(context, options=options, job={**given, **context.job, "layout": layout})
 
 
-def _error_of_trial(evaluation: Evaluation, data: Any, samples: range) -> Exception | None:
-    """What goes wrong in a forward of a copy of the model that is channels-last; None for nothing."""
-    options = replace(evaluation.context.options, layout=CHANNELS_LAST, optimize=None)
+def _problem_of_trial(evaluation: Evaluation) -> str | None:
+    """What is wrong with a channels-last copy of the model; None for nothing, or where nobody can tell."""
     try:
-        tried = prepare(copy_sharing_tensors(evaluation.model), options, evaluation.device)
-        _columns_of(replace(evaluation, model=tried), data, samples)
-    except Exception as error:  # noqa: BLE001 - whatever it is but the layout, the first batch raises it again
-        return error
-    return None
+        samples, data = _first_samples(evaluation)
+    except UsageError:
+        return None  # none of them can be read, which the loop says
+    found = []
+    for layout in (CONTIGUOUS, CHANNELS_LAST):
+        options = replace(evaluation.context.options, layout=layout)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                tried = prepare(copy_sharing_tensors(evaluation.model), options, evaluation.device)
+                found.append(_columns_of(replace(evaluation, model=tried), data, samples))
+        except Exception as error:  # noqa: BLE001 - whatever it is but the layout, the first batch raises it again
+            of_layout = layout == CHANNELS_LAST and is_of_layout(error)
+            return f"the model fails ({named(error)})" if of_layout else None
+    return problem_of_layouts(*found)
 
 
 def _first_evaluation(

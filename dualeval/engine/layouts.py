@@ -6,12 +6,14 @@ channels-last one the channels of a pixel do. The numbers are the same; kernels 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dualeval.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
+from dualeval.columns import Ragged
 from dualeval.errors import UsageError, text_of
 
 # Of a weight of a convolution in two dimensions: channels out, channels in, height, width; and of images.
@@ -24,6 +26,8 @@ _NORMS_BY_NAME = ("LayerNorm", "RMSNorm")
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 # What torch's operations, and those of extensions, say of a layout that they cannot take.
 _OF_LAYOUT = ("view size is not compatible", "contiguous", "stride", "memory format", "memory_format")
+# What float32 rounds differently in another order of sums, of the largest number; wide.
+_MOST_ROUNDING = 1e-3
 # Packages whose models compute channels-last as they are.
 _KNOWN = ("torch", "torchvision", "dualeval")
 
@@ -81,6 +85,29 @@ def needs_a_trial(model: nn.Module) -> bool:
 def is_of_layout(error: Exception) -> bool:
     """Whether an error says that an operation cannot take a tensor in its layout."""
     return any(words in text_of(error) for words in _OF_LAYOUT)
+
+
+def problem_of_layouts(contiguous: Mapping[str, Any], channels_last: Mapping[str, Any]) -> str | None:
+    """What is wrong with a model that gives other numbers in another layout; None for nothing.
+
+    Args:
+        contiguous: columns of some samples by name, computed contiguous in float32.
+        channels_last: those of the same samples, computed channels-last.
+    """
+    for name, column in contiguous.items():
+        one, other = (
+            each.values if isinstance(each, Ragged) else each for each in (column, channels_last.get(name))
+        )
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or not one.is_floating_point():
+            continue
+        known = one[one.isfinite()].abs()
+        most = _MOST_ROUNDING * (known.max().item() if known.numel() else 1.0)
+        if one.shape != other.shape or not torch.allclose(one, other, rtol=0, atol=most, equal_nan=True):
+            return (
+                f"the model gives other numbers in the column {name!r}. It may read memory by its strides "
+                "(as_strided, data_ptr)"
+            )
+    return None
 
 
 def fixed_part(model: nn.Module) -> str | None:

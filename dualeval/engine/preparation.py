@@ -80,6 +80,9 @@ def prepare(
         if dtype is not None or any(tensor.ndim == 4 for tensor in model.parameters()):
             _set_door(model, dtype, convert_layout)
     if options.optimize == COMPILE:
+        note(
+            f"--optimize {COMPILE}: each shape of a batch is compiled when it first comes, for up to minutes"
+        )
         _compile(model, device)
     return model
 

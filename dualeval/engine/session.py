@@ -408,18 +408,14 @@ class Session:
         Raises:
             DualevalError: the device cannot be used any more.
         """
-        import torch
+        from dualeval.engine.accelerator import accelerator_of
 
         gc.collect()
         device = self.backend.device
-        if device.type != "cuda":
-            return
         try:
-            # After an error inside of a kernel all that follows fails, too.
-            torch.cuda.synchronize(device)
+            accelerator_of(device).release()
         except RuntimeError as error:
             raise DualevalError(f"{device} cannot be used any more: {text_of(error)}") from error
-        torch.cuda.empty_cache()
 
     @contextmanager
     def _concluding(self, *, of_task: bool = True) -> Iterator[None]:

@@ -150,7 +150,7 @@ def cluster_intervals(
             continue
         intervals[key] = (low, high)
         if sums.count < sums.shown_from:
-            rough[key] = f"of {sums.count} clusters; it was shown to cover from {sums.shown_from} clusters on"
+            rough[key] = f"of {sums.count} clusters; with fewer than {sums.shown_from} it may be too short"
     warnings = tuple(f"no interval of {', '.join(keys)} by {name}: {why}" for why, keys in without.items())
     return ClusterIntervals(count=clusters.count, intervals=intervals, rough=rough, warnings=warnings)
 

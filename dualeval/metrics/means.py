@@ -101,7 +101,7 @@ def _rough_below(samples: int, effective: int | None) -> str | None:
     if alike >= SHOWN_FROM:
         return None
     unequal = "" if samples < SHOWN_FROM else f", which weigh as unequally as if they were {alike}"
-    return f"of {samples} samples{unequal}; it was shown to cover from {SHOWN_FROM} samples on"
+    return f"of {samples} samples{unequal}; with fewer than {SHOWN_FROM} it may be too short"
 
 
 def _without_spread(samples: int) -> str:

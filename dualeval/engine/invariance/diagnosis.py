@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from numpy import ndarray
+from torch import Tensor, nn
 
 from dualeval.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
 from dualeval.columns import Rows
@@ -32,7 +33,7 @@ from dualeval.engine.invariance.findings import (
 )
 from dualeval.engine.invariance.modules import Differences, ModuleDifference, Watch
 from dualeval.engine.invariance.settings import Setting, settings_of
-from dualeval.engine.layouts import layout_of, needs_a_trial
+from dualeval.engine.layouts import is_of_layout, layout_of, needs_a_trial, problem_of_layouts
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.plan import EvalPlan
@@ -132,13 +133,22 @@ def _layout(
     layout = layout_of(model, options.layout)
     if options.layout != AUTO or layout != CHANNELS_LAST or not needs_a_trial(model):
         return layout
-    try:
-        with numerics.settings(options.precision, device):
-            Computed(task, model, batches, replace(options, layout=layout, optimize=None), device)
-    except Exception as error:  # noqa: BLE001 - of somebody's own code any; contiguous, it is raised again
-        notes.append(f"layout {CONTIGUOUS}: channels-last, the model fails ({named(error)})")
-        return CONTIGUOUS
-    return layout
+    found: list[dict[str, Tensor]] = []
+    for each in (CONTIGUOUS, CHANNELS_LAST):
+        trial = replace(options, layout=each, precision="fp32", keep_batchnorm_fp32=False, optimize=None)
+        try:
+            with numerics.settings("fp32", device):
+                rows = Computed(task, model, batches, trial, device).job
+        except Exception as error:  # noqa: BLE001 - of somebody's own code any; it is raised again
+            if each == CONTIGUOUS or not is_of_layout(error):
+                return layout
+            notes.append(f"layout {CONTIGUOUS}: channels-last, the model fails ({named(error)})")
+            return CONTIGUOUS
+        found.append({name: torch.from_numpy(row) for name, row in rows.items() if isinstance(row, ndarray)})
+    if (problem := problem_of_layouts(*found)) is None:
+        return layout
+    notes.append(f"layout {CONTIGUOUS}: channels-last, {problem}")
+    return CONTIGUOUS
 
 
 def shapes_of(rows: int, last: int) -> list[int]:
