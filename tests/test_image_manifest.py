@@ -149,7 +149,7 @@ def test_labels_and_columns_that_python_or_parquet_cannot_hold(home: Path) -> No
 
 
 def test_files_of_other_suffixes_are_no_manifests(home: Path) -> None:
-    with pytest.raises(UsageError, match=r"is a file\. .* or a manifest \(\.csv, \.tsv, \.jsonl"):
+    with pytest.raises(UsageError, match=r"is a file\. .*, a manifest \(\.csv, \.tsv, \.jsonl"):
         ImageFolder(text(home, "path,label\n", "m.csv.gz"), SMALL)
 
 

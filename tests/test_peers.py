@@ -39,10 +39,10 @@ def made(peers: Any) -> dict[str, Any]:
         return {
             "startup_s": 2.0 + number,
             "peak_bytes": (100 + number) * 1_000_000,
-            "samples": 997 + (number > 1) * (-997 % size),
+            "samples": 997 + (number > 2) * (-997 % size),
             "top1": None if number == 0 else 0.5,
-            "loss": None if number == 0 else 0.25 + (number > 1) * (size - 1) / 1024,
-            "exit_code": -6 if number == 6 and size == 2 else 0,
+            "loss": None if number == 0 else 0.25 + (number > 2) * (size - 1) / 1024,
+            "exit_code": -6 if number == 7 and size == 2 else 0,
         }
 
     return {
@@ -89,9 +89,9 @@ def test_the_summary_has_medians_of_each_number_of_processes(peers: Any) -> None
         "yes",
     ]
     assert rows["Lightning"] == [
-        *["1.60 / 1.60"] * 3,
-        "8.0 / 8.0",
-        "106 / 106",
+        *["1.70 / 1.70"] * 3,
+        "9.0 / 9.0",
+        "107 / 107",
         "997 / 998 / 999",
         "no",
     ]
@@ -112,9 +112,9 @@ def test_the_other_tables(peers: Any) -> None:
     ]
     starts = rows_of(text, "## Start-up")
     assert len(starts) == 3 * len(peers.LOOPS)
-    assert starts[-2] == ["Lightning", "2", "8.00", "106", "998", "0.000", "9.8e-04", "3 of 3"]
+    assert starts[-2] == ["Lightning", "2", "9.00", "107", "998", "0.000", "9.8e-04", "3 of 3"]
     # Three ranks on fewer cores: their start-up says nothing.
-    assert starts[-1] == ["Lightning", "3", "", "106", "999", "0.000", "2.0e-03", "0 of 1"]
+    assert starts[-1] == ["Lightning", "3", "", "107", "999", "0.000", "2.0e-03", "0 of 1"]
 
 
 @pytest.mark.parametrize("ready", [False, True])
