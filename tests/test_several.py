@@ -445,7 +445,12 @@ def test_on_every_backend_the_next_model_goes_on(
     # mpirun and horovodrun have codes of their own for a rank that failed.
     assert done.returncode != 0
     found = statuses(tmp_path / "out")
-    assert found == {"good": DONE, "raises": FAILED, "memory": FAILED, "unbuilt": FAILED, "last": DONE}
+    if "dynamic" in launcher:
+        # The rank on which it raises may have come too late for enough batches.
+        assert found.pop("raises") in (DONE, FAILED)
+    else:
+        assert found.pop("raises") == FAILED
+    assert found == {"good": DONE, "memory": FAILED, "unbuilt": FAILED, "last": DONE}
     alone = launch([*RUN, "--config", job_file(tmp_path, "last"), "--out", "alone"], cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     digests = {read_result(tmp_path / out / "last/result.json").metrics_digest for out in ("out", "alone")}
