@@ -9,17 +9,16 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import nn
 
-from dualeval.choices import AUTO, CHANNELS_LAST, COMPILE, CONTIGUOUS
+from dualeval.choices import COMPILE
 from dualeval.columns import Rows, to_rows
 from dualeval.engine.compute import Compute, copy_sharing_tensors, usable_threads
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.identity.values import Values
-from dualeval.engine.layouts import is_of_layout, layout_of, needs_a_trial, problem_of_layouts
+from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.parts import postprocessed
@@ -27,7 +26,6 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
 from dualeval.engine.transfer import Pending
-from dualeval.errors import UsageError, named
 from dualeval.tasks import Dataset, Task
 
 # Samples that show which columns there are; and batches that are tried for some that can be read.
@@ -125,42 +123,25 @@ def with_layout(
     Raises:
         UsageError: the layout that is asked for has no meaning for the model.
     """
-    layout = layout_of(model, context.options.layout)
-    if context.options.layout == AUTO and layout == CHANNELS_LAST and needs_a_trial(model):
-        # A sample that cannot be read is the loop's to name.
-        options = replace(
-            context.options, on_error="skip", precision="fp32", keep_batchnorm_fp32=False, optimize=None
-        )
-        evaluation = _first_evaluation(task, dataset, model, plan, replace(context, options=options))
+    # A sample that cannot be read is the loop's to name.
+    of_trial = replace(context.options, on_error="skip", **OF_TRIAL)
+    evaluation = _first_evaluation(task, dataset, model, plan, replace(context, options=of_trial))
+    first: list[tuple[range, Any]] = []
+
+    def columns_in(layout: str) -> Mapping[str, Any]:
+        first[:] = first or [_first_samples(evaluation)]
+        [(samples, data)] = first
         context.control.progress.step("forward")
-        problem = _problem_of_trial(evaluation)
+        tried = prepare(copy_sharing_tensors(model), replace(of_trial, layout=layout), evaluation.device)
+        found = _columns_of(replace(evaluation, model=tried), data, samples)
         context.control.progress.step("setup")
-        if problem is not None:
-            layout = CONTIGUOUS
-            context.note_all([f"layout {layout}: channels-last, {problem}"])
+        return found
+
+    layout, said = layout_by_trial(model, context.options.layout, columns_in)
+    context.note_all([] if said is None else [said])
     options = replace(context.options, layout=layout)
     given = {name: getattr(options, name) for name in _SHOWN}
     return replace(context, options=options, job={**given, **context.job, "layout": layout})
-
-
-def _problem_of_trial(evaluation: Evaluation) -> str | None:
-    """What is wrong with a channels-last copy of the model; None for nothing, or where nobody can tell."""
-    try:
-        samples, data = _first_samples(evaluation)
-    except UsageError:
-        return None  # none of them can be read, which the loop says
-    found = []
-    for layout in (CONTIGUOUS, CHANNELS_LAST):
-        options = replace(evaluation.context.options, layout=layout)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                tried = prepare(copy_sharing_tensors(evaluation.model), options, evaluation.device)
-                found.append(_columns_of(replace(evaluation, model=tried), data, samples))
-        except Exception as error:  # noqa: BLE001 - whatever it is but the layout, the first batch raises it again
-            of_layout = layout == CHANNELS_LAST and is_of_layout(error)
-            return f"the model fails ({named(error)})" if of_layout else None
-    return problem_of_layouts(*found)
 
 
 def _first_evaluation(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dualeval.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
 from dualeval.columns import Ragged
-from dualeval.errors import UsageError, text_of
+from dualeval.errors import UsageError, named, text_of
 
 # Of a weight of a convolution in two dimensions: channels out, channels in, height, width; and of images.
 _IMAGE_DIMENSIONS = 4
@@ -28,6 +28,8 @@ _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch
 _OF_LAYOUT = ("view size is not compatible", "contiguous", "stride", "memory format", "memory_format")
 # What float32 rounds differently in another order of sums, of the largest number; wide.
 _MOST_ROUNDING = 1e-3
+# Options of the run that a trial of the layout leaves out.
+OF_TRIAL: Mapping[str, Any] = {"precision": "fp32", "keep_batchnorm_fp32": False, "optimize": None}
 # Packages whose models compute channels-last as they are.
 _KNOWN = ("torch", "torchvision", "dualeval")
 
@@ -74,7 +76,7 @@ def is_changeable(model: nn.Module) -> bool:
     return fixed_part(model) is None and _foreign_tensor(model) is None
 
 
-def needs_a_trial(model: nn.Module) -> bool:
+def _needs_a_trial(model: nn.Module) -> bool:
     """Whether a part of a model is code of somebody's own, which may not compute channels-last.
 
     ``Tensor.view`` cannot take a channels-last tensor's dimensions together.
@@ -82,12 +84,68 @@ def needs_a_trial(model: nn.Module) -> bool:
     return any(type(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules())
 
 
-def is_of_layout(error: Exception) -> bool:
+def _is_of_layout(error: Exception) -> bool:
     """Whether an error says that an operation cannot take a tensor in its layout."""
     return any(words in text_of(error) for words in _OF_LAYOUT)
 
 
-def problem_of_layouts(contiguous: Mapping[str, Any], channels_last: Mapping[str, Any]) -> str | None:
+def layout_by_trial(
+    model: nn.Module, asked: str, columns_in: Callable[[str], Mapping[str, Any]]
+) -> tuple[str, str | None]:
+    """As ``layout_of``; where "auto" comes to channels-last for code of somebody's own, it is tried.
+
+    Where channels-last fails, or gives other numbers than contiguous, the layout is contiguous.
+
+    Args:
+        model: as it was built.
+        asked: one of ``choices.LAYOUTS``.
+        columns_in: computes some samples with a copy of the model in a layout, with the options of
+            ``OF_TRIAL``; gives columns by name. Where it raises in both layouts, nobody can tell.
+
+    Returns:
+        The layout, and a sentence for people where a trial has decided it.
+
+    Raises:
+        UsageError: as ``layout_of``.
+    """
+    layout = layout_of(model, asked)
+    if asked != AUTO or layout != CHANNELS_LAST or not _needs_a_trial(model):
+        return layout, None
+    found = []
+    for tried in (CONTIGUOUS, CHANNELS_LAST):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                found.append(columns_in(tried))
+        except Exception as error:  # noqa: BLE001 - whatever it is but the layout, the first batch raises it again
+            if tried == CONTIGUOUS or not _is_of_layout(error):
+                return layout, None
+            return CONTIGUOUS, f"layout {CONTIGUOUS}: channels-last, the model fails ({named(error)})"
+    problem = _difference(*found)
+    if problem is None:
+        return layout, None
+    return CONTIGUOUS, f"layout {CONTIGUOUS}: channels-last, {problem}"
+
+
+def fixed_part(model: nn.Module) -> str | None:
+    """What of a model is a program that computes one dtype and layout only, in words; None for nothing."""
+    for name, module in model.named_modules():
+        place = f"its part {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{place} is a TorchScript program"
+        if _is_exported(module):
+            return f"{place} is a program of torch.export"
+        if type(module).__module__.startswith(_QUANTISED):
+            return f"{place} is quantised"
+    return None
+
+
+def converter(layout: str) -> Callable[[Tensor], Tensor]:
+    """What brings a floating tensor of four dimensions into a layout; others stay as they are."""
+    return _channels_last if layout == CHANNELS_LAST else _contiguous
+
+
+def _difference(contiguous: Mapping[str, Any], channels_last: Mapping[str, Any]) -> str | None:
     """What is wrong with a model that gives other numbers in another layout; None for nothing.
 
     Args:
@@ -108,24 +166,6 @@ def problem_of_layouts(contiguous: Mapping[str, Any], channels_last: Mapping[str
                 "(as_strided, data_ptr)"
             )
     return None
-
-
-def fixed_part(model: nn.Module) -> str | None:
-    """What of a model is a program that computes one dtype and layout only, in words; None for nothing."""
-    for name, module in model.named_modules():
-        place = f"its part {name!r}" if name else "the model"
-        if isinstance(module, torch.jit.ScriptModule):
-            return f"{place} is a TorchScript program"
-        if _is_exported(module):
-            return f"{place} is a program of torch.export"
-        if type(module).__module__.startswith(_QUANTISED):
-            return f"{place} is quantised"
-    return None
-
-
-def converter(layout: str) -> Callable[[Tensor], Tensor]:
-    """What brings a floating tensor of four dimensions into a layout; others stay as they are."""
-    return _channels_last if layout == CHANNELS_LAST else _contiguous
 
 
 def _is_convolutional(model: nn.Module) -> bool:

@@ -14,7 +14,6 @@ import torch
 from numpy import ndarray
 from torch import Tensor, nn
 
-from dualeval.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
 from dualeval.columns import Rows
 from dualeval.engine import numerics
 from dualeval.engine.agreement import machine_facts
@@ -33,7 +32,7 @@ from dualeval.engine.invariance.findings import (
 )
 from dualeval.engine.invariance.modules import Differences, ModuleDifference, Watch
 from dualeval.engine.invariance.settings import Setting, settings_of
-from dualeval.engine.layouts import is_of_layout, layout_of, needs_a_trial, problem_of_layouts
+from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.plan import EvalPlan
@@ -41,7 +40,7 @@ from dualeval.engine.preparation import compiler_settings
 from dualeval.engine.row_differences import differing_rows
 from dualeval.engine.samples import as_dataset
 from dualeval.engine.settings_watch import is_compiled
-from dualeval.errors import UsageError, named
+from dualeval.errors import UsageError
 from dualeval.tasks import Task
 
 # Beside the powers of two from 16 on.
@@ -130,25 +129,16 @@ def _layout(
     notes: list[str],
 ) -> str:
     """The layout that the job's comes to, as in a run."""
-    layout = layout_of(model, options.layout)
-    if options.layout != AUTO or layout != CHANNELS_LAST or not needs_a_trial(model):
-        return layout
-    found: list[dict[str, Tensor]] = []
-    for each in (CONTIGUOUS, CHANNELS_LAST):
-        trial = replace(options, layout=each, precision="fp32", keep_batchnorm_fp32=False, optimize=None)
-        try:
-            with numerics.settings("fp32", device):
-                rows = Computed(task, model, batches, trial, device).job
-        except Exception as error:  # noqa: BLE001 - of somebody's own code any; it is raised again
-            if each == CONTIGUOUS or not is_of_layout(error):
-                return layout
-            notes.append(f"layout {CONTIGUOUS}: channels-last, the model fails ({named(error)})")
-            return CONTIGUOUS
-        found.append({name: torch.from_numpy(row) for name, row in rows.items() if isinstance(row, ndarray)})
-    if (problem := problem_of_layouts(*found)) is None:
-        return layout
-    notes.append(f"layout {CONTIGUOUS}: channels-last, {problem}")
-    return CONTIGUOUS
+
+    def columns_in(layout: str) -> dict[str, Tensor]:
+        with numerics.settings("fp32", device):
+            of_trial = replace(options, layout=layout, **OF_TRIAL)
+            rows = Computed(task, model, batches, of_trial, device).job
+        return {name: torch.from_numpy(row) for name, row in rows.items() if isinstance(row, ndarray)}
+
+    layout, said = layout_by_trial(model, options.layout, columns_in)
+    notes += [] if said is None else [said]
+    return layout
 
 
 def shapes_of(rows: int, last: int) -> list[int]:

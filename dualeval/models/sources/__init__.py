@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -117,6 +118,22 @@ class ModelSource(ABC):
         given = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
         return f"{self.name} ({given})" if given else self.name
 
+    def rename(self, tensors: dict[str, Any], model: nn.Module) -> None:
+        """Give tensors of a file that has older names the present ones, in place; here none has."""
+        return
+
+    @contextmanager
+    def blaming_arguments(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Say that ``--model-arg`` is why a model cannot be made, where there are arguments."""
+        try:
+            yield
+        except kinds as error:
+            if not self.arguments:
+                raise
+            raise UsageError(
+                f"--model {self.name} cannot be made with --model-arg {' '.join(self.arguments)}: {error}"
+            ) from error
+
     def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
         """Make the model with weights that are in a file.
 
@@ -126,6 +143,7 @@ class ModelSource(ABC):
         assert weights.path is not None, "weights are in a file or drawn"
         found = read_state_dict(weights.path, loading.key, trust=self.trust)
         model = self.create(num_classes, entry=weights.entry)
+        self.rename(found.tensors, model)
         loaded = load_state_dict(model, found, prefix=loading.prefix, source=f"the weights {weights.text}")
         if not is_published_name(weights.text):
             loading.on_load(loaded)

@@ -169,14 +169,8 @@ class TimmModel(ModelSource):
 
     def _created(self, num_classes: int | None, **options: Any) -> nn.Module:
         classes = {} if num_classes is None else {"num_classes": num_classes}
-        try:
+        with self.blaming_arguments(TypeError, ValueError, AssertionError, RuntimeError):
             model = _timm().create_model(self._name, **classes, **self.arguments, **options)
-        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-            if not self.arguments:
-                raise
-            raise UsageError(
-                f"--model {self.name} cannot be made with --model-arg {' '.join(self.arguments)}: {error}"
-            ) from error
         assert isinstance(model, nn.Module)
         return model
 

@@ -13,10 +13,8 @@ from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.models import published
-from dualeval.models.checkpoints import read_state_dict
-from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, weights_of_file
+from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource, weights_of_file
 from dualeval.models.sources.embedded import EMBEDDED
-from dualeval.models.weights import load_state_dict
 from dualeval.vision_library import torchvision
 from dualeval.weights_name import is_published_name
 
@@ -62,28 +60,20 @@ class TorchvisionModel(ModelSource):
             extra |= {"num_classes": num_classes}
         if entry is not None:
             extra |= published.constructor_arguments(self.name, entry)
-        try:
+        with self.blaming_arguments(TypeError, ValueError, AssertionError):
             model = torchvision().models.get_model(self.name, weights=None, **extra | dict(self.arguments))
-        except (TypeError, ValueError, AssertionError) as error:
-            if not self.arguments:
-                raise
-            raise UsageError(
-                f"--model {self.name} cannot be made with --model-arg {' '.join(self.arguments)}: {error}"
-            ) from error
         assert isinstance(model, nn.Module)
         return model
 
-    def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
+    def rename(self, tensors: dict[str, Any], model: nn.Module) -> None:
+        """Give a DenseNet's tensors the names that the model has; a prefix may be before them."""
         if not self.name.startswith("densenet"):
-            return super().load(weights, num_classes, loading)
-        assert weights.path is not None, "weights are in a file or drawn"
-        found = read_state_dict(weights.path, loading.key, trust=self.trust)
-        model = self.create(num_classes, entry=weights.entry)
-        _rename_as_torchvision(found.tensors, model)
-        loaded = load_state_dict(model, found, prefix=loading.prefix, source=f"the weights {weights.text}")
-        if not is_published_name(weights.text):
-            loading.on_load(loaded)
-        return model
+            return
+        own = tuple(model.state_dict())
+        for old in [name for name in tensors if _OLD_DENSENET.search(name)]:
+            new = _OLD_DENSENET.sub(r"\1\2", old)
+            if new.endswith(own) and new not in tensors:
+                tensors[new] = tensors.pop(old)
 
     def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
         """That of the weights, where torchvision publishes them.
@@ -112,12 +102,3 @@ class TorchvisionModel(ModelSource):
 
     def download(self, weights: str) -> None:
         published.download(self.name, weights)
-
-
-def _rename_as_torchvision(tensors: dict[str, Any], model: nn.Module) -> None:
-    """Give a DenseNet's tensors the present names, where the model has these; a prefix may be before them."""
-    own = tuple(model.state_dict())
-    for old in [name for name in tensors if _OLD_DENSENET.search(name)]:
-        new = _OLD_DENSENET.sub(r"\1\2", old)
-        if new.endswith(own) and new not in tensors:
-            tensors[new] = tensors.pop(old)
