@@ -128,7 +128,7 @@ class Evaluator:
             with numerics.autocast(precision, device):
                 model = self._task.build_model(device)
             if guest is not None:
-                model = guest.take(model, context.backend.world)
+                model = guest.take(model)
             model = moved(model, device)
             if guest is not None:
                 context.note_all(guest.share_buffers(model, context.backend, context.control))
