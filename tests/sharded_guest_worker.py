@@ -69,7 +69,8 @@ def trained(*, evaluates: bool) -> tuple[str, list[dict[str, Any]]]:
         images, targets = zip(*samples[rank + epoch :: dist.get_world_size()], strict=True)
         for _ in range(2):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(torch.stack(images)), torch.tensor(targets)).backward()
+            loss: Any = nn.functional.cross_entropy(model(torch.stack(images)), torch.tensor(targets))
+            loss.backward()
             optimizer.step()
         if evaluates:
             before = [len(module._forward_pre_hooks) for module in model.modules()]
@@ -78,7 +79,8 @@ def trained(*, evaluates: bool) -> tuple[str, list[dict[str, Any]]]:
             assert all(module.training for module in model.modules())
             found.append({name: facts(result) for name, result in results.items()})
     state = hashlib.sha256()
-    for name, value in sorted(get_model_state_dict(model).items()):
+    trained_state: dict[str, Any] = dict(get_model_state_dict(model))
+    for name, value in sorted(trained_state.items()):
         own = value.to_local() if hasattr(value, "to_local") else value
         state.update(name.encode() + own.contiguous().numpy().tobytes())
     state.update(torch.get_rng_state().numpy().tobytes())
