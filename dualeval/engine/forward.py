@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -26,6 +26,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
 from dualeval.engine.transfer import Pending
+from dualeval.errors import DualevalError, named
 from dualeval.tasks import Dataset, Task
 
 # Samples that show which columns there are; and batches that are tried for some that can be read.
@@ -112,13 +113,27 @@ def first_columns(
 
 
 def with_layout(
-    task: Task, dataset: Dataset, model: nn.Module, plan: EvalPlan, context: RunContext
+    task: Task,
+    dataset: Dataset,
+    model: nn.Module,
+    plan: EvalPlan,
+    context: RunContext,
+    copy_in: Callable[[str], nn.Module] | None = None,
 ) -> RunContext:
     """The context with the layout that "auto" comes to for a model; its job says so.
 
     A model with code of somebody's own is tried in both layouts on the first samples that can be read: where
     channels-last fails, or gives other numbers, it is contiguous. The trial changes nothing of the model, and
     comes to the same on every rank.
+
+    Args:
+        task: what is evaluated.
+        dataset: the task's.
+        model: likewise, as it was built.
+        plan: the division of the data set.
+        context: whose options are those asked for.
+        copy_in: makes a copy of the model in a layout, in the precision of ``OF_TRIAL``, whose forward is a
+            collective; None where each rank has all of the model.
 
     Raises:
         UsageError: the layout that is asked for has no meaning for the model.
@@ -132,16 +147,39 @@ def with_layout(
         first[:] = first or [_first_samples(evaluation)]
         [(samples, data)] = first
         context.control.progress.step("forward")
-        tried = prepare(copy_sharing_tensors(model), replace(of_trial, layout=layout), evaluation.device)
+        if copy_in is None:
+            tried = prepare(copy_sharing_tensors(model), replace(of_trial, layout=layout), evaluation.device)
+        else:
+            tried = copy_in(layout)
         found = _columns_of(replace(evaluation, model=tried), data, samples)
         context.control.progress.step("setup")
         return found
 
-    layout, said = layout_by_trial(model, context.options.layout, columns_in)
+    tries = columns_in if copy_in is None else partial(_on_all_ranks, columns_in, context)
+    layout, said = layout_by_trial(model, context.options.layout, tries)
     context.note_all([] if said is None else [said])
     options = replace(context.options, layout=layout)
     given = {name: getattr(options, name) for name in _SHOWN}
     return replace(context, options=options, job={**given, **context.job, "layout": layout})
+
+
+def _on_all_ranks(
+    columns_in: Callable[[str], Mapping[str, Any]], context: RunContext, layout: str
+) -> Mapping[str, Any]:
+    """Try a layout on all ranks: where it fails on one rank it has failed on all."""
+    failure: Exception | None = None
+    columns: Mapping[str, Any] = {}
+    try:
+        columns = columns_in(layout)
+    except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know of it
+        failure = error
+    context.control.meet()
+    everyone = context.backend.all_gather_json(None if failure is None else named(failure))
+    if failure is not None:
+        raise failure
+    if (said := next((each for each in everyone if each is not None), None)) is not None:
+        raise DualevalError(said)
+    return columns
 
 
 def _first_evaluation(
@@ -209,6 +247,6 @@ def _compute(evaluation: Evaluation, threads: int, settings: NumericSettings | N
         evaluation.context.options.precision,
         threads,
         settings,
-        inference=not evaluation.context.guest,
+        inference=not evaluation.context.guest and evaluation.context.options.shard is None,
         explain=partial(why_preparation_failed, options=evaluation.context.options),
     )
