@@ -68,6 +68,10 @@ class Guest:
                     self._note(parameter, keeps_values=False)
                 self._note_buffers(module)
 
+    def knows(self, model: nn.Module) -> bool:
+        """Whether a part of a model belongs to one that is remembered."""
+        return any(id(module) in self._modules for module in model.modules())
+
     def remember_buffers(self, model: nn.Module) -> None:
         """Note a model's buffers and their values alone."""
         for module in model.modules():

@@ -141,6 +141,24 @@ class Task(ABC):
             UsageError: the weights, the model and the data do not fit together.
         """
 
+    def build_late(self, device: torch.device) -> nn.Module:
+        """The model of a run that divides it over the ranks (``--shard``), in place of ``build_model``.
+
+        Without a method of its own it is what ``build_model`` gives: each rank builds all of it once.
+
+        Args:
+            device: where the ranks compute; what the task itself keeps for its forward belongs there.
+
+        Returns:
+            A model of this run's own, on the CPU. A parameter of it may be late: shape and dtype are known,
+            and a method ``read_rows(first, last, into)`` reads some of its rows into a tensor of the CPU, in
+            that tensor's dtype. Buffers have their values.
+
+        Raises:
+            UsageError: as for ``build_model``.
+        """
+        return self.build_model(device)
+
     def check_batches(self, batch_size: int, samples: int) -> None:
         """Refuse batches that the model does not take; called before the loop, after ``build_model``.
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,6 +22,9 @@ from dualeval.engine.progress import Position, Progress
 from dualeval.engine.sharding.detect import is_of_fsdp, is_unit
 from dualeval.errors import BackendError, UsageError, text_of
 from dualeval.world import World
+
+if TYPE_CHECKING:
+    from dualeval.engine.context import RunContext
 
 
 class Gathers:
@@ -128,6 +132,13 @@ class Gathers:
             raise UsageError(
                 _other_order("this one ends", f"the first one calls {self._order[len(self._seen)]}")
             )
+
+
+@contextmanager
+def gathers_watched(model: nn.Module, context: RunContext) -> Iterator[RunContext]:
+    """The context with the gathers of a model, watched for as long as this lasts."""
+    with Gathers(model, context.control.progress, context.backend.world) as gathers:
+        yield replace(context, gathers=gathers)
 
 
 def _other_order(here: str, there: str) -> str:
