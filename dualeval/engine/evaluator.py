@@ -163,7 +163,10 @@ class Evaluator:
             attributes = task_attributes(self._task)
             sharded = None if mesh is None else ShardedModel(model, mesh, context)
             context = with_schedule(model, context)
-            identity = ModelIdentity.of(model) if sharded is None else None
+            identity = None
+            if sharded is None:
+                in_gather = partial(context.control.progress.inside, "collective")
+                identity = ModelIdentity.of(model, in_gather)
             check_model(model, context.options)
             if sharded is None:
                 # After the identity: its hooks are no part of the model.

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from dualeval.engine.accelerator import is_out_of_memory
-from dualeval.engine.progress import Position, Progress
+from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.progress import Position
 from dualeval.engine.sharding.detect import is_of_fsdp, is_unit
 from dualeval.errors import BackendError, UsageError, text_of
 from dualeval.world import World
@@ -32,14 +33,19 @@ class Gathers:
 
     Args:
         model: what is evaluated.
-        progress: what this rank is at.
+        control: where the ranks hear of each other.
         world: this process's place.
+
+    Attributes:
+        is_complete: whether the last forward came to its end: no other rank waits in it for this one.
     """
 
-    def __init__(self, model: nn.Module, progress: Progress, world: World) -> None:
+    def __init__(self, model: nn.Module, control: ControlPlane, world: World) -> None:
         self._model = model
-        self._progress = progress
+        self._control = control
+        self._progress = control.progress
         self._world = world
+        self.is_complete = False
         self._handles: list[Any] = []
         self._order: list[str] | None = None
         self._seen: list[str] = []
@@ -106,16 +112,17 @@ class Gathers:
             BackendError: a gather broke.
             UsageError: the forward calls the units in another order than the first one.
         """
-        if not self._handles:
-            yield
-            return
+        self.is_complete = False
         self._seen.clear()
         before = _lengths_of_records(self._model)
         try:
             yield
+            self._check_end()
         except Exception as error:
             if self._gathered is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
                 _end_forward(self._model)
+                if self._handles:
+                    self._control.fails_everywhere(error)
                 raise
             said = text_of(error).strip().rstrip(".") or type(error).__name__
             raise BackendError(
@@ -126,6 +133,9 @@ class Gathers:
         finally:
             self._gathered = None
             _cut(before)
+        self.is_complete = True
+
+    def _check_end(self) -> None:
         if self._order is None:
             self._order = list(self._seen)
         elif len(self._seen) < len(self._order) and self._world.size > 1:
@@ -137,7 +147,7 @@ class Gathers:
 @contextmanager
 def gathers_watched(model: nn.Module, context: RunContext) -> Iterator[RunContext]:
     """The context with the gathers of a model, watched for as long as this lasts."""
-    with Gathers(model, context.control.progress, context.backend.world) as gathers:
+    with Gathers(model, context.control, context.backend.world) as gathers:
         yield replace(context, gathers=gathers)
 
 
