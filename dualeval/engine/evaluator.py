@@ -23,8 +23,9 @@ from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, compiler_settings, prepare
 from dualeval.engine.samples import as_dataset
-from dualeval.engine.sharding.model import ShardedModel, check_sharding
+from dualeval.engine.sharding.model import ShardedModel
 from dualeval.engine.sharding.ownership import check_owned, release
+from dualeval.engine.sharding.parameters import check_device
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
 from dualeval.result import Result
@@ -84,7 +85,7 @@ class Evaluator:
                 "dualeval.Task. For your own loop over a data set use session.batches(dataset)."
             )
         numerics.check_precision(options.precision, backend.device)
-        check_sharding(options, backend.device)
+        check_device(options.offload, backend.device)
         self._task = task
         self._context = RunContext(
             backend=backend,

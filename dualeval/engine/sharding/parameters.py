@@ -111,6 +111,23 @@ def parameters_of(model: nn.Module) -> list[Parameter]:
     return sorted(found, key=lambda parameter: parameter.name)
 
 
+def check_device(offload: bool, device: torch.device) -> None:
+    """Check that the parameters may lie where they are asked for.
+
+    Args:
+        offload: whether a rank's part stays in host memory.
+        device: what computes.
+
+    Raises:
+        UsageError: they are there anyway.
+    """
+    if offload and device.type == "cpu":
+        raise UsageError(
+            "offload keeps a rank's part of the model in host memory, and this run computes there (device "
+            "cpu). Leave offload out."
+        )
+
+
 def _check_model(model: nn.Module) -> None:
     if (part := fixed_part(model)) is not None:
         raise UsageError(f"shard: {part}, and its weights are a part of that program. Leave shard out.")
