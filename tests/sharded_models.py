@@ -151,7 +151,35 @@ def outputs_of(outputs: Tensor, batch: Any) -> dict[str, Tensor]:
     return {"outputs": outputs, "sum": outputs.double().sum(1)}
 
 
-def digest(session: dualeval.Session, name: str, **options: Any) -> tuple[str, Any]:
+class LateTask(dualeval.ModelTask):
+    """Its parameters are still where they were saved: here in tensors beside."""
+
+    def build_late(self, device: torch.device) -> nn.Module:
+        model = self.build_model(device)
+        made: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    made.setdefault(id(parameter), _late(parameter))
+                    setattr(module, name, made[id(parameter)])
+        return model
+
+
+def _late(parameter: nn.Parameter) -> nn.Parameter:
+    values = parameter.detach().clone()
+    empty = torch.empty(values.shape, dtype=values.dtype, device="meta")
+    late: Any = nn.Parameter(empty, requires_grad=False)
+
+    def read_rows(first: int, last: int, into: Tensor) -> None:
+        into.copy_(values[first:last] if values.ndim else values)
+
+    late.read_rows = read_rows
+    return late
+
+
+def digest(
+    session: dualeval.Session, name: str, kind: type[dualeval.ModelTask], **options: Any
+) -> tuple[str, Any]:
     make, data = MODELS[name]
 
     def model() -> nn.Module:
@@ -160,7 +188,7 @@ def digest(session: dualeval.Session, name: str, **options: Any) -> tuple[str, A
 
     torch.manual_seed(5)
     data = data()
-    task = dualeval.ModelTask(model=model, data=[(row,) for row in data], metrics=["sum"], observe=outputs_of)
+    task = kind(model=model, data=[(row,) for row in data], metrics=["sum"], observe=outputs_of)
     result = session.evaluate(task, batch_size=2, **options)
     return result.metrics_digest, result.weights
 
@@ -169,9 +197,11 @@ def main(names: list[str], options: dict[str, Any]) -> None:
     found = {}
     with dualeval.Session(note=lambda sentence: None) as session:
         for name in names:
-            whole = digest(session, name, **options)
-            divided = digest(session, name, shard="fsdp", **options)
-            found[name] = whole == divided
+            whole = digest(session, name, dualeval.ModelTask, **options)
+            for kind in (dualeval.ModelTask, LateTask):
+                found[f"{kind.__name__} {name}"] = (
+                    digest(session, name, kind, shard="fsdp", **options) == whole
+                )
         if session.world.is_main:
             print(json.dumps(found))
 
