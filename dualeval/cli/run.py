@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualeval.choices import SCHEDULES, check_choice
+from dualeval.choices import SCHEDULES, check_choice, check_sharding
 from dualeval.cli import options
 from dualeval.cli.grouped import Words, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, jobs_of, task_flags
@@ -86,7 +86,7 @@ class _Invocation:
     group=RUN,
     type=Words(SCHEDULES, "WORD"),
     default=SCHEDULES[0],
-    help="static (default); dynamic: slow ranks get less.",
+    help="static (default); dynamic (by load); lockstep.",
 )
 @grouped(
     "--replay/--no-replay",
@@ -196,6 +196,14 @@ def run(context: click.Context, /, **flags: Any) -> None:
     )
     jobs = jobs_of(flags)
     job = jobs[0][1]
+    for _, each in jobs:
+        check_sharding(
+            shard=each.shard,
+            offload=each.offload,
+            optimize=each.optimize,
+            schedule=invocation.schedule,
+            dashes=True,
+        )
     if dry_run:
         context.exit(_print_dry_run(jobs, invocation, world, nproc) if world.is_main else EXIT_DONE)
     if world.is_main:

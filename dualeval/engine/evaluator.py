@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from dualeval.choices import LOCKSTEP
 from dualeval.engine import numerics
 from dualeval.engine.context import RunContext, Show
 from dualeval.engine.control.plane import ControlPlane
@@ -22,7 +24,9 @@ from dualeval.engine.identity import ModelIdentity, task_attributes
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, compiler_settings, prepare
+from dualeval.engine.rounds import EvaluatesBatch, evaluate_in_rounds, evaluated_together, with_schedule
 from dualeval.engine.samples import as_dataset
+from dualeval.engine.sharding.gathers import Gathers
 from dualeval.engine.sharding.model import ShardedModel
 from dualeval.engine.sharding.ownership import check_owned, release
 from dualeval.engine.sharding.parameters import check_device
@@ -158,22 +162,13 @@ class Evaluator:
             )
             context = self._with_workers(dataset)
             attributes = task_attributes(self._task)
-            sharded = None if mesh is None else ShardedModel(model, mesh, context)
-            identity = ModelIdentity.of(model) if sharded is None else None
-            check_model(model, context.options)
             stack.enter_context(compiler_settings(context.options.optimize))
-            copy_in = None if sharded is None else sharded.copy_in
-            context = with_layout(self._task, dataset, model, plan_of(dataset, context), context, copy_in)
-            if sharded is not None:
-                model, identity = sharded.filled(context.options), sharded.identity
+            if mesh is None:
+                ready = self._prepared(model, dataset, context, stack)
             else:
-                model = prepare(
-                    model,
-                    context.options,
-                    device,
-                    owned=guest is None,
-                    note=lambda said: context.note_all([said]),
-                )
+                ready = self._divided(model, dataset, context, stack, mesh)
+            model, context, identity = ready
+            del ready
             rows = self._task.rows
             if rows is None:
                 first = first_columns(self._task, dataset, model, plan_of(dataset, context), context)
@@ -188,7 +183,7 @@ class Evaluator:
                 identity=identity,
                 attributes=attributes,
             )
-            del identity, sharded, copy_in
+            del identity
             # After all that a task's own code may have set. What this rank says of it is in the result.
             execution.said += [
                 *self._task.data_warnings(),
@@ -200,12 +195,17 @@ class Evaluator:
             try:
                 execution.begin()
                 evaluation = execution.evaluation
+                in_lockstep = context.options.schedule == LOCKSTEP
                 stored = execution.stored_batch()
-                earlier = execution.prove(stored, lambda samples: evaluate_alone(evaluation, samples))
+                again: EvaluatesBatch = partial(evaluate_alone, evaluation)
+                if in_lockstep:
+                    again = evaluated_together(evaluation, stored)
+                earlier = execution.prove(stored, again)
                 if earlier is not None:
                     return earlier
                 execution.start_loop()
-                execution.said += evaluate_all(evaluation, execution.loop, execution.previous, settings)
+                evaluates = evaluate_in_rounds if in_lockstep else evaluate_all
+                execution.said += evaluates(evaluation, execution.loop, execution.previous, settings)
                 return execution.finish()
             except BaseException as error:
                 execution.fail(error)
@@ -216,6 +216,42 @@ class Evaluator:
             return self._task.build_model(device)
         return self._task.build_late(device)
 
+    def _prepared(
+        self, model: nn.Module, dataset: Dataset, context: RunContext, stack: ExitStack
+    ) -> tuple[nn.Module, RunContext, ModelIdentity]:
+        """The model that computes, where the task has built it as it is to be; and the context that it needs.
+
+        Args:
+            model: as it was built, on the device.
+            dataset: the task's.
+            context: of the options that were asked for.
+            stack: of what ends with the evaluation.
+        """
+        context = with_schedule(model, context)
+        identity = ModelIdentity.of(model)
+        check_model(model, context.options)
+        context = _watched(model, context, stack)
+        context = with_layout(self._task, dataset, model, plan_of(dataset, context), context)
+        model = prepare(
+            model,
+            context.options,
+            context.backend.device,
+            owned=not context.guest,
+            note=lambda said: context.note_all([said]),
+        )
+        return model, context, identity
+
+    def _divided(
+        self, model: nn.Module, dataset: Dataset, context: RunContext, stack: ExitStack, mesh: DeviceMesh
+    ) -> tuple[nn.Module, RunContext, ModelIdentity]:
+        """As ``_prepared``, for a model that is divided over the ranks of a mesh. A collective."""
+        sharded = ShardedModel(model, mesh, context)
+        check_model(model, context.options)
+        plan = plan_of(dataset, context)
+        context = with_layout(self._task, dataset, model, plan, context, sharded.copy_in)
+        model = sharded.filled(context.options)
+        return model, _watched(model, with_schedule(model, context), stack), sharded.identity
+
 
 def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
     """How many processes read for a rank where nobody says it: none where reading costs nothing."""
@@ -223,6 +259,12 @@ def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
     if wanted is None:
         wanted = not getattr(dataset, "in_memory", False)
     return min(_MOST_AUTOMATIC_WORKERS, cores) if wanted else 0
+
+
+def _watched(model: nn.Module, context: RunContext, stack: ExitStack) -> RunContext:
+    """The context with what watches the gathers of a sharded model; its hooks come after the identity."""
+    gathers = Gathers(model, context.control.progress, context.backend.world)
+    return replace(context, gathers=stack.enter_context(gathers))
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:

@@ -1,1 +1,1 @@
-"""A model whose parameters are divided over the ranks: which parts, how it is filled, what it is."""
+"""Models whose parameters are divided over the ranks: what they are, and how their forward is watched."""

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.distributed_metadata import Part, SavedTensor, read_metadata
+from dualeval.models.checkpoints.file_parts import Chunks, FilePart, StampedFile
 from dualeval.models.checkpoints.folders import METADATA
-from dualeval.models.checkpoints.late import Chunks, FilePart, LateTensor, StampedFile
+from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.checkpoints.places import NotInPlace, part_of, records_of
 from dualeval.models.passed_over import PassedOver
 
@@ -36,6 +37,10 @@ class _NotOpened:
 
     def copy_to(self, target: Tensor) -> None:
         """Nothing is read before the state_dict is chosen."""
+        raise AssertionError(f"{self.name} was not taken")
+
+    def rows(self, first: int, last: int) -> _NotOpened:
+        """As above."""
         raise AssertionError(f"{self.name} was not taken")
 
 

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from dualeval.models.checkpoints.late import FilePart, StampedFile
+from dualeval.models.checkpoints.file_parts import FilePart, StampedFile
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _BYTE_ORDER = "byteorder"  # the name of a record behind the folder's

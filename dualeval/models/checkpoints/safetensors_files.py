@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.late import FilePart, LateTensor, StampedFile, contiguous_strides
+from dualeval.models.checkpoints.file_parts import FilePart, StampedFile, contiguous_strides
+from dualeval.models.checkpoints.late import LateTensor
 
 _DTYPES = {
     "BOOL": torch.bool,

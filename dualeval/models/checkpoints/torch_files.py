@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_map_only
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.admitted import admitting
+from dualeval.models.checkpoints.file_parts import StampedFile
 from dualeval.models.checkpoints.finding import choose
-from dualeval.models.checkpoints.late import LateTensor, StampedFile
+from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.checkpoints.places import NotInPlace, part_of, records_of
 from dualeval.models.checkpoints.programs import program_in
 

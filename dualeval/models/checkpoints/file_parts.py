@@ -1,0 +1,273 @@
+"""Where the values of tensors lie in files, and how all of them or some rows are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dualeval.errors import UsageError
+
+# What is read at once where values are converted on their way.
+_PIECE_BYTES = 1 << 20
+# A gap of so many bytes between values is not read.
+_GAP_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class StampedFile:
+    """A file, and by what it is seen that another one has taken its place.
+
+    Attributes:
+        path: the file.
+        stamp: its inode, size in bytes and time of its last change in nanoseconds.
+    """
+
+    path: Path
+    stamp: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> StampedFile:
+        """The file as it is now.
+
+        Raises:
+            UsageError: it cannot be read.
+        """
+        try:
+            with path.open("rb") as file:
+                return cls(path=path, stamp=_stamp(file.fileno()))
+        except OSError as error:
+            raise UsageError(f"weights file {path} cannot be read: {error.strerror or error}") from error
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stamp[1]
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """A descriptor of the file, which is still the same when it is closed.
+
+        Raises:
+            UsageError: the file cannot be read, or has changed.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+            try:
+                self._check(descriptor)
+                yield descriptor
+                self._check(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise UsageError(f"weights file {self.path} cannot be read: {error.strerror or error}") from error
+
+    def _check(self, descriptor: int) -> None:
+        if _stamp(descriptor) != self.stamp:
+            raise UsageError(
+                f"weights file {self.path} has changed while it was read. Start again when it is written to "
+                "its end."
+            )
+
+    def read_into(self, descriptor: int, offset: int, values: Tensor) -> None:
+        """Fill a contiguous tensor of the CPU with the bytes at an offset.
+
+        The bytes are read into the tensor's own memory: nothing is mapped, and nothing is held twice.
+        """
+        room = values.detach().view(-1).view(torch.uint8).numpy().data
+        while room:
+            count = os.preadv(descriptor, [room], offset)
+            if count == 0:
+                raise UsageError(f"weights file {self.path} is cut short: {len(room):,} bytes are missing")
+            room, offset = room[count:], offset + count
+
+
+def _stamp(descriptor: int) -> tuple[int, int, int]:
+    status = os.fstat(descriptor)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class Source(Protocol):
+    """Where the values of a tensor are."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values in the file."""
+
+    def copy_to(self, target: Tensor) -> None:
+        """Write the values into a tensor of this shape, in its dtype.
+
+        Raises:
+            UsageError: they cannot be read.
+        """
+
+    def rows(self, first: int, last: int) -> Source:
+        """The same of some rows, which are indices of the first dimension.
+
+        Args:
+            first: the first row.
+            last: the one behind the last row.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePart:
+    """The values of a tensor as they lie in one file.
+
+    Attributes:
+        file: the file.
+        offset: of the first value, in bytes.
+        shape: of the tensor.
+        strides: of the tensor, in values.
+        dtype: of the values.
+    """
+
+    file: StampedFile
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def extent(self) -> int:
+        """How many values lie between the first and the last one, both counted."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of the file the values are in."""
+        return self.extent * self.dtype.itemsize
+
+    @property
+    def _is_contiguous(self) -> bool:
+        return 0 in self.shape or self.strides == contiguous_strides(self.shape)
+
+    def rows(self, first: int, last: int) -> FilePart:
+        """Some rows, as they lie in the file."""
+        return self.narrow(0, first, last - first)
+
+    def narrow(self, dimension: int, first: int, count: int) -> FilePart:
+        """Some indices of a dimension, as they lie in the file."""
+        shape = (*self.shape[:dimension], count, *self.shape[dimension + 1 :])
+        offset = self.offset + first * self.strides[dimension] * self.dtype.itemsize
+        return replace(self, offset=offset, shape=shape)
+
+    def copy_to(self, target: Tensor) -> None:
+        """Write the values into a tensor of this shape, in its dtype."""
+        if 0 in self.shape:
+            return
+        with self.file.opened() as descriptor:
+            is_same = target.dtype == self.dtype and target.device.type == "cpu"
+            if is_same and self._is_contiguous and target.is_contiguous():
+                self.file.read_into(descriptor, self.offset, target)
+            else:
+                self._copy_pieces(target, descriptor)
+
+    def _copy_pieces(self, target: Tensor, descriptor: int) -> None:
+        """As ``copy_to``, with at most ``_PIECE_BYTES`` in memory beside the target."""
+        # The dimension in which neighbours are farthest from each other.
+        dimension = max(
+            (at for at, size in enumerate(self.shape) if size > 1),
+            key=lambda at: self.strides[at],
+            default=None,
+        )
+        if dimension is None or self.extent == 1:
+            self._copy_at_once(target, descriptor)
+            return
+        step = self.strides[dimension] * self.dtype.itemsize
+        inner = self.narrow(dimension, 0, 1).nbytes
+        is_sparse = step - inner >= _GAP_BYTES
+        count = 1 if is_sparse else max(1, (_PIECE_BYTES - inner) // max(step, 1) + 1)
+        for first in range(0, self.shape[dimension], count):
+            here = min(count, self.shape[dimension] - first)
+            piece = self.narrow(dimension, first, here)
+            into = target.narrow(dimension, first, here)
+            if piece.nbytes <= _PIECE_BYTES:
+                piece._copy_at_once(into, descriptor)
+            else:
+                piece._copy_pieces(into, descriptor)
+
+    def _copy_at_once(self, target: Tensor, descriptor: int) -> None:
+        values = torch.empty(self.extent, dtype=self.dtype)
+        self.file.read_into(descriptor, self.offset, values)
+        target.copy_(values.as_strided(self.shape, self.strides))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """The values of a tensor that was saved in parts.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of the values.
+        parts: each with the index at which it begins in each dimension; together they are the tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[tuple[int, ...], FilePart], ...]
+
+    def copy_to(self, target: Tensor) -> None:
+        """Write the values into a tensor of this shape, in its dtype."""
+        for begins, part in self.parts:
+            view = target
+            for dimension, (begin, size) in enumerate(zip(begins, part.shape, strict=True)):
+                view = view.narrow(dimension, begin, size)
+            part.copy_to(view)
+
+    def rows(self, first: int, last: int) -> Chunks:
+        """Some rows; parts that have none of them are left out."""
+        parts = []
+        for begins, part in self.parts:
+            start, stop = max(first, begins[0]), min(last, begins[0] + part.shape[0])
+            if start < stop:
+                inside = part.rows(start - begins[0], stop - begins[0])
+                parts.append(((start - first, *begins[1:]), inside))
+        return Chunks(shape=(last - first, *self.shape[1:]), dtype=self.dtype, parts=tuple(parts))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InMemory:
+    """The values of a tensor that a file's format has already brought into memory.
+
+    Attributes:
+        values: the tensor.
+    """
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return tuple(self.values.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.values.dtype
+
+    def copy_to(self, target: Tensor) -> None:
+        """Write the values into a tensor of this shape, in its dtype."""
+        target.copy_(self.values)
+
+    def rows(self, first: int, last: int) -> InMemory:
+        """Some rows, which share the memory."""
+        return InMemory(values=self.values[first:last])
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, as torch gives them."""
+    return tuple(prod(max(size, 1) for size in shape[dimension + 1 :]) for dimension in range(len(shape)))

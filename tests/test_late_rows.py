@@ -1,0 +1,143 @@
+"""Rows of tensors that lie in files: the same values, and of the file no more than the rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints.file_parts import Chunks, FilePart, StampedFile
+from dualeval.models.checkpoints.late import LateTensor
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many bytes each read has brought."""
+    counts: list[int] = []
+    read = os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        counts.append(read(descriptor, buffers, offset))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    yield counts
+
+
+def tensors() -> dict[str, Tensor]:
+    """Of all strides that a file can have."""
+    torch.manual_seed(0)
+    return {
+        "rows": torch.randn(7, 5),
+        "scalar": torch.tensor(3.0),
+        "vector": torch.randn(9),
+        "empty": torch.empty(0, 3),
+        "transposed": torch.randn(300, 2000).t(),
+        "channels_last": torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last),
+        "repeated": torch.randn(1, 4).expand(6, 4),
+        "every other": torch.randn(20, 6)[::2, ::3],
+        "large": torch.randn(600, 1000),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_are_those_of_the_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    saved = tensors()
+    torch.save(saved, tmp_path / "all.pt")
+    found = read_state_dict(tmp_path / "all.pt").tensors
+    for name, whole in saved.items():
+        late = found[name]
+        assert isinstance(late, LateTensor)
+        count = len(whole) if whole.ndim else 1
+        for first, last in ((0, count), (0, count // 2), (count // 2, count)):
+            shape = (last - first, *whole.shape[1:]) if whole.ndim else (last - first,)
+            into = torch.full(shape, -1.0, dtype=dtype)
+            late.read_rows(first, last, into)
+            expected = whole.view(1)[first:last] if not whole.ndim else whole[first:last]
+            assert torch.equal(into, expected.to(dtype)), (name, first, last)
+
+
+def test_only_the_rows_are_read(tmp_path: Path, bytes_read: list[int]) -> None:
+    torch.save(tensors(), tmp_path / "all.pt")
+    late = read_state_dict(tmp_path / "all.pt").tensors["large"]
+    bytes_read.clear()
+    late.read_rows(0, 300, torch.empty(300, 1000))
+    assert sum(bytes_read) == 300 * 1000 * 4
+    bytes_read.clear()
+    late.read_rows(300, 600, torch.empty(300, 1000, dtype=torch.bfloat16))
+    assert sum(bytes_read) == 300 * 1000 * 4
+    assert max(bytes_read) <= 1 << 20, "values that are converted go through small pieces"
+
+
+def test_columns_that_lie_far_apart_are_read_alone(tmp_path: Path, bytes_read: list[int]) -> None:
+    whole = torch.randn(4, 20_000).t()
+    torch.save({"weight": whole}, tmp_path / "columns.pt")
+    late = read_state_dict(tmp_path / "columns.pt").tensors["weight"]
+    bytes_read.clear()
+    half = torch.empty(10_000, 4)
+    late.read_rows(10_000, 20_000, half)
+    assert torch.equal(half, whole[10_000:])
+    assert sum(bytes_read) == half.nbytes
+
+
+def test_parts_of_other_rows_are_not_read(tmp_path: Path, bytes_read: list[int]) -> None:
+    values = torch.arange(60.0).view(10, 6)
+    path = tmp_path / "values"
+    path.write_bytes(values.numpy().tobytes())
+    file = StampedFile.of(path)
+
+    def part(rows: int, first: int) -> FilePart:
+        return FilePart(file=file, offset=first * 24, shape=(rows, 6), strides=(6, 1), dtype=torch.float32)
+
+    parts = (((0, 0), part(3, 0)), ((3, 0), part(4, 3)), ((7, 0), part(3, 7)))
+    late = LateTensor(Chunks(shape=(10, 6), dtype=torch.float32, parts=parts))
+    into = torch.empty(4, 6)
+    late.read_rows(2, 6, into)
+    assert torch.equal(into, values[2:6])
+    assert bytes_read == [24, 72]
+
+
+def test_a_dtype_of_its_own_rounds_first(tmp_path: Path) -> None:
+    torch.save({"weight": torch.tensor([[1 / 3], [2 / 3]])}, tmp_path / "w.pt")
+    file = read_state_dict(tmp_path / "w.pt").tensors["weight"]
+    late = LateTensor(file.source, torch.float16)
+    into = torch.empty(1, 1, dtype=torch.float64)
+    late.read_rows(1, 2, into)
+    assert late.dtype == torch.float16
+    assert into.item() == torch.tensor(2 / 3).half().double().item()
+    assert torch.equal(late.read(), torch.tensor([[1 / 3], [2 / 3]]).half())
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda late: late.zero_(),
+        lambda late: late.data.mul_(2),
+        lambda late: late.copy_(torch.ones(2, 2)),
+        lambda late: nn.init.ones_(late),
+        lambda late: late.__setitem__(0, 1.0),
+    ],
+)
+def test_what_would_be_lost_is_refused(tmp_path: Path, write: Callable[[Tensor], object]) -> None:
+    torch.save({"weight": torch.eye(2)}, tmp_path / "w.pt")
+    late = nn.Parameter(read_state_dict(tmp_path / "w.pt").tensors["weight"])
+    assert isinstance(late, LateTensor)
+    assert isinstance(late, nn.Parameter)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="values are in a file"):
+        write(late)
+    assert torch.equal(late + 0, torch.eye(2))
+
+
+def test_a_model_with_late_parameters_can_be_brought_somewhere(tmp_path: Path) -> None:
+    torch.save({"weight": torch.eye(2)}, tmp_path / "w.pt")
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = nn.Parameter(read_state_dict(tmp_path / "w.pt").tensors["weight"])
+    assert torch.equal(model(torch.ones(1, 2)), torch.ones(1, 2))
+    model.to("cpu")
+    assert type(model.weight) is nn.Parameter
+    assert torch.equal(model.weight, torch.eye(2))
