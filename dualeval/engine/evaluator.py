@@ -147,7 +147,7 @@ class Evaluator:
                 check_owned(self._task, model, guest)
             else:
                 if guest is not None:
-                    model = guest.take(model, context.backend.world)
+                    model = guest.take(model)
                 model = moved(model, device)
                 if guest is not None:
                     context.note_all(guest.share_buffers(model, context.backend, context.control))
