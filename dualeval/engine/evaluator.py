@@ -26,7 +26,7 @@ from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, compiler_settings, prepare
 from dualeval.engine.rounds import EvaluatesBatch, evaluate_in_rounds, evaluated_together, with_schedule
 from dualeval.engine.samples import as_dataset
-from dualeval.engine.sharding.gathers import Gathers
+from dualeval.engine.sharding.gathers import gathers_watched
 from dualeval.engine.sharding.model import ShardedModel
 from dualeval.engine.sharding.ownership import check_owned, release
 from dualeval.engine.sharding.parameters import check_device
@@ -148,7 +148,7 @@ class Evaluator:
                 check_owned(self._task, model, guest)
             else:
                 if guest is not None:
-                    model = guest.take(model, context.backend.world)
+                    model = guest.take(model)
                 model = moved(model, device)
                 if guest is not None:
                     context.note_all(guest.share_buffers(model, context.backend, context.control))
@@ -230,7 +230,8 @@ class Evaluator:
         context = with_schedule(model, context)
         identity = ModelIdentity.of(model)
         check_model(model, context.options)
-        context = _watched(model, context, stack)
+        # After the identity: its hooks are no part of the model.
+        context = stack.enter_context(gathers_watched(model, context))
         context = with_layout(self._task, dataset, model, plan_of(dataset, context), context)
         model = prepare(
             model,
@@ -250,7 +251,8 @@ class Evaluator:
         plan = plan_of(dataset, context)
         context = with_layout(self._task, dataset, model, plan, context, sharded.copy_in)
         model = sharded.filled(context.options)
-        return model, _watched(model, with_schedule(model, context), stack), sharded.identity
+        context = stack.enter_context(gathers_watched(model, with_schedule(model, context)))
+        return model, context, sharded.identity
 
 
 def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
@@ -259,12 +261,6 @@ def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
     if wanted is None:
         wanted = not getattr(dataset, "in_memory", False)
     return min(_MOST_AUTOMATIC_WORKERS, cores) if wanted else 0
-
-
-def _watched(model: nn.Module, context: RunContext, stack: ExitStack) -> RunContext:
-    """The context with what watches the gathers of a sharded model; its hooks come after the identity."""
-    gathers = Gathers(model, context.control.progress, context.backend.world)
-    return replace(context, gathers=stack.enter_context(gathers))
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:

@@ -10,7 +10,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import nn
 
 from dualeval.choices import COMPILE
@@ -29,6 +28,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
 from dualeval.engine.sharding.detect import is_sharded
+from dualeval.engine.sharding.gathers import gathers_watched
 from dualeval.engine.transfer import Pending
 from dualeval.errors import DualevalError, named
 from dualeval.tasks import Dataset, Task
@@ -151,18 +151,41 @@ def with_layout(
         first[:] = first or [first_samples(evaluation)]
         [(samples, data)] = first
         context.control.progress.step("forward")
-        with _tried(model, replace(of_trial, layout=layout), evaluation.device, copy_in) as tried:
-            found = _columns_of(replace(evaluation, model=tried), data, samples)
+        with _tried(replace(of_trial, layout=layout), evaluation, copy_in) as of_layout:
+            found = _columns_of(of_layout, data, samples)
         context.control.progress.step("setup")
         return found
 
-    divided = copy_in is not None or is_sharded(model)
-    tries = partial(_on_all_ranks, columns_in, context) if divided else columns_in
+    is_collective = copy_in is not None or is_sharded(model)
+    tries = partial(_on_all_ranks, columns_in, context) if is_collective else columns_in
     layout, said = layout_by_trial(model, context.options.layout, tries)
     context.note_all([] if said is None else [said])
     options = replace(context.options, layout=layout)
     given = {name: getattr(options, name) for name in _SHOWN}
     return replace(context, options=options, job={**given, **context.job, "layout": layout})
+
+
+@contextmanager
+def _tried(
+    options: RunOptions, evaluation: Evaluation, copy_in: Callable[[str], nn.Module] | None
+) -> Iterator[Evaluation]:
+    """The evaluation with its model prepared for a trial, which changes nothing of it."""
+    model = evaluation.model
+    if copy_in is not None:
+        tried = copy_in(options.layout)
+        with gathers_watched(tried, evaluation.context) as context:
+            yield replace(evaluation, model=tried, context=context)
+    elif not is_sharded(model):
+        tried = prepare(copy_sharing_tensors(model), options, evaluation.device)
+        yield replace(evaluation, model=tried)
+    else:
+        # FSDP lets no copy be made; of the model itself its call alone is exchanged.
+        before = dict(vars(model))
+        try:
+            yield replace(evaluation, model=prepare(model, options, evaluation.device))
+        finally:
+            vars(model).clear()
+            vars(model).update(before)
 
 
 def _on_all_ranks(
@@ -182,29 +205,6 @@ def _on_all_ranks(
     if (said := next((each for each in everyone if each is not None), None)) is not None:
         raise DualevalError(said)
     return columns
-
-
-@contextmanager
-def _tried(
-    model: nn.Module,
-    options: RunOptions,
-    device: torch.device,
-    copy_in: Callable[[str], nn.Module] | None,
-) -> Iterator[nn.Module]:
-    """The model prepared for a trial, which changes nothing of it."""
-    if copy_in is not None:
-        yield copy_in(options.layout)
-        return
-    if not is_sharded(model):
-        yield prepare(copy_sharing_tensors(model), options, device)
-        return
-    # FSDP lets no copy be made; of the model itself its call alone is exchanged.
-    before = dict(vars(model))
-    try:
-        yield prepare(model, options, device)
-    finally:
-        vars(model).clear()
-        vars(model).update(before)
 
 
 def _first_evaluation(
