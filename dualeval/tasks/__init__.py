@@ -141,6 +141,20 @@ class Task(ABC):
             UsageError: the weights, the model and the data do not fit together.
         """
 
+    def build_late(self, device: torch.device) -> nn.Module:
+        """The model for ``--shard``, where each rank keeps a part of it: called in place of ``build_model``.
+
+        A model of ``dualeval.late_model`` needs no memory for what other ranks keep. Without this method it
+        is the model that ``build_model`` gives: each rank builds all of it first.
+
+        Returns:
+            The model on the CPU.
+
+        Raises:
+            UsageError: the weights, the model and the data do not fit together.
+        """
+        return self.build_model(device)
+
     def check_batches(self, batch_size: int, samples: int) -> None:
         """Refuse batches that the model does not take; called before the loop, after ``build_model``.
 
