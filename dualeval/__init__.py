@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dualeval.errors import Stopped as Stopped
     from dualeval.errors import UsageError as UsageError
     from dualeval.job import Job as Job
+    from dualeval.late_model import late_model as late_model
     from dualeval.launch import detect as detect
     from dualeval.metrics import Measured as Measured
     from dualeval.metrics import Metric as Metric
@@ -69,6 +70,7 @@ _HOME = {
     "detect": "dualeval.launch",
     "evaluate": "dualeval.door",
     "export": "dualeval.door",
+    "late_model": "dualeval.late_model",
     "rescore": "dualeval.engine.rescoring",
     "wrap": "dualeval.engine.samples",
 }

@@ -54,6 +54,7 @@ ALLOWED = {
     "report": {"result", "comparison"},
     "result": {"metrics"},
     "devices": {"launch", "backends"},
+    "late_model": {"models"},
     "local_ranks": {"launch", "backends", "devices"},
     "job": {"plugins", "tasks", "data.opened"},
     "plugins": {"tasks", "data.opened"},
@@ -196,6 +197,7 @@ def test_public_names() -> None:
         "detect",
         "evaluate",
         "export",
+        "late_model",
         "rescore",
         "wrap",
     ]
