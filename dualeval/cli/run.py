@@ -84,7 +84,7 @@ class _Invocation:
     group=RUN,
     type=Words(SCHEDULES, "WORD"),
     default=SCHEDULES[0],
-    help="static (default); dynamic: slow ranks get less.",
+    help="static (default); dynamic (by load); lockstep.",
 )
 @grouped(
     "--replay/--no-replay",

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ class Compute:
         inference: compute in inference mode; without it gradients are off by ``torch.no_grad()``, for models
             that are trained afterwards: what they keep of a forward in inference mode cannot be used there.
         explain: says why a forward failed that an option has to do with; None where it was something else.
+        around_forward: entered around each forward.
 
     Attributes:
         ahead: batches that may be under way before the oldest is to be waited for.
@@ -92,7 +94,9 @@ class Compute:
         *,
         inference: bool = True,
         explain: Callable[[BaseException], str | None] = lambda error: None,
+        around_forward: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        self._around_forward = around_forward
         self._explain = explain
         self._gradients_off = torch.inference_mode if inference else torch.no_grad
         self._task = task
@@ -163,7 +167,7 @@ class Compute:
         # These modes and autocast belong to a thread: a pool's thread is in none.
         with self._gradients_off():
             try:
-                with numerics.autocast(self._precision, self._device):
+                with self._around_forward(), numerics.autocast(self._precision, self._device):
                     outputs = self._task.forward(model, data)
                 observed = self._task.observe(outputs, data)
             except (RuntimeError, IndexError, TypeError, ValueError) as error:

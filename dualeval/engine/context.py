@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.options import RunOptions
+from dualeval.engine.sharding.gathers import Gathers
 from dualeval.engine.watch import Watch
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class RunContext:
         guest: the process belongs to a caller's script, such as one that trains; it finds everything
             afterwards as it was before.
         cores: number of cores that are this rank's.
+        gathers: watches the collectives inside of the model's forward; None before there is a model.
     """
 
     backend: Backend
@@ -46,6 +48,7 @@ class RunContext:
     started: float = field(default_factory=perf_counter)
     guest: bool = False
     cores: int = 1
+    gathers: Gathers | None = None
 
     def note_all(self, sentences: list[str]) -> None:
         """Call ``note`` with each sentence, on rank 0."""

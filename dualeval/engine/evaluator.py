@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from dualeval.choices import LOCKSTEP
 from dualeval.engine import numerics
 from dualeval.engine.context import RunContext, Show
 from dualeval.engine.control.plane import ControlPlane
@@ -22,7 +24,9 @@ from dualeval.engine.identity import ModelIdentity, task_attributes
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, compiler_settings, prepare
+from dualeval.engine.rounds import EvaluatesBatch, evaluate_in_rounds, evaluated_together, with_schedule
 from dualeval.engine.samples import as_dataset
+from dualeval.engine.sharding.gathers import Gathers
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
 from dualeval.result import Result
@@ -138,8 +142,12 @@ class Evaluator:
             )
             context = self._with_workers(dataset)
             attributes = task_attributes(self._task)
+            context = with_schedule(model, context)
             identity = ModelIdentity.of(model)
             check_model(model, context.options)
+            gathers = Gathers(model, context.control.progress, context.backend.world)
+            # After the identity: its hooks are no part of the model.
+            context = replace(context, gathers=stack.enter_context(gathers))
             stack.enter_context(compiler_settings(context.options.optimize))
             context = with_layout(self._task, dataset, model, plan_of(dataset, context), context)
             model = prepare(
@@ -175,12 +183,17 @@ class Evaluator:
             try:
                 execution.begin()
                 evaluation = execution.evaluation
+                in_lockstep = context.options.schedule == LOCKSTEP
                 stored = execution.stored_batch()
-                earlier = execution.prove(stored, lambda samples: evaluate_alone(evaluation, samples))
+                again: EvaluatesBatch = partial(evaluate_alone, evaluation)
+                if in_lockstep:
+                    again = evaluated_together(evaluation, stored)
+                earlier = execution.prove(stored, again)
                 if earlier is not None:
                     return earlier
                 execution.start_loop()
-                execution.said += evaluate_all(evaluation, execution.loop, execution.previous, settings)
+                evaluates = evaluate_in_rounds if in_lockstep else evaluate_all
+                execution.said += evaluates(evaluation, execution.loop, execution.previous, settings)
                 return execution.finish()
             except BaseException as error:
                 execution.fail(error)

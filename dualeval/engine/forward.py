@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import nn
 
 from dualeval.choices import COMPILE
@@ -21,10 +23,12 @@ from dualeval.engine.identity.values import Values
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
+from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
+from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.transfer import Pending
 from dualeval.tasks import Dataset, Task
 
@@ -65,7 +69,7 @@ def evaluate_all(
 
     share = loop.share_of(previous.chunks.remaining)
     threads = usable_threads(evaluation.task, evaluation.model, evaluation.device, evaluation.threads, share)
-    with loop.running(previous), _compute(evaluation, threads, settings) as compute:
+    with loop.running(previous), compute_of(evaluation, threads, settings) as compute:
         for work, data in loop.work(previous.chunks.remaining):
             start = perf_counter()
             under_way.append((work, None if data is None else compute.start(data)))
@@ -105,7 +109,7 @@ def first_columns(
         UsageError: none of the first samples can be read, or one cannot, where that ends a run.
     """
     evaluation = _first_evaluation(task, dataset, model, plan, context)
-    samples, data = _first_samples(evaluation)
+    samples, data = first_samples(evaluation)
     if not getattr(dataset, "in_memory", False):
         _note_random(evaluation, samples, data)
     return _columns_of(evaluation, data, samples)
@@ -129,11 +133,11 @@ def with_layout(
     first: list[tuple[range, Any]] = []
 
     def columns_in(layout: str) -> Mapping[str, Any]:
-        first[:] = first or [_first_samples(evaluation)]
+        first[:] = first or [first_samples(evaluation)]
         [(samples, data)] = first
         context.control.progress.step("forward")
-        tried = prepare(copy_sharing_tensors(model), replace(of_trial, layout=layout), evaluation.device)
-        found = _columns_of(replace(evaluation, model=tried), data, samples)
+        with _tried(model, replace(of_trial, layout=layout), evaluation.device) as tried:
+            found = _columns_of(replace(evaluation, model=tried), data, samples)
         context.control.progress.step("setup")
         return found
 
@@ -142,6 +146,21 @@ def with_layout(
     options = replace(context.options, layout=layout)
     given = {name: getattr(options, name) for name in _SHOWN}
     return replace(context, options=options, job={**given, **context.job, "layout": layout})
+
+
+@contextmanager
+def _tried(model: nn.Module, options: RunOptions, device: torch.device) -> Iterator[nn.Module]:
+    """The model prepared for a trial, which changes nothing of it."""
+    if not is_sharded(model):
+        yield prepare(copy_sharing_tensors(model), options, device)
+        return
+    # FSDP lets no copy be made; of the model itself its call alone is exchanged.
+    before = dict(vars(model))
+    try:
+        yield prepare(model, options, device)
+    finally:
+        vars(model).clear()
+        vars(model).update(before)
 
 
 def _first_evaluation(
@@ -162,7 +181,7 @@ def _first_evaluation(
     )
 
 
-def _first_samples(evaluation: Evaluation) -> tuple[range, Any]:
+def first_samples(evaluation: Evaluation) -> tuple[range, Any]:
     """The first samples that can be read, and their data.
 
     Raises:
@@ -172,18 +191,18 @@ def _first_samples(evaluation: Evaluation) -> tuple[range, Any]:
     failed: tuple[FailedSample, ...] = ()
     for batch in range(min(plan.num_batches, _LOOKED_AT)):
         samples = plan.batch_samples(batch)
-        if options.optimize != COMPILE:
-            # Each shape of a compiled model takes seconds: there it is one that the loop has, too.
-            samples = samples[:_FEW]
-        data, failed = read_alone(evaluation, samples)
-        if data is not None:
-            return samples, data
+        # Each shape of a compiled model takes seconds: there it is one that the loop has, too.
+        few = [] if options.optimize == COMPILE else [samples[:_FEW]]
+        for some in (*few, samples):
+            data, failed = read_alone(evaluation, some)
+            if data is not None:
+                return some, data
     raise unreadable(evaluation.dataset, failed[0], skips=options.on_error == "skip")
 
 
 def _columns_of(evaluation: Evaluation, data: Any, samples: range) -> Mapping[str, Any]:
     """What ``postprocess`` gives of one batch that is computed by itself."""
-    with _compute(evaluation, 1) as compute:
+    with compute_of(evaluation, 1) as compute:
         return postprocessed(evaluation.task, evaluation.dataset, compute.start(data)(), samples)
 
 
@@ -201,7 +220,11 @@ def _note_random(evaluation: Evaluation, samples: range, data: Any) -> None:
         )
 
 
-def _compute(evaluation: Evaluation, threads: int, settings: NumericSettings | None = None) -> Compute:
+def compute_of(evaluation: Evaluation, threads: int, settings: NumericSettings | None = None) -> Compute:
+    """What computes an evaluation's batches; as ``Compute``."""
+    gathers = evaluation.context.gathers
+    # A sharded model that has seen inference mode computes in no other mode afterwards, and is given back.
+    keeps_mode = evaluation.context.guest or is_sharded(evaluation.model)
     return Compute(
         evaluation.task,
         evaluation.model,
@@ -209,6 +232,7 @@ def _compute(evaluation: Evaluation, threads: int, settings: NumericSettings | N
         evaluation.context.options.precision,
         threads,
         settings,
-        inference=not evaluation.context.guest,
+        inference=not keeps_mode,
         explain=partial(why_preparation_failed, options=evaluation.context.options),
+        around_forward=nullcontext if gathers is None else gathers.forward,
     )

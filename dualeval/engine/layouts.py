@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dualeval.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
 from dualeval.columns import Ragged
+from dualeval.engine.sharding.detect import class_of, is_sharded
 from dualeval.errors import UsageError, named, text_of
 
 # Of a weight of a convolution in two dimensions: channels out, channels in, height, width; and of images.
@@ -54,7 +55,8 @@ def layout_of(model: nn.Module, asked: str) -> str:
         UsageError: channels-last is asked for, and has no meaning for the model or cannot be had.
     """
     if asked == AUTO:
-        return CHANNELS_LAST if _is_convolutional(model) and is_changeable(model) else CONTIGUOUS
+        can_change = is_changeable(model) or is_sharded(model)
+        return CHANNELS_LAST if _is_convolutional(model) and can_change else CONTIGUOUS
     if asked == CHANNELS_LAST:
         if (part := fixed_part(model)) is not None:
             raise UsageError(
@@ -67,7 +69,8 @@ def layout_of(model: nn.Module, asked: str) -> str:
                 f"--layout {asked}: the model has no weight of four dimensions, as convolutions of images "
                 "have. Leave it out."
             )
-        _check_changeable(model, asked)
+        if not is_sharded(model):
+            _check_changeable(model, asked)
     return asked
 
 
@@ -81,7 +84,7 @@ def _needs_a_trial(model: nn.Module) -> bool:
 
     ``Tensor.view`` cannot take a channels-last tensor's dimensions together.
     """
-    return any(type(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules())
+    return any(class_of(module).__module__.partition(".")[0] not in _KNOWN for module in model.modules())
 
 
 def _is_of_layout(error: Exception) -> bool:
@@ -169,7 +172,7 @@ def _difference(contiguous: Mapping[str, Any], channels_last: Mapping[str, Any])
 
 
 def _is_convolutional(model: nn.Module) -> bool:
-    kinds = {type(module) for module in model.modules()}
+    kinds = {class_of(module) for module in model.modules()}
     if any(issubclass(kind, _OF_TRANSFORMERS) for kind in kinds):
         return False
     if any(name in kind.__name__ for kind in kinds for name in _NORMS_BY_NAME):

@@ -231,13 +231,14 @@ class Loop:
         if self._control.stopping is not None:
             raise Stopped(self._control.stopping)
 
-    def work(self, remaining: Sequence[int]) -> Iterator[tuple[Work, Any]]:
+    def work(self, remaining: Sequence[int], *, until_stopped: bool = True) -> Iterator[tuple[Work, Any]]:
         """Every batch of this rank with its data on the device, None where no sample of it could be read.
 
         No collective, no wait but for data. A stop ends it where a chunk ends.
 
         Args:
             remaining: the chunks of all ranks that are to be evaluated.
+            until_stopped: without it a stop ends nothing: who computes ends it, together with all ranks.
 
         Raises:
             UsageError: a sample cannot be read, where that ends a run.
@@ -264,7 +265,8 @@ class Loop:
                 yield work, batch.data
                 self._control.raise_if_peer_failed()
                 # The chunk in hand is finished; no other is begun.
-                if self._control.stopping and work.batch == self._plan.chunk_batches(work.chunk)[-1]:
+                is_last = work.batch == self._plan.chunk_batches(work.chunk)[-1]
+                if until_stopped and self._control.stopping and is_last:
                     return
                 self._progress.step("load", handed[0].chunk if handed else None)
         finally:

@@ -66,8 +66,9 @@ class RunOptions:
         fewer_workers: take fewer, with a note, where the shared memory has no room for the batches of all.
             Without it that is an error.
         on_error: what a sample that cannot be read does: "stop" ends the run, "skip" leaves it out.
-        schedule: how chunks go to ranks: "static", chunk c to rank c mod size, or "dynamic", to the rank that
-            has time for it.
+        schedule: how chunks go to ranks: "static", chunk c to rank c mod size; "dynamic", to the rank that
+            has time for it; or "lockstep", as static, with one forward of every rank at a time, for models
+            whose forward holds collectives. A sharded model has "lockstep" in place of "static".
         fresh: remove an earlier run's files from ``out`` first; not again where torchrun starts the ranks of
             the same launch again.
         replay: before going on from what is finished in ``out``, or giving back a finished result, evaluate

@@ -22,6 +22,7 @@ from dualeval.engine.folding import fold
 from dualeval.engine.layouts import converter, fixed_part, is_changeable, layout_of
 from dualeval.engine.nests import NestError, map_values
 from dualeval.engine.options import RunOptions
+from dualeval.engine.sharding.detect import is_sharded
 from dualeval.errors import UsageError, named, text_of
 
 _Convert = Callable[[Tensor], Tensor]
@@ -79,6 +80,9 @@ def prepare(
         _convert_tensors(model, convert, owned=owned)
         if dtype is not None or any(tensor.ndim == 4 for tensor in model.parameters()):
             _set_door(model, dtype, convert_layout)
+    elif is_sharded(model) and layout == CHANNELS_LAST:
+        # Its parameters stay contiguous, as FSDP wants them: a convolution goes by the layout of its inputs.
+        _set_door(model, None, converter(layout))
     if options.optimize == COMPILE:
         note(
             f"--optimize {COMPILE}: each shape of a batch is compiled when it first comes, for up to minutes"
@@ -97,6 +101,11 @@ def check_model(model: nn.Module, options: RunOptions) -> None:
         raise UsageError(
             f"--optimize {options.optimize}: {part}, and its operations were fixed when it was made. Leave "
             "it out."
+        )
+    if options.optimize is not None and is_sharded(model):
+        raise UsageError(
+            f"--optimize {options.optimize}: the model is sharded, and its layers' parameters are there only "
+            "while a layer computes. Leave it out."
         )
     if options.precision not in numerics.CASTS:
         return

@@ -27,6 +27,7 @@ from dualeval.engine.identity.model import (
 )
 from dualeval.engine.identity.source import has_source, modules_of, source_fingerprints
 from dualeval.engine.identity.values import Values, attributes_of, says_where
+from dualeval.engine.sharding.detect import class_of
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.tasks import Dataset, Task
@@ -105,7 +106,7 @@ def _sources(
 ) -> dict[str, dict[str, str]]:
     """Hashes of the source of objects, of what a task names, and of all that the model's structure holds."""
     code: dict[str, list[bytes]] = defaultdict(list)
-    for kind in {kind: None for item in objects for kind in type(item).__mro__}:
+    for kind in {kind: None for item in objects for kind in class_of(item).__mro__}:
         if not has_source(kind):
             code[kind.__module__].append(values.digest(kind))
     for item in named:

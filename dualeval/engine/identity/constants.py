@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dualeval.engine.identity.source import has_source, is_own, is_own_function
 from dualeval.engine.identity.values import Values, has_path, ignored, is_device, says_where
+from dualeval.engine.sharding.detect import class_of
 
 _SHOWN = 16  # characters of a hash
 # Longer ones are hashed: nobody wants a password or a token in job.json.
@@ -44,7 +45,7 @@ def constants(objects: Iterable[object], values: Values, functions: Iterable[Any
         where there are more than 128 values.
     """
     found: dict[str, dict[str, Any]] = {}
-    for kind in {kind: None for item in objects for kind in type(item).__mro__}:
+    for kind in {kind: None for item in objects for kind in class_of(item).__mro__}:
         if is_own(kind) and has_source(kind):
             left_out = ignored(kind)
             items = sorted(_read_by(kind), key=itemgetter(0))

@@ -15,6 +15,7 @@ from torch.nn.modules import module as global_hooks
 from dualeval.engine.identity.source import is_own
 from dualeval.engine.identity.tensors import tensor_digest
 from dualeval.engine.identity.values import Values, attributes_of, says_where, script_code
+from dualeval.engine.sharding.detect import class_of, is_of_fsdp, is_state_of_fsdp, whole
 
 # Of an nn.Module's attributes: what is read in another way, and what no forward in evaluation reads.
 _BOOKKEEPING = {
@@ -37,6 +38,8 @@ _SHOWN_OF_ONE = 6  # it explains a difference, and finds none
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     """sha256 over names and contents of all parameters, all buffers and what else a state_dict holds.
 
+    A collective where the model is sharded: one parameter after the other is gathered.
+
     Returns:
         {"fingerprint": hex, "elements": int}
 
@@ -50,7 +53,9 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     for name, item in sorted(_state(model).items()):
         if id(item) not in made:  # a tied one is there under several names
             tensor = isinstance(item, Tensor)
-            made[id(item)] = tensor_digest(name, item, values.digest) if tensor else values.digest(item)
+            made[id(item)] = (
+                tensor_digest(name, whole(item), values.digest) if tensor else values.digest(item)
+            )
         digest.update(name.encode() + b"\0" + made[id(item)])
         elements += _elements(item)
     return {"fingerprint": digest.hexdigest(), "elements": elements}
@@ -91,7 +96,7 @@ class ModelValues(Values):
         children = [(name, child is None) for name, child in module._modules.items()]
         absent = {name: tensor is None for name, tensor in _own_tensors(module).items()}
         # A copied trace is of another class than the trace.
-        kind = "script" if isinstance(module, torch.jit.ScriptModule) else type(module)
+        kind = "script" if isinstance(module, torch.jit.ScriptModule) else class_of(module)
         return self.all("own", [kind, self._values(module), _hooks(module), children, absent])
 
     def _values(self, module: nn.Module) -> bytes:
@@ -109,9 +114,10 @@ class ModelValues(Values):
 
     def by_name(self, module: nn.Module) -> Iterator[tuple[str, bytes]]:
         """The digests of what a module says, one by one: its class, its hooks, and each of its values."""
-        yield "__class__", self.digest(type(module))
-        if module._forward_hooks or module._forward_pre_hooks:
-            yield "hooks", self.all("hooks", _hooks(module))
+        yield "__class__", self.digest(class_of(module))
+        hooks = _hooks(module)
+        if any(hooks):
+            yield "hooks", self.all("hooks", hooks)
         if not isinstance(module, torch.jit.ScriptModule):
             for name, value in sorted(values_of(module).items()):
                 if name != "training":
@@ -128,7 +134,9 @@ def values_of(module: nn.Module) -> dict[str, Any]:
     elif type(module).__module__.startswith("torch._dynamo"):
         left_out = _COMPILED | {name for name, value in attributes.items() if callable(value)}
     return {
-        name: value for name, value in attributes.items() if name not in left_out and not says_where(name)
+        name: value
+        for name, value in attributes.items()
+        if name not in left_out and not says_where(name) and not is_state_of_fsdp(name)
     }
 
 
@@ -200,8 +208,8 @@ def structure_by_name(model: nn.Module, values: ModelValues) -> dict[str, str]:
     """
     if len(model._modules) > _MOST_NAMED:
         return {}
-    own = {kind: is_own(kind) for kind in {type(module) for module in model.modules()}}
-    modules = sorted(model.named_modules(), key=lambda item: not own[type(item[1])])
+    own = {kind: is_own(kind) for kind in {class_of(module) for module in model.modules()}}
+    modules = sorted(model.named_modules(), key=lambda item: not own[class_of(item[1])])
     entries = (
         (f"{name or 'model'}.{attribute}", digest.hex()[:_SHOWN_OF_ONE])
         for name, module in modules
@@ -229,13 +237,19 @@ def _own_tensors(module: nn.Module) -> Mapping[str, Tensor | None]:
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """A module's forward hooks in their order, without the numbers that the process has given them."""
+    """A module's forward hooks in their order, without the numbers that the process has given them.
+
+    Nor FSDP's own: a sharded model is the model that it was.
+    """
     pre = [
         (hook, number in module._forward_pre_hooks_with_kwargs)
         for number, hook in module._forward_pre_hooks.items()
+        if not is_of_fsdp(hook)
     ]
     post = [
-        (hook, number in module._forward_hooks_with_kwargs) for number, hook in module._forward_hooks.items()
+        (hook, number in module._forward_hooks_with_kwargs)
+        for number, hook in module._forward_hooks.items()
+        if not is_of_fsdp(hook)
     ]
     return [pre, post]
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from dualeval.engine.sharding.detect import class_of
+
 _SHOWN = 16  # characters of a hash; nobody forges a source file
 _OWN_PACKAGE = __name__.partition(".")[0]
 _PYTHON = "python"
@@ -73,7 +75,9 @@ def modules_of(items: Iterable[Any]) -> set[str]:
         if isinstance(item, ModuleType):
             names.add(item.__name__)
             continue
-        if not isinstance(item, type):
+        if class_of(item) is not type(item):
+            item = class_of(item)
+        elif not isinstance(item, type):
             # A function says where it stands; for anything else its class does.
             names.add(str(getattr(inspect.unwrap(item), "__module__", None) or "builtins"))
             item = type(item)

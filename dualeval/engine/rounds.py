@@ -1,0 +1,238 @@
+"""Lockstep: every rank computes one batch a round, for models whose forward holds collectives.
+
+A forward of one rank then waits for those of all others, and ranks have different numbers of batches. So
+there are as many rounds as the rank with the most batches has, and a rank without a batch in a round computes
+samples whose outputs nobody keeps. Before each round all ranks agree on the host, in one small message,
+whether they go on: a stop ends all after the same round, and a rank that cannot go on leaves nobody waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from time import monotonic, perf_counter, sleep
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from dualeval.choices import DYNAMIC, LOCKSTEP
+from dualeval.columns import Rows
+from dualeval.engine.compute import Compute
+from dualeval.engine.context import RunContext
+from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.feed import FailedSample
+from dualeval.engine.folder.opening import PreviousRun
+from dualeval.engine.forward import compute_of, evaluate_alone, first_samples
+from dualeval.engine.loop import Evaluation, Loop, Work
+from dualeval.engine.numerics import NumericSettings
+from dualeval.engine.plan import EvalPlan
+from dualeval.engine.replay import StoredBatch
+from dualeval.engine.sharding.detect import check_sharded, is_sharded
+from dualeval.engine.transfer import Pending
+from dualeval.errors import BackendError, PeerError, Stopped, UsageError
+
+# Gives the kept columns of a batch, and its samples that could not be read.
+EvaluatesBatch: TypeAlias = Callable[[range], tuple[dict[str, Rows], tuple[FailedSample, ...]]]
+# Of a collective that breaks the cause is mostly another rank's end, which is heard of a moment later.
+_CAUSE_WITHIN_S = 3.0
+_LOOK_EVERY_S = 0.02
+
+
+def with_schedule(model: nn.Module, context: RunContext) -> RunContext:
+    """The context with the schedule that a model is evaluated in; its job says so.
+
+    Args:
+        model: as it was built.
+        context: with the schedule that was asked for.
+
+    Raises:
+        UsageError: the model cannot be evaluated in that schedule, or is sharded in another way than by
+            ``fully_shard``.
+    """
+    check_sharded(model, context.backend.world)
+    schedule = context.options.schedule
+    if is_sharded(model):
+        if schedule == DYNAMIC:
+            raise UsageError(
+                f"--schedule {DYNAMIC}: the model is sharded, and so each forward of one rank waits for all "
+                "other ranks: none can take more batches than another. Leave --schedule out."
+            )
+        schedule = LOCKSTEP
+    if schedule != LOCKSTEP:
+        return context
+    options = replace(context.options, schedule=schedule)
+    return replace(context, options=options, job={**context.job, "schedule": schedule})
+
+
+def rounds_of(plan: EvalPlan, remaining: Sequence[int], size: int) -> int:
+    """Number of rounds: the batches of the rank that has most.
+
+    Args:
+        plan: the division of the data set.
+        remaining: the chunks of all ranks that are to be evaluated.
+        size: number of ranks.
+    """
+    return max(sum(len(plan.chunk_batches(chunk)) for chunk in remaining[rank::size]) for rank in range(size))
+
+
+def evaluate_in_rounds(
+    evaluation: Evaluation, loop: Loop, previous: PreviousRun, settings: NumericSettings
+) -> list[str]:
+    """Compute every batch that the loop hands out, one a round on every rank; a collective.
+
+    Args:
+        evaluation: what is evaluated.
+        loop: hands out the batches and takes their columns.
+        previous: what earlier runs have finished.
+        settings: those in force.
+
+    Returns:
+        Sentences on numeric settings that a forward has changed.
+
+    Raises:
+        PeerError: another rank failed first.
+        BackendError: a collective broke.
+    """
+    with loop.running(previous), compute_of(evaluation, 1, settings) as compute:
+        # Those that come early wait asleep.
+        evaluation.context.control.meet()
+        rounds = _Rounds(evaluation, loop, compute)
+        try:
+            rounds.run(previous.chunks.remaining)
+        except BackendError:
+            if evaluation.context.control.has_peers:
+                wait_for_news(evaluation.context.control, lambda: False, within_s=_CAUSE_WITHIN_S)
+            raise
+    loop.times["compute"] = rounds.compute_s
+    return settings.check_after_loop(compute.changed_settings, compute.changed_inside)
+
+
+def evaluated_together(evaluation: Evaluation, stored: StoredBatch | None) -> EvaluatesBatch:
+    """Compute a stored batch on all ranks, for ``Execution.prove``; a collective.
+
+    Args:
+        evaluation: what is evaluated.
+        stored: on rank 0, the batch; None where there is none.
+
+    Returns:
+        What gives its columns and failed samples, of another forward each time, without a collective.
+
+    Raises:
+        UsageError: none of it can be read, or one cannot, where that ends a run.
+    """
+    samples: list[int] | None = None
+    if stored is not None and stored.columns and stored.evaluated.any():
+        samples = [stored.samples.start, stored.samples.stop]
+    backend, control = evaluation.context.backend, evaluation.context.control
+    control.meet()
+    shared = backend.broadcast_json(samples, src=0)
+    # Twice: rank 0 may ask whether the model gives the same bits again.
+    found = [] if shared is None else [evaluate_alone(evaluation, range(*shared)) for _ in range(2)]
+    return lambda samples: found.pop()
+
+
+def wait_for_news(
+    control: ControlPlane, has_come: Callable[[], bool], *, within_s: float = float("inf")
+) -> None:
+    """Wait, asleep, for what another rank has announced.
+
+    Args:
+        control: hears of it.
+        has_come: whether it has.
+        within_s: how long to wait.
+
+    Raises:
+        PeerError: another rank has failed.
+    """
+    limit = monotonic() + within_s
+    with control.progress.inside("meet"):
+        while True:
+            control.raise_if_peer_failed()
+            if has_come() or monotonic() > limit:
+                return
+            sleep(_LOOK_EVERY_S)
+
+
+class _Rounds:
+    """The rounds of one rank.
+
+    Attributes:
+        compute_s: seconds in which batches were computed, or waited for.
+    """
+
+    def __init__(self, evaluation: Evaluation, loop: Loop, compute: Compute) -> None:
+        self._evaluation = evaluation
+        self._backend = evaluation.context.backend
+        self._control = evaluation.context.control
+        self._progress = evaluation.context.control.progress
+        self._loop = loop
+        self._compute = compute
+        self._under_way: deque[tuple[Work | None, Pending | None]] = deque()
+        self.compute_s = 0.0
+
+    def run(self, remaining: Sequence[int]) -> None:
+        """Compute all rounds, or those until all ranks stop."""
+        # The first forward of all ranks has the same samples: its order of units is that of all others.
+        _, stand_in = first_samples(self._evaluation)
+        self._progress.step("forward")
+        self._compute.start(stand_in)()
+        batches = self._loop.work(remaining, until_stopped=False)
+        for _ in range(rounds_of(self._evaluation.plan, remaining, self._backend.world.size)):
+            work, data, problem = self._prepare(batches)
+            if self._agree_to_stop(problem):
+                break
+            self._progress.step("forward", None if work is None else work.chunk)
+            start = perf_counter()
+            # Of a batch in which no sample could be read there is nothing to keep either.
+            pending = self._compute.start(stand_in if data is None else data)
+            self._under_way.append((work, None if data is None else pending))
+            self.compute_s += perf_counter() - start
+            del data, pending
+        while self._under_way:
+            self._settle()
+
+    def _prepare(self, batches: Iterator[tuple[Work, Any]]) -> tuple[Work | None, Any, Exception | None]:
+        """Record what has been computed and read the next batch; or what stands in the way on this rank."""
+        try:
+            while len(self._under_way) > self._compute.ahead:
+                self._settle()
+            work, data = next(batches, (None, None))
+        except (PeerError, Stopped, BackendError):
+            raise
+        except Exception as problem:  # noqa: BLE001 - raised when the other ranks know that this one leaves
+            return None, None, problem
+        return work, data, None
+
+    def _settle(self) -> None:
+        start = perf_counter()
+        work, pending = self._under_way.popleft()
+        if work is None:
+            return
+        on_host = self._evaluation.device.type == "cpu"
+        self._progress.step("forward" if on_host else "device", work.chunk)
+        columns = None if pending is None else pending()
+        self.compute_s += perf_counter() - start
+        self._loop.take(work, columns)
+
+    def _agree_to_stop(self, problem: Exception | None) -> bool:
+        """Whether all ranks stop here; a collective.
+
+        Raises:
+            PeerError: another rank cannot go on, or has failed.
+            Exception: the problem, once the others know of it.
+        """
+        own = torch.tensor([self._control.stopping is not None, problem is not None], dtype=torch.int64)
+        try:
+            stops, fails = self._backend.all_reduce(own, "max").tolist()
+        except BackendError as error:
+            raise (problem or error) from (None if problem is None else error)
+        if problem is not None:
+            raise problem
+        if fails:
+            # Its message is what is to be said.
+            wait_for_news(self._control, lambda: False)
+        if stops:
+            wait_for_news(self._control, lambda: self._control.stopping is not None)
+        return bool(stops)
