@@ -54,7 +54,6 @@ ALLOWED = {
     "report": {"result", "comparison"},
     "result": {"metrics"},
     "devices": {"launch", "backends"},
-    "late_model": {"models"},
     "local_ranks": {"launch", "backends", "devices"},
     "job": {"plugins", "tasks", "data.opened"},
     "plugins": {"tasks", "data.opened"},

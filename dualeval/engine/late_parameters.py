@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 
@@ -28,8 +29,15 @@ def read_all(model: nn.Module) -> None:
     """Read the values of all late parameters into memory, in place; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
+        parameters: dict[str, Any] = dict(module._parameters)
+        for name, parameter in parameters.items():
             if isinstance(parameter, LateParameter):
                 if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(parameter.clone(), parameter.requires_grad)
+                    made[id(parameter)] = _read(parameter)
                 setattr(module, name, made[id(parameter)])
+
+
+def _read(parameter: Any) -> nn.Parameter:
+    values = torch.empty(parameter.shape, dtype=parameter.dtype)
+    parameter.read_rows(0, len(parameter) if parameter.ndim else 1, values)
+    return nn.Parameter(values, parameter.requires_grad)

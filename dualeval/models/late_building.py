@@ -135,7 +135,9 @@ class _OnMeta(nn.Parameter):
         if func == _DEVICE:
             return torch.device("cpu")
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            made = func(*args, **(kwargs or {}))
+            # nn.Parameter(parameter) wants what detach gives to be of the same class.
+            return made.as_subclass(cls) if func is Tensor.detach else made
 
 
 class _Building:
@@ -208,8 +210,9 @@ class _Building:
                     vars(late).update(vars(parameter))
                     made[id(parameter)] = parameter, late
                     self._replaced.append((f"{prefix}.{name}".lstrip("."), weakref.ref(parameter)))
-                # Not into the dict: torch.nn.LSTM and others keep a list of their parameters beside it.
                 setattr(module, name, made[id(parameter)][1])
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()  # its own list of its parameters
 
     def check(self, model: nn.Module) -> None:
         """Check that a model is as it would be with memory for its parameters.
@@ -228,7 +231,8 @@ class _Building:
         if parameters and not late:
             raise NotLate("it is made with its values, as programs are")
         for what, value in tensors_and_devices(model):
-            if (value if isinstance(value, torch.device) else value.device).type == "meta":
+            device = value if isinstance(value, torch.device) else value.device
+            if device.type == "meta" or isinstance(value, _OnMeta):
                 raise NotLate(f"its constructor makes {what} of the values of parameters")
         held = self._held()
         if held:

@@ -16,7 +16,7 @@ _BOOKKEEPING = {"_parameters", "_buffers", "_modules"}
 def tensors_and_devices(model: nn.Module) -> Iterator[tuple[str, Tensor | torch.device]]:
     """All buffers, and the tensors and devices in plain attributes, each with its name."""
     for name, value in _values(model):
-        if isinstance(value, (Tensor, torch.device)) and not isinstance(value, nn.Parameter):
+        if isinstance(value, (Tensor, torch.device)):
             yield name, value
 
 
