@@ -29,13 +29,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from time import monotonic, sleep
 from types import TracebackType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dualeval.errors import BackendError
+from dualeval.errors import BackendError, UsageError
 from dualeval.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Op = Literal["sum", "min", "max"]
 OPS: tuple[Op, ...] = ("sum", "min", "max")
@@ -96,6 +99,15 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def no_mesh(name: str) -> UsageError:
+    """What is said where a model is to be divided over the ranks of a backend that is not torch's."""
+    return UsageError(
+        f"shard: a model is divided over the ranks by torch.distributed, and these ranks talk over {name}. "
+        "Start it with 'torchrun --nproc-per-node N -m dualeval run' or 'dualeval run --nproc N'; under "
+        "mpirun, srun and Flux add --backend torch. Or leave shard out."
+    )
+
+
 class Backend(ABC):
     """Collectives between the ranks of a world.
 
@@ -120,6 +132,7 @@ class Backend(ABC):
         self.around_collective: Callable[[], AbstractContextManager[object]] = nullcontext
         # Types of devices from whose memory the library sends.
         self._sends_from: frozenset[str] = frozenset()
+        self._shares_device = False
         self._closed = False
 
     def use_device(self, device: torch.device, *, shared: bool) -> None:
@@ -131,12 +144,24 @@ class Backend(ABC):
                 through host memory. The same on every rank.
         """
         self.device = device
+        self._shares_device = shared
         if shared:
             self._sends_from = frozenset()
 
     def carrier(self, device: torch.device) -> torch.device:
         """Where the buffers of a collective live, for tensors on ``device``: there, or on the host."""
         return device if device.type in self._sends_from else _HOST
+
+    def mesh(self) -> AbstractContextManager[DeviceMesh]:
+        """The ranks as torch's sharded tensors want them: a mesh of one dimension over all ranks, in order.
+
+        Its collectives are those of ``device``: NCCL's between GPUs, gloo's between host memories. What uses
+        it has to be gone when the context ends. Entering and leaving it is a collective.
+
+        Raises:
+            UsageError: this backend has none, or its ranks cannot have one on their devices.
+        """
+        raise no_mesh(self.name)
 
     def __enter__(self) -> Backend:
         return self

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class SingleBackend(Backend):
@@ -15,6 +22,22 @@ class SingleBackend(Backend):
 
     def carrier(self, device: torch.device) -> torch.device:
         return device
+
+    @contextmanager
+    def mesh(self) -> Iterator[DeviceMesh]:
+        import torch.distributed as dist
+        from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
+        from torch.distributed.device_mesh import DeviceMesh
+
+        # A group of one, for as long as it is wanted: torch divides no model without a group.
+        library = "gloo" if self.device.type == "cpu" else dist.get_default_backend_for_device(self.device)
+        dist.init_process_group(library, store=HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD
+        assert group is not None
+        try:
+            yield DeviceMesh.from_group(group, self.device.type)
+        finally:
+            dist.destroy_process_group()
 
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         """Leave the tensor: the sum, least and greatest of one value is that value."""

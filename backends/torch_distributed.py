@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,12 @@ from dualeval.backends.rendezvous import (
     placed_on_hosts,
     shared_store,
 )
-from dualeval.errors import BackendError, LaunchError
+from dualeval.errors import BackendError, LaunchError, UsageError
 from dualeval.waiting import waiting
 from dualeval.world import World, place_by_hosts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Libraries that send from host memory; what a group has beside them sends from a device's.
@@ -124,6 +127,43 @@ class TorchBackend(Backend):
                 network = found.enter_context(interface_beside(self.world, of_its_own))
                 found.enter_context(variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}))
             return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    @contextmanager
+    def mesh(self) -> Iterator[DeviceMesh]:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        group, is_new = self._group_of_device(), False
+        if group is None:
+            with self._translated("making a group for the model's parts"):
+                group, is_new = dist.new_group(backend="nccl", timeout=PATIENCE), True
+        try:
+            yield DeviceMesh.from_group(group, self.device.type)
+        finally:
+            if is_new:
+                dist.destroy_process_group(group)
+
+    def _group_of_device(self) -> Any:
+        """The group between the memories where the models are; None where there is none yet.
+
+        Raises:
+            UsageError: there can be none.
+        """
+        kind = self.device.type
+        if kind == "cpu":
+            return dist.group.WORLD if self._host_group is None else self._host_group
+        if kind in self._sends_from:
+            return dist.group.WORLD
+        if self._shares_device:
+            raise UsageError(
+                f"shard: several ranks share {self.device}, and NCCL gives each rank a GPU of its own. Start "
+                "as many ranks as there are GPUs, or leave shard out."
+            )
+        if kind != "cuda" or not dist.is_nccl_available():
+            raise UsageError(
+                f"shard: this torch has no library that gathers a model's parts on {kind} (for a GPU, NCCL). "
+                "Install a torch that has, give --device cpu, or leave shard out."
+            )
+        return None
 
     def _group(self, tensor: Tensor) -> Any:
         return self._host_group if tensor.device.type == "cpu" else None

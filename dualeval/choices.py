@@ -19,6 +19,8 @@ AUTO, CONTIGUOUS, CHANNELS_LAST = "auto", "contiguous", "channels-last"
 LAYOUTS = (AUTO, CONTIGUOUS, CHANNELS_LAST)
 FOLD, COMPILE = "fold", "compile"
 OPTIMIZATIONS = (FOLD, COMPILE)
+FSDP = "fsdp"
+SHARDINGS = (FSDP,)
 ON_ERROR = ("stop", "skip")
 DATA_FINGERPRINTS = ("ends", "content")
 CLASS_ORDERS = ("name", "number")
@@ -132,6 +134,34 @@ def check_preparation(
         raise UsageError(
             f"{flag}: optimize {FOLD} makes batch norms a part of the convolutions before them, so that none "
             "is left to keep. Leave out one of the two."
+        )
+
+
+def check_sharding(*, shard: str | None, offload: bool, optimize: str | None, dashes: bool = False) -> None:
+    """Check the options that say how the model is divided over the ranks.
+
+    Args:
+        shard: as in ``RunOptions``, and the others.
+        offload: whether a rank's part stays in host memory.
+        optimize: what is done to the model.
+        dashes: whether the user has typed them as flags.
+
+    Raises:
+        UsageError: they do not go together.
+    """
+    sign = "--" if dashes else ""
+    if shard is None:
+        if offload:
+            raise UsageError(
+                f"{sign}offload keeps a rank's part of a sharded model in host memory, and the model is not "
+                f"sharded: give {sign}shard {FSDP} too"
+            )
+        return
+    if optimize is not None:
+        raise UsageError(
+            f"{sign}optimize {optimize}: with {sign}shard {shard} a layer's weights are only there while it "
+            "computes, so that nothing can be folded into them, or compiled with them. Leave out one of the "
+            "two"
         )
 
 

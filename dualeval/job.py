@@ -14,8 +14,10 @@ from dualeval.choices import (
     ON_ERROR,
     OPTIMIZATIONS,
     PRECISIONS,
+    SHARDINGS,
     check_part,
     check_preparation,
+    check_sharding,
 )
 from dualeval.errors import UsageError
 from dualeval.option_fields import (
@@ -68,6 +70,8 @@ class Job:
         keep_batchnorm_fp32: leave batch norms in float32 where the precision casts.
         layout: one of ``choices.LAYOUTS``.
         optimize: one of ``choices.OPTIMIZATIONS``, or None.
+        shard: one of ``choices.SHARDINGS``, or None.
+        offload: keep a rank's part of a sharded model in host memory.
         device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
         workers: reading processes of each rank; None decides by task and cores.
         on_error: what a sample that cannot be read does, one of ``choices.ON_ERROR``.
@@ -94,6 +98,8 @@ class Job:
     keep_batchnorm_fp32: bool = option(False, "With fp16, bf16: batch norms in fp32.", group=RUN)
     layout: str = option("auto", "auto (default), contiguous or channels-last.", group=RUN, choices=LAYOUTS)
     optimize: str | None = option(None, "fold (batch norms) or compile.", group=RUN, choices=OPTIMIZATIONS)
+    shard: str | None = option(None, "Divide the model over the ranks: fsdp.", group=RUN, choices=SHARDINGS)
+    offload: bool = option(False, "With --shard: a rank's part in host memory.", group=RUN)
     on_error: str = option(
         "stop", "An unreadable sample: stop (default) or skip it.", group=RUN, choices=ON_ERROR
     )
@@ -145,6 +151,8 @@ class Job:
         check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes="--")
         of_model = ("precision", "keep_batchnorm_fp32", "optimize")
         check_preparation(**{name: shared.get(name, COMMON[name].default) for name in of_model}, dashes=True)
+        of_sharding = ("shard", "offload", "optimize")
+        check_sharding(**{name: shared.get(name, COMMON[name].default) for name in of_sharding}, dashes=True)
         options = _options(kind, given)
         return cls(kind=kind, options=options, **shared)
 
@@ -243,7 +251,7 @@ class Job:
 
 
 # Tasks have had these for something of their own: what nobody gives does not change the task's default.
-_TASKS_OWN_TOO = ("sample", "seed", "cluster", "layout", "optimize")
+_TASKS_OWN_TOO = ("sample", "seed", "cluster", "layout", "optimize", "shard", "offload")
 
 # The options that every run has, by name.
 COMMON = {field.name: field for field in fields_of(Job) if field.name not in ("kind", "options")}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,19 +48,41 @@ class ShardedTask(TinyTask):
     """As TinyTask, of a network that is sharded, with failures on demand."""
 
     # What goes wrong, and where, is no part of the job.
-    dualeval_ignores = ("_wrong",)
+    dualeval_ignores = ("_wrong", "_forwards")
 
     def __init__(self, count: int, wrong: Mapping[str, str]) -> None:
         broken = [int(index) for index in wrong.get("broken", "").split(",") if index]
         super().__init__(count, broken)
         self._wrong = dict(wrong)
+        self._forwards = 0
 
     def build_model(self, device: torch.device) -> nn.Module:
         model = make_model().to(device)
         return shard(model) if self._wrong.get("shard", "yes") == "yes" else model
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        self._forwards += 1
+        if self._forwards == int(self._wrong.get("at", "0")) and self._is_here():
+            self._go_wrong(model)
         return super().forward(model, batch)
+
+    def _is_here(self) -> bool:
+        rank = self._wrong.get("rank")
+        return rank is None or int(rank) == dist.get_rank()
+
+    def _go_wrong(self, model: Any) -> None:
+        what = self._wrong["what"]
+        if what in ("SIGKILL", "SIGSTOP", "SIGTERM"):
+            os.kill(os.getpid(), getattr(signal, what))
+        elif what == "sleep":
+            # In the midst of a forward: the others are in the next unit's gather.
+            model[1].register_forward_hook(lambda *args: time.sleep(3600))
+        elif what == "more":
+            model.append(nn.Sequential(nn.Linear(CLASSES, FEATURES), model[0], model[2]))
+        elif what == "fewer":
+            model._modules["1"] = nn.Identity()
+        else:
+            raise ValueError("this rank's own error")
 
 
 def main(out: str, given: dict[str, str]) -> int:

@@ -21,6 +21,7 @@ from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.guest import Guest, as_it_was
 from dualeval.engine.options import RunOptions
+from dualeval.engine.sharding.detect import check_sharded
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.world import World
@@ -325,7 +326,7 @@ def test_wrappers_of_training_are_taken_off() -> None:
     model = make_model()
     nested = nn.Sequential(nn.DataParallel(model))
     with as_it_was(TinyTask(1)) as guest:
-        taken = guest.take(nn.DataParallel(nested), World.alone())
+        taken = guest.take(nn.DataParallel(nested))
         assert [type(module).__name__ for module in taken.modules()][:2] == ["Sequential", "Sequential"]
         assert not any(isinstance(module, nn.DataParallel) for module in taken.modules())
     assert isinstance(nested[0], nn.DataParallel)
@@ -341,12 +342,11 @@ def test_a_parameter_that_is_written_into_is_named() -> None:
         evaluate(Writing(make_model()))
 
 
-def test_a_sharded_model_is_refused_on_several_ranks() -> None:
-    class FSDPModule(nn.Linear):
+def test_a_model_that_is_sharded_by_fsdp1_is_refused_on_several_ranks() -> None:
+    class FullyShardedDataParallel(nn.Linear):
         """Named as torch's."""
 
     world = World(rank=0, size=2, local_rank=0, local_size=2, node_rank=0, launcher="torchrun")
-    with as_it_was(TinyTask(1)) as guest:
-        assert guest.take(FSDPModule(1, 1), World.alone())
-        with pytest.raises(UsageError, match=r"the model is sharded \(FSDPModule\)"):
-            guest.take(FSDPModule(1, 1), world)
+    check_sharded(FullyShardedDataParallel(1, 1), World.alone())
+    with pytest.raises(UsageError, match=r"sharded by FullyShardedDataParallel \(FSDP1\).*fully_shard"):
+        check_sharded(FullyShardedDataParallel(1, 1), world)

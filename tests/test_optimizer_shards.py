@@ -24,7 +24,7 @@ from tests.test_evaluator import evaluate
 def written(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> Path:
     """What two ranks with a ZeroRedundancyOptimizer have saved."""
     folder = tmp_path_factory.mktemp("written")
-    worker = [sys.executable, ROOT / "tests/optimizer_shards_worker.py", folder]
+    worker: list[str | Path] = [sys.executable, ROOT / "tests/optimizer_shards_worker.py", folder]
     done = launch([*start("torchrun", 2), *worker], variables={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return folder
@@ -76,8 +76,15 @@ def test_the_result_is_that_of_the_plain_state_dict(written: Path, tmp_path: Pat
 def test_so_it_is_on_two_ranks(written: Path, tmp_path: Path, launch: Launch) -> None:
     digests = {}
     for name, ranks in (("plain.pt", 1), ("one.pt", 2), ("rank-0.pt", 2)):
-        job = ["--model", "fashion-cnn", "--weights", written / name, "--data", ROOT / "dualeval/assets"]
-        words = [
+        job: list[str | Path] = [
+            "--model",
+            "fashion-cnn",
+            "--weights",
+            written / name,
+            "--data",
+            ROOT / "dualeval/assets",
+        ]
+        words: list[str | Path] = [
             "run",
             *job,
             "--limit",

@@ -78,7 +78,9 @@ class _Invocation:
 @task_flags
 @job_flags("metric", "limit", "sample", "seed", "cluster")
 @config_flag
-@job_flags("batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "on_error")
+@job_flags(
+    "batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "shard", "offload", "on_error"
+)
 @grouped(
     "--schedule",
     group=RUN,
@@ -399,6 +401,8 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session, opened: Ope
             keep_batchnorm_fp32=job.keep_batchnorm_fp32,
             layout=job.layout,
             optimize=job.optimize,
+            shard=job.shard,
+            offload=job.offload,
             workers=job.workers,
             on_error=job.on_error,
             schedule=invocation.schedule,

@@ -131,7 +131,7 @@ def jobs_of(flags: Mapping[str, Any]) -> list[tuple[str | None, Job]]:
 
 
 def _asked(flags: Mapping[str, Any]) -> tuple[Path | None, Mapping[str, Any], Mapping[str, str]]:
-    given = {name: flags[name] for name in ("task", *COMMON)}
+    given = {name: flags.get(name) for name in ("task", *COMMON)}
     own = {name[len(_OF_TASK) :]: value for name, value in flags.items() if name.startswith(_OF_TASK)}
     return flags["config"], {**own, **given}, texts_of(flags["options"])
 

@@ -27,13 +27,17 @@ from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, compiler_settings, prepare
 from dualeval.engine.rounds import EvaluatesBatch, evaluate_in_rounds, evaluated_together, with_schedule
 from dualeval.engine.samples import as_dataset
-from dualeval.engine.sharding.gathers import Gathers
+from dualeval.engine.sharding.gathers import gathers_watched
+from dualeval.engine.sharding.model import ShardedModel, check_sharding
+from dualeval.engine.sharding.ownership import check_owned, release
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.tasks import Dataset, Task
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from dualeval.backends.base import Backend
 
 _MOST_AUTOMATIC_WORKERS = 8
@@ -85,6 +89,7 @@ class Evaluator:
                 "dualeval.Task. For your own loop over a data set use session.batches(dataset)."
             )
         numerics.check_precision(options.precision, backend.device)
+        check_sharding(options, backend.device)
         self._task = task
         self._context = RunContext(
             backend=backend,
@@ -120,6 +125,17 @@ class Evaluator:
             PeerError: another rank failed first.
             Stopped: a signal has ended the run; what was finished is saved.
         """
+        context = self._context
+        if context.options.shard is None:
+            return self._run(None)
+        with context.backend.mesh() as mesh:
+            try:
+                return self._run(mesh)
+            finally:
+                # A group that ends before the model that uses it may abort the process.
+                release()
+
+    def _run(self, mesh: DeviceMesh | None) -> Result:
         context, device = self._context, self._context.backend.device
         precision = context.options.precision
         threads = torch.get_num_threads()
@@ -127,12 +143,15 @@ class Evaluator:
             guest = stack.enter_context(as_it_was(self._task)) if context.guest else None
             settings = stack.enter_context(numerics.settings(precision, device))
             with numerics.autocast(precision, device):
-                model = self._task.build_model(device)
-            if guest is not None:
-                model = guest.take(model, context.backend.world)
-            model = moved(model, device)
-            if guest is not None:
-                context.note_all(guest.share_buffers(model, context.backend, context.control))
+                model = self._build(device)
+            if mesh is not None:
+                check_owned(self._task, model, guest)
+            else:
+                if guest is not None:
+                    model = guest.take(model)
+                model = moved(model, device)
+                if guest is not None:
+                    context.note_all(guest.share_buffers(model, context.backend, context.control))
             said = set_evaluation_mode(model)
             context.note_all([*self._task.notes()])
             dataset = drawn(
@@ -143,21 +162,27 @@ class Evaluator:
             )
             context = self._with_workers(dataset)
             attributes = task_attributes(self._task)
+            sharded = None if mesh is None else ShardedModel(model, mesh, context)
             context = with_schedule(model, context)
-            identity = ModelIdentity.of(model)
+            identity = ModelIdentity.of(model) if sharded is None else None
             check_model(model, context.options)
-            gathers = Gathers(model, context.control.progress, context.backend.world)
-            # After the identity: its hooks are no part of the model.
-            context = replace(context, gathers=stack.enter_context(gathers))
+            if sharded is None:
+                # After the identity: its hooks are no part of the model.
+                context = stack.enter_context(gathers_watched(model, context))
             stack.enter_context(compiler_settings(context.options.optimize))
-            context = with_layout(self._task, dataset, model, plan_of(dataset, context), context)
-            model = prepare(
-                model,
-                context.options,
-                device,
-                owned=guest is None,
-                note=lambda said: context.note_all([said]),
-            )
+            copy_in = None if sharded is None else sharded.copy_in
+            context = with_layout(self._task, dataset, model, plan_of(dataset, context), context, copy_in)
+            if sharded is not None:
+                model, identity = sharded.filled(context.options), sharded.identity
+                context = stack.enter_context(gathers_watched(model, context))
+            else:
+                model = prepare(
+                    model,
+                    context.options,
+                    device,
+                    owned=guest is None,
+                    note=lambda said: context.note_all([said]),
+                )
             rows = self._task.rows
             if rows is None:
                 first = first_columns(self._task, dataset, model, plan_of(dataset, context), context)
@@ -172,7 +197,7 @@ class Evaluator:
                 identity=identity,
                 attributes=attributes,
             )
-            del identity
+            del identity, sharded, copy_in
             # After all that a task's own code may have set. What this rank says of it is in the result.
             execution.said += [
                 *self._task.data_warnings(),
@@ -199,6 +224,11 @@ class Evaluator:
             except BaseException as error:
                 execution.fail(error)
                 raise
+
+    def _build(self, device: torch.device) -> nn.Module:
+        if self._context.options.shard is None:
+            return self._task.build_model(device)
+        return self._task.build_late(device)
 
 
 def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import nn
 
 from dualeval.choices import COMPILE
@@ -29,7 +28,9 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
 from dualeval.engine.sharding.detect import is_sharded
+from dualeval.engine.sharding.gathers import gathers_watched
 from dualeval.engine.transfer import Pending
+from dualeval.errors import DualevalError, named
 from dualeval.tasks import Dataset, Task
 
 # Samples that show which columns there are; and batches that are tried for some that can be read.
@@ -116,13 +117,27 @@ def first_columns(
 
 
 def with_layout(
-    task: Task, dataset: Dataset, model: nn.Module, plan: EvalPlan, context: RunContext
+    task: Task,
+    dataset: Dataset,
+    model: nn.Module,
+    plan: EvalPlan,
+    context: RunContext,
+    copy_in: Callable[[str], nn.Module] | None = None,
 ) -> RunContext:
     """The context with the layout that "auto" comes to for a model; its job says so.
 
     A model with code of somebody's own is tried in both layouts on the first samples that can be read: where
     channels-last fails, or gives other numbers, it is contiguous. The trial changes nothing of the model, and
     comes to the same on every rank.
+
+    Args:
+        task: what is evaluated.
+        dataset: the task's.
+        model: likewise, as it was built.
+        plan: the division of the data set.
+        context: whose options are those asked for.
+        copy_in: makes a copy of the model in a layout, in the precision of ``OF_TRIAL``, whose forward is a
+            collective; None where each rank has all of the model.
 
     Raises:
         UsageError: the layout that is asked for has no meaning for the model.
@@ -136,12 +151,14 @@ def with_layout(
         first[:] = first or [first_samples(evaluation)]
         [(samples, data)] = first
         context.control.progress.step("forward")
-        with _tried(model, replace(of_trial, layout=layout), evaluation.device) as tried:
-            found = _columns_of(replace(evaluation, model=tried), data, samples)
+        with _tried(replace(of_trial, layout=layout), evaluation, copy_in) as of_layout:
+            found = _columns_of(of_layout, data, samples)
         context.control.progress.step("setup")
         return found
 
-    layout, said = layout_by_trial(model, context.options.layout, columns_in)
+    is_collective = copy_in is not None or is_sharded(model)
+    tries = partial(_on_all_ranks, columns_in, context) if is_collective else columns_in
+    layout, said = layout_by_trial(model, context.options.layout, tries)
     context.note_all([] if said is None else [said])
     options = replace(context.options, layout=layout)
     given = {name: getattr(options, name) for name in _SHOWN}
@@ -149,18 +166,45 @@ def with_layout(
 
 
 @contextmanager
-def _tried(model: nn.Module, options: RunOptions, device: torch.device) -> Iterator[nn.Module]:
-    """The model prepared for a trial, which changes nothing of it."""
-    if not is_sharded(model):
-        yield prepare(copy_sharing_tensors(model), options, device)
-        return
-    # FSDP lets no copy be made; of the model itself its call alone is exchanged.
-    before = dict(vars(model))
+def _tried(
+    options: RunOptions, evaluation: Evaluation, copy_in: Callable[[str], nn.Module] | None
+) -> Iterator[Evaluation]:
+    """The evaluation with its model prepared for a trial, which changes nothing of it."""
+    model = evaluation.model
+    if copy_in is not None:
+        tried = copy_in(options.layout)
+        with gathers_watched(tried, evaluation.context) as context:
+            yield replace(evaluation, model=tried, context=context)
+    elif not is_sharded(model):
+        tried = prepare(copy_sharing_tensors(model), options, evaluation.device)
+        yield replace(evaluation, model=tried)
+    else:
+        # FSDP lets no copy be made; of the model itself its call alone is exchanged.
+        before = dict(vars(model))
+        try:
+            yield replace(evaluation, model=prepare(model, options, evaluation.device))
+        finally:
+            vars(model).clear()
+            vars(model).update(before)
+
+
+def _on_all_ranks(
+    columns_in: Callable[[str], Mapping[str, Any]], context: RunContext, layout: str
+) -> Mapping[str, Any]:
+    """Try a layout on all ranks: where it fails on one rank it has failed on all."""
+    failure: Exception | None = None
+    columns: Mapping[str, Any] = {}
     try:
-        yield prepare(model, options, device)
-    finally:
-        vars(model).clear()
-        vars(model).update(before)
+        columns = columns_in(layout)
+    except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know of it
+        failure = error
+    context.control.meet()
+    everyone = context.backend.all_gather_json(None if failure is None else named(failure))
+    if failure is not None:
+        raise failure
+    if (said := next((each for each in everyone if each is not None), None)) is not None:
+        raise DualevalError(said)
+    return columns
 
 
 def _first_evaluation(

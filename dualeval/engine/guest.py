@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from dualeval.engine.accelerator import random_states, set_random_states
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.identity.values import Values
+from dualeval.engine.sharding.detect import divide, is_unit
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 from dualeval.tasks import Task
-from dualeval.world import World
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
@@ -43,7 +43,11 @@ _LEVELS = 6
 _LOOKED_AT = 10_000
 _LOOKED_AT_EACH = 256
 _LISTS: tuple[Any, ...] = (list, tuple, set, deque)
-_SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
+# Of a sharded model these are made with its first forward, once: FSDP needs them afterwards, too.
+_OF_STATE_DICTS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 
 
 class Guest:
@@ -55,13 +59,18 @@ class Guest:
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
 
     def remember(self, model: nn.Module) -> None:
-        """Note the state of a model, if it is not known yet."""
+        """Note the state of a model, if it is not known yet; of a sharded one with its parameters divided."""
+        divide(model.modules())
         for module in model.modules():
             if id(module) not in self._modules:
                 self._modules[id(module)] = _Module.of(module)
                 for parameter in module._parameters.values():
                     self._note(parameter, keeps_values=False)
                 self._note_buffers(module)
+
+    def knows(self, model: nn.Module) -> bool:
+        """Whether a part of a model belongs to one that is remembered."""
+        return any(id(module) in self._modules for module in model.modules())
 
     def remember_buffers(self, model: nn.Module) -> None:
         """Note a model's buffers and their values alone."""
@@ -78,29 +87,17 @@ class Guest:
         if tensor is not None and id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = _Tensor.of(tensor, keeps_values=keeps_values)
 
-    def take(self, model: nn.Module, world: World) -> nn.Module:
+    def take(self, model: nn.Module) -> nn.Module:
         """The model that is evaluated, without what wraps it for training on several processes.
 
         Args:
             model: as the task's ``build_model`` gave it.
-            world: this process's place.
-
-        Raises:
-            UsageError: the model's forward is a collective.
         """
         self.remember(model)
         model = unwrapped(model)
         for module in list(model.modules()):
             module._modules.update(
                 {name: unwrapped(part) for name, part in module._modules.items() if part is not None}
-            )
-        sharded = [type(part).__name__ for part in model.modules() if _SHARDED & _names(part)]
-        if sharded and world.size > 1:
-            raise UsageError(
-                f"the model is sharded ({sharded[0]}): every forward of one rank waits for all others, and "
-                "ranks have different numbers of batches here. Evaluate a model that is whole on each rank: "
-                "gather its state_dict (torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-                "full_state_dict=True) and load it into a plain copy."
             )
         return model
 
@@ -146,6 +143,7 @@ class Guest:
 
     def put_back(self) -> None:
         """Put every model back as it was when it was remembered."""
+        divide(module.module for module in self._modules.values())
         for module in self._modules.values():
             module.put_back()
         for owner, name, buffer in self._buffers:
@@ -182,10 +180,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _names(module: nn.Module) -> set[str]:
-    return {kind.__name__ for kind in type(module).__mro__}
-
-
 @dataclass(frozen=True)
 class _Module:
     module: nn.Module
@@ -195,7 +189,8 @@ class _Module:
     @classmethod
     def of(cls, module: nn.Module) -> _Module:
         own = vars(module)
-        return cls(module, dict(own), {name: dict(own[name]) for name in _DICTS if name in own})
+        names = [name for name in _DICTS if name in own and not (is_unit(module) and name in _OF_STATE_DICTS)]
+        return cls(module, dict(own), {name: dict(own[name]) for name in names})
 
     def put_back(self) -> None:
         # Not by setattr, nor train(): either may be a method of the model's own.

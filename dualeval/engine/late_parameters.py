@@ -1,28 +1,13 @@
-"""Parameters whose values are still in files: each rank reads its own part of them, or all."""
+"""Models whose parameters are still in files, where nobody divides them: each rank reads all."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-
-@runtime_checkable
-class LateParameter(Protocol):
-    """A parameter whose values are in a file. Any operation on it reads them, and does not keep them."""
-
-    def read_rows(self, first: int, last: int, into: Tensor) -> None:
-        """Read some rows, which are indices of the first dimension; one of no dimensions is one row.
-
-        Args:
-            first: the first row.
-            last: the one behind the last row.
-            into: takes the values in its own dtype.
-
-        Raises:
-            UsageError: they cannot be read.
-        """
+from dualeval.engine.sharding.parameters import LateRows
 
 
 def read_all(model: nn.Module) -> None:
@@ -31,7 +16,7 @@ def read_all(model: nn.Module) -> None:
     for module in model.modules():
         parameters: dict[str, Any] = dict(module._parameters)
         for name, parameter in parameters.items():
-            if isinstance(parameter, LateParameter):
+            if isinstance(parameter, LateRows):
                 if id(parameter) not in made:
                     made[id(parameter)] = _read(parameter)
                 setattr(module, name, made[id(parameter)])

@@ -79,6 +79,11 @@ def is_changeable(model: nn.Module) -> bool:
     return fixed_part(model) is None and _foreign_tensor(model) is None
 
 
+def is_tried(model: nn.Module, asked: str) -> bool:
+    """Whether the layout of a model is found out by a trial, as ``layout_by_trial`` says."""
+    return asked == AUTO and layout_of(model, asked) == CHANNELS_LAST and _needs_a_trial(model)
+
+
 def _needs_a_trial(model: nn.Module) -> bool:
     """Whether a part of a model is code of somebody's own, which may not compute channels-last.
 
@@ -112,7 +117,7 @@ def layout_by_trial(
         UsageError: as ``layout_of``.
     """
     layout = layout_of(model, asked)
-    if asked != AUTO or layout != CHANNELS_LAST or not _needs_a_trial(model):
+    if not is_tried(model, asked):
         return layout, None
     found = []
     for tried in (CONTIGUOUS, CHANNELS_LAST):

@@ -16,11 +16,13 @@ from dualeval.choices import (
     OPTIMIZATIONS,
     PRECISIONS,
     SCHEDULES,
+    SHARDINGS,
     check_choice,
     check_count,
     check_kind,
     check_part,
     check_preparation,
+    check_sharding,
 )
 from dualeval.errors import UsageError
 
@@ -36,7 +38,7 @@ class NewFolder(enum.Enum):
 
 NEW_FOLDER: Final = NewFolder.NEW_FOLDER
 # Those of RunOptions that are bools.
-_SWITCHES = ("keep_batchnorm_fp32", "fewer_workers", "fresh", "replay", "mix_machines", "lease")
+_SWITCHES = ("keep_batchnorm_fp32", "offload", "fewer_workers", "fresh", "replay", "mix_machines", "lease")
 Out: TypeAlias = str | Path | Literal[NewFolder.NEW_FOLDER] | None
 _BOOL = "True or False"
 
@@ -61,6 +63,9 @@ class RunOptions:
         layout: "contiguous", "channels-last", or "auto", which decides by the kinds of the model's layers.
         optimize: "fold" makes batch norms a part of the convolutions before them, "compile" uses
             torch.compile; None does neither.
+        shard: "fsdp" divides the model's parameters over the ranks, each of which gathers a layer's while it
+            computes it; None gives each rank all of them. The numbers are the same.
+        offload: with ``shard``, keep a rank's part in host memory, for a model that fits no device.
         workers: reading processes of each rank; 0 reads in the rank's own process. None: none where the
             samples lie in memory already, else up to one a core; a loop of the caller's own has none.
         fewer_workers: take fewer, with a note, where the shared memory has no room for the batches of all.
@@ -95,6 +100,8 @@ class RunOptions:
     keep_batchnorm_fp32: bool = False
     layout: str = "auto"
     optimize: str | None = None
+    shard: str | None = None
+    offload: bool = False
     workers: int | None = None
     fewer_workers: bool = False
     on_error: str = "stop"
@@ -117,6 +124,8 @@ class RunOptions:
         check_choice("layout", self.layout, LAYOUTS)
         if self.optimize is not None:
             check_choice("optimize", self.optimize, OPTIMIZATIONS)
+        if self.shard is not None:
+            check_choice("shard", self.shard, SHARDINGS)
         check_choice("on_error", self.on_error, ON_ERROR)
         check_choice("schedule", self.schedule, SCHEDULES)
         for name in _SWITCHES:
@@ -126,6 +135,7 @@ class RunOptions:
             keep_batchnorm_fp32=self.keep_batchnorm_fp32,
             optimize=self.optimize,
         )
+        check_sharding(shard=self.shard, offload=self.offload, optimize=self.optimize)
         check_kind(
             "out",
             self.out,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualeval.choices import AUTO, check_kind
+from dualeval.choices import AUTO, LOCKSTEP, check_kind
 from dualeval.columns import Column, Ragged, as_column, host_columns, of_parts, parts_of, to_rows
 from dualeval.engine import numerics
 from dualeval.engine.context import RunContext
@@ -25,6 +25,7 @@ from dualeval.engine.options import RunOptions
 from dualeval.engine.own_task import LoopKind, LoopTask
 from dualeval.engine.parts import drawn
 from dualeval.engine.samples import Samples, check_samples, wrap
+from dualeval.engine.sharding.detect import is_sharded
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.result import Result
@@ -78,6 +79,17 @@ class OwnLoop:
         check_kind("collate", collate, collate is None or callable(collate), kind)
         kind = "an nn.Module, or None"
         check_kind("model", model, model is None or isinstance(model, nn.Module), kind)
+        if model is not None and is_sharded(model) and context.backend.world.size > 1:
+            raise UsageError(
+                "the model is sharded by fully_shard: each forward of one rank waits for all other ranks, "
+                "and ranks have different numbers of batches in your own loop. Let "
+                "dualeval.evaluate(model=..., data=...) compute them: it has all ranks compute together."
+            )
+        if context.options.schedule == LOCKSTEP:
+            raise UsageError(
+                "schedule 'lockstep': in your own loop each rank computes when it likes. Let "
+                "dualeval.evaluate(model=..., data=...) compute, or leave schedule out."
+            )
         kind = "a list of metrics (docs/metrics.md), or None for the mean of every column"
         check_kind("metrics", metrics, metrics is None or isinstance(metrics, list | tuple), kind)
         self._context = context

@@ -73,22 +73,27 @@ def prepare(
         convert_layout = converter(layout)
 
         def convert(module: nn.Module, tensor: Tensor) -> Tensor:
-            keeps = options.keep_batchnorm_fp32 and isinstance(module, _BatchNorm)
-            cast = tensor if dtype is None or keeps or not tensor.is_floating_point() else tensor.to(dtype)
-            return convert_layout(cast)
+            return convert_layout(tensor.to(dtype_in(module, tensor.dtype, options)))
 
         _convert_tensors(model, convert, owned=owned)
         if dtype is not None or any(tensor.ndim == 4 for tensor in model.parameters()):
-            _set_door(model, dtype, convert_layout)
+            set_door(model, dtype, layout)
     elif is_sharded(model) and layout == CHANNELS_LAST:
         # Its parameters stay contiguous, as FSDP wants them: a convolution goes by the layout of its inputs.
-        _set_door(model, None, converter(layout))
+        set_door(model, None, layout)
     if options.optimize == COMPILE:
         note(
             f"--optimize {COMPILE}: each shape of a batch is compiled when it first comes, for up to minutes"
         )
         _compile(model, device)
     return model
+
+
+def dtype_in(module: nn.Module, own: torch.dtype, options: RunOptions) -> torch.dtype:
+    """The dtype in which a module's tensor of some dtype is computed."""
+    keeps = options.keep_batchnorm_fp32 and isinstance(module, _BatchNorm)
+    dtype = numerics.CASTS.get(options.precision)
+    return own if dtype is None or keeps or not own.is_floating_point else dtype
 
 
 def check_model(model: nn.Module, options: RunOptions) -> None:
@@ -229,12 +234,18 @@ def _converted(
 # -- the door ----------------------------------------------------------------------------------------------
 
 
-def _set_door(model: nn.Module, dtype: torch.dtype | None, convert_layout: _Convert) -> None:
+def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
     """Have a call of the model bring its inputs into dtype and layout, and its outputs back to float32.
 
     An attribute of this one object, and no hook: those are in the identity, and leave one thread. As a method
     it is bound anew in a copy of the model.
+
+    Args:
+        model: whose inputs these are.
+        dtype: of the inputs; None leaves theirs.
+        layout: "contiguous" or "channels-last".
     """
+    convert_layout = converter(layout)
 
     def arrive(tensor: Tensor) -> Tensor:
         if dtype is not None and tensor.is_floating_point():

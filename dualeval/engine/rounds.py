@@ -53,7 +53,7 @@ def with_schedule(model: nn.Module, context: RunContext) -> RunContext:
     """
     check_sharded(model, context.backend.world)
     schedule = context.options.schedule
-    if is_sharded(model):
+    if is_sharded(model) or context.options.shard is not None:
         if schedule == DYNAMIC:
             raise UsageError(
                 f"--schedule {DYNAMIC}: the model is sharded, and so each forward of one rank waits for all "

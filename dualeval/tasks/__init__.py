@@ -142,16 +142,20 @@ class Task(ABC):
         """
 
     def build_late(self, device: torch.device) -> nn.Module:
-        """The model for ``--shard``, where each rank keeps a part of it: called in place of ``build_model``.
+        """The model of a run that divides it over the ranks (``--shard``), in place of ``build_model``.
 
-        A model of ``dualeval.late_model`` needs no memory for what other ranks keep. Without this method it
-        is the model that ``build_model`` gives: each rank builds all of it first.
+        Without a method of its own it is what ``build_model`` gives: each rank builds all of it once.
+
+        Args:
+            device: where the ranks compute; what the task itself keeps for its forward belongs there.
 
         Returns:
-            The model on the CPU.
+            A model of this run's own, on the CPU. A parameter of it may be late: shape and dtype are known,
+            and a method ``read_rows(first, last, into)`` reads some of its rows into a tensor of the CPU, in
+            that tensor's dtype. Buffers have their values. ``dualeval.late_model`` makes such a model.
 
         Raises:
-            UsageError: the weights, the model and the data do not fit together.
+            UsageError: as for ``build_model``.
         """
         return self.build_model(device)
 

@@ -46,19 +46,59 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     Raises:
         UsageError: a tensor has no values.
     """
-    digest = hashlib.sha256()
-    elements = 0
-    made: dict[int, bytes] = {}
     values = ModelValues(model)
-    for name, item in sorted(_state(model).items()):
-        if id(item) not in made:  # a tied one is there under several names
-            tensor = isinstance(item, Tensor)
-            made[id(item)] = (
-                tensor_digest(name, whole(item), values.digest) if tensor else values.digest(item)
-            )
-        digest.update(name.encode() + b"\0" + made[id(item)])
-        elements += _elements(item)
-    return {"fingerprint": digest.hexdigest(), "elements": elements}
+    parameters = {
+        name: tensor_digest(name, whole(parameter), values.digest)
+        for name, parameter in model.named_parameters()
+    }
+    return WeightsDigests.of(model).fingerprint(parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsDigests:
+    """What a model's weights consist of, where the values of its parameters are still to be read.
+
+    Attributes:
+        entries: by name, in order: the first name of a parameter, or the digest of anything else; and the
+            number of elements.
+    """
+
+    entries: tuple[tuple[str, str | bytes, int], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WeightsDigests:
+        """Take the digests of all but the parameters.
+
+        Raises:
+            UsageError: a tensor has no values.
+        """
+        values = ModelValues(model)
+        own = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in own.items()}
+        made: dict[int, str | bytes] = {}
+        entries = []
+        for name, item in sorted(_state(model).items()):
+            if id(item) in names:
+                made[id(item)] = names[id(item)]
+            elif id(item) not in made:  # a tied one is there under several names
+                tensor = isinstance(item, Tensor)
+                made[id(item)] = tensor_digest(name, item, values.digest) if tensor else values.digest(item)
+            entries.append((name, made[id(item)], _elements(item)))
+        return cls(entries=tuple(entries))
+
+    def fingerprint(self, parameters: Mapping[str, bytes]) -> dict[str, Any]:
+        """As ``model_fingerprint``.
+
+        Args:
+            parameters: the digest of each parameter by its first name.
+        """
+        digest = hashlib.sha256()
+        for name, entry, _ in self.entries:
+            digest.update(name.encode() + b"\0" + (parameters[entry] if isinstance(entry, str) else entry))
+        return {
+            "fingerprint": digest.hexdigest(),
+            "elements": sum(elements for _, _, elements in self.entries),
+        }
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
@@ -165,13 +205,23 @@ class ModelIdentity:
         Raises:
             UsageError: a tensor has no values.
         """
+        return cls.with_weights(model, model_fingerprint(model))
+
+    @classmethod
+    def with_weights(cls, model: nn.Module, weights: Mapping[str, Any]) -> ModelIdentity:
+        """As ``of``, of a model whose weights are looked at by themselves.
+
+        Args:
+            model: before it is prepared.
+            weights: as ``model_fingerprint`` gives it.
+        """
         values = ModelValues(model)
         return cls(
             values=values,
             modules=tuple(model.modules()),
             structure=structure_fingerprint(model, values),
             structure_attributes=structure_by_name(model, values),
-            weights=model_fingerprint(model),
+            weights=weights,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def tensor_digest(name: str, tensor: Tensor, plain: Callable[[Any], bytes]) -> b
             f"the model's tensor {name} is on the meta device and has no values. Build the model on a real "
             "device, and load its weights."
         )
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(_shape(tensor))} {tensor.layout}\0".encode())
+    digest = _opened(tensor.dtype, _shape(tensor), tensor.layout)
     parts = _parts(tensor)
     if parts is None:
         for piece in _pieces(tensor):
@@ -56,6 +56,25 @@ def tensor_digest(name: str, tensor: Tensor, plain: Callable[[Any], bytes]) -> b
             content = tensor_digest(name, part, plain) if isinstance(part, Tensor) else plain(part)
             digest.update(label.encode() + b"\0" + content + b"\0")
     return digest.digest()
+
+
+def rows_digest(dtype: torch.dtype, shape: tuple[int, ...], rows: Iterable[Tensor]) -> bytes:
+    """As ``tensor_digest`` of one strided tensor that comes in parts.
+
+    Args:
+        dtype: of the tensor.
+        shape: likewise.
+        rows: its rows in their order, some in each part.
+    """
+    digest = _opened(dtype, shape, torch.strided)
+    for part in rows:
+        if part.numel():
+            digest.update(_bytes_of(part))
+    return digest.digest()
+
+
+def _opened(dtype: torch.dtype, shape: tuple[int, ...], layout: torch.layout) -> hashlib._Hash:
+    return hashlib.sha256(f"{dtype} {shape} {layout}\0".encode())
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

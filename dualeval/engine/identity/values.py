@@ -131,6 +131,14 @@ class Values:
         # While one value is made: who gives the digests of those that it holds.
         self._asked: Callable[[Any], bytes] | None = None
 
+    def let_go(self, value: Any) -> None:
+        """Keep a known object no longer for the sake of its name: it has the name while others keep it."""
+        name = self._known[id(value)]
+        self._objects[name] = weakref.ref(value, functools.partial(self._forget, id(value)))
+
+    def _forget(self, number: int, _: Any) -> None:
+        self._known.pop(number, None)
+
     def digest(self, value: Any) -> bytes:
         """sha256 of a value, 32 bytes."""
         if type(value) is int and value in self._known:

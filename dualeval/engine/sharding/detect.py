@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -59,6 +59,14 @@ def whole(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         gathered: Tensor = divided.full_tensor()
     return gathered
+
+
+def divide(modules: Iterable[nn.Module]) -> None:
+    """Have each unit hold its part of its parameters alone, as it does before a forward; no collective."""
+    for module in modules:
+        if is_unit(module):
+            unit: Any = module
+            unit.reshard()
 
 
 def check_sharded(model: nn.Module, world: World) -> None:

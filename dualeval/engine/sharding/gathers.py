@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,6 +22,9 @@ from dualeval.engine.progress import Position, Progress
 from dualeval.engine.sharding.detect import is_of_fsdp, is_unit
 from dualeval.errors import BackendError, UsageError, text_of
 from dualeval.world import World
+
+if TYPE_CHECKING:
+    from dualeval.engine.context import RunContext
 
 
 class Gathers:
@@ -109,8 +113,9 @@ class Gathers:
         before = _lengths_of_records(self._model)
         try:
             yield
-        except RuntimeError as error:
-            if self._gathered is None or is_out_of_memory(error):
+        except Exception as error:
+            if self._gathered is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
+                _end_forward(self._model)
                 raise
             said = text_of(error).strip().rstrip(".") or type(error).__name__
             raise BackendError(
@@ -129,6 +134,13 @@ class Gathers:
             )
 
 
+@contextmanager
+def gathers_watched(model: nn.Module, context: RunContext) -> Iterator[RunContext]:
+    """The context with the gathers of a model, watched for as long as this lasts."""
+    with Gathers(model, context.control.progress, context.backend.world) as gathers:
+        yield replace(context, gathers=gathers)
+
+
 def _other_order(here: str, there: str) -> str:
     return (
         f"the forward does not call the units of the sharded model in one order: where {here}, {there}. "
@@ -136,6 +148,17 @@ def _other_order(here: str, there: str) -> str:
         "a forward calls may not depend on the data: evaluate a model that is whole on each rank, or let "
         "fully_shard have the part that chooses as one unit."
     )
+
+
+def _end_forward(model: nn.Module) -> None:
+    """Have FSDP forget a forward that has raised: the next one begins anew."""
+    inner = {part for unit in filter(is_unit, model.modules()) for part in unit.modules() if part is not unit}
+    for module in model.modules():
+        if is_unit(module) and module not in inner:
+            unit: Any = module
+            # Of one that was never called there is nothing to forget; torch 2.8 cannot.
+            if hasattr(unit, "reset_iter_state") and unit._get_fsdp_state()._is_root:
+                unit.reset_iter_state()
 
 
 def _lengths_of_records(model: nn.Module) -> list[tuple[list[Any], int]]:

@@ -1,0 +1,218 @@
+"""A model divided over the ranks: what it is, a copy of it for a trial, and the model that computes.
+
+Torch's FSDP gathers a unit's parameters before its forward and lets them go behind it. That moves bits and
+computes none, so that the numbers are those of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dualeval.engine import numerics
+from dualeval.engine.compute import copy_sharing_tensors
+from dualeval.engine.context import RunContext
+from dualeval.engine.identity import ModelIdentity
+from dualeval.engine.identity.model import WeightsDigests
+from dualeval.engine.layouts import OF_TRIAL, converter, layout_of
+from dualeval.engine.options import RunOptions
+from dualeval.engine.preparation import dtype_in, set_door
+from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
+from dualeval.engine.sharding.units import units_of
+from dualeval.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_NOTED_PART = 1024  # of the model's bytes
+
+
+class ShardedModel:
+    """Divides a model over the ranks of a mesh. Every rank makes one, and calls the same.
+
+    It begins with a model that has no values of parameters any more, for ``check_model`` and ``layout_of``;
+    ``filled`` gives the model that computes.
+
+    Args:
+        model: as the task's ``build_late`` gave it, in evaluation mode; it is changed.
+        mesh: of all ranks.
+        context: where it runs, and how.
+
+    Raises:
+        UsageError: the model cannot be divided.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, context: RunContext) -> None:
+        self._model = model
+        self._mesh = mesh
+        self._context = context
+        self._device = context.backend.device
+        self._parameters = parameters_of(model)
+        self._digests = WeightsDigests.of(model)
+        self._identity = ModelIdentity.with_weights(model, {})
+        self._is_read = False
+        for parameter in self._parameters:
+            assert parameter.source is not None
+            self._identity.values.let_go(parameter.source)
+            _put_all(model, parameter, _empty(parameter, parameter.dtype))
+        whole = [parameter for parameter in self._parameters if not parameter.is_divided]
+        most = sum(parameter.nbytes for parameter in self._parameters) // _NOTED_PART
+        if large := [parameter.name for parameter in whole if parameter.nbytes > most]:
+            context.note_all([f"each rank has all of {', '.join(large)}: not contiguous, or no floats"])
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """The model's, as it was built: that of the whole one. A collective at first."""
+        self._read()
+        return self._identity
+
+    def copy_in(self, layout: str) -> nn.Module:
+        """A copy for the trial of a layout, in the model's own dtypes; a collective at first."""
+        self._read()
+        options = replace(self._context.options, **OF_TRIAL)
+        copied = copy_sharing_tensors(self._model)
+        return self._divided(copied, options, layout, lambda parameter: parameter.rows)
+
+    def filled(self, options: RunOptions) -> nn.Module:
+        """The model that computes; called once.
+
+        Args:
+            options: those of the run, with the layout that was found.
+        """
+        self._read()
+
+        def taken(parameter: Parameter) -> Tensor | None:
+            rows, parameter.rows = parameter.rows, None
+            return rows
+
+        return self._divided(self._model, options, layout_of(self._model, options.layout), taken)
+
+    def _read(self) -> None:
+        """Read this rank's part of the model, and learn what all of it is."""
+        if self._is_read:
+            return
+        self._is_read = True
+        control, backend = self._context.control, self._context.backend
+        reading = Reading(self._parameters, backend, self._identity.values)
+        for parameter in self._parameters:
+            control.progress.step("setup")
+            reading.read(parameter)
+        # Here a rank that could not read is heard of.
+        control.meet()
+        weights = self._digests.fingerprint(reading.digests())
+        self._identity = replace(self._identity, weights=weights)
+
+    def _divided(
+        self,
+        model: nn.Module,
+        options: RunOptions,
+        layout: str,
+        rows_of: Callable[[Parameter], Tensor | None],
+    ) -> nn.Module:
+        """Divide a model, and give it its values.
+
+        Args:
+            model: without values.
+            options: of which precision and offload count.
+            layout: of its inputs, its buffers and what each rank has whole.
+            rows_of: gives this rank's rows of a parameter.
+        """
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.tensor import DTensor, Shard
+
+        convert = converter(layout)
+        _convert_buffers(model, lambda module, buffer: convert(self._computed(module, buffer, options)))
+        whole, sizes, dtypes = set(), {}, {}
+        for parameter in self._parameters:
+            module = model.get_submodule(parameter.name.rpartition(".")[0])
+            dtypes[parameter.name] = dtype_in(module, parameter.dtype, options)
+            if parameter.is_divided:
+                made = _empty(parameter, dtypes[parameter.name])
+                sizes[id(made)] = made.nbytes
+            else:
+                value = rows_of(parameter)
+                assert value is not None
+                value = convert(self._computed(module, value, options))
+                made = nn.Parameter(value, requires_grad=False)
+                whole.add(made)
+            _put_all(model, parameter, made)
+        place = CPUOffloadPolicy() if options.offload else OffloadPolicy()
+        for unit in units_of(model, sizes):
+            # The model itself, too: torch would keep its own parameters gathered behind its forward.
+            fully_shard(
+                unit, mesh=self._mesh, reshard_after_forward=True, offload_policy=place, ignored_params=whole
+            )
+            if isinstance(unit, nn.TransformerEncoderLayer):
+                _without_hooks(unit)
+        device = torch.device("cpu") if options.offload else self._device
+        for parameter in self._parameters:
+            if parameter.is_divided:
+                rows = rows_of(parameter)
+                assert rows is not None
+                shape = torch.Size(parameter.shape)
+                divided = DTensor.from_local(
+                    rows.to(device, dtypes[parameter.name]),
+                    self._mesh,
+                    [Shard(0)],
+                    run_check=False,
+                    shape=shape,
+                    stride=torch.empty(shape, device="meta").stride(),
+                )
+                _put_all(model, parameter, nn.Parameter(divided, requires_grad=False))
+        dtype = numerics.CASTS.get(options.precision)
+        if dtype is not None or any(len(parameter.shape) == 4 for parameter in self._parameters):
+            set_door(model, dtype, layout)
+        return model
+
+    def _computed(self, module: nn.Module, tensor: Tensor, options: RunOptions) -> Tensor:
+        return tensor.detach().to(self._device, dtype_in(module, tensor.dtype, options))
+
+
+def check_sharding(options: RunOptions, device: torch.device) -> None:
+    """Check that a run may be divided on its device.
+
+    Raises:
+        UsageError: it may not.
+    """
+    if options.offload and device.type == "cpu":
+        raise UsageError(
+            "offload keeps a rank's part of the model in host memory, and this run computes there (device "
+            "cpu). Leave offload out."
+        )
+
+
+def _empty(parameter: Parameter, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+def _put_all(model: nn.Module, parameter: Parameter, made: nn.Parameter) -> None:
+    for name in parameter.names:
+        put(model, name, made)
+
+
+def _convert_buffers(model: nn.Module, convert: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    # One that several modules share is converted once.
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                if id(buffer) not in made:
+                    made[id(buffer)] = buffer, convert(module, buffer)
+                module._buffers[name] = made[id(buffer)][1]
+
+
+def _without_hooks(module: Any) -> None:
+    """Gather a module's parameters in its forward, and not by hooks.
+
+    ``nn.TransformerEncoderLayer`` computes in another way, with other bits, where it or a part has a hook.
+    """
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    state = module._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    register_fsdp_forward_method(module, "forward")

@@ -1,0 +1,268 @@
+"""The parameters of a model that is divided: which they are, what a rank reads of them, their digests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dualeval.engine.identity.tensors import rows_digest, tensor_digest
+from dualeval.engine.identity.values import Values
+from dualeval.engine.layouts import fixed_part
+from dualeval.engine.settings_watch import is_compiled
+from dualeval.engine.sharding.units import has_forward
+from dualeval.errors import UsageError
+from dualeval.result import sha256_of_json
+
+if TYPE_CHECKING:
+    from dualeval.backends.base import Backend
+
+# What is gathered at once for a digest, and what is read of a parameter to see that all ranks read the same.
+_PIECE_BYTES = 64 * 2**20
+_PROBED_BYTES = 4096
+_IMAGE_DIMENSIONS = 4
+
+
+@runtime_checkable
+class LateRows(Protocol):
+    """A parameter whose values are still where they were saved."""
+
+    def read_rows(self, first: int, last: int, into: Tensor) -> None:
+        """Read rows of the first dimension into a tensor of the CPU, in its dtype.
+
+        Args:
+            first: the first row. A tensor without dimensions has one row, 0.
+            last: the one behind the last.
+            into: of the rows' shape.
+
+        Raises:
+            UsageError: they cannot be read.
+        """
+
+
+@dataclass(kw_only=True)
+class Parameter:
+    """One parameter of the model.
+
+    Attributes:
+        name: its first name.
+        names: all its names.
+        shape: of all of it.
+        dtype: its own.
+        is_divided: whether each rank has some of its rows; else each has all of it.
+        source: the parameter as the model was built with it; None when its rows are read.
+        rows: this rank's, contiguous, on the CPU, in its own dtype; all of it where it is not divided.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_divided: bool
+    source: nn.Parameter | None
+    rows: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def rows_of(self, rank: int, size: int) -> tuple[int, int]:
+        """A rank's first row and the one behind its last, as ``torch.chunk`` divides; it may have none."""
+        if not self.is_divided:
+            return 0, self.shape[0] if self.shape else 1
+        step = -(-self.shape[0] // size)
+        first = min(rank * step, self.shape[0])
+        return first, min(first + step, self.shape[0])
+
+
+def parameters_of(model: nn.Module) -> list[Parameter]:
+    """The parameters of a model by their first names, in order.
+
+    Divided are those with floating values and at least one dimension. One that is not contiguous, and is no
+    weight of images' convolutions, stays whole: it would come back with other strides, and so other bits.
+
+    Raises:
+        UsageError: the model cannot be divided.
+    """
+    _check_model(model)
+    names: dict[int, list[str]] = {}
+    first: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        first.setdefault(id(parameter), parameter)
+    found = [
+        Parameter(
+            name=names[number][0],
+            names=tuple(names[number]),
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            is_divided=_is_divisible(names[number][0], parameter),
+            source=parameter,
+        )
+        for number, parameter in first.items()
+    ]
+    if not any(parameter.is_divided for parameter in found):
+        raise UsageError("shard: the model has no parameters that could be divided. Leave shard out.")
+    return sorted(found, key=lambda parameter: parameter.name)
+
+
+def _check_model(model: nn.Module) -> None:
+    if (part := fixed_part(model)) is not None:
+        raise UsageError(f"shard: {part}, and its weights are a part of that program. Leave shard out.")
+    if is_compiled(model):
+        raise UsageError(
+            "shard: the model is compiled (torch.compile), and its weights were whole then. Give the model "
+            "as it is before that, or leave shard out."
+        )
+    if any("FSDP" in kind.__name__ for part in model.modules() for kind in type(part).__mro__):
+        raise UsageError("shard: the model is sharded already, where it is built. Leave shard out.")
+    if not has_forward(model):
+        raise UsageError(
+            f"shard: the model is a {type(model).__name__}, which has no forward, and weights are gathered "
+            "where a module is called. Give a model that is called, or leave shard out."
+        )
+
+
+def _is_divisible(name: str, parameter: nn.Parameter) -> bool:
+    is_late = isinstance(parameter, LateRows)
+    if is_lazy(parameter) or (parameter.is_meta and not is_late):
+        tensor_digest(name, parameter, Values().digest)  # which says what to do
+    if not is_late and type(parameter) not in (nn.Parameter, Tensor):
+        raise UsageError(
+            f"shard: the parameter {name} is a {type(parameter).__name__}, and only plain tensors can be "
+            "divided. Leave shard out."
+        )
+    if parameter.layout is not torch.strided or parameter.is_quantized:
+        kind = "quantised" if parameter.is_quantized else "sparse"
+        raise UsageError(
+            f"shard: the parameter {name} is {kind}, and only dense tensors can be divided. Leave shard out."
+        )
+    is_plain = is_late or parameter.is_contiguous() or parameter.ndim == _IMAGE_DIMENSIONS
+    return parameter.is_floating_point() and parameter.ndim > 0 and parameter.numel() > 0 and is_plain
+
+
+# -- reading -----------------------------------------------------------------------------------------------
+
+
+class Reading:
+    """Reads this rank's rows of all parameters, and then takes their digests with the other ranks.
+
+    Args:
+        parameters: of the model; they lose their sources.
+        backend: of the ranks that divide it.
+        values: makes digests of what belongs to a tensor and is none.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], backend: Backend, values: Values) -> None:
+        self._parameters = parameters
+        self._backend = backend
+        self._rank, self._size = backend.world.rank, backend.world.size
+        self._values = values
+        self._digests: dict[str, bytes] = {}
+        self._late: list[Parameter] = []
+        self._probe: list[str] = []
+
+    def read(self, parameter: Parameter) -> None:
+        """Read this rank's rows of one; no collective.
+
+        Raises:
+            UsageError: they cannot be read.
+        """
+        source, parameter.source = parameter.source, None
+        assert source is not None, "each parameter is read once"
+        first, last = parameter.rows_of(self._rank, self._size)
+        if isinstance(source, LateRows):
+            self._probe += _ends_of(source, parameter)
+            rows = torch.empty(_shape_of(parameter, last - first), dtype=parameter.dtype)
+            if rows.numel():
+                source.read_rows(first, last, rows)
+            if parameter.is_divided:
+                self._late.append(parameter)
+            else:
+                self._digests[parameter.name] = tensor_digest(parameter.name, rows, self._values.digest)
+        else:
+            # Every rank has it whole: one that has another is found when the ranks compare their jobs.
+            self._digests[parameter.name] = tensor_digest(parameter.name, source, self._values.digest)
+            own = source.detach()
+            rows = _copy_of(own[first:last]) if parameter.is_divided else own.cpu()
+        parameter.rows = rows
+
+    def digests(self) -> dict[str, bytes]:
+        """The digest of each parameter by its name, the same on every rank; a collective.
+
+        One that no rank has whole is brought together for a moment, in pieces, on one rank; each rank takes
+        the digests of some.
+
+        Raises:
+            UsageError: the ranks have read from different files.
+        """
+        probes = self._backend.all_gather_json(sha256_of_json(self._probe))
+        if len(set(probes)) > 1:
+            ranks = ", ".join(str(rank) for rank, probe in enumerate(probes) if probe != probes[0])
+            raise UsageError(
+                f"rank {ranks} reads other weights than rank 0. Give all ranks the same files, on every node."
+            )
+        own: dict[str, str] = {}
+        for number, parameter in enumerate(self._late):
+            receiver = number % self._size
+            pieces = self._pieces(parameter, receiver)
+            if receiver == self._rank:
+                own[parameter.name] = rows_digest(parameter.dtype, parameter.shape, pieces).hex()
+            else:
+                for _ in pieces:
+                    pass
+        for digests in self._backend.all_gather_json(own):
+            self._digests |= {name: bytes.fromhex(digest) for name, digest in digests.items()}
+        return self._digests
+
+    def _pieces(self, parameter: Parameter, receiver: int) -> Iterator[Tensor]:
+        """The bytes of a parameter in order, on one rank; nothing on the others. A collective."""
+        assert parameter.rows is not None
+        own = parameter.rows.reshape(-1).view(torch.uint8)
+        if parameter.nbytes <= _PIECE_BYTES:
+            yield from self._backend.gather(own, receiver) or ()
+            return
+        row = parameter.nbytes // parameter.shape[0]
+        for rank in range(self._size):
+            first, last = parameter.rows_of(rank, self._size)
+            for begin in range(0, (last - first) * row, _PIECE_BYTES):
+                sent = own[begin : begin + _PIECE_BYTES] if rank == self._rank else own[:0]
+                yield from self._backend.gather(sent, receiver) or ()
+
+
+def _ends_of(source: LateRows, parameter: Parameter) -> list[str]:
+    """Digests of the first and the last rows of a late parameter."""
+    count = parameter.shape[0] if parameter.shape else 1
+    most = max(1, min(count, _PROBED_BYTES * count // max(1, parameter.nbytes)))
+    found = [repr((parameter.name, str(parameter.dtype), parameter.shape))]
+    for first in (0, count - most) if parameter.nbytes else ():
+        rows = torch.empty(_shape_of(parameter, most), dtype=parameter.dtype)
+        source.read_rows(first, first + most, rows)
+        found.append(rows_digest(parameter.dtype, tuple(rows.shape), [rows]).hex())
+    return found
+
+
+def _shape_of(parameter: Parameter, rows: int) -> tuple[int, ...]:
+    return (rows, *parameter.shape[1:]) if parameter.shape else ()
+
+
+def _copy_of(rows: Tensor) -> Tensor:
+    """Rows in contiguous memory of the CPU that is theirs alone."""
+    return torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
+
+
+def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter in the place of the one that has a name."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    sets: Any = type(module).__setattr__
+    if sets is nn.Module.__setattr__:
+        module._parameters[own] = parameter
+    else:
+        # Recurrent layers keep a list of their weights beside.
+        setattr(module, own, parameter)
