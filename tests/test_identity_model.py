@@ -327,7 +327,7 @@ def test_tensors_without_values_are_named() -> None:
         model = nn.Sequential(conv())
     with pytest.raises(UsageError, match=r"tensor 0\.weight is on the meta device and has no values"):
         weights(model)
-    with pytest.raises(UsageError, match=r"tensor bias has no values yet: it belongs to a lazy module"):
+    with pytest.raises(UsageError, match=r"tensor weight has no values yet: it belongs to a lazy module"):
         weights(nn.LazyLinear(2))
 
 

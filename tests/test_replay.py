@@ -406,7 +406,10 @@ def test_a_changed_helper_is_noticed_from_the_command_line(launch: Launch, tmp_p
 def test_options_of_python_are_those_of_the_command_line(tmp_path: Path) -> None:
     for options, words in (
         ({"on_error": "raise"}, "on_error 'raise': expected one of stop, skip"),
-        ({"schedule": "dynamc"}, "schedule 'dynamc': expected one of static, dynamic. Did you mean dynamic?"),
+        (
+            {"schedule": "dynamc"},
+            "schedule 'dynamc': expected one of static, dynamic, lockstep. Did you mean dynamic?",
+        ),
         ({"precision": "bf-16"}, "precision 'bf-16': expected one of .* Did you mean bf16?"),
         ({"layout": "nhwc"}, "layout 'nhwc': expected one of auto, contiguous, channels-last"),
         ({"optimize": "folding"}, "optimize 'folding': expected one of fold, compile. Did you mean fold?"),

@@ -89,7 +89,9 @@ class WeightsDigests:
                 made[id(item)] = names[id(item)]
             elif id(item) not in made:  # a tied one is there under several names
                 tensor = isinstance(item, Tensor)
-                made[id(item)] = tensor_digest(name, item, values.digest) if tensor else values.digest(item)
+                made[id(item)] = (
+                    tensor_digest(name, whole(item), values.digest) if tensor else values.digest(item)
+                )
             entries.append((name, made[id(item)], _elements(item)))
         return cls(entries=tuple(entries))
 

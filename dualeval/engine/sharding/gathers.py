@@ -8,7 +8,7 @@ ranks compute with the same samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -76,6 +76,9 @@ class Gathers:
         return tuple(self._order or ())
 
     def _watch(self, name: str, module: nn.Module) -> None:
+        if not any(map(is_of_fsdp, module._forward_pre_hooks.values())):
+            self._handles.append(_WatchedState(module, partial(self._begin, name), self._end))
+            return
         before = module.register_forward_pre_hook(partial(self._begin, name))
         after = module.register_forward_pre_hook(self._end)
         self._handles += [before, after]
@@ -142,6 +145,34 @@ class Gathers:
             raise UsageError(
                 _other_order("this one ends", f"the first one calls {self._order[len(self._seen)]}")
             )
+
+
+class _WatchedState:
+    """Watches a unit that gathers in its forward itself: a hook would change what it computes.
+
+    Args:
+        module: the unit.
+        begin: called before it is gathered.
+        end: called behind that.
+    """
+
+    def __init__(
+        self, module: Any, begin: Callable[[nn.Module, Any], None], end: Callable[[nn.Module, Any], None]
+    ) -> None:
+        self._state = module._get_fsdp_state()
+        gather = self._state._pre_forward
+
+        def watched(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            begin(module, args)
+            gathered = gather(module, args, kwargs)
+            end(module, args)
+            return gathered
+
+        self._state._pre_forward = watched
+
+    def remove(self) -> None:
+        """Watch it no longer."""
+        del self._state._pre_forward
 
 
 @contextmanager
