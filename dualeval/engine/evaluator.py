@@ -21,6 +21,7 @@ from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns, with_layout
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity import ModelIdentity, task_attributes
+from dualeval.engine.late_parameters import read_all
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, compiler_settings, prepare
@@ -265,5 +266,6 @@ def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
     """The model on the device; one that has a part there already is left as its author has placed it."""
+    read_all(model)
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     return model.to(device) if kinds and device.type not in kinds else model
