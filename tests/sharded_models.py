@@ -25,7 +25,7 @@ class Tied(nn.Module):
         self.out = nn.Linear(16, 50, bias=False)
         self.out.weight = self.embed.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         hidden = self.first(self.embed(ids)).mean(1)
         for layer in self.layers:
             hidden = layer(hidden).relu() + hidden
@@ -49,10 +49,11 @@ class Odd(nn.Module):
         self.register_buffer("shift", torch.randn(7), persistent=False)
         self.linear.register_forward_hook(lambda module, inputs, outputs: outputs + module.weight.sum())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for weight in self.lists:
             x = x @ weight
-        x = self.linear(self.linear(x)) * self.scale + self.shift * self.count[0]
+        shift: Any = self.shift
+        x = self.linear(self.linear(x)) * self.scale + shift * self.count[0]
         return nn.functional.linear(x, self.turned) + self.short.float() + self.wide.sum().float()
 
 
@@ -63,7 +64,7 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(12, 24, num_layers=2, bidirectional=True, batch_first=True)
         self.out = nn.Linear(48, 5)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         return self.out(self.lstm(self.embed(ids))[0][:, -1])
 
 
@@ -77,7 +78,7 @@ class Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=not options)
         self.out = nn.Linear(32, 5)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         found = self.encoder(self.embed(ids), src_key_padding_mask=ids == 0)
         return self.out(found[:, 0])
 
@@ -89,7 +90,7 @@ class Attention(nn.Module):
         self.layers = nn.ModuleList([nn.MultiheadAttention(32, 4, batch_first=True) for _ in range(3)])
         self.out = nn.Linear(32, 5)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         hidden = self.embed(ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden, hidden, hidden, need_weights=False)[0]
@@ -104,14 +105,14 @@ class Iterated(nn.Module):
         self.parts = nn.Sequential(*[nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)])
         self.wide = nn.Linear(3 * 32 * 32, 96)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         for part in self.parts:
             images = part(images).relu()
         return self.wide(images.flatten(1))
 
 
 def torchvisions(name: str) -> Callable[[], nn.Module]:
-    def made() -> nn.Module:
+    def made() -> Any:
         from dualeval.vision_library import torchvision
 
         return torchvision().models.get_model(name, weights=None, num_classes=10)
@@ -169,7 +170,7 @@ class LateTask(dualeval.ModelTask):
         return model
 
 
-def _late(parameter: nn.Parameter) -> nn.Parameter:
+def _late(parameter: nn.Parameter) -> Any:
     values = parameter.detach().clone()
     empty = torch.empty(values.shape, dtype=values.dtype, device="meta")
     late: Any = nn.Parameter(empty, requires_grad=False)
@@ -191,8 +192,8 @@ def digest(
         return make().eval()
 
     torch.manual_seed(5)
-    data = data()
-    task = kind(model=model, data=[(row,) for row in data], metrics=["sum"], observe=outputs_of)
+    rows = data()
+    task = kind(model=model, data=[(row,) for row in rows], metrics=["sum"], observe=outputs_of)
     result = session.evaluate(task, batch_size=2, **options)
     return result.metrics_digest, result.weights
 

@@ -73,6 +73,19 @@ def test_a_model_of_the_script_is_refused() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+def test_a_run_that_owns_its_model_divides_it() -> None:
+    def task() -> dualeval.ModelTask:
+        return dualeval.ModelTask(
+            model=made(), data=DATA, metrics=["sum"], observe=lambda outputs, batch: {"sum": outputs.sum(1)}
+        )
+
+    with dualeval.Session(device="cpu") as session:
+        whole = session.evaluate(task(), puts_back=False)
+        divided = session.evaluate(task(), puts_back=False, shard="fsdp")
+    assert (divided.description["model"], divided.fingerprint) == ("Sequential", whole.fingerprint)
+    assert divided.metrics_digest == whole.metrics_digest
+
+
 class Reader(nn.Module):
     """Reads the weights of a part without calling it."""
 
@@ -137,7 +150,7 @@ def test_backends_without_torchs_groups_say_how_to_start() -> None:
     with pytest.raises(UsageError, match=r"these ranks talk over horovod\. Start it with 'torchrun"):
         check_mesh("horovod")
     with pytest.raises(UsageError, match="these ranks talk over mpi"):
-        Backend.mesh(type("", (), {"name": "mpi"})())  # type: ignore[arg-type]
+        Backend.mesh(type("", (), {"name": "mpi"})())
 
 
 def sparse() -> nn.Module:
