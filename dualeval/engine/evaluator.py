@@ -229,7 +229,7 @@ class Evaluator:
             stack: of what ends with the evaluation.
         """
         context = with_schedule(model, context)
-        identity = ModelIdentity.of(model)
+        identity = ModelIdentity.of(model, partial(context.control.progress.inside, "collective"))
         check_model(model, context.options)
         # After the identity: its hooks are no part of the model.
         context = stack.enter_context(gathers_watched(model, context))
