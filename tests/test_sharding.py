@@ -22,6 +22,7 @@ from dualeval.engine.sharding.parameters import check_device, parameters_of
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from tests.conftest import Launch
+from tests.sharded_models import SLOW, models_for
 
 EMBEDDED = ["--no-progress", "--json", "--limit", "200"]
 DATA = [(row,) for row in torch.arange(40.0).reshape(10, 4) / 40]
@@ -259,10 +260,13 @@ def test_models_of_many_kinds_on_two_ranks(launch: Launch) -> None:
     ],
 )
 def test_all_kinds_of_models(launch: Launch, ranks: int, options: dict[str, Any]) -> None:
-    from tests.sharded_models import FLOAT32_ALONE, MODELS
+    run_models(launch, ranks, options, models_for(options.get("precision", "fp32")))
 
-    left_out = FLOAT32_ALONE if "precision" in options else ()
-    run_models(launch, ranks, options, [name for name in MODELS if name not in left_out])
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SLOW)
+def test_large_models_of_torchvision(launch: Launch, name: str) -> None:
+    run_models(launch, 2, {}, [name])
 
 
 def digest_of(launch: Launch, *words: str, timeout: float = 300) -> tuple[str, Any]:
