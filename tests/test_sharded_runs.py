@@ -33,7 +33,7 @@ Run = Callable[..., dict[str, Any]]
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """ResNet-18 with random weights over the twenty pictures, in seven batches."""
     data = build_pictures(tmp_path_factory.mktemp("imagenet")).data
-    model = ["--model", "resnet18", "--weights", "random:3"]
+    model: list[str | Path] = ["--model", "resnet18", "--weights", "random:3"]
     return Job(arguments=[*model, "--data", data, "--batch-size", "3"], samples=20)
 
 
@@ -41,7 +41,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """MiniLM's encoder with an untrained head over the five questions, in five batches."""
     folder = questions.save_with_head(tmp_path_factory.mktemp("minilm"))
-    job = ["--task", "question-answering", "--model", folder, "--data", questions.squad_file()]
+    job: list[str | Path] = ["--task", "question-answering", "--model", folder]
+    job += ["--data", questions.squad_file()]
     return Job(arguments=[*job, "--batch-size", "1"], samples=5)
 
 
