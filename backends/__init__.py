@@ -16,12 +16,12 @@ import importlib
 import sys
 from dataclasses import dataclass
 
-from dualeval.backends.base import Backend
+from dualeval.backends.base import Backend, no_mesh
 from dualeval.backends.mpi import MPI_LAUNCHERS
 from dualeval.errors import LaunchError, UsageError
 from dualeval.world import World
 
-__all__ = ["Backend", "choose_backend", "connect", "group_of_caller", "world_of_caller"]
+__all__ = ["Backend", "check_mesh", "choose_backend", "connect", "group_of_caller", "world_of_caller"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +122,16 @@ def choose_backend(name: str | None, world: World) -> str:
             f"leave --backend out to take {_default(world)}."
         )
     return name
+
+
+def check_mesh(name: str) -> None:
+    """Check that a model can be divided over the ranks of a backend, as ``Backend.mesh`` will.
+
+    Raises:
+        UsageError: it cannot; says what to type.
+    """
+    if name not in ("single", "torch"):
+        raise no_mesh(name)
 
 
 def group_of_caller() -> str | None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dualeval.metrics import Measured as Measured
     from dualeval.metrics import Metric as Metric
     from dualeval.metrics import RowMetric as RowMetric
+    from dualeval.models.own_checkpoint import late_model as late_model
     from dualeval.result import Result as Result
     from dualeval.tasks import Dataset as Dataset
     from dualeval.tasks import Task as Task
@@ -69,6 +70,7 @@ _HOME = {
     "detect": "dualeval.launch",
     "evaluate": "dualeval.door",
     "export": "dualeval.door",
+    "late_model": "dualeval.models.own_checkpoint",
     "rescore": "dualeval.engine.rescoring",
     "wrap": "dualeval.engine.samples",
 }

@@ -137,13 +137,21 @@ def check_preparation(
         )
 
 
-def check_sharding(*, shard: str | None, offload: bool, optimize: str | None, dashes: bool = False) -> None:
+def check_sharding(
+    *,
+    shard: str | None,
+    offload: bool,
+    optimize: str | None,
+    schedule: str | None = None,
+    dashes: bool = False,
+) -> None:
     """Check the options that say how the model is divided over the ranks.
 
     Args:
         shard: as in ``RunOptions``, and the others.
         offload: whether a rank's part stays in host memory.
         optimize: what is done to the model.
+        schedule: how chunks go to ranks; None where that is not known yet.
         dashes: whether the user has typed them as flags.
 
     Raises:
@@ -162,6 +170,11 @@ def check_sharding(*, shard: str | None, offload: bool, optimize: str | None, da
             f"{sign}optimize {optimize}: with {sign}shard {shard} a layer's weights are only there while it "
             "computes, so that nothing can be folded into them, or compiled with them. Leave out one of the "
             "two"
+        )
+    if schedule == DYNAMIC:
+        raise UsageError(
+            f"{sign}schedule {schedule}: with {sign}shard {shard} each forward waits for all ranks, "
+            f"so that none can take more batches than another. Leave {sign}schedule out"
         )
 
 

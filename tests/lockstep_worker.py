@@ -66,6 +66,15 @@ class ShardedTask(TinyTask):
             self._go_wrong(model)
         return super().forward(model, batch)
 
+    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if (
+            self._wrong.get("what") == "observe"
+            and self._forwards == int(self._wrong["at"])
+            and self._is_here()
+        ):
+            raise ValueError("this rank's own columns")
+        return super().observe(outputs, batch)
+
     def _is_here(self) -> bool:
         rank = self._wrong.get("rank")
         return rank is None or int(rank) == dist.get_rank()
@@ -81,7 +90,7 @@ class ShardedTask(TinyTask):
             model.append(nn.Sequential(nn.Linear(CLASSES, FEATURES), model[0], model[2]))
         elif what == "fewer":
             model._modules["1"] = nn.Identity()
-        else:
+        elif what == "raise":
             raise ValueError("this rank's own error")
 
 

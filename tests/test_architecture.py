@@ -196,6 +196,7 @@ def test_public_names() -> None:
         "detect",
         "evaluate",
         "export",
+        "late_model",
         "rescore",
         "wrap",
     ]

@@ -16,6 +16,8 @@ from tests.test_checkpoint_folders import save_distributed, sharded
 
 # The promise of docs/checkpoints.md; of this small model a page or a thread more counts.
 MOST = 1.2
+# Half of it, one layer of 16, and the same for a page or a thread.
+MOST_OF_HALF = 0.5 + 1 / 16 + 0.15
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells the peak")
@@ -40,3 +42,9 @@ def test_no_form_of_checkpoint_is_held_twice(tmp_path: Path, launch: Launch) -> 
     assert factors.pop("old.pt") > 1.8, "this format is held as torch loads it: the measure sees it"
     assert max(factors.values()) < MOST, factors
     assert min(factors.values()) > 0.9, factors
+    # A rank of two that loads its part: that, and a layer.
+    done = launch([*worker, "--part", *paths[:-1]], variables=variables, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    factors = json.loads(done.stdout)
+    assert min(factors.values()) > 0.45, factors
+    assert max(factors.values()) < MOST_OF_HALF, factors

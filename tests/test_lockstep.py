@@ -126,3 +126,19 @@ def test_a_forward_that_goes_wrong_on_one_rank_ends_all(launch: Launch, what: st
     assert ended.returncode != 0
     assert words in ended.stderr
     assert "digest" not in ended.stdout
+
+
+@pytest.mark.long
+def test_a_model_that_fails_on_all_ranks_ends_its_attempt_alone(launch: Launch) -> None:
+    ended = launch([*start("torchrun", 2), sys.executable, ROOT / "tests" / "lockstep_attempts.py"])
+    assert ended.returncode != 0
+    assert ended.stdout.splitlines() == [
+        "good: done",
+        "everywhere: ValueError: this rank's own error",
+        "good after everywhere: done",
+        "columns of one rank: ValueError: this rank's own columns",
+        "good after columns: done",
+    ]
+    # The others wait for it in the midst of a forward.
+    assert "dualeval: error: rank 1 on " in ended.stderr
+    assert "ValueError: this rank's own error" in ended.stderr

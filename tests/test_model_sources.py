@@ -26,6 +26,7 @@ from dualeval.tasks.image_classification_options import ImageClassificationOptio
 from dualeval.vision_library import torchvision
 from dualeval.weights_name import model_beside
 from tests.conftest import Launch, working_module
+from tests.test_late_building import check_same, is_late
 
 torchvision()
 
@@ -389,6 +390,9 @@ def test_published_weights_of_timm(hub: Path) -> None:
     assert identity(model)[0] == identity(wanted)[0]
     assert "state_dict" not in model.pretrained_cfg
     source = classifiers.source_of(TIMM)
+    late = source.build_late(source.find_weights("DEFAULT"), None, note=pytest.fail)
+    assert is_late(late)
+    check_same(late, model)
     known = source.known_classes(source.find_weights("DEFAULT"))
     assert known is not None
     assert known.wnids[:1] == ("n01440764",)
@@ -436,6 +440,9 @@ def test_a_classifier_of_transformers(vit: Path, tmp_path: Path) -> None:
     model: Any = source.build(source.find_weights(None), CLASSES)
     again = classifiers.build(f"hf:{vit}", None, None)
     assert identity(model) == identity(again)
+    late = source.build_late(source.find_weights(None), CLASSES, note=pytest.fail)
+    assert is_late(late)
+    check_same(late, model)
     assert model(IMAGES).logits.shape == (4, CLASSES)
     shutil.copytree(vit, tmp_path / "elsewhere")
     moved = classifiers.source_of(f"hf:{tmp_path / 'elsewhere'}")

@@ -34,7 +34,7 @@ from dualeval.choices import CAST, PRECISIONS, check_choice, check_preparation
 from dualeval.cli import node_facts
 from dualeval.cli.bench_cell import run_cell
 from dualeval.cli.grouped import grouped
-from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, job_of, task_flags
+from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, LaunchError, UsageError
 from dualeval.job import COMMON, DATA, LAUNCH, MODEL, RUN, Job, start_of
 from dualeval.launch import detect
@@ -208,7 +208,9 @@ def bench(context: click.Context, /, **flags: Any) -> None:
     """
     if flags["cell"] is not None:
         start = CellStart(**json.loads(flags["cell"]))
-        job = job_of({**flags, "batch_size": start.batch_size, "precision": start.precision})
+        job = whole_job_of(
+            {**flags, "batch_size": start.batch_size, "precision": start.precision}, "dualeval bench"
+        )
         context.exit(run_cell(job, start, flags["launcher"], [sys.executable, str(_MAIN_FILE), *context.obj]))
     if unused := start_of(flags["config"]):
         click.echo(
@@ -218,7 +220,10 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         )
     asked = _Asked(**{name: flags[name] for name in _Asked.__dataclass_fields__})
     _check_place(flags["launcher"])
-    job = job_of({**flags, **{name: (flags[name] or [None])[0] for name in ("batch_size", "precision")}})
+    job = whole_job_of(
+        {**flags, **{name: (flags[name] or [None])[0] for name in ("batch_size", "precision")}},
+        "dualeval bench",
+    )
     for size in asked.batch_size or ():
         COMMON["batch_size"].check(size)
     if asked.train and job.task != DEFAULT_TASK:

@@ -10,7 +10,7 @@ import click
 
 from dualeval.choices import AUTO
 from dualeval.cli.grouped import grouped
-from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, job_of, task_flags
+from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.errors import EXIT_DONE, LaunchError
 from dualeval.job import COMMON, DATA, LAUNCH, MODEL, RUN
 from dualeval.launch import examine
@@ -43,7 +43,7 @@ def invariance(context: click.Context, /, *, as_json: bool, **flags: Any) -> Non
             f"'dualeval doctor {FLAG}' is one process, but {found.launcher} has started {found.size}: every "
             "rank would compute the same. Type it by itself."
         )
-    job = job_of({**dict.fromkeys(COMMON), **flags, "metric": ()})
+    job = whole_job_of({**dict.fromkeys(COMMON), **flags, "metric": ()}, "dualeval doctor --invariance")
     from dualeval.devices import device_here
     from dualeval.engine.invariance.diagnosis import diagnose
     from dualeval.engine.options import RunOptions

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualeval.choices import SCHEDULES, check_choice
+from dualeval.choices import SCHEDULES, check_choice, check_sharding
 from dualeval.cli import options
 from dualeval.cli.grouped import Words, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, jobs_of, task_flags
@@ -196,6 +196,14 @@ def run(context: click.Context, /, **flags: Any) -> None:
     )
     jobs = jobs_of(flags)
     job = jobs[0][1]
+    for _, each in jobs:
+        check_sharding(
+            shard=each.shard,
+            offload=each.offload,
+            optimize=each.optimize,
+            schedule=invocation.schedule,
+            dashes=True,
+        )
     if dry_run:
         context.exit(_print_dry_run(jobs, invocation, world, nproc) if world.is_main else EXIT_DONE)
     if world.is_main:
@@ -230,7 +238,7 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     """Check a job as far as one process can, and return its options as they would be used."""
     import torch
 
-    from dualeval.backends import choose_backend
+    from dualeval.backends import check_mesh, choose_backend
     from dualeval.devices import device_here
     from dualeval.engine import numerics
     from dualeval.engine.evaluation_mode import set_evaluation_mode
@@ -238,15 +246,19 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     from dualeval.engine.folder.layout import check_path
     from dualeval.engine.reference import Reference
     from dualeval.engine.samples import as_dataset
+    from dualeval.engine.sharding.parameters import check_device
     from dualeval.engine.trial import check_names
     from dualeval.local_ranks import last_rank
     from dualeval.metrics.by_name import chosen_metrics
 
     # What every rank would find here.
     last = world if nproc is None else last_rank(nproc, world, invocation.backend)
-    choose_backend(invocation.backend, last)
+    backend = choose_backend(invocation.backend, last)
     device = device_here(job.device, nproc or 1, last, allow_shared_gpu=invocation.allow_shared_gpu)
     numerics.check_precision(job.precision, device)
+    if job.shard is not None:
+        check_mesh(backend)
+        check_device(job.offload, device)
     if invocation.out is not None:
         check_path(invocation.out)
     if invocation.reference is not None:

@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from dualeval.cli.grouped import GroupedCommand, flag_for, grouped, with_flag
-from dualeval.errors import DualevalError
+from dualeval.errors import DualevalError, UsageError
 from dualeval.job import COMMON, MODEL, RUN, Job, asked_task, refuse_foreign, texts_of
 from dualeval.plugins import DEFAULT_TASK, TASK_GROUP, TASKS, TaskKind, entry_points_of, task_kind
 
@@ -123,6 +123,21 @@ def config_flag(command: Any) -> Any:
 def job_of(flags: Mapping[str, Any]) -> Job:
     """The job that the flags of a command ask for."""
     return Job.read(*_asked(flags))
+
+
+def whole_job_of(flags: Mapping[str, Any], command: str) -> Job:
+    """As ``job_of``, for a command whose process has all of the model.
+
+    Raises:
+        UsageError: a job file asks for a model that is divided over the ranks.
+    """
+    job = job_of(flags)
+    if job.shard is not None:
+        raise UsageError(
+            f"shard belongs to 'dualeval run', and '{command}' looks at models that each rank has all of. "
+            "Leave shard out of the job file."
+        )
+    return job
 
 
 def jobs_of(flags: Mapping[str, Any]) -> list[tuple[str | None, Job]]:

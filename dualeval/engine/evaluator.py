@@ -21,14 +21,16 @@ from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns, with_layout
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity import ModelIdentity, task_attributes
+from dualeval.engine.late_parameters import read_all
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, compiler_settings, prepare
 from dualeval.engine.rounds import EvaluatesBatch, evaluate_in_rounds, evaluated_together, with_schedule
 from dualeval.engine.samples import as_dataset
 from dualeval.engine.sharding.gathers import gathers_watched
-from dualeval.engine.sharding.model import ShardedModel, check_sharding
+from dualeval.engine.sharding.model import ShardedModel
 from dualeval.engine.sharding.ownership import check_owned, release
+from dualeval.engine.sharding.parameters import check_device
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
 from dualeval.result import Result
@@ -88,7 +90,7 @@ class Evaluator:
                 "dualeval.Task. For your own loop over a data set use session.batches(dataset)."
             )
         numerics.check_precision(options.precision, backend.device)
-        check_sharding(options, backend.device)
+        check_device(options.offload, backend.device)
         self._task = task
         self._context = RunContext(
             backend=backend,
@@ -161,27 +163,13 @@ class Evaluator:
             )
             context = self._with_workers(dataset)
             attributes = task_attributes(self._task)
-            sharded = None if mesh is None else ShardedModel(model, mesh, context)
-            context = with_schedule(model, context)
-            identity = ModelIdentity.of(model) if sharded is None else None
-            check_model(model, context.options)
-            if sharded is None:
-                # After the identity: its hooks are no part of the model.
-                context = stack.enter_context(gathers_watched(model, context))
             stack.enter_context(compiler_settings(context.options.optimize))
-            copy_in = None if sharded is None else sharded.copy_in
-            context = with_layout(self._task, dataset, model, plan_of(dataset, context), context, copy_in)
-            if sharded is not None:
-                model, identity = sharded.filled(context.options), sharded.identity
-                context = stack.enter_context(gathers_watched(model, context))
+            if mesh is None:
+                ready = self._prepared(model, dataset, context, stack)
             else:
-                model = prepare(
-                    model,
-                    context.options,
-                    device,
-                    owned=guest is None,
-                    note=lambda said: context.note_all([said]),
-                )
+                ready = self._divided(model, dataset, context, stack, mesh)
+            model, context, identity = ready
+            del ready
             rows = self._task.rows
             if rows is None:
                 first = first_columns(self._task, dataset, model, plan_of(dataset, context), context)
@@ -196,7 +184,7 @@ class Evaluator:
                 identity=identity,
                 attributes=attributes,
             )
-            del identity, sharded, copy_in
+            del identity
             # After all that a task's own code may have set. What this rank says of it is in the result.
             execution.said += [
                 *self._task.data_warnings(),
@@ -229,6 +217,44 @@ class Evaluator:
             return self._task.build_model(device)
         return self._task.build_late(device)
 
+    def _prepared(
+        self, model: nn.Module, dataset: Dataset, context: RunContext, stack: ExitStack
+    ) -> tuple[nn.Module, RunContext, ModelIdentity]:
+        """The model that computes, where the task has built it as it is to be; and the context that it needs.
+
+        Args:
+            model: as it was built, on the device.
+            dataset: the task's.
+            context: of the options that were asked for.
+            stack: of what ends with the evaluation.
+        """
+        context = with_schedule(model, context)
+        identity = ModelIdentity.of(model, partial(context.control.progress.inside, "collective"))
+        check_model(model, context.options)
+        # After the identity: its hooks are no part of the model.
+        context = stack.enter_context(gathers_watched(model, context))
+        context = with_layout(self._task, dataset, model, plan_of(dataset, context), context)
+        model = prepare(
+            model,
+            context.options,
+            context.backend.device,
+            owned=not context.guest,
+            note=lambda said: context.note_all([said]),
+        )
+        return model, context, identity
+
+    def _divided(
+        self, model: nn.Module, dataset: Dataset, context: RunContext, stack: ExitStack, mesh: DeviceMesh
+    ) -> tuple[nn.Module, RunContext, ModelIdentity]:
+        """As ``_prepared``, for a model that is divided over the ranks of a mesh. A collective."""
+        sharded = ShardedModel(model, mesh, context)
+        check_model(model, context.options)
+        plan = plan_of(dataset, context)
+        context = with_layout(self._task, dataset, model, plan, context, sharded.copy_in)
+        model = sharded.filled(context.options)
+        context = stack.enter_context(gathers_watched(model, with_schedule(model, context)))
+        return model, context, sharded.identity
+
 
 def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
     """How many processes read for a rank where nobody says it: none where reading costs nothing."""
@@ -240,5 +266,6 @@ def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
     """The model on the device; one that has a part there already is left as its author has placed it."""
+    read_all(model)
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     return model.to(device) if kinds and device.type not in kinds else model

@@ -135,7 +135,7 @@ class RunOptions:
             keep_batchnorm_fp32=self.keep_batchnorm_fp32,
             optimize=self.optimize,
         )
-        check_sharding(shard=self.shard, offload=self.offload, optimize=self.optimize)
+        check_sharding(shard=self.shard, offload=self.offload, optimize=self.optimize, schedule=self.schedule)
         check_kind(
             "out",
             self.out,

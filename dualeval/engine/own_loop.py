@@ -407,6 +407,11 @@ def _check_left_out(options: RunOptions) -> None:
             f"optimize {options.optimize!r}: in your own loop do that yourself, as with torch.compile(model) "
             "or torch.fx.experimental.optimization.fuse(model). Leave optimize out."
         )
+    if options.shard is not None:
+        raise UsageError(
+            f"shard {options.shard!r}: in your own loop shard the model yourself, with "
+            "torch.distributed.fsdp.fully_shard. Leave shard out."
+        )
 
 
 def _parts(batch: Any) -> list[Any]:

@@ -155,6 +155,8 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
         options: those of the run, with the layout that "auto" came to.
     """
     said = (text_of(error).splitlines() or [""])[0].rstrip(".")
+    if options.shard is not None and (why := _why_not_gathered(said)) is not None:
+        return f"--shard {options.shard}: {why}"
     if options.optimize == COMPILE and type(error).__module__.startswith(
         ("torch._dynamo", "torch._inductor")
     ):
@@ -180,6 +182,22 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
         return (
             "--layout channels-last: the forward takes dimensions together by Tensor.view, which works on "
             "contiguous tensors alone. Write x.flatten(1) or x.reshape(...), or give --layout contiguous"
+        )
+    return None
+
+
+def _why_not_gathered(said: str) -> str | None:
+    """What a forward did that a model whose parameters are divided cannot; None where it is not that."""
+    if "mixed torch.Tensor and DTensor" in said:
+        return (
+            "the forward computes with the weights of a part without calling it, and they are gathered "
+            "where it is called. Call the part (self.part(x)); or shard the model yourself where it is built "
+            "(torch.distributed.fsdp.fully_shard on the part that uses them), and leave --shard out"
+        )
+    if "forward through the root module first" in said or "already been lazily initialized" in said:
+        return (
+            "a part of the model is called by itself, and its weights are gathered in a call of the whole "
+            "model. Let the task's forward call model(...), or leave --shard out"
         )
     return None
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import monotonic, perf_counter, sleep
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -186,12 +186,27 @@ class _Rounds:
             self._progress.step("forward", None if work is None else work.chunk)
             start = perf_counter()
             # Of a batch in which no sample could be read there is nothing to keep either.
-            pending = self._compute.start(stand_in if data is None else data)
+            pending = self._start(stand_in if data is None else data)
             self._under_way.append((work, None if data is None else pending))
             self.compute_s += perf_counter() - start
             del data, pending
         while self._under_way:
             self._settle()
+
+    def _start(self, data: Any) -> Pending:
+        """Begin with a batch; what goes wrong after its forward is raised when the other ranks know of it."""
+        try:
+            return self._compute.start(data)
+        except Exception as error:
+            gathers = self._evaluation.context.gathers
+            if gathers is None or not gathers.is_complete:
+                raise
+            problem = error
+
+        def pending() -> NoReturn:
+            raise problem
+
+        return pending
 
     def _prepare(self, batches: Iterator[tuple[Work, Any]]) -> tuple[Work | None, Any, Exception | None]:
         """Record what has been computed and read the next batch; or what stands in the way on this rank."""

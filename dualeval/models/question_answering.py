@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from dualeval.data.windows import TokenizerFacts
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.late_building import NotLate, is_building
 from dualeval.models.transformers_folder import (
     CONFIG,
     LOCAL,
     config_of,
+    load_by_name,
     load_pretrained,
     missing_library,
     other_file,
@@ -120,7 +122,9 @@ def build(
     transformers = transformers_for(_WHAT)
     with quiet(), torch.random.fork_rng(devices=[]):
         try:
-            if weights is None:
+            if weights is None and is_building():
+                model = load_by_name(transformers.AutoModelForQuestionAnswering, folder)
+            elif weights is None:
                 model = load_pretrained(
                     transformers.AutoModelForQuestionAnswering, folder, "question answering"
                 )
@@ -132,7 +136,7 @@ def build(
                 model = transformers.AutoModelForQuestionAnswering.from_config(
                     config, trust_remote_code=False
                 )
-        except (UsageError, MemoryError, torch.OutOfMemoryError):
+        except (UsageError, NotLate, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # what is missing or damaged decides what is raised
             said = other_file(folder) or _first_line(error)
@@ -141,7 +145,7 @@ def build(
             ) from error
     assert isinstance(model, nn.Module)
     # A checkpoint in half precision is computed with as --precision says.
-    model = model.float().eval()
+    model = model.eval() if weights is None and is_building() else model.float().eval()
     if weights is not None and seed_of(weights) is None:
         found = read_state_dict(Path(weights), weights_key, trust=trust)
         on_load(load_state_dict(model, found, prefix=weights_prefix, source=f"the weights {weights}"))

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.late import LateTensor
 
+_PIECE_BYTES = 1 << 22
+
 
 def with_tied_names(model: nn.Module, state: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """A state_dict with the names that a file has left out because another name has the same tensor.
@@ -61,7 +63,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
 
 def _place(value: Tensor) -> object:
     """What two names of one tensor have in common; two parameters may lie in the same memory."""
-    if value.layout != torch.strided or nn.parameter.is_lazy(value):
+    if isinstance(value, LateTensor) or value.layout != torch.strided or nn.parameter.is_lazy(value):
         return id(value)
     begin = value.data_ptr() if value.numel() else 0
     return (begin, value.dtype, value.shape, value.stride()) if begin else id(value)
@@ -73,11 +75,21 @@ def are_equal(one: Tensor, other: Tensor) -> bool:
         return one is other
     if isinstance(one, LateTensor) and isinstance(other, LateTensor) and one.source == other.source:
         return True
-    first, second = (
-        (value.read() if isinstance(value, LateTensor) else value.detach())
-        .contiguous()
-        .view(-1)
-        .view(torch.uint8)
-        for value in (one, other)
+    # Some rows at a time: two large tensors of files are not held for it.
+    rows = max(1, _PIECE_BYTES * len(one) // max(1, one.nbytes)) if one.ndim else 1
+    count = len(one) if one.ndim else 1
+    return all(
+        torch.equal(_bytes_of(one, first, min(first + rows, count)), _bytes_of(other, first, first + rows))
+        for first in range(0, count, rows)
     )
-    return bool(torch.equal(first, second))
+
+
+def _bytes_of(value: Tensor, first: int, last: int) -> Tensor:
+    """Some rows; a tensor without dimensions is one."""
+    if isinstance(value, LateTensor):
+        last = min(last, len(value)) if value.ndim else 1
+        rows = torch.empty((last - first, *value.shape[1:]), dtype=value.dtype)
+        value.read_rows(first, last, rows)
+    else:
+        rows = value.detach()[first:last] if value.ndim else value.detach()
+    return rows.contiguous().view(-1).view(torch.uint8)

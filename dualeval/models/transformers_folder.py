@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
+from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.late_building import NotLate
+from dualeval.models.weights import load_into
 from dualeval.vision_library import torchvision
 
 CONFIG = "config.json"
+# In the order in which the library looks for them.
+_SAVED = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+_ADAPTERS = ("adapter_config.json",)
 # What is never done: a look at the hub, and the code of a repository.
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
@@ -75,6 +86,95 @@ def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
         )
     assert isinstance(model, nn.Module)
     return model
+
+
+def load_by_name(kind: Any, folder: Path) -> nn.Module:
+    """A model in float32 with the tensors of its folder's files, where they have the names of the model.
+
+    It is what ``load_pretrained`` gives, cast to float32; but each tensor is read when it is used.
+
+    Args:
+        kind: one of the library's Auto classes.
+        folder: with config.json and weights.
+
+    Raises:
+        NotLate: the library does more with the files than to copy tensors; or it may.
+    """
+    found = config_of(folder)
+    refuse_foreign_kernels(found, folder)
+    if found.get("quantization_config") is not None:
+        raise NotLate("it is quantized")
+    saved = next((folder / name for name in _SAVED if (folder / name).is_file()), None)
+    if saved is None or any((folder / name).exists() for name in _ADAPTERS):
+        raise NotLate(f"its folder holds none of {', '.join(_SAVED)} alone")
+    try:
+        state = read_state_dict(saved)
+    except UsageError as error:
+        raise NotLate(f"its files are not read by their names ({error})") from error
+    dtype = _one_dtype(state.tensors, found)
+    config = transformers_for("the model").AutoConfig.from_pretrained(folder, **LOCAL)
+    model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
+    model.config.name_or_path = str(folder)
+    model = model.float()
+    tensors = _named_as_in(model, state.tensors)
+    try:
+        load_into(model, tensors, f"the weights in {folder}")
+    except UsageError as error:
+        raise NotLate(f"the names in its files are not those of the model ({error})") from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _named_as_in(model: Any, found: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """The tensors of a file that a model takes, by the names that the library gives them.
+
+    Raises:
+        NotLate: the library makes some of several others, or divides them.
+    """
+    own = model.state_dict()
+    if importlib.util.find_spec("transformers.conversion_mapping") is None:  # before transformers 5
+        return OrderedDict((name, value) for name, value in found.items() if name in own)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(model, None, None)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix = model.base_model_prefix
+    renamed: OrderedDict[str, Any] = OrderedDict()
+    for name in sorted(found, key=dot_natural_key):
+        new, converted = rename_source_key(name, renamings, converters, prefix, own)
+        if new not in own and name in own:
+            new, converted = rename_source_key(name, [], [], prefix, own)
+        if new in own and converted is not None:
+            raise NotLate(f"the transformers library computes {new} from the tensors of its files")
+        if new in own:
+            renamed[new] = found[name]
+    # What from_pretrained leaves in the model beside its tensors.
+    model._weight_conversions = [entry for entry in mapping if entry.was_used()]
+    model.set_use_kernels(False, None)
+    return renamed
+
+
+def _one_dtype(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype in which the library would make the model: that of the configuration, and of all tensors.
+
+    Raises:
+        NotLate: there are two, so that values would be rounded on their way.
+    """
+    kinds = {value.dtype for value in tensors.values() if value.is_floating_point()}
+    named = config.get("dtype") or config.get("torch_dtype")
+    if named is not None:
+        kinds.add(getattr(torch, str(named), None))
+    if len(kinds) != 1 or not kinds <= {torch.float32, torch.float16, torch.bfloat16}:
+        raise NotLate(f"its tensors have several dtypes ({', '.join(sorted(map(str, kinds)))})")
+    dtype: torch.dtype = kinds.pop()
+    return dtype
 
 
 def config_of(folder: Path) -> dict[str, Any]:

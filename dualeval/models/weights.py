@@ -15,6 +15,7 @@ from dualeval.models.checkpoints import StateDict
 from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.dtypes import changed_kinds
 from dualeval.models.extra_state import is_read
+from dualeval.models.late_building import prepare_to_load
 from dualeval.models.prefixes import prefixes_that_fit, take_prefix, unwrap_for
 from dualeval.models.tied import are_equal, with_tied_names
 from dualeval.weights_name import is_published_name
@@ -181,6 +182,7 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
             the only difference is the number of classes, says so. Or tied names have different values, or
             the values cannot be read.
     """
+    prepare_to_load(model)
     own = model.state_dict()
     state = with_tied_names(model, state, source)
     unread = [name for name, value in state.items() if name in own and not is_read(value)]
@@ -197,7 +199,7 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
         # A format without versions, in the present layout: MNASNet loads nothing of unknown version.
         state = OrderedDict(state)
         state._metadata = own._metadata  # type: ignore[attr-defined]
-    lacking = _Lacking(own, state)
+    lacking = _Lacking(model.state_dict(keep_vars=True), state)
     try:
         refused = model.load_state_dict(state)
     # Beside torch's own errors, those of a module's set_extra_state.
@@ -215,15 +217,17 @@ class _Lacking:
     """The tensors of a model that a state_dict does not name: a module may still make them of others.
 
     Args:
-        own: the model's tensors, by name, which share its memory.
+        own: the model's parameters and buffers, by name.
         state: what is loaded into it next.
     """
 
     def __init__(self, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        lacking = {name: value for name, value in own.items() if name not in state}
+        self._late = {name: value for name, value in lacking.items() if isinstance(value, LateTensor)}
         self._before = [
-            (name, value, value._version, value.clone())
-            for name, value in own.items()
-            if name not in state
+            (name, value, value._version, value.detach().clone())
+            for name, value in lacking.items()
+            if name not in self._late
             and isinstance(value, Tensor)
             and value.layout == torch.strided
             and not (value.is_quantized or nn.parameter.is_lazy(value))
@@ -231,7 +235,8 @@ class _Lacking:
 
     def left(self) -> list[str]:
         """Those that nothing was written to."""
-        return [
+        left = [name for name, value in self._late.items() if not value.has_values]
+        return left + [
             name
             for name, value, version, values in self._before
             if value._version == version and are_equal(value, values)

@@ -152,7 +152,7 @@ class Task(ABC):
         Returns:
             A model of this run's own, on the CPU. A parameter of it may be late: shape and dtype are known,
             and a method ``read_rows(first, last, into)`` reads some of its rows into a tensor of the CPU, in
-            that tensor's dtype. Buffers have their values.
+            that tensor's dtype. Buffers have their values. ``dualeval.late_model`` makes such a model.
 
         Raises:
             UsageError: as for ``build_model``.

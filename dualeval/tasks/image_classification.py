@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,7 @@ class ImageClassification(Task):
         self._num_classes = agreed_classes(self._dataset.labels, num_classes, self._class_map)
         self._scale: tuple[Tensor, Tensor] | None = None
         self._model_detail = ""
+        self._late_notes: list[str] = []
 
     @property
     def wants_workers(self) -> bool:
@@ -238,7 +240,28 @@ class ImageClassification(Task):
         Raises:
             UsageError: weights, model and data do not fit together.
         """
-        model = self._built().to(device)
+        return self._fitting(self._built(self._model.build).to(device), device)
+
+    def build_late(self, device: torch.device) -> nn.Module:
+        """As ``build_model``, on the CPU: the values of the parameters stay in their file where they can.
+
+        Raises:
+            UsageError: weights, model and data do not fit together.
+        """
+        self._late_notes = []
+        build = partial(self._model.build_late, note=self._late_notes.append)
+        return self._fitting(self._built(build), torch.device("cpu"), constants_on=device)
+
+    def _fitting(
+        self, model: nn.Module, device: torch.device, *, constants_on: torch.device | None = None
+    ) -> nn.Module:
+        """The model, tried on the data's images.
+
+        Args:
+            model: with its weights.
+            device: where it is.
+            constants_on: the device of the batches, where it is another one.
+        """
         if hasattr(model, "transform_input"):
             # Of googlenet and inception_v3: it normalises anew, and a state_dict does not say whether.
             self._model_detail = f", transform_input {model.transform_input}"
@@ -256,16 +279,18 @@ class ImageClassification(Task):
         )
         blank = torch.zeros(self._model.trial_images, *shape, dtype=torch.uint8, device=device)
         self._num_classes = self._tried(model, blank)
+        if constants_on is not None:
+            self._scale = (self._scale[0].to(constants_on), self._scale[1].to(constants_on))
         return model
 
-    def _built(self) -> nn.Module:
+    def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
         loading = Loading(key=self._weights_key, prefix=self._weights_prefix, on_load=self._remember)
         try:
-            return self._model.build(self._source, self._num_classes, loading)
+            return build(self._source, self._num_classes, loading)
         except OtherClasses as error:
             labels = self._dataset.labels
             if self._may_be_more and error.found > labels.largest:
-                return self._model.build(self._source, error.found, loading)
+                return build(self._source, error.found, loading)
             raise UsageError(f"{error}{hint_for(labels, error.found)}") from error
 
     def _remember(self, loaded: LoadedWeights) -> None:
@@ -273,7 +298,8 @@ class ImageClassification(Task):
 
     def notes(self) -> list[str]:
         """Where in a checkpoint the weights were found, which classes folders are, what was passed over."""
-        return [*self._model.notes(), *notes_of(self.loaded_weights), *self._dataset.notes()]
+        of_weights = [*self._model.notes(), *notes_of(self.loaded_weights), *self._late_notes]
+        return [*of_weights, *self._dataset.notes()]
 
     def data_warnings(self) -> list[str]:
         """Where classes may be others than the model's, and where pictures are no samples."""

@@ -118,7 +118,8 @@ class ModelTask(Task):
         self._observe = observe
         self._rows = None if rows is None else tuple(rows)
         self._thread_safe = thread_safe
-        self._name = name
+        # Now: a model that is divided over ranks is of another class afterwards.
+        self._name = _name_of(model) if name is None else name
         self._kinds: dict[str, Tensor] = {}
         self._classes: int | None = None
         self._gives_logits = True
@@ -130,10 +131,7 @@ class ModelTask(Task):
 
     @property
     def name(self) -> str:
-        if self._name is not None:
-            return self._name
-        named = type(self._model) if isinstance(self._model, nn.Module) else self._model
-        return getattr(named, "__name__", type(named).__name__)
+        return self._name
 
     @property
     def thread_safe(self) -> bool:
@@ -340,6 +338,14 @@ class ModelTask(Task):
 
     def description(self) -> Mapping[str, str]:
         return {"model": self.name, "data": getattr(self._data, "kind", type(self._data).__name__)}
+
+
+def _name_of(model: Any) -> str:
+    """The name of a model's class, before ``fully_shard`` where that was called, or of what makes it."""
+    if not isinstance(model, nn.Module):
+        return str(getattr(model, "__name__", type(model).__name__))
+    names = [kind.__name__ for kind in type(model).__mro__]
+    return names[names.index("FSDPModule") + 1] if "FSDPModule" in names else names[0]
 
 
 def _with_tensors(sample: Any) -> Any:

@@ -21,6 +21,7 @@ from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models import question_answering as models
+from dualeval.models.late_building import late_or_whole
 from dualeval.models.weights import (
     LoadedWeights,
     notes_of,
@@ -113,6 +114,7 @@ class QuestionAnswering(ScoredAnswers):
         self._weights_prefix = weights_prefix
         self._trust_checkpoint = trust_checkpoint
         self.loaded_weights: LoadedWeights | None = None
+        self._late_notes: list[str] = []
         self._n_best = n_best
         self._max_answer_length = max_answer_length
         self._null_threshold = null_threshold or 0.0
@@ -158,7 +160,21 @@ class QuestionAnswering(ScoredAnswers):
         Raises:
             UsageError: model, weights, tokenizer and window do not fit together.
         """
-        model = models.build(
+        return self._tried(self._built()).to(device)
+
+    def build_late(self, device: torch.device) -> nn.Module:
+        """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can.
+
+        Raises:
+            UsageError: model, weights, tokenizer and window do not fit together.
+        """
+        self._late_notes = []
+        drawn = self._weights is not None and seed_of(self._weights) is not None
+        why_whole = "its weights are drawn at random" if drawn else None
+        return self._tried(late_or_whole(self._built, self._late_notes.append, why_whole))
+
+    def _built(self) -> nn.Module:
+        return models.build(
             self._folder,
             self._weights,
             weights_key=self._weights_key,
@@ -166,6 +182,8 @@ class QuestionAnswering(ScoredAnswers):
             trust=self._trust_checkpoint,
             on_load=self._remember,
         )
+
+    def _tried(self, model: nn.Module) -> nn.Module:
         models.check_vocabulary(self._folder, model, self._tokens)
         models.try_out(self._folder, model, self._windows_on("a"))
         try:
@@ -174,14 +192,14 @@ class QuestionAnswering(ScoredAnswers):
             raise UsageError(
                 f"{error}. It takes shorter ones: give --max-length of the model's size."
             ) from error
-        return model.to(device)
+        return model
 
     def _remember(self, loaded: LoadedWeights) -> None:
         self.loaded_weights = loaded
 
     def notes(self) -> list[str]:
         """Where in a checkpoint the weights were found, and what was removed from their names."""
-        return notes_of(self.loaded_weights)
+        return [*notes_of(self.loaded_weights), *self._late_notes]
 
     def _windows_on(self, context: str) -> Mapping[str, Tensor]:
         """The longest windows of a text, as the model takes them; the question leaves all room to it."""

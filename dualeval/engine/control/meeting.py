@@ -153,6 +153,22 @@ class Meetings:
         assert found is not None
         return Verdict.read(found)
 
+    def all_come(self, name: str, limit_s: float, check: Callable[[], None]) -> bool:
+        """Wait, asleep, for the others; returns whether all ranks have come here within some seconds.
+
+        Args:
+            name: of this place, which each rank comes to once.
+            limit_s: how long to wait for the last one.
+            check: as for ``meet``.
+
+        Raises:
+            PeerError: rank 0 can no longer be reached.
+        """
+        with rank_0_reachable(self._first):
+            if self.store.add(self.key(f"arrived/{name}"), 1) == self._size:
+                self.store.set(self.key(name), _GO)
+            return self._await(name, limit_s, check) is not None
+
     def claim(self, run: int) -> int:
         """Take the next number of a run, from 0; no other rank gets it."""
         with rank_0_reachable(self._first):

@@ -45,6 +45,8 @@ _END_TOLD_WITHIN_S = 0.3
 _LAST_BEAT_WITHIN_S = 2.0
 # All ranks come to it from one collective; a rank that cannot reach rank 0 says so itself before this.
 _FIRST_MEETING_WITHIN_S = 120.0
+# What fails on all ranks does so between the same two collectives of a forward.
+_FAILED_EVERYWHERE_WITHIN_S = 5.0
 # Of each rank to rank 0: the main thread's, and that of the beats.
 _CONNECTIONS = 2
 # Ranks on which an attempt breaks have begun fewer runs than others; those of the next are numbered anew.
@@ -106,6 +108,7 @@ class ControlPlane:
         if store is not None:
             self._meetings = Meetings(store, token, size, name, first, str(self._pulse.look()))
         self._attempt = 0
+        self._failed = 0
         self._runs = 0
         self._tally: Tally | None = None
         self._stop: str | None = None
@@ -221,6 +224,7 @@ class ControlPlane:
             with self.progress.inside("meet"):
                 held = self._meetings.end_attempt(self._check_failure if went_well else self._check_for_good)
         number, self._attempt = self._attempt, self._attempt + 1
+        self._failed = 0
         self._runs = self._attempt * _RUNS_OF_AN_ATTEMPT
         if held is None or (held.kind == "attempt" and held.attempt != number):
             return None
@@ -239,6 +243,25 @@ class ControlPlane:
         self._check_failure()
         if self._stop is not None:
             raise Stopped(self._stop)
+
+    def fails_everywhere(self, error: Exception) -> bool:
+        """Whether what has failed here fails on all ranks, in the midst of collectives of all.
+
+        Where it does not, the others wait for this rank in a collective that it will not come to: the error
+        ends the run, whatever else was to be attempted.
+
+        Raises:
+            PeerError: another rank has failed for good.
+        """
+        if (meetings := self._reachable) is None:
+            return True
+        self._failed += 1
+        with self.progress.inside("meet"):
+            name = f"failed/{self._attempt}.{self._failed}"
+            if meetings.all_come(name, _FAILED_EVERYWHERE_WITHIN_S, self._check_failure):
+                return True
+        self._conclude(Verdict.own_failure(self.name.rank, error, str(self.name)))
+        return False
 
     # -- failures and stops, from any thread -------------------------------------------------------
 

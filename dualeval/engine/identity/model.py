@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -35,10 +36,16 @@ _MOST_ATTRIBUTES = 128
 _SHOWN_OF_ONE = 6  # it explains a difference, and finds none
 
 
-def model_fingerprint(model: nn.Module) -> dict[str, Any]:
+def model_fingerprint(
+    model: nn.Module, around_gather: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> dict[str, Any]:
     """sha256 over names and contents of all parameters, all buffers and what else a state_dict holds.
 
     A collective where the model is sharded: one parameter after the other is gathered.
+
+    Args:
+        model: as it was built.
+        around_gather: entered around each gather.
 
     Returns:
         {"fingerprint": hex, "elements": int}
@@ -48,7 +55,7 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     """
     values = ModelValues(model)
     parameters = {
-        name: tensor_digest(name, whole(parameter), values.digest)
+        name: tensor_digest(name, whole(parameter, around_gather), values.digest)
         for name, parameter in model.named_parameters()
     }
     return WeightsDigests.of(model).fingerprint(parameters)
@@ -82,7 +89,9 @@ class WeightsDigests:
                 made[id(item)] = names[id(item)]
             elif id(item) not in made:  # a tied one is there under several names
                 tensor = isinstance(item, Tensor)
-                made[id(item)] = tensor_digest(name, item, values.digest) if tensor else values.digest(item)
+                made[id(item)] = (
+                    tensor_digest(name, whole(item), values.digest) if tensor else values.digest(item)
+                )
             entries.append((name, made[id(item)], _elements(item)))
         return cls(entries=tuple(entries))
 
@@ -199,13 +208,19 @@ class ModelIdentity:
     weights: Mapping[str, Any]
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelIdentity:
-        """Take the identity of a model.
+    def of(
+        cls, model: nn.Module, around_gather: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> ModelIdentity:
+        """Take the identity of a model; a collective where it is sharded.
+
+        Args:
+            model: as it was built.
+            around_gather: entered around each gather.
 
         Raises:
             UsageError: a tensor has no values.
         """
-        return cls.with_weights(model, model_fingerprint(model))
+        return cls.with_weights(model, model_fingerprint(model, around_gather))
 
     @classmethod
     def with_weights(cls, model: nn.Module, weights: Mapping[str, Any]) -> ModelIdentity:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dualeval.errors import UsageError
+from dualeval.engine.accelerator import is_out_of_memory
+from dualeval.errors import BackendError, UsageError, text_of
 from dualeval.world import World
 
 # By its name: torch.distributed.fsdp takes a second to import, and a model that is sharded has imported it.
@@ -47,8 +49,18 @@ def is_state_of_fsdp(name: str) -> bool:
     return name.startswith(("_is_fsdp", "_fsdp", "__composable_api_state_key"))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor with all its values: those of one that is divided over ranks are gathered, a collective."""
+def whole(
+    tensor: Tensor, around_gather: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Tensor:
+    """A tensor with all its values: those of one that is divided over ranks are gathered, a collective.
+
+    Args:
+        tensor: of a model.
+        around_gather: entered around that collective.
+
+    Raises:
+        BackendError: it broke.
+    """
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return tensor
@@ -56,8 +68,16 @@ def whole(tensor: Tensor) -> Tensor:
     if divided.device.type != mesh.device_type:
         # One that is kept in host memory: the group may send from devices alone.
         divided = divided.to(mesh.device_type)
-    with torch.no_grad():
-        gathered: Tensor = divided.full_tensor()
+    try:
+        with torch.no_grad(), around_gather():
+            gathered: Tensor = divided.full_tensor()
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise BackendError(
+            f"torch.distributed broke while gathering a parameter: {text_of(error).strip().rstrip('.')}. "
+            "Where another rank failed first, its message has the cause."
+        ) from error
     return gathered
 
 

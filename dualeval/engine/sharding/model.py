@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from dualeval.engine.layouts import OF_TRIAL, converter, layout_of
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import dtype_in, set_door
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
+from dualeval.engine.sharding.torch_fsdp import in_memory_order, set_strides, without_hooks
 from dualeval.engine.sharding.units import units_of
-from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -147,7 +147,8 @@ class ShardedModel:
                 unit, mesh=self._mesh, reshard_after_forward=True, offload_policy=place, ignored_params=whole
             )
             if isinstance(unit, nn.TransformerEncoderLayer):
-                _without_hooks(unit)
+                without_hooks(unit)
+            set_strides(unit, convert)
         device = torch.device("cpu") if options.offload else self._device
         for parameter in self._parameters:
             if parameter.is_divided:
@@ -155,7 +156,7 @@ class ShardedModel:
                 assert rows is not None
                 shape = torch.Size(parameter.shape)
                 divided = DTensor.from_local(
-                    rows.to(device, dtypes[parameter.name]),
+                    in_memory_order(convert(rows.to(device, dtypes[parameter.name]))),
                     self._mesh,
                     [Shard(0)],
                     run_check=False,
@@ -170,19 +171,6 @@ class ShardedModel:
 
     def _computed(self, module: nn.Module, tensor: Tensor, options: RunOptions) -> Tensor:
         return tensor.detach().to(self._device, dtype_in(module, tensor.dtype, options))
-
-
-def check_sharding(options: RunOptions, device: torch.device) -> None:
-    """Check that a run may be divided on its device.
-
-    Raises:
-        UsageError: it may not.
-    """
-    if options.offload and device.type == "cpu":
-        raise UsageError(
-            "offload keeps a rank's part of the model in host memory, and this run computes there (device "
-            "cpu). Leave offload out."
-        )
 
 
 def _empty(parameter: Parameter, dtype: torch.dtype) -> nn.Parameter:
@@ -203,16 +191,3 @@ def _convert_buffers(model: nn.Module, convert: Callable[[nn.Module, Tensor], Te
                 if id(buffer) not in made:
                     made[id(buffer)] = buffer, convert(module, buffer)
                 module._buffers[name] = made[id(buffer)][1]
-
-
-def _without_hooks(module: Any) -> None:
-    """Gather a module's parameters in its forward, and not by hooks.
-
-    ``nn.TransformerEncoderLayer`` computes in another way, with other bits, where it or a part has a hook.
-    """
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    state = module._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    register_fsdp_forward_method(module, "forward")

@@ -93,6 +93,7 @@ def parameters_of(model: nn.Module) -> list[Parameter]:
     names: dict[int, list[str]] = {}
     first: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        _check_values(name, parameter)
         names.setdefault(id(parameter), []).append(name)
         first.setdefault(id(parameter), parameter)
     found = [
@@ -101,7 +102,7 @@ def parameters_of(model: nn.Module) -> list[Parameter]:
             names=tuple(names[number]),
             shape=tuple(parameter.shape),
             dtype=parameter.dtype,
-            is_divided=_is_divisible(names[number][0], parameter),
+            is_divided=_is_divisible(parameter),
             source=parameter,
         )
         for number, parameter in first.items()
@@ -109,6 +110,23 @@ def parameters_of(model: nn.Module) -> list[Parameter]:
     if not any(parameter.is_divided for parameter in found):
         raise UsageError("shard: the model has no parameters that could be divided. Leave shard out.")
     return sorted(found, key=lambda parameter: parameter.name)
+
+
+def check_device(offload: bool, device: torch.device) -> None:
+    """Check that the parameters may lie where they are asked for.
+
+    Args:
+        offload: whether a rank's part stays in host memory.
+        device: what computes.
+
+    Raises:
+        UsageError: they are there anyway.
+    """
+    if offload and device.type == "cpu":
+        raise UsageError(
+            "offload keeps a rank's part of the model in host memory, and this run computes there (device "
+            "cpu). Leave offload out."
+        )
 
 
 def _check_model(model: nn.Module) -> None:
@@ -128,7 +146,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _is_divisible(name: str, parameter: nn.Parameter) -> bool:
+def _check_values(name: str, parameter: nn.Parameter) -> None:
     is_late = isinstance(parameter, LateRows)
     if is_lazy(parameter) or (parameter.is_meta and not is_late):
         tensor_digest(name, parameter, Values().digest)  # which says what to do
@@ -142,7 +160,12 @@ def _is_divisible(name: str, parameter: nn.Parameter) -> bool:
         raise UsageError(
             f"shard: the parameter {name} is {kind}, and only dense tensors can be divided. Leave shard out."
         )
-    is_plain = is_late or parameter.is_contiguous() or parameter.ndim == _IMAGE_DIMENSIONS
+
+
+def _is_divisible(parameter: nn.Parameter) -> bool:
+    is_plain = (
+        isinstance(parameter, LateRows) or parameter.is_contiguous() or parameter.ndim == _IMAGE_DIMENSIONS
+    )
     return parameter.is_floating_point() and parameter.ndim > 0 and parameter.numel() > 0 and is_plain
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dualeval.errors import UsageError
-from dualeval.models.checkpoints.file_parts import Source
+from dualeval.models.checkpoints.file_parts import InMemory, Source
 
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "_version", "is_leaf"),
@@ -27,6 +28,19 @@ _KNOWN = {
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
+class Builder(Protocol):
+    """Builds a model of late tensors, whose values are loaded and not used meanwhile.
+
+    Attributes:
+        is_open: it still builds.
+    """
+
+    is_open: bool
+
+    def refuse(self, why: str) -> Exception:
+        """Take note that a parameter's values were used; the error that says so."""
+
+
 class LateTensor(Tensor):
     """A tensor whose values stay in their file.
 
@@ -37,6 +51,7 @@ class LateTensor(Tensor):
     Args:
         source: where the values are.
         dtype: of the tensor; None for that of the source.
+        builder: of the model that it is a parameter of; while it builds, ``copy_`` gives the tensor a source.
 
     Attributes:
         source: as above.
@@ -45,15 +60,31 @@ class LateTensor(Tensor):
 
     source: Source
     failure: UsageError | None
+    _builder: Builder | None
+    _owner: LateTensor | None
 
     @staticmethod
-    def __new__(cls, source: Source, dtype: torch.dtype | None = None) -> LateTensor:
+    def __new__(
+        cls, source: Source, dtype: torch.dtype | None = None, builder: Builder | None = None
+    ) -> LateTensor:
         made: LateTensor = Tensor._make_wrapper_subclass(
             cls, source.shape, dtype=dtype or source.dtype, device=torch.device("cpu"), requires_grad=False
         )
         made.source = source
         made.failure = None
+        made._builder = builder
+        made._owner = None
         return made
+
+    @classmethod
+    def without_values(cls, like: Tensor, builder: Builder) -> LateTensor:
+        """A tensor of the shape and dtype of another one, which is loaded next."""
+        return cls(_Nowhere(tuple(like.shape), like.dtype), like.dtype, builder)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether it is known where they are."""
+        return not isinstance(self.source, _Nowhere)
 
     __hash__ = object.__hash__
 
@@ -119,10 +150,23 @@ class LateTensor(Tensor):
         self._copy_from(source, into.view(source.shape))
 
     def _alias(self) -> LateTensor:
-        return type(self)(self.source, self.dtype)
+        made = type(self)(self.source, self.dtype, self._builder)
+        made._owner = self if self._owner is None or isinstance(self, nn.Parameter) else self._owner
+        return made
 
     def _fill(self, values: Tensor) -> None:
-        raise NotWritten
+        """Take the source of other values, while the model is built."""
+        if self._builder is None or not self._builder.is_open:
+            raise NotWritten
+        owner: LateTensor = self if isinstance(self, nn.Parameter) or self._owner is None else self._owner
+        if values.shape != self.shape or values.is_meta:
+            raise self._builder.refuse(f"values of shape {tuple(values.shape)} are loaded into {self!r}")
+        if not isinstance(values, LateTensor):
+            owner.source = InMemory(values=values.detach())
+        elif values.dtype == values.source.dtype:
+            owner.source = values.source
+        else:
+            owner.source = InMemory(values=values.read())
 
     def _copy_to(self, target: Tensor) -> None:
         if tuple(target.shape) != self.source.shape:
@@ -145,7 +189,13 @@ class LateTensor(Tensor):
 
     def _values(self) -> Tensor:
         """The values for an operation."""
+        if self._builder is not None and self._builder.is_open:
+            raise self._builder.refuse("its parameters are read or changed while it is built or loaded")
         return self.read()
+
+
+class NoValues(RuntimeError):
+    """Something needs values of a model that is being built without them."""
 
 
 class NotWritten(RuntimeError):
@@ -156,6 +206,22 @@ class NotWritten(RuntimeError):
             "this tensor's values are in a file (a model that is built late), where they are not changed. "
             "Read it first, for instance with model.to('cpu'), and change that."
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Nowhere:
+    """Of a tensor that nothing was loaded into."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def copy_to(self, target: Tensor) -> None:
+        """There are no values."""
+        raise NoValues("a parameter of the model has no values yet")
+
+    def rows(self, first: int, last: int) -> _Nowhere:
+        """As above."""
+        raise NoValues("a parameter of the model has no values yet")
 
 
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:

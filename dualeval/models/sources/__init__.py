@@ -17,6 +17,7 @@ from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.late_building import late_or_whole
 from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
 from dualeval.weights_name import is_published_name
 
@@ -169,6 +170,28 @@ class ModelSource(ABC):
                 torch.manual_seed(weights.seed)
                 return self.create(num_classes).eval()
             return self.load(weights, num_classes, loading or Loading()).eval()
+
+    def build_late(
+        self,
+        weights: WeightsSource,
+        num_classes: int | None,
+        loading: Loading | None = None,
+        *,
+        note: Callable[[str], object],
+    ) -> nn.Module:
+        """As ``build``, without memory for the parameters: their values stay in the file.
+
+        Args:
+            weights: as for ``build``.
+            num_classes: as for ``build``.
+            loading: as for ``build``.
+            note: called with a sentence where the model was built whole.
+        """
+        return late_or_whole(lambda: self.build(weights, num_classes, loading), note, self.why_whole(weights))
+
+    def why_whole(self, weights: WeightsSource) -> str | None:
+        """Why a model is always built whole, in words that follow "because"; None where it is not."""
+        return "its weights are drawn at random" if weights.path is None else None
 
     def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
         """What is done to this model's images; here what is usual for ImageNet.

@@ -89,6 +89,9 @@ class ProgramModel(ModelSource):
     ) -> nn.Module:
         return self.create(num_classes)
 
+    def why_whole(self, weights: WeightsSource) -> str | None:
+        return "a program holds its weights"
+
     def _refuse_training(self, found: list[str]) -> None:
         if found:
             raise UsageError(

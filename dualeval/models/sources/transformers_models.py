@@ -14,6 +14,7 @@ from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 from dualeval.model_errors import first_line
 from dualeval.models import published
+from dualeval.models.late_building import NotLate, is_building
 from dualeval.models.sources import (
     NO_ARGUMENTS,
     Loading,
@@ -27,6 +28,7 @@ from dualeval.models.transformers_folder import (
     CONFIG,
     LOCAL,
     config_of,
+    load_by_name,
     load_pretrained,
     other_file,
     quiet,
@@ -86,7 +88,7 @@ class TransformersModel(ModelSource):
     def _reading(self, read: Callable[[], Any], what: str) -> Any:
         try:
             return read()
-        except (UsageError, MemoryError, torch.OutOfMemoryError):
+        except (UsageError, NotLate, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # what is missing or damaged decides what is raised
             said = other_file(self._folder) or first_line(error)
@@ -130,10 +132,11 @@ class TransformersModel(ModelSource):
         self._check_classes(num_classes)
         transformers = transformers_for(_WHAT)
         with quiet():
+            kind = transformers.AutoModelForImageClassification
+            if is_building():
+                return load_by_name(kind, self._folder)
             model: nn.Module = self._reading(
-                lambda: load_pretrained(
-                    transformers.AutoModelForImageClassification, self._folder, "image classification"
-                ),
+                lambda: load_pretrained(kind, self._folder, "image classification"),
                 "image classifier",
             )
         # A checkpoint in half precision is computed with as --precision says.

@@ -1,0 +1,54 @@
+"""What torch's FSDP does not let itself be told: strides of what it gathers, and a unit without hooks.
+
+Both decide last bits. They reach into what torch has not declared stable; tests compare the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def set_strides(unit: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Have a unit's gathered parameters lie in memory as those of a whole model do.
+
+    Gathered are the ranks' rows one behind the other, each as it lies in its rank's memory. Torch takes that
+    for contiguous. Of ``in_memory_order`` it is another layout of the same numbers.
+
+    Args:
+        unit: just after ``fully_shard``.
+        convert: brings a tensor into the layout.
+    """
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    group = state._fsdp_param_group
+    for parameter in () if group is None else group.fsdp_params:
+        whole = torch.empty(parameter._orig_size, dtype=parameter.sharded_param.dtype, device="meta")
+        parameter._contiguous_orig_stride = convert(whole).stride()
+
+
+def in_memory_order(rows: Tensor) -> Tensor:
+    """Rows as a contiguous tensor of the same shape, whose memory is that of the rows in their layout."""
+    if rows.is_contiguous():
+        return rows
+    # By their strides, the widest first; that of rows is.
+    order = sorted(range(rows.ndim), key=rows.stride, reverse=True)
+    return rows.permute(order).contiguous().view(rows.shape)
+
+
+def without_hooks(module: Any) -> None:
+    """Gather a unit's parameters in its forward, and not by hooks.
+
+    ``nn.TransformerEncoderLayer`` computes in another way, with other bits, where it or a part has a hook.
+
+    Args:
+        module: just after ``fully_shard``.
+    """
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    state = module._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    register_fsdp_forward_method(module, "forward")

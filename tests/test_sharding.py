@@ -1,0 +1,314 @@
+"""A model divided over the ranks has the numbers and the identity of the whole one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dualeval
+from dualeval.backends import check_mesh
+from dualeval.backends.base import Backend
+from dualeval.cli import dualeval as command
+from dualeval.engine.identity import ModelIdentity
+from dualeval.engine.sharding.parameters import check_device, parameters_of
+from dualeval.errors import UsageError
+from dualeval.result import Result
+from tests.conftest import Launch
+
+EMBEDDED = ["--no-progress", "--json", "--limit", "200"]
+DATA = [(row,) for row in torch.arange(40.0).reshape(10, 4) / 40]
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3)).eval()
+
+
+def evaluated(model: Any = made, **options: Any) -> Result:
+    def observe(outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"sum": outputs.double().sum(1)}
+
+    return dualeval.evaluate(
+        model=model, data=DATA, metrics=["sum"], observe=observe, batch_size=4, **{"device": "cpu", **options}
+    )
+
+
+# -- one process -------------------------------------------------------------------------------------------
+
+
+def test_one_process_divides_nothing_and_has_the_same_numbers(tmp_path: Path) -> None:
+    whole = evaluated(out=tmp_path)
+    # The identity is that of the whole model: it is found finished, and one batch of it is computed again.
+    again = evaluated(out=tmp_path, shard="fsdp")
+    assert again.earlier and again.replay == "same bits"
+    divided = evaluated(shard="fsdp")
+    assert (divided.metrics_digest, divided.weights) == (whole.metrics_digest, whole.weights)
+    assert divided.job["schedule"] == "lockstep"
+    assert not torch.distributed.is_initialized(), "the group of one ends with the evaluation"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "amp-bf16"])
+def test_precisions(precision: str) -> None:
+    assert (
+        evaluated(shard="fsdp", precision=precision).metrics_digest
+        == evaluated(precision=precision).metrics_digest
+    )
+
+
+def test_a_model_of_the_script_is_refused() -> None:
+    model = made()
+    before = [parameter.clone() for parameter in model.parameters()]
+    for given in (model, lambda: model):
+        with pytest.raises(UsageError, match="this Sequential is the script's own"):
+            evaluated(given, shard="fsdp")
+    assert type(model) is nn.Sequential
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_run_that_owns_its_model_divides_it() -> None:
+    def task() -> dualeval.ModelTask:
+        return dualeval.ModelTask(
+            model=made(), data=DATA, metrics=["sum"], observe=lambda outputs, batch: {"sum": outputs.sum(1)}
+        )
+
+    with dualeval.Session(device="cpu") as session:
+        whole = session.evaluate(task(), puts_back=False)
+        divided = session.evaluate(task(), puts_back=False, shard="fsdp")
+    assert (divided.description["model"], divided.fingerprint) == ("Sequential", whole.fingerprint)
+    assert divided.metrics_digest == whole.metrics_digest
+
+
+class Reader(nn.Module):
+    """Reads the weights of a part without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.other(x), self.part.weight)
+
+
+def test_a_forward_that_reads_the_weights_of_a_part_is_told_what_to_do() -> None:
+    with pytest.raises(UsageError, match=r"without calling it.*Call the part \(self.part\(x\)\)"):
+        evaluated(Reader, shard="fsdp")
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shard": "ddp"}, "shard 'ddp': expected one of fsdp"),
+        ({"offload": True}, "the model is not sharded: give shard fsdp too"),
+        ({"offload": 1, "shard": "fsdp"}, "offload 1: expected True or False"),
+        ({"shard": "fsdp", "optimize": "fold"}, "nothing can be folded"),
+        ({"shard": "fsdp", "optimize": "compile"}, "optimize compile: with shard fsdp"),
+        ({"shard": "fsdp", "schedule": "dynamic"}, "none can take more batches than another"),
+        ({"shard": "fsdp", "offload": True}, "this run computes there"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        evaluated(**options)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--offload"], "--offload keeps a rank's part"),
+        (["--shard", "fsdp", "--optimize", "fold"], "with --shard fsdp a layer's weights"),
+        (["--shard", "fsdp", "--schedule", "dynamic"], "--schedule dynamic: with --shard fsdp"),
+        (["--shard", "fsdp", "--offload", "--device", "cpu", "--dry-run"], "this run computes there"),
+    ],
+)
+def test_flags_that_do_not_go_together(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        command.main(["run", *words], standalone_mode=False)
+
+
+@pytest.mark.parametrize("words", [["bench", "--dry-run"], ["doctor", "--invariance"]])
+def test_commands_that_look_at_whole_models(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('shard = "fsdp"\n')
+    with pytest.raises(UsageError, match="shard belongs to 'dualeval run'"):
+        command.main([*words, "--config", str(tmp_path / "job.toml")], standalone_mode=False)
+
+
+def test_backends_without_torchs_groups_say_how_to_start() -> None:
+    for name in ("single", "torch"):
+        check_mesh(name)
+    with pytest.raises(UsageError, match=r"these ranks talk over horovod\. Start it with 'torchrun"):
+        check_mesh("horovod")
+    with pytest.raises(UsageError, match="these ranks talk over mpi"):
+        Backend.mesh(type("", (), {"name": "mpi"})())
+
+
+def sparse() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.eye(2).to_sparse())
+    return model
+
+
+class Own(Tensor):
+    pass
+
+
+def of_a_class() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.eye(2).as_subclass(Own))
+    return model
+
+
+def lazy() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.LazyLinear(2)
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lazy, "has no values yet: it belongs to a lazy module"),
+        (lambda: nn.Linear(2, 2, device="meta"), "weight is on the meta device"),
+        (sparse, "weight is sparse"),
+        (of_a_class, "weight is a Own, and only plain tensors"),
+        (scripted, "the model is a TorchScript program"),
+        (nn.ReLU, "no parameters that could be divided"),
+        (lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}), "ModuleDict, which has no forward"),
+    ],
+)
+def test_models_that_cannot_be_divided(make: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parameters_of(make())
+
+
+def test_offload_needs_another_device() -> None:
+    check_device(True, torch.device("cuda"))
+    with pytest.raises(UsageError, match="Leave offload out"):
+        check_device(True, torch.device("cpu"))
+
+
+def test_parameters_go_by_their_first_names_and_small_ones_leave_ranks_without_rows() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
+    model[1].weight = model[0].weight
+    found = parameters_of(model)
+    assert [parameter.name for parameter in found] == ["0.bias", "0.weight", "1.bias"]
+    assert found[1].names == ("0.weight", "1.weight")
+    assert [found[0].rows_of(rank, 4) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 3)]
+
+
+def test_an_identity_keeps_no_parameter_alive() -> None:
+    model = nn.Linear(2, 2)
+    identity = ModelIdentity.with_weights(model, {})
+    weight = model.weight
+    known = identity.values.digest(weight)
+    identity.values.let_go(weight)
+    assert identity.values.digest(weight) == known, "it has its name while it lives"
+    model.weight, number = nn.Parameter(torch.zeros(2, 2)), id(weight)
+    del weight
+    assert number not in identity.values._known, "another tensor may get its address"
+
+
+# -- several ranks -----------------------------------------------------------------------------------------
+
+
+def run_models(launch: Launch, ranks: int, options: dict[str, Any], names: list[str]) -> None:
+    """Compare models, whole and divided, on some ranks."""
+    done = launch(
+        [
+            *("torchrun", "--nproc-per-node", str(ranks), "--master-port", "0", "--rdzv-backend", "c10d"),
+            *("--rdzv-endpoint", "localhost:0", Path(__file__).with_name("sharded_models.py")),
+            *(json.dumps(options), *names),
+        ],
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found and all(found.values()), found
+
+
+def test_models_of_many_kinds_on_two_ranks(launch: Launch) -> None:
+    run_models(launch, 2, {}, ["tied", "odd", "recurrent", "encoder", "attention", "iterated"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (2, {"layout": "contiguous"}),
+        *((2, {"precision": precision}) for precision in ("amp-bf16", "bf16", "fp16")),
+    ],
+)
+def test_all_kinds_of_models(launch: Launch, ranks: int, options: dict[str, Any]) -> None:
+    from tests.sharded_models import FLOAT32_ALONE, MODELS
+
+    left_out = FLOAT32_ALONE if "precision" in options else ()
+    run_models(launch, ranks, options, [name for name in MODELS if name not in left_out])
+
+
+def digest_of(launch: Launch, *words: str, timeout: float = 300) -> tuple[str, Any]:
+    done = launch([sys.executable, "-m", "dualeval", "run", *words], timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    return result["metrics_digest"], result["weights"]
+
+
+def test_the_command_line_on_two_ranks(launch: Launch, tmp_path: Path) -> None:
+    # 4 batches for 2 ranks would be even: of 200 samples the last is smaller, of 3 ranks one has more.
+    words = [*EMBEDDED, "--batch-size", "40"]
+    whole = digest_of(launch, *words, "--out", str(tmp_path / "whole"))
+    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", "--nproc", "2")
+    assert divided == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_embedded_job(launch: Launch, ranks: int, tmp_path: Path) -> None:
+    words = ["--no-progress", "--json"]
+    whole = digest_of(launch, *words, "--out", str(tmp_path / "whole"))
+    started = ["--nproc", str(ranks)] if ranks > 1 else []
+    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", *started)
+    assert divided == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "precision", ["amp-bf16", "bf16", "fp16", "bf16 --keep-batchnorm-fp32", "fp32 --layout contiguous"]
+)
+def test_precisions_of_the_embedded_network(launch: Launch, precision: str, tmp_path: Path) -> None:
+    words = [*EMBEDDED, "--precision", *precision.split()]
+    whole = digest_of(launch, *words, "--out", str(tmp_path / "whole"))
+    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", "--nproc", "2")
+    assert divided == whole
+
+
+def test_nothing_of_fsdp_is_imported_where_nothing_is_divided(launch: Launch, tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, dualeval\n"
+        "from torch import nn\n"
+        "dualeval.evaluate(model=nn.Linear(2, 2).eval(), data=[(torch.zeros(2), 1)], batch_size=1)\n"
+        "heavy = [name for name in sys.modules if name.startswith('torch.distributed.fsdp')]\n"
+        "assert not heavy, heavy\n"
+    )
+    (tmp_path / "script.py").write_text(code)
+    done = launch([sys.executable, tmp_path / "script.py"], timeout=120)
+    assert done.returncode == 0, done.stderr
