@@ -85,7 +85,7 @@ def transformer(layers: int, width: int) -> nn.Module:
 
 def arguments(megabytes: int) -> dict[str, int]:
     """The arguments that give a model of about this size in float32."""
-    width = 512 if megabytes < 500 else 1024
+    width = 384 if megabytes < 500 else 1024
     return {"layers": max(1, round(megabytes * 1_000_000 / (4 * 12 * width**2))), "width": width}
 
 
