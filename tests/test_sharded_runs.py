@@ -90,16 +90,6 @@ def check(found: dict[str, Any], wanted: dict[str, Any], size: int, samples: int
     assert (found["chunks"]["resumed"], found["world"]["size"]) == (0, size)
 
 
-def test_pictures_on_two_ranks(
-    evaluate: Callable[..., Finished], whole: Run, pictures: Job, tmp_path: Path
-) -> None:
-    limit = ("--limit", "8")
-    done = evaluate(pictures, *SHARD, *limit, before=start("torchrun", 2))
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out/result.json").read_text())
-    check(found, whole(pictures, *limit), 2, 8)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_size(
