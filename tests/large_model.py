@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ _EVERY_S = 0.001
 # They are imported beforehand: what that costs is no memory of the model. A rank's file says how much it was.
 _LIBRARIES = (
     *("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint"),
-    *("safetensors.torch", "pyarrow.parquet", "pandas"),
+    *("safetensors.torch", "pyarrow.parquet", "pandas", "torch._dynamo"),
 )
 
 
@@ -54,7 +54,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value)
         tokens = tokens + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return tokens + self.down(functional.gelu(self.up(self.norm2(tokens))))
+        mixed: Tensor = tokens + self.down(functional.gelu(self.up(self.norm2(tokens))))
+        return mixed
 
 
 class Transformer(nn.Module):
@@ -84,7 +85,7 @@ def transformer(layers: int, width: int) -> nn.Module:
 
 def arguments(megabytes: int) -> dict[str, int]:
     """The arguments that give a model of about this size in float32."""
-    width = 512 if megabytes < 500 else 1024
+    width = 384 if megabytes < 500 else 1024
     return {"layers": max(1, round(megabytes * 1_000_000 / (4 * 12 * width**2))), "width": width}
 
 
@@ -131,7 +132,11 @@ def _write_distributed(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 TORCH, PARTS, DCP = "torch.save", "safetensors in 4 files", "DCP"
-_WRITERS = {TORCH: torch.save, PARTS: _write_parts, DCP: _write_distributed}
+_WRITERS: dict[str, Callable[[dict[str, Tensor], Path], object]] = {
+    TORCH: torch.save,
+    PARTS: _write_parts,
+    DCP: _write_distributed,
+}
 
 
 # -- watching ----------------------------------------------------------------------------------------------
