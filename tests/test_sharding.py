@@ -19,6 +19,7 @@ from dualeval.backends.base import Backend
 from dualeval.cli import dualeval as command
 from dualeval.engine.identity import ModelIdentity
 from dualeval.engine.sharding.parameters import check_device, parameters_of
+from dualeval.engine.sharding.torch_fsdp import check_torch
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from tests.conftest import Launch
@@ -152,6 +153,12 @@ def test_backends_without_torchs_groups_say_how_to_start() -> None:
         check_mesh("horovod")
     with pytest.raises(UsageError, match="these ranks talk over mpi"):
         Backend.mesh(type("", (), {"name": "mpi"})())
+
+
+def test_an_older_torch_is_refused() -> None:
+    check_torch("2.13.0+cpu")
+    with pytest.raises(UsageError, match=r"shard needs torch 2\.13 or newer, and this is torch 2\.9\.1"):
+        check_torch("2.9.1+cu128")
 
 
 def sparse() -> nn.Module:
