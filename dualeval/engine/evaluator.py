@@ -32,6 +32,7 @@ from dualeval.engine.sharding.heap import return_large_blocks
 from dualeval.engine.sharding.model import ShardedModel
 from dualeval.engine.sharding.ownership import check_owned, release
 from dualeval.engine.sharding.parameters import check_device
+from dualeval.engine.sharding.torch_fsdp import check_torch
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
 from dualeval.result import Result
@@ -130,6 +131,7 @@ class Evaluator:
         context = self._context
         if context.options.shard is None:
             return self._run(None)
+        check_torch()
         if context.backend.device.type == "cpu":
             return_large_blocks()
         with context.backend.mesh() as mesh:
