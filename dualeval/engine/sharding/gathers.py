@@ -21,6 +21,7 @@ from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.progress import Position
 from dualeval.engine.sharding.detect import is_of_fsdp, is_unit
+from dualeval.engine.sharding.reads import reads_refused
 from dualeval.errors import BackendError, UsageError, text_of
 from dualeval.world import World
 
@@ -35,13 +36,15 @@ class Gathers:
         model: what is evaluated.
         control: where the ranks hear of each other.
         world: this process's place.
+        owned: this run has divided the model, and not its caller.
 
     Attributes:
         is_complete: whether the last forward came to its end: no other rank waits in it for this one.
     """
 
-    def __init__(self, model: nn.Module, control: ControlPlane, world: World) -> None:
+    def __init__(self, model: nn.Module, control: ControlPlane, world: World, *, owned: bool = False) -> None:
         self._model = model
+        self._owned = owned
         self._control = control
         self._progress = control.progress
         self._world = world
@@ -119,7 +122,8 @@ class Gathers:
         self._seen.clear()
         before = _lengths_of_records(self._model)
         try:
-            yield
+            with reads_refused(owned=self._owned):
+                yield
             self._check_end()
         except Exception as error:
             if self._gathered is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
@@ -178,7 +182,8 @@ class _WatchedState:
 @contextmanager
 def gathers_watched(model: nn.Module, context: RunContext) -> Iterator[RunContext]:
     """The context with the gathers of a model, watched for as long as this lasts."""
-    with Gathers(model, context.control, context.backend.world) as gathers:
+    owned = context.options.shard is not None
+    with Gathers(model, context.control, context.backend.world, owned=owned) as gathers:
         yield replace(context, gathers=gathers)
 
 
