@@ -580,3 +580,20 @@ def test_which_process_it_is_does_not_count(name: str) -> None:
         setattr(model, name, value)
         digests.add(str(structure_by_name(model, ModelValues(model))))
     assert len(digests) == 1
+
+
+def test_what_torch_keeps_beside_a_function_at_its_first_call_is_not_in_the_identity() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model: Any = checkpoint_wrapper(nn.Linear(2, 2))
+    before = ModelValues().digest(model.checkpoint_fn)
+    model(torch.rand(1, 2)).sum().backward()  # as in a training
+    assert ModelValues().digest(model.checkpoint_fn) == before
+
+    def doubled(value: int) -> int:
+        return 2 * value
+
+    # Each has an address of its own, as two ranks have.
+    disable: Any = torch.compiler.disable
+    one, other = (disable(doubled) for _ in range(2))
+    assert ModelValues().digest(one) == ModelValues().digest(other)

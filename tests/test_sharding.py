@@ -19,6 +19,7 @@ from dualeval.backends.base import Backend
 from dualeval.cli import dualeval as command
 from dualeval.engine.identity import ModelIdentity
 from dualeval.engine.sharding.parameters import check_device, parameters_of
+from dualeval.engine.sharding.reads import reads_refused
 from dualeval.engine.sharding.torch_fsdp import check_torch
 from dualeval.errors import UsageError
 from dualeval.result import Result
@@ -103,6 +104,70 @@ class Reader(nn.Module):
 def test_a_forward_that_reads_the_weights_of_a_part_is_told_what_to_do() -> None:
     with pytest.raises(UsageError, match=r"without calling it.*Call the part \(self.part\(x\)\)"):
         evaluated(Reader, shard="fsdp")
+
+
+def of_one_number(model: Reader, x: Tensor) -> Any:
+    return model.other(x) * float(model.part.weight.abs().max())
+
+
+def of_a_truth(model: Reader, x: Tensor) -> Any:
+    return model.other(x) * (2 if bool((model.part.weight > 0).all()) else 3)
+
+
+def of_all_parameters(model: Reader, x: Tensor) -> Any:
+    return model.other(x) * float(sum(float(each.sum()) for each in model.parameters()))
+
+
+def of_some_rows(model: Reader, x: Tensor) -> Any:
+    return model.other(x) * model.part.weight[0].detach().mean().item()
+
+
+@pytest.mark.parametrize("function", [of_one_number, of_a_truth, of_all_parameters, of_some_rows])
+def test_a_forward_that_reads_numbers_of_a_parts_weights_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[[Reader, Tensor], Any]
+) -> None:
+    # A rank would read those of its own rows, and nobody would hear of it.
+    monkeypatch.setattr(Reader, "forward", function)
+    with pytest.raises(UsageError, match=r"without calling it.*Call the part \(self.part\(x\)\)"):
+        evaluated(Reader, shard="fsdp")
+
+
+def of_shapes(model: Reader, x: Tensor) -> Any:
+    weight = model.part.weight
+    assert weight.data.is_floating_point() and weight.device.type == "cpu" and weight.ndim == weight.dim()
+    zeros = next(model.parameters()).data.new_zeros(x.shape[-1]) + weight.new_full((4,), 0.5)
+    return model.part(model.other(x.to(weight.dtype)) + zeros) / len(weight) / weight.shape[0]
+
+
+def test_a_forward_may_ask_for_what_does_not_depend_on_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reader, "forward", of_shapes)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Reader()
+
+    assert evaluated(make, shard="fsdp").metrics_digest == evaluated(make).metrics_digest
+
+
+def test_numbers_of_parameters_that_the_caller_has_divided() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        divided = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        whole = DTensor.from_local(torch.ones(1), mesh, [Replicate()])
+        with reads_refused(owned=False):
+            assert float(whole) == 1 and divided.detach().shape == (4,) and divided.to_local().sum() == 2
+            for read in (Tensor.item, float, bool):
+                with pytest.raises(UsageError, match=r"each rank would read those of its own part"):
+                    read(divided.sum())
+        assert float(divided.sum()) in (2.0, 4.0), "nothing is left behind"
+    finally:
+        dist.destroy_process_group()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
@@ -252,7 +317,7 @@ def run_models(launch: Launch, ranks: int, options: dict[str, Any], names: list[
 
 
 def test_models_of_many_kinds_on_two_ranks(launch: Launch) -> None:
-    run_models(launch, 2, {}, ["tied", "odd", "recurrent", "encoder", "attention", "iterated"])
+    run_models(launch, 2, {}, ["tied", "odd", "returned", "recurrent", "encoder", "attention", "iterated"])
 
 
 @pytest.mark.long

@@ -23,6 +23,7 @@ from dualeval.engine.layouts import converter, fixed_part, is_changeable, layout
 from dualeval.engine.nests import NestError, map_values
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.detect import is_sharded
+from dualeval.engine.sharding.reads import NOT_GATHERED
 from dualeval.errors import UsageError, named, text_of
 
 _Convert = Callable[[Tensor], Tensor]
@@ -189,11 +190,7 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
 def _why_not_gathered(said: str) -> str | None:
     """What a forward did that a model whose parameters are divided cannot; None where it is not that."""
     if "mixed torch.Tensor and DTensor" in said:
-        return (
-            "the forward computes with the weights of a part without calling it, and they are gathered "
-            "where it is called. Call the part (self.part(x)); or shard the model yourself where it is built "
-            "(torch.distributed.fsdp.fully_shard on the part that uses them), and leave --shard out"
-        )
+        return NOT_GATHERED
     if "forward through the root module first" in said or "already been lazily initialized" in said:
         return (
             "a part of the model is called by itself, and its weights are gathered in a call of the whole "
@@ -277,18 +274,23 @@ def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
     of_class = type(model).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(_mapped(arrive, value) for value in args)
-        kwargs = {name: _mapped(arrive, value) for name, value in kwargs.items()}
+        args = tuple(mapped(arrive, value) for value in args)
+        kwargs = {name: mapped(arrive, value) for name, value in kwargs.items()}
         outputs = of_class(self, *args, **kwargs) if held is None else held(*args, **kwargs)
-        return outputs if dtype is None else _mapped(leave, outputs)
+        return outputs if dtype is None else mapped(leave, outputs)
 
     if held is None:
         functools.update_wrapper(forward, of_class)
     vars(model)["forward"] = MethodType(forward, model)
 
 
-def _mapped(function: _Convert, value: Any) -> Any:
-    """A nest with a function of each tensor in it; what cannot be made anew stays as it is."""
+def mapped(function: _Convert, value: Any) -> Any:
+    """A nest with a function of each tensor in it; what cannot be made anew stays as it is.
+
+    Args:
+        function: gives a tensor for a tensor.
+        value: a tensor, or lists, dicts and dataclasses with tensors in them.
+    """
     if isinstance(value, Tensor):
         return function(value)
     return pytree.tree_map(functools.partial(_mapped_leaf, function), value)

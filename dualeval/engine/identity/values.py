@@ -69,6 +69,8 @@ _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu|tpu|xla)(:\d+)?")
 _PATH_INSIDE = re.compile(
     r"""(?<![\w./~)\]}*-])/(?!/)[^\s"'<>|:;,/]+/[^\s"'<>|:;,]*|(?:(?<==)|(?<=file://))/(?!/)[^\s"'<>|:;,]+"""
 )
+# What it wraps is in its closure. Torch keeps one that is not compiled beside it, and an address.
+_NOT_OF_A_FUNCTION = {"__wrapped__", "__dynamo_disable", "_torchdynamo_wrapper_id"}
 # Of a class: what its functions do not read, or Python makes of them.
 _NOT_OF_A_BODY = {
     *("__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__slots__"),
@@ -250,7 +252,7 @@ class Values:
 
     def _function(self, value: FunctionType) -> bytes:
         self.modules.add(value.__module__ or "builtins")
-        extra = {name: item for name, item in vars(value).items() if name != "__wrapped__"}
+        extra = {name: item for name, item in vars(value).items() if name not in _NOT_OF_A_FUNCTION}
         parts = [
             value.__defaults__,
             value.__kwdefaults__,

@@ -13,7 +13,7 @@ model with inputs that it has had, and throws its outputs away.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -26,6 +26,7 @@ from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.progress import Position
 from dualeval.engine.sharding.detect import is_of_fsdp, is_unit
+from dualeval.engine.sharding.reads import reads_refused
 from dualeval.errors import BackendError, PeerError, UsageError, text_of
 
 if TYPE_CHECKING:
@@ -55,13 +56,17 @@ class Gathers:
         model: what is evaluated.
         control: where the ranks hear of each other.
         backend: over which they agree.
+        owned: this run has divided the model, and not its caller.
 
     Attributes:
         is_complete: whether the last forward came to its end: no other rank waits in it for this one.
     """
 
-    def __init__(self, model: nn.Module, control: ControlPlane, backend: Backend) -> None:
+    def __init__(
+        self, model: nn.Module, control: ControlPlane, backend: Backend, *, owned: bool = False
+    ) -> None:
         self._model = model
+        self._owned = owned
         self._control = control
         self._progress = control.progress
         self._backend = backend
@@ -209,10 +214,11 @@ class Gathers:
         self._seen.clear()
         before = _lengths_of_records(self._model)
         try:
-            yield
-            if self._handles:
-                self._check_end_of_call()
-                self._stand_in()
+            with reads_refused(owned=self._owned) if self._handles else nullcontext():
+                yield
+                if self._handles:
+                    self._check_end_of_call()
+                    self._stand_in()
         except (BackendError, PeerError):
             raise
         except Exception as error:
@@ -268,7 +274,8 @@ class _WatchedState:
 @contextmanager
 def gathers_watched(model: nn.Module, context: RunContext) -> Iterator[RunContext]:
     """The context with the gathers of a model, watched for as long as this lasts."""
-    with Gathers(model, context.control, context.backend) as gathers:
+    owned = context.options.shard is not None
+    with Gathers(model, context.control, context.backend, owned=owned) as gathers:
         yield replace(context, gathers=gathers)
 
 

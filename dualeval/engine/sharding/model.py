@@ -22,7 +22,7 @@ from dualeval.engine.layouts import OF_TRIAL, converter, layout_of
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import dtype_in, set_door
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
-from dualeval.engine.sharding.torch_fsdp import in_memory_order, set_strides, without_hooks
+from dualeval.engine.sharding.torch_fsdp import in_memory_order, keep_outputs, set_strides, without_hooks
 from dualeval.engine.sharding.units import units_of
 
 if TYPE_CHECKING:
@@ -148,6 +148,8 @@ class ShardedModel:
             )
             if isinstance(unit, nn.TransformerEncoderLayer):
                 without_hooks(unit)
+            else:
+                keep_outputs(unit)
             set_strides(unit, convert)
         device = torch.device("cpu") if options.offload else self._device
         for parameter in self._parameters:

@@ -1,11 +1,12 @@
-"""What torch's FSDP does not let itself be told: strides of what it gathers, and a unit without hooks.
+"""What torch's FSDP does not let itself be told: strides of what it gathers, a unit without hooks, outputs.
 
-Both decide last bits. They reach into what torch has not declared stable; tests compare the bits.
+The first two decide last bits. All reach into what torch has not declared stable; tests compare the bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ def check_torch(version: str = torch.__version__) -> None:
             "parameters in another way. Install a newer torch; or call fully_shard in build_model, and leave "
             "shard out."
         )
+
+
+from dualeval.engine.preparation import mapped
 
 
 def set_strides(unit: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
@@ -72,3 +76,43 @@ def without_hooks(module: Any) -> None:
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     register_fsdp_forward_method(module, "forward")
+
+
+def keep_outputs(module: Any) -> None:
+    """Have outputs of a unit that are its parameters, or views of them, stay when the parameters are let go.
+
+    A table of positions may return its first rows. Torch lets go of the memory behind the forward, whoever
+    still refers to it: reading it would end the process, or give any numbers.
+
+    Args:
+        module: just after ``fully_shard``.
+    """
+    state = module._get_fsdp_state()
+    hooks, number = module._forward_hooks, state._post_forward_hook_handle.id
+    let_go = hooks[number]
+
+    @wraps(let_go)
+    def kept(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        group = state._fsdp_param_group
+        gathered = () if group is None else group.fsdp_params
+        memory = {each.unsharded_param.untyped_storage()._cdata for each in gathered}
+        copies: dict[int, Any] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            try:
+                storage = tensor.untyped_storage()
+            except NotImplementedError:
+                return tensor  # of torch.vmap, sparse, ...
+            if storage._cdata not in memory:
+                return tensor
+            if storage._cdata not in copies:
+                copies[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
+            # With its own strides: they decide how what follows computes.
+            made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            place = tensor.storage_offset(), tensor.shape, tensor.stride()
+            return made.set_(copies[storage._cdata], *place)
+
+        found = mapped(keep, outputs)
+        return let_go(module, inputs, found if copies else outputs)
+
+    hooks[number] = kept

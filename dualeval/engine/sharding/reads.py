@@ -1,0 +1,88 @@
+"""Reads of divided parameters in a forward: a rank would compute with the rows that it has, and say nothing.
+
+Torch refuses to mix a divided parameter with other tensors. A number that is read from one
+(``float(w.sum())``) is that of the rank's own rows, without a word: another one on each rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualeval.errors import UsageError
+
+NOT_GATHERED = (
+    "the forward computes with the weights of a part without calling it, and they are gathered where it is "
+    "called. Call the part (self.part(x)); or shard the model yourself where it is built "
+    "(torch.distributed.fsdp.fully_shard on the part that uses them), and leave --shard out"
+)
+_ONE_NUMBER = (
+    "the forward reads numbers of a parameter that is divided over the ranks, outside of the unit that "
+    "gathers it: each rank would read those of its own part. Read them in the forward of that unit, or of "
+    "the whole parameter (parameter.full_tensor(), on all ranks)."
+)
+# What a rank knows without the others' rows.
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "_version", "is_leaf", "data"),
+    *("is_quantized", "is_sparse", "is_meta", "is_cpu", "is_cuda", "is_nested", "requires_grad", "grad"),
+    *("retains_grad", "grad_fn", "_backward_hooks", "_base"),
+)
+_METHODS = (
+    *("dim", "size", "numel", "nelement", "is_floating_point", "is_complex", "is_signed", "stride", "detach"),
+    *("is_contiguous", "storage_offset", "element_size", "get_device", "is_inference", "requires_grad_"),
+    *("ndimension", "__len__", "__hash__", "__repr__", "__format__"),
+)
+_KNOWN = {
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+    *(getattr(Tensor, name) for name in _METHODS),
+    *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_inference),
+    torch._has_compatible_shallow_copy_type,
+}
+# They take only dtype and device of the tensor.
+_MADE_LIKE = {Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor}
+_NUMBERS = {
+    *(Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__),
+    *(Tensor.__complex__, Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero),
+}
+
+
+@contextmanager
+def reads_refused(*, owned: bool) -> Iterator[None]:
+    """In a forward of a sharded model: an error where numbers of a divided parameter are used.
+
+    Args:
+        owned: the model is divided by ``--shard``, and every operation on a divided parameter is an error.
+            Else the caller has sharded it, and knows how: an error is only what reads a number of one.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def checked(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            caller = str(sys._getframe(1).f_globals.get("__name__"))
+            if func not in _KNOWN and not caller.startswith("torch.distributed"):
+                if owned and func in _MADE_LIKE and isinstance(args[0], DTensor):
+                    return func(args[0].to_local(), *args[1:], **named)
+                if owned:
+                    raise UsageError(f"--shard fsdp: {NOT_GATHERED}.")
+                if func in _NUMBERS and isinstance(args[0], DTensor) and _is_divided(args[0]):
+                    raise UsageError(_ONE_NUMBER)
+            return func(*args, **named)
+
+    kind: Any = DTensor
+    before = vars(DTensor)["__torch_function__"]
+    kind.__torch_function__ = classmethod(checked)
+    try:
+        yield
+    finally:
+        kind.__torch_function__ = before
+
+
+def _is_divided(tensor: Any) -> bool:
+    places = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(size > 1 and not place.is_replicate() for place, size in places)
