@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from dualeval.engine.preparation import mapped
 from dualeval.errors import UsageError
 
 # The first version whose FSDP has been tried here.
@@ -31,9 +32,6 @@ def check_torch(version: str = torch.__version__) -> None:
             "parameters in another way. Install a newer torch; or call fully_shard in build_model, and leave "
             "shard out."
         )
-
-
-from dualeval.engine.preparation import mapped
 
 
 def set_strides(unit: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
