@@ -65,6 +65,17 @@ def save_tiny_bert(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def save_with_head(folder: Path) -> Path:
+    """Save MiniLM with an untrained head of a fixed seed."""
+    library = transformers()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        model = library.AutoModelForQuestionAnswering.from_pretrained(minilm_folder())
+    model.save_pretrained(folder)
+    library.AutoTokenizer.from_pretrained(minilm_folder()).save_pretrained(folder)
+    return folder
+
+
 def save_fine_tuned(folder: Path) -> Path:
     """Save MiniLM with a head that a few steps have taught the five real questions (10 to 20 s)."""
     library = transformers()

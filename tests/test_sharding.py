@@ -20,9 +20,11 @@ from dualeval.cli import dualeval as command
 from dualeval.engine.identity import ModelIdentity
 from dualeval.engine.sharding.parameters import check_device, parameters_of
 from dualeval.engine.sharding.reads import reads_refused
+from dualeval.engine.sharding.torch_fsdp import check_torch
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from tests.conftest import Launch
+from tests.sharded_models import SLOW, models_for
 
 EMBEDDED = ["--no-progress", "--json", "--limit", "200"]
 DATA = [(row,) for row in torch.arange(40.0).reshape(10, 4) / 40]
@@ -218,6 +220,12 @@ def test_backends_without_torchs_groups_say_how_to_start() -> None:
         Backend.mesh(type("", (), {"name": "mpi"})())
 
 
+def test_an_older_torch_is_refused() -> None:
+    check_torch("2.13.0+cpu")
+    with pytest.raises(UsageError, match=r"shard needs torch 2\.13 or newer, and this is torch 2\.9\.1"):
+        check_torch("2.9.1+cu128")
+
+
 def sparse() -> nn.Module:
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.eye(2).to_sparse())
@@ -324,10 +332,13 @@ def test_models_of_many_kinds_on_two_ranks(launch: Launch) -> None:
     ],
 )
 def test_all_kinds_of_models(launch: Launch, ranks: int, options: dict[str, Any]) -> None:
-    from tests.sharded_models import FLOAT32_ALONE, MODELS
+    run_models(launch, ranks, options, models_for(options.get("precision", "fp32")))
 
-    left_out = FLOAT32_ALONE if "precision" in options else ()
-    run_models(launch, ranks, options, [name for name in MODELS if name not in left_out])
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SLOW)
+def test_large_models_of_torchvision(launch: Launch, name: str) -> None:
+    run_models(launch, 2, {}, [name])
 
 
 def digest_of(launch: Launch, *words: str, timeout: float = 300) -> tuple[str, Any]:

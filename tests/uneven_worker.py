@@ -19,12 +19,11 @@ from dualeval.result import Result
 from tests.lockstep_worker import ShardedTask
 
 
-def evaluated(count: int, *, shard: str, broken: str = "", **options: Any) -> Result:
+def evaluated(count: int, *, shard: str, broken: str = "", calls: str = "one", **options: Any) -> Result:
     """One evaluation; nothing of the sharded model is left after it."""
     try:
-        return dualeval.evaluate(
-            ShardedTask(count, {"shard": shard, "broken": broken}), batch_size=4, **options
-        )
+        task = ShardedTask(count, {"shard": shard, "broken": broken, "calls": calls})
+        return dualeval.evaluate(task, batch_size=4, **options)
     finally:
         gc.collect()
 
@@ -38,6 +37,7 @@ def main(folder: Path) -> None:
         "one batch more": {"count": 13},
         "batches that cannot be read": {"count": 30, "broken": "0,1,2,3,8,29", "on_error": "skip"},
         "readers": {"count": 17, "workers": 1},
+        "several calls a batch": {"count": 53, "calls": "several"},
     }
     for name, case in cases.items():
         results = [evaluated(**case, shard=shard) for shard in ("yes", "no")]

@@ -28,9 +28,11 @@ from dualeval.engine.preparation import check_model, compiler_settings, prepare
 from dualeval.engine.rounds import EvaluatesBatch, evaluate_in_rounds, evaluated_together, with_schedule
 from dualeval.engine.samples import as_dataset
 from dualeval.engine.sharding.gathers import gathers_watched
+from dualeval.engine.sharding.heap import return_large_blocks
 from dualeval.engine.sharding.model import ShardedModel
 from dualeval.engine.sharding.ownership import check_owned, release
 from dualeval.engine.sharding.parameters import check_device
+from dualeval.engine.sharding.torch_fsdp import check_torch
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
 from dualeval.result import Result
@@ -129,6 +131,9 @@ class Evaluator:
         context = self._context
         if context.options.shard is None:
             return self._run(None)
+        check_torch()
+        if context.backend.device.type == "cpu":
+            return_large_blocks()
         with context.backend.mesh() as mesh:
             try:
                 return self._run(mesh)

@@ -2,19 +2,24 @@
 
 A unit's parameters are gathered when it is called. A rank that waits there is in a collective for who watches
 it. Gathers have no names: where one rank gathers one layer and another rank another, they would mix their
-parameters without a word. So every forward has to call the units in the order of the first one, which all
-ranks compute with the same samples.
+parameters without a word. So every call of the model has to call the units in the order of the first
+forward's, which all ranks compute with the same samples.
+
+A task may call its model more often for one batch than for another, as for texts of several windows. Before
+each call all ranks tell each other on the host that there is one more; a rank that has none left calls the
+model with inputs that it has had, and throws its outputs away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from dualeval.engine.accelerator import is_out_of_memory
@@ -22,11 +27,26 @@ from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.progress import Position
 from dualeval.engine.sharding.detect import is_of_fsdp, is_unit
 from dualeval.engine.sharding.reads import reads_refused
-from dualeval.errors import BackendError, UsageError, text_of
-from dualeval.world import World
+from dualeval.errors import BackendError, PeerError, UsageError, text_of
 
 if TYPE_CHECKING:
+    from dualeval.backends.base import Backend
     from dualeval.engine.context import RunContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One call of the model, of the first forward.
+
+    Attributes:
+        args: its inputs.
+        kwargs: likewise, by name.
+        order: the units that it calls, in their order.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    order: list[str] = field(default_factory=list)
 
 
 class Gathers:
@@ -35,32 +55,42 @@ class Gathers:
     Args:
         model: what is evaluated.
         control: where the ranks hear of each other.
-        world: this process's place.
+        backend: over which they agree.
         owned: this run has divided the model, and not its caller.
 
     Attributes:
         is_complete: whether the last forward came to its end: no other rank waits in it for this one.
     """
 
-    def __init__(self, model: nn.Module, control: ControlPlane, world: World, *, owned: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, control: ControlPlane, backend: Backend, *, owned: bool = False
+    ) -> None:
         self._model = model
         self._owned = owned
         self._control = control
         self._progress = control.progress
-        self._world = world
+        self._backend = backend
+        self._world = backend.world
         self.is_complete = False
         self._handles: list[Any] = []
-        self._order: list[str] | None = None
+        # Those of the first forward, which are the same on all ranks.
+        self._first: list[_Call] = []
+        self._is_first = True
+        # The calls of the present forward, and the units that the last of them has called.
+        self._calls = 0
         self._seen: list[str] = []
+        self._stands_in = False
         # The unit that is gathered at this moment, and what the rank was at before.
         self._gathered: str | None = None
         self._before = Position()
-        self._lengths: list[tuple[list[Any], int]] = []
 
     def __enter__(self) -> Gathers:
-        for name, module in self._model.named_modules():
-            if is_unit(module):
-                self._watch(name or "the model itself", module)
+        units = {name: module for name, module in self._model.named_modules() if is_unit(module)}
+        for name, module in units.items():
+            self._watch(name, module)
+        if units and "" not in units:
+            hook = self._model.register_forward_pre_hook(self._begin_call, prepend=True, with_kwargs=True)
+            self._handles.append(hook)
         return self
 
     def __exit__(
@@ -72,18 +102,15 @@ class Gathers:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """The units in the order of the first forward; empty before it."""
-        return tuple(self._order or ())
+        self._first.clear()
 
     def _watch(self, name: str, module: nn.Module) -> None:
+        begin = partial(self._begin, name)
         if not any(map(is_of_fsdp, module._forward_pre_hooks.values())):
-            self._handles.append(_WatchedState(module, partial(self._begin, name), self._end))
+            self._handles.append(_WatchedState(module, begin, self._end))
             return
-        before = module.register_forward_pre_hook(partial(self._begin, name))
-        after = module.register_forward_pre_hook(self._end)
+        before = module.register_forward_pre_hook(begin, with_kwargs=True)
+        after = module.register_forward_pre_hook(self._end, with_kwargs=True)
         self._handles += [before, after]
         # Directly around FSDP's own: what other hooks do is no gather.
         hooks = module._forward_pre_hooks
@@ -97,34 +124,103 @@ class Gathers:
         hooks.clear()
         hooks.update(ordered)
 
-    def _begin(self, name: str, module: nn.Module, inputs: Any) -> None:
-        place = len(self._seen)
-        self._seen.append(name)
-        if self._order is not None and self._world.size > 1 and self._order[place : place + 1] != [name]:
-            wanted = self._order[place] if place < len(self._order) else "no further one"
-            raise UsageError(_other_order(f"this one calls {name}", f"the first one {wanted}"))
-        self._gathered, self._before = name, self._progress.position
+    # -- calls of the model --------------------------------------------------------------------------------
+
+    def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a call of the model: all ranks call it."""
+        self._check_end_of_call()
+        if not self._stands_in:
+            self._one_calls(here=True)
+            if self._is_first:
+                self._first.append(_Call(args=args, kwargs=kwargs))
+        self._calls += 1
+        self._seen.clear()
+
+    def _begin_parts(self) -> None:
+        self._calls = 1
+        if self._is_first:
+            self._first.append(_Call(args=(), kwargs={}))
+
+    def _one_calls(self, *, here: bool) -> bool:
+        """Whether a rank calls the model once more; a collective."""
+        if self._world.size == 1:
+            return here
+        return bool(self._backend.all_reduce(torch.tensor([here], dtype=torch.int64), "max"))
+
+    def _stand_in(self) -> None:
+        """Call the model as long as another rank has calls left in this forward."""
+        self._stands_in = True
+        try:
+            while self._one_calls(here=False):
+                call = self._first[min(self._calls, len(self._first) - 1)]
+                self._model(*call.args, **call.kwargs)
+            self._check_end_of_call()
+        finally:
+            self._stands_in = False
+
+    @property
+    def _order(self) -> list[str] | None:
+        """The units that the present call has to call; None where the first forward has fewer calls."""
+        if not self._first:
+            return None
+        # Where the model is called more often than in the first forward, it is called as it was last there.
+        return self._first[min(self._calls, len(self._first)) - 1].order
+
+    def _check_end_of_call(self) -> None:
+        if not self._calls or self._is_first or self._world.size == 1:
+            return
+        order = self._order or []
+        if len(self._seen) < len(order):
+            raise UsageError(_other_order("this one ends", f"the first one calls {order[len(self._seen)]}"))
+
+    # -- gathers -------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not name:
+            self._begin_call(module, args, kwargs)
+        elif not self._calls:
+            # The task calls parts of the model, and not the model.
+            self._begin_parts()
+        self._check_order(name or "the model itself")
+        self._gathered, self._before = name or "the model itself", self._progress.position
         self._progress.step("collective", self._before.chunk)
 
-    def _end(self, module: nn.Module, inputs: Any) -> None:
+    def _check_order(self, name: str) -> None:
+        place = len(self._seen)
+        self._seen.append(name)
+        order = self._order
+        if order is None:
+            return
+        if self._is_first:
+            order.append(name)
+        elif self._world.size > 1 and order[place : place + 1] != [name]:
+            wanted = order[place] if place < len(order) else "no further one"
+            raise UsageError(_other_order(f"this one calls {name}", f"the first one {wanted}"))
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._gathered = None
         self._progress.step(self._before.stage, self._before.chunk)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around one forward of the model.
+        """Around one forward of the task, which calls the model once or more often.
 
         Raises:
             BackendError: a gather broke.
-            UsageError: the forward calls the units in another order than the first one.
+            UsageError: a call of the model calls the units in another order than in the first forward.
         """
         self.is_complete = False
+        self._calls = 0
         self._seen.clear()
         before = _lengths_of_records(self._model)
         try:
-            with reads_refused(owned=self._owned):
+            with reads_refused(owned=self._owned) if self._handles else nullcontext():
                 yield
-            self._check_end()
+            if self._handles:
+                self._check_end_of_call()
+                self._stand_in()
+        except (BackendError, PeerError):
+            raise
         except Exception as error:
             if self._gathered is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
                 _end_forward(self._model)
@@ -140,15 +236,8 @@ class Gathers:
         finally:
             self._gathered = None
             _cut(before)
+        self._is_first = False
         self.is_complete = True
-
-    def _check_end(self) -> None:
-        if self._order is None:
-            self._order = list(self._seen)
-        elif len(self._seen) < len(self._order) and self._world.size > 1:
-            raise UsageError(
-                _other_order("this one ends", f"the first one calls {self._order[len(self._seen)]}")
-            )
 
 
 class _WatchedState:
@@ -161,15 +250,18 @@ class _WatchedState:
     """
 
     def __init__(
-        self, module: Any, begin: Callable[[nn.Module, Any], None], end: Callable[[nn.Module, Any], None]
+        self,
+        module: Any,
+        begin: Callable[[nn.Module, Any, Any], None],
+        end: Callable[[nn.Module, Any, Any], None],
     ) -> None:
         self._state = module._get_fsdp_state()
         gather = self._state._pre_forward
 
         def watched(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            begin(module, args)
+            begin(module, args, kwargs)
             gathered = gather(module, args, kwargs)
-            end(module, args)
+            end(module, args, kwargs)
             return gathered
 
         self._state._pre_forward = watched
@@ -183,7 +275,7 @@ class _WatchedState:
 def gathers_watched(model: nn.Module, context: RunContext) -> Iterator[RunContext]:
     """The context with the gathers of a model, watched for as long as this lasts."""
     owned = context.options.shard is not None
-    with Gathers(model, context.control, context.backend.world, owned=owned) as gathers:
+    with Gathers(model, context.control, context.backend, owned=owned) as gathers:
         yield replace(context, gathers=gathers)
 
 

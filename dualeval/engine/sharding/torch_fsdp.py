@@ -11,8 +11,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from dualeval.engine.preparation import mapped
+from dualeval.errors import UsageError
+
+# The first version whose FSDP has been tried here.
+_FIRST = "2.13"
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Check that this torch's FSDP is one that is known here.
+
+    Raises:
+        UsageError: it is older.
+    """
+    if TorchVersion(version) < _FIRST:
+        raise UsageError(
+            f"shard needs torch {_FIRST} or newer, and this is torch {version}, whose FSDP keeps its "
+            "parameters in another way. Install a newer torch; or call fully_shard in build_model, and leave "
+            "shard out."
+        )
 
 
 def set_strides(unit: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
