@@ -17,7 +17,7 @@ from dualeval.cli import dualeval
 from dualeval.errors import EXIT_USAGE, DualevalError, UsageError
 from dualeval.models import classifiers
 from dualeval.models.fashion_cnn import FashionCNN
-from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS
+from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS, ImageClassification
 from dualeval.vision_library import torchvision
 from tests import questions
 from tests.conftest import Launch
@@ -154,6 +154,14 @@ def test_ranks_of_a_launcher(launch: Launch, tmp_path: Path) -> None:
 
 def test_nproc_starts_nothing(dry_run: DryRun) -> None:
     assert dry_run("--nproc", "3")["model"] == "fashion-cnn"
+
+
+def test_a_model_that_is_divided_is_not_built_whole(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(*arguments: object) -> None:
+        pytest.fail("the dry run builds all of it")
+
+    monkeypatch.setattr(ImageClassification, "build_model", whole)
+    assert dry_run("--shard", "fsdp")["shard"] == "fsdp"
 
 
 def test_question_answering(dry_run: DryRun, tmp_path: Path) -> None:

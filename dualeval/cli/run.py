@@ -270,7 +270,8 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     # Whether weights fit the model, and the model the data, does not depend on the device.
     cpu = torch.device("cpu")
     with numerics.settings("fp32", cpu), numerics.autocast(job.precision, cpu):
-        model = task.build_model(cpu)
+        # Of a model that is divided no process has to hold all of it.
+        model = task.build_model(cpu) if job.shard is None else task.build_late(cpu)
     dataset = as_dataset(task.dataset())
     samples = min(job.limit or job.sample or len(dataset), len(dataset))
     task.check_batches(job.batch_size, samples)
