@@ -8,11 +8,14 @@ forward's, which all ranks compute with the same samples.
 A task may call its model more often for one batch than for another, as for texts of several windows. Before
 each call all ranks tell each other on the host that there is one more; a rank that has none left calls the
 model with inputs that it has had, and throws its outputs away.
+
+A rank whose forward raises takes part in the gathers that are left: in a script of the user's nothing else
+would free the others, which wait for it there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -73,6 +76,7 @@ class Gathers:
         self._world = backend.world
         self.is_complete = False
         self._handles: list[Any] = []
+        self._units: dict[str, Any] = {}
         # Those of the first forward, which are the same on all ranks.
         self._first: list[_Call] = []
         self._is_first = True
@@ -85,10 +89,10 @@ class Gathers:
         self._before = Position()
 
     def __enter__(self) -> Gathers:
-        units = {name: module for name, module in self._model.named_modules() if is_unit(module)}
-        for name, module in units.items():
+        self._units = {name: module for name, module in self._model.named_modules() if is_unit(module)}
+        for name, module in self._units.items():
             self._watch(name, module)
-        if units and "" not in units:
+        if self._units and "" not in self._units:
             hook = self._model.register_forward_pre_hook(self._begin_call, prepend=True, with_kwargs=True)
             self._handles.append(hook)
         return self
@@ -102,6 +106,7 @@ class Gathers:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._units.clear()
         self._first.clear()
 
     def _watch(self, name: str, module: nn.Module) -> None:
@@ -152,11 +157,15 @@ class Gathers:
         self._stands_in = True
         try:
             while self._one_calls(here=False):
-                call = self._first[min(self._calls, len(self._first) - 1)]
+                call = self._next_call
                 self._model(*call.args, **call.kwargs)
             self._check_end_of_call()
         finally:
             self._stands_in = False
+
+    @property
+    def _next_call(self) -> _Call:
+        return self._first[min(self._calls, len(self._first) - 1)]
 
     @property
     def _order(self) -> list[str] | None:
@@ -171,7 +180,33 @@ class Gathers:
             return
         order = self._order or []
         if len(self._seen) < len(order):
-            raise UsageError(_other_order("this one ends", f"the first one calls {order[len(self._seen)]}"))
+            wanted = _shown(order[len(self._seen)])
+            raise UsageError(_other_order("this one ends", f"the first one calls {wanted}"))
+
+    def _take_part(self) -> bool:
+        """After a forward that has raised, take part in the gathers that the other ranks' has; False if not.
+
+        In the first forward their order is not known yet; but there all ranks have the same samples.
+        """
+        knows = bool(self._handles) and not self._is_first and self._gathered is None
+        if not knows or not all(map(_gathers_at_its_call, self._units.values())):
+            return False
+        try:
+            if self._calls:
+                self._gather((self._order or [])[len(self._seen) :])
+            while self._one_calls(here=False):
+                call = self._next_call
+                self._calls += 1
+                self._gather(call.order)
+        except (RuntimeError, BackendError):
+            return False  # what the forward has raised is the error to report
+        return True
+
+    def _gather(self, names: Sequence[str]) -> None:
+        for name in names:
+            with self._progress.inside("collective"):
+                self._units[name].unshard()
+            self._units[name].reshard()
 
     # -- gathers -------------------------------------------------------------------------------------------
 
@@ -181,21 +216,19 @@ class Gathers:
         elif not self._calls:
             # The task calls parts of the model, and not the model.
             self._begin_parts()
-        self._check_order(name or "the model itself")
-        self._gathered, self._before = name or "the model itself", self._progress.position
+        self._check_order(name)
+        self._gathered, self._before = _shown(name), self._progress.position
         self._progress.step("collective", self._before.chunk)
 
     def _check_order(self, name: str) -> None:
         place = len(self._seen)
-        self._seen.append(name)
         order = self._order
-        if order is None:
-            return
-        if self._is_first:
+        if order is not None and self._is_first:
             order.append(name)
-        elif self._world.size > 1 and order[place : place + 1] != [name]:
-            wanted = order[place] if place < len(order) else "no further one"
-            raise UsageError(_other_order(f"this one calls {name}", f"the first one {wanted}"))
+        elif order is not None and self._world.size > 1 and order[place : place + 1] != [name]:
+            wanted = _shown(order[place]) if place < len(order) else "no further one"
+            raise UsageError(_other_order(f"this one calls {_shown(name)}", f"the first one {wanted}"))
+        self._seen.append(name)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._gathered = None
@@ -224,7 +257,8 @@ class Gathers:
         except Exception as error:
             if self._gathered is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
                 _end_forward(self._model)
-                if self._handles:
+                self.is_complete = self._take_part()
+                if self._handles and not self.is_complete:
                     self._control.fails_everywhere(error)
                 raise
             said = text_of(error).strip().rstrip(".") or type(error).__name__
@@ -279,12 +313,22 @@ def gathers_watched(model: nn.Module, context: RunContext) -> Iterator[RunContex
         yield replace(context, gathers=gathers)
 
 
+def _shown(name: str) -> str:
+    return name or "the model itself"
+
+
+def _gathers_at_its_call(unit: Any) -> bool:
+    """Whether a unit is gathered when it is called, and not before by another one."""
+    # The second is of torch 2.13: before, a forward that has raised leaves units gathered.
+    return not unit._get_fsdp_state()._states_to_forward_prefetch and hasattr(unit, "reset_iter_state")
+
+
 def _other_order(here: str, there: str) -> str:
     return (
         f"the forward does not call the units of the sharded model in one order: where {here}, {there}. "
         "Ranks would then wait for each other in different layers, and mix their parameters. The layers that "
-        "a forward calls may not depend on the data: evaluate a model that is whole on each rank, or let "
-        "fully_shard have the part that chooses as one unit."
+        "a forward calls may not depend on the data: evaluate a model that is whole on each rank, or call "
+        "fully_shard in build_model, with the part that chooses as one unit."
     )
 
 
