@@ -54,8 +54,11 @@ def keep_own_code(error: BaseException, lines: str) -> None:
 
 def is_raised_by_own_code(error: BaseException) -> bool:
     """Whether the statement that has raised an error is the user's own."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and _is_own(frames[-1][0])
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # A parameter whose values are in a file (``late_model``) computes in frames of this package.
+    while frames and frames[-1].f_code.co_filename.startswith(_PACKAGE):
+        frames.pop()
+    return bool(frames) and _is_own(frames[-1])
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -22,6 +22,7 @@ from dualeval.models import classifiers
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.checkpoints.late import LateTensor
 from dualeval.models.weights import OtherClasses, load_state_dict
+from dualeval.own_code import is_raised_by_own_code
 from tests.test_checkpoint_folders import save_distributed, sharded
 
 
@@ -370,3 +371,26 @@ def test_an_evaluation_without_shards_reads_a_late_model(tmp_path: Path) -> None
     whole = dualeval.evaluate(model=lambda: made(make, path), data=data, workers=0)
     assert late.metrics == whole.metrics
     assert late.metrics_digest == whole.metrics_digest
+
+
+def test_an_error_of_own_code_is_told_apart_from_one_of_a_layer(tmp_path: Path) -> None:
+    """The parameter computes in frames of the package, which are behind the user's statement."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 4)
+            self.shift = nn.Parameter(torch.zeros(4))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            found: Tensor = self.head(inputs) + (self.shift if inputs.ndim == 1 else self.shift[:3])
+            return found
+
+    save_file(Shifted().state_dict(), tmp_path / "net.safetensors")
+    for model in (Shifted(), dualeval.late_model(Shifted, tmp_path / "net.safetensors")):
+        with pytest.raises(RuntimeError) as own:
+            model(torch.zeros(2, 3))
+        assert is_raised_by_own_code(own.value)
+        with pytest.raises(RuntimeError) as layer:
+            model(torch.zeros(5))
+        assert not is_raised_by_own_code(layer.value)

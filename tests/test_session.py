@@ -210,3 +210,20 @@ def test_nothing_ends_a_script_that_went_on(launch: Launch) -> None:
     done = launch([*ALONE, "-c", CAUGHT])
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("batchsize") == 2 and "Timeout" not in done.stderr
+
+
+OWN_ERROR = """
+import dualeval
+from tests.tiny import TinyTask
+
+for _ in range(3):
+    dualeval.evaluate(TinyTask(3), backend="torch")
+raise KeyError("own")
+"""
+
+
+def test_an_error_of_a_script_after_several_sessions_is_shown_once(launch: Launch) -> None:
+    """Each group of torch puts a hook of its own around the session's, and leaves it there."""
+    done = launch([*TORCHRUN[:-1], "1", "--no-python", sys.executable, "-c", OWN_ERROR])
+    assert "KeyError: 'own'" in done.stderr
+    assert "excepthook" not in done.stderr and "RecursionError" not in done.stderr

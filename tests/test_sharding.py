@@ -220,6 +220,12 @@ def test_backends_without_torchs_groups_say_how_to_start() -> None:
         Backend.mesh(type("", (), {"name": "mpi"})())
 
 
+def test_a_note_says_that_each_rank_has_built_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    result = evaluated(shard="fsdp")
+    assert "each rank has built all of it" in capsys.readouterr().err
+    assert (result.job["shard"], result.job["schedule"]) == ("fsdp", "lockstep")
+
+
 def test_an_older_torch_is_refused() -> None:
     check_torch("2.13.0+cpu")
     with pytest.raises(UsageError, match=r"shard needs torch 2\.13 or newer, and this is torch 2\.9\.1"):

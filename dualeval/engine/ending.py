@@ -19,6 +19,7 @@ from dualeval.own_code import own_code
 
 _WITHIN_S = 0.5
 _FRAME = '\n  File "'
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def say(line: str) -> None:
@@ -134,15 +135,14 @@ def spoken(error: DualevalError, rank: int) -> str:
 
 def install_hook() -> None:
     """Have errors that were concluded end a script with their exit code, and nothing more said of them."""
-    global _previous_hook
-    if sys.excepthook is not _end_quietly:
-        _previous_hook, sys.excepthook = sys.excepthook, _end_quietly
+    if not isinstance(sys.excepthook, _QuietHook):
+        sys.excepthook = _QuietHook(sys.excepthook)
 
 
 def remove_hook() -> None:
     """Put back what ``install_hook`` found, where nobody else has put in something since."""
-    if sys.excepthook is _end_quietly:
-        sys.excepthook = _previous_hook
+    if isinstance(sys.excepthook, _QuietHook):
+        sys.excepthook = sys.excepthook.previous
 
 
 def conclude_quietly(error: BaseException, code: int) -> None:
@@ -151,13 +151,18 @@ def conclude_quietly(error: BaseException, code: int) -> None:
         error._dualeval_exit_code = code  # type: ignore[attr-defined]
 
 
-_previous_hook = sys.excepthook
+class _QuietHook:
+    """The hook of one session. torch puts its own around it, so the next session's hook calls both."""
 
+    def __init__(self, previous: _Hook) -> None:
+        self.previous = previous
 
-def _end_quietly(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
-    code = getattr(error, "_dualeval_exit_code", None)
-    if code is None:
-        _previous_hook(kind, error, traceback)
-    elif not (hasattr(sys, "ps1") or sys.flags.interactive):
-        # Python takes what a hook raises.
-        sys.exit(code)
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        code = getattr(error, "_dualeval_exit_code", None)
+        if code is None:
+            self.previous(kind, error, traceback)
+        elif not (hasattr(sys, "ps1") or sys.flags.interactive):
+            # Python takes what a hook raises.
+            sys.exit(code)

@@ -21,7 +21,7 @@ from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns, with_layout
 from dualeval.engine.guest import as_it_was
 from dualeval.engine.identity import ModelIdentity, task_attributes
-from dualeval.engine.late_parameters import read_all
+from dualeval.engine.late_parameters import has_late, read_all
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, compiler_settings, prepare
@@ -252,6 +252,14 @@ class Evaluator:
         self, model: nn.Module, dataset: Dataset, context: RunContext, stack: ExitStack, mesh: DeviceMesh
     ) -> tuple[nn.Module, RunContext, ModelIdentity]:
         """As ``_prepared``, for a model that is divided over the ranks of a mesh. A collective."""
+        if type(self._task).build_late is Task.build_late and not has_late(model):
+            size = sum(parameter.nbytes for parameter in model.parameters())
+            context.note_all(
+                [
+                    f"model: each rank has built all of it ({size / 1e6:,.1f} MB) before it keeps its part. "
+                    "Build it by dualeval.late_model, and each rank reads its part alone"
+                ]
+            )
         sharded = ShardedModel(model, mesh, context)
         check_model(model, context.options)
         plan = plan_of(dataset, context)

@@ -22,6 +22,11 @@ def read_all(model: nn.Module) -> None:
                 setattr(module, name, made[id(parameter)])
 
 
+def has_late(model: nn.Module) -> bool:
+    """Whether a parameter of a model is still in a file."""
+    return any(isinstance(parameter, LateRows) for parameter in model.parameters())
+
+
 def _read(parameter: Any) -> nn.Parameter:
     values = torch.empty(parameter.shape, dtype=parameter.dtype)
     parameter.read_rows(0, len(parameter) if parameter.ndim else 1, values)

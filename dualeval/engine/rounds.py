@@ -63,7 +63,8 @@ def with_schedule(model: nn.Module, context: RunContext) -> RunContext:
     if schedule != LOCKSTEP:
         return context
     options = replace(context.options, schedule=schedule)
-    return replace(context, options=options, job={**context.job, "schedule": schedule})
+    shown = {"schedule": schedule} | ({} if options.shard is None else {"shard": options.shard})
+    return replace(context, options=options, job={**context.job, **shown})
 
 
 def rounds_of(plan: EvalPlan, remaining: Sequence[int], size: int) -> int:

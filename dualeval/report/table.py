@@ -37,7 +37,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
         f"samples         {_samples(result)}",
         *([f"clusters        {_clusters(result)}"] if result.clusters else []),
         f"ranks           {world['size']} ({world['launcher']}, {world['backend']}, "
-        f"{result.device['device']})",
+        f"{result.device['device']}{_sharded(result)})",
         *([f"machine         {_machine(result)}"] if result.device.get("bits") else []),
         *([f"resumed         {_resumed(result)}"] if result.chunks["resumed"] else []),
         f"speed           {result.samples_per_s:,.0f} samples/s, {timing['evaluate_s']:.2f} s of "
@@ -116,6 +116,11 @@ def _samples(result: Result) -> str:
 def _clusters(result: Result) -> str:
     clusters = result.clusters
     return f"{clusters['count']:,} ({clusters['column']}); the intervals allow for them"
+
+
+def _sharded(result: Result) -> str:
+    shard = result.job.get("shard")
+    return "" if shard is None else f", model divided over them: {shard}"
 
 
 def _machine(result: Result) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from dualeval.engine.sharding.detect import is_sharded
 from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,8 +27,13 @@ def check_owned(task: Task, model: nn.Module, guest: Guest | None) -> None:
         guest: remembers the models of a caller's script; None where the process ends with the run.
 
     Raises:
-        UsageError: the script has it.
+        UsageError: the script has it, or it is divided already.
     """
+    if is_sharded(model):
+        raise UsageError(
+            "shard: the model is sharded already, where it is built (fully_shard), and is evaluated as it "
+            "is. Leave shard out."
+        )
     if guest is None:
         return
     named = [value for held in vars(task).values() for value in _named_by(held)]

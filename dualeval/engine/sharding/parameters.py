@@ -137,8 +137,6 @@ def _check_model(model: nn.Module) -> None:
             "shard: the model is compiled (torch.compile), and its weights were whole then. Give the model "
             "as it is before that, or leave shard out."
         )
-    if any("FSDP" in kind.__name__ for part in model.modules() for kind in type(part).__mro__):
-        raise UsageError("shard: the model is sharded already, where it is built. Leave shard out.")
     if not has_forward(model):
         raise UsageError(
             f"shard: the model is a {type(model).__name__}, which has no forward, and weights are gathered "
