@@ -236,4 +236,5 @@ def test_nothing_of_horovod_or_mpi_is_imported_without_need(launch: Launch, tmp_
         command = [*(start("torchrun", size) if size > 1 else []), sys.executable, "-c", code]
         done = launch([*command, "run", "--limit", "64", "--out", tmp_path / str(size)])
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines().count("[]") == size
+        # Anywhere: two ranks write into one pipe, also in the midst of each other's lines.
+        assert done.stdout.count("[]") == size
