@@ -15,7 +15,7 @@ would free the others, which wait for it there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -245,7 +245,7 @@ class Gathers:
         self.is_complete = False
         self._calls = 0
         self._seen.clear()
-        before = _lengths_of_records(self._model)
+        before = _lengths_of_records(self._units.values())
         try:
             with reads_refused(owned=self._owned) if self._handles else nullcontext():
                 yield
@@ -256,7 +256,7 @@ class Gathers:
             raise
         except Exception as error:
             if self._gathered is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
-                _end_forward(self._model)
+                _end_forward(self._units.values())
                 self.is_complete = self._take_part()
                 if self._handles and not self.is_complete:
                     self._control.fails_everywhere(error)
@@ -332,31 +332,28 @@ def _other_order(here: str, there: str) -> str:
     )
 
 
-def _end_forward(model: nn.Module) -> None:
+def _end_forward(units: Collection[Any]) -> None:
     """Have FSDP forget a forward that has raised: the next one begins anew."""
-    inner = {part for unit in filter(is_unit, model.modules()) for part in unit.modules() if part is not unit}
-    for module in model.modules():
-        if is_unit(module) and module not in inner:
-            unit: Any = module
-            # Of one that was never called there is nothing to forget; torch 2.8 cannot.
-            if hasattr(unit, "reset_iter_state") and unit._get_fsdp_state()._is_root:
-                unit.reset_iter_state()
+    inner = {part for unit in units for part in unit.modules() if part is not unit}
+    for unit in units:
+        # Of one that was never called there is nothing to forget; torch 2.8 cannot.
+        is_outer = unit not in inner and hasattr(unit, "reset_iter_state")
+        if is_outer and unit._get_fsdp_state()._is_root:
+            unit.reset_iter_state()
 
 
-def _lengths_of_records(model: nn.Module) -> list[tuple[list[Any], int]]:
+def _lengths_of_records(units: Collection[Any]) -> list[tuple[list[Any], int]]:
     """The lists in which FSDP notes each forward for a backward, and their lengths."""
     # Only a backward shortens them: an evaluation would fill memory, and leave them for the next training.
     found: dict[int, list[Any]] = {}
-    for module in model.modules():
-        if is_unit(module):
-            unit: Any = module
-            state = unit._get_fsdp_state()
-            # Torch 2.8 to 2.12 have one group a unit, and no such list.
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            # Of the root alone, and not before its first forward.
-            records = [getattr(state._comm_ctx, "post_forward_order", None)]
-            records += [group._post_forward_indices for group in groups if group is not None]
-            found |= {id(record): record for record in records if record is not None}
+    for unit in units:
+        state = unit._get_fsdp_state()
+        # Torch 2.8 to 2.12 have one group a unit, and no such list.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        # Of the root alone, and not before its first forward.
+        records = [getattr(state._comm_ctx, "post_forward_order", None)]
+        records += [group._post_forward_indices for group in groups if group is not None]
+        found |= {id(record): record for record in records if record is not None}
     return [(record, len(record)) for record in found.values()]
 
 
