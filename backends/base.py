@@ -1,7 +1,7 @@
 """Backend: the collectives that an evaluation needs, the same on every library.
 
 A backend implements three primitives on buffers that are already copied, contiguous and of a type that every
-library has; the rest is written once, here. Five rules make the rest possible:
+library has; the rest is written once, here and in exchange.py. Five rules make the rest possible:
 
 * The transport follows the tensor: a host tensor travels from host memory, a device's tensor from the device
   where the library can do that, and else through host memory.
@@ -21,19 +21,18 @@ a time-out: noticing a rank that died or stalls is the control plane's task.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from time import monotonic, sleep
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from dualeval.backends.exchange import JsonExchange, bytes_of, tensor_of
 from dualeval.errors import BackendError, UsageError
 from dualeval.world import World
 
@@ -108,7 +107,7 @@ def no_mesh(name: str) -> UsageError:
     )
 
 
-class Backend(ABC):
+class Backend(JsonExchange):
     """Collectives between the ranks of a world.
 
     Results are new tensors: they never alias the argument, which is left as it was, and have its dtype and
@@ -134,6 +133,9 @@ class Backend(ABC):
         self._sends_from: frozenset[str] = frozenset()
         self._shares_device = False
         self._closed = False
+        # The library's name in an error, and what it raises where a collective breaks.
+        self._library_name = self.name
+        self._library_errors: tuple[type[Exception], ...] = (RuntimeError,)
 
     def use_device(self, device: torch.device, *, shared: bool) -> None:
         """Say where this rank's model and batches belong.
@@ -166,12 +168,7 @@ class Backend(ABC):
     def __enter__(self) -> Backend:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(failed=error is not None)
 
     def close(self, failed: bool = False) -> None:
@@ -190,7 +187,7 @@ class Backend(ABC):
     @torch.inference_mode(False)
     def barrier(self) -> None:
         """Wait until every rank is here: a reduction of one host number."""
-        self._counted_all_reduce(torch.zeros(1, dtype=torch.int32), "sum")
+        self._reduce_in_parts(torch.zeros(1, dtype=torch.int32), "sum")
 
     @torch.inference_mode(False)
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
@@ -219,8 +216,7 @@ class Backend(ABC):
         if wire_type is None:
             raise _unsupported("all_reduce", tensor.dtype, WIRE_TYPES)
         owned = _copy_to(self.carrier(tensor.device), tensor, wire_type)
-        for part in _parts(owned.view(-1)):
-            self._counted_all_reduce(part, op)
+        self._reduce_in_parts(owned.view(-1), op)
         return owned.to(device=tensor.device, dtype=tensor.dtype)
 
     @torch.inference_mode(False)
@@ -263,8 +259,7 @@ class Backend(ABC):
         # where, not the product alone: 0 * NaN is NaN.
         weighted = torch.where(weights == 0, 0.0, values * weights)
         sums = torch.cat([weighted.reshape(-1), weights.reshape(-1)])
-        for part in _parts(sums):
-            self._counted_all_reduce(part, "sum")
+        self._reduce_in_parts(sums, "sum")
         mean = sums[: values.numel()].reshape(values.shape) / sums[values.numel() :].reshape(weights.shape)
         dtype = tensor.dtype if tensor.dtype.is_floating_point else torch.float64
         return mean.to(device=tensor.device, dtype=dtype)
@@ -323,47 +318,6 @@ class Backend(ABC):
         assert pieces is not None
         return pieces
 
-    def broadcast_json(self, value: Any, src: int = 0) -> Any:
-        """Give every rank one rank's plain value, as JSON in UTF-8 (a tuple arrives as a list).
-
-        Args:
-            value: None, bool, int, float, str, or lists and dicts with str keys of them; only that of ``src``
-                counts.
-            src: the rank whose value is taken.
-
-        Raises:
-            BackendError: ``src`` is no rank, its value is no JSON (on every rank), or the collective broke.
-        """
-        self._require_rank("broadcast_json", "src", src)
-        text, refusal = _encode(value) if self.world.rank == src else (b"", None)
-        # The refusal is sent in the place of the value, so that no rank waits for one that will not come.
-        payload = text if refusal is None else refusal.encode("utf-8", "backslashreplace")
-        length, refused = self.broadcast(torch.tensor([len(payload), refusal is not None]), src).tolist()
-        buffer = _from_text(payload) if self.world.rank == src else torch.zeros(length, dtype=torch.uint8)
-        received = _to_text(self.broadcast(buffer, src))
-        if refused:
-            raise BackendError(f"This cannot be broadcast: rank {src}: {received.decode()}.")
-        return _decode(received)
-
-    def gather_json(self, value: Any, dst: int = 0) -> list[Any] | None:
-        """Bring every rank's plain value to one rank; values as for ``broadcast_json``.
-
-        Returns:
-            on ``dst`` the values in rank order; None on the other ranks.
-
-        Raises:
-            BackendError: ``dst`` is no rank, some rank's value is no JSON (on every rank, with the rank's
-                number), or the collective broke.
-        """
-        self._require_rank("gather_json", "dst", dst)
-        return self._gather_values("gather_json", value, dst)
-
-    def all_gather_json(self, value: Any) -> list[Any]:
-        """Bring every rank's plain value to every rank; else as ``gather_json``."""
-        values = self._gather_values("all_gather_json", value, None)
-        assert values is not None
-        return values
-
     @torch.inference_mode(False)
     def _gather_tensors(self, call: str, tensor: Tensor, dst: int | None) -> list[Tensor] | None:
         _require_bytes(call, tensor)
@@ -380,13 +334,6 @@ class Backend(ABC):
             piece.view(tensor.dtype).reshape(rows, *trailing).to(device=tensor.device)
             for piece, rows in pieces
         ]
-
-    @torch.inference_mode(False)
-    def _gather_values(self, call: str, value: Any, dst: int | None) -> list[Any] | None:
-        text, refusal = _encode(value)
-        payload = _from_text(text)
-        pieces = self._gather_bytes(call, payload, rows=len(text), kind="JSON", refusal=refusal, dst=dst)
-        return None if pieces is None else [_decode(_to_text(piece)) for piece, _ in pieces]
 
     def _gather_bytes(
         self, call: str, payload: Tensor, *, rows: int, kind: str, dst: int | None, refusal: str | None = None
@@ -449,24 +396,31 @@ class Backend(ABC):
 
     def _raise_disagreement(self, own: str) -> None:
         """Tell all ranks what each one brought to a gather that cannot be done, and raise on all of them."""
-        text = _from_text(own.encode("utf-8", "backslashreplace"))
+        text = tensor_of(own.encode("utf-8", "backslashreplace"))
         pieces = self._gather_bytes("disagreement", text, rows=0, kind="text", dst=None)
         assert pieces is not None
         ranks_by_text: dict[str, list[str]] = {}
         for rank, (piece, _) in enumerate(pieces):
-            ranks_by_text.setdefault(_to_text(piece).decode(), []).append(str(rank))
+            ranks_by_text.setdefault(bytes_of(piece).decode(), []).append(str(rank))
         found = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items())
         raise BackendError(f"This cannot be gathered: {found}. Only what is marked * may differ.")
 
-    def _counted_all_reduce(self, tensor: Tensor, op: Op) -> None:
-        with self.around_collective():
-            self._all_reduce(tensor, op)
+    def _reduce_in_parts(self, flat: Tensor, op: Op) -> None:
+        for part in _parts(flat):
+            with self.around_collective():
+                self._all_reduce(part, op)
 
-    def _require_rank(self, call: str, argument: str, rank: int) -> None:
-        if not 0 <= rank < self.world.size:
+    @contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        """Turn the library's errors into a BackendError that says who was doing what."""
+        try:
+            yield
+        except self._library_errors as error:
+            said = str(error).strip().rstrip(".") or type(error).__name__
             raise BackendError(
-                f"{call}: {argument}={rank} is not a rank: the ranks are 0 to {self.world.size - 1}."
-            )
+                f"{self._library_name} broke on rank {self.world.rank} of {self.world.size} while {doing}: "
+                f"{said}. Where another rank failed first, its message has the cause."
+            ) from error
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
@@ -541,30 +495,6 @@ def _copy_to(device: torch.device, tensor: Tensor, dtype: torch.dtype) -> Tensor
         # Pinned: the way off the GPU is several times faster into memory that cannot be swapped out.
         return torch.empty(tensor.shape, dtype=dtype, pin_memory=True).copy_(tensor.detach())
     return tensor.detach().to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _from_text(text: bytes) -> Tensor:
-    """Copy a byte string into a uint8 tensor of shape (bytes,)."""
-    # frombuffer takes no empty buffer, and warns about a read-only one.
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-
-
-def _to_text(payload: Tensor) -> bytes:
-    """Copy a uint8 tensor of shape (bytes,) into a byte string."""
-    return payload.cpu().numpy().tobytes()
-
-
-def _encode(value: Any) -> tuple[bytes, str | None]:
-    """Encode a value as JSON; returns the bytes, and the reason where it has no JSON form."""
-    try:
-        # surrogatepass: a file name that is no UTF-8 comes from the system as lone surrogates.
-        return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass"), None
-    except (TypeError, ValueError, RecursionError) as error:
-        return b"", f"a value that has no JSON form ({error})"
-
-
-def _decode(text: bytes) -> Any:
-    return json.loads(text.decode("utf-8", "surrogatepass"))
 
 
 @lru_cache

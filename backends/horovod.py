@@ -81,6 +81,7 @@ class HorovodBackend(Backend):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._hvd = _load()
+        self._library_name, self._library_errors = "Horovod", (RuntimeError, ValueError)
         self._over_mpi = _meets_over_mpi(self._hvd, world)
         if self._hvd.nccl_built():
             self._sends_from = frozenset(["cuda"])
@@ -205,18 +206,6 @@ class HorovodBackend(Backend):
         self._serving.close()
         if self._mpi is not None:
             stop_mpi(self._mpi)
-
-    @contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
-        """Turn Horovod's errors into a BackendError that says who was doing what."""
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            said = str(error).strip().rstrip(".") or type(error).__name__
-            raise BackendError(
-                f"Horovod broke on rank {self.world.rank} of {self.world.size} while {doing}: "
-                f"{said}. Where another rank failed first, its message has the cause."
-            ) from error
 
 
 def runs_over_mpi() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
-from dualeval.errors import BackendError, LaunchError, LibraryError
+from dualeval.errors import LaunchError, LibraryError
 from dualeval.waiting import waiting
 from dualeval.world import World
 
@@ -41,6 +41,7 @@ class MpiBackend(Backend):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._mpi = start_mpi(world)
+        self._library_name, self._library_errors = "MPI", (self._mpi.Exception,)
         self.owns_group = _Held.count > 0
         self._ops = {"sum": self._mpi.SUM, "min": self._mpi.MIN, "max": self._mpi.MAX}
         with (
@@ -87,17 +88,6 @@ class MpiBackend(Backend):
         with self._translated(doing):
             sleep_until(self._comm.Ibarrier().Test)
             yield
-
-    @contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
-        """Turn MPI's errors into a BackendError that says who was doing what."""
-        try:
-            yield
-        except self._mpi.Exception as error:
-            raise BackendError(
-                f"MPI broke on rank {self.world.rank} of {self.world.size} while {doing}: {error}. Where "
-                f"another rank failed first, its message has the cause."
-            ) from error
 
 
 _ADVICE = {

@@ -23,7 +23,7 @@ from dualeval.backends.rendezvous import (
     placed_on_hosts,
     shared_store,
 )
-from dualeval.errors import BackendError, LaunchError, UsageError
+from dualeval.errors import LaunchError, UsageError
 from dualeval.waiting import waiting
 from dualeval.world import World, place_by_hosts
 
@@ -63,6 +63,7 @@ class TorchBackend(Backend):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
+        self._library_name = "torch.distributed"
         self.owns_group = not dist.is_initialized()
         # None is the default group.
         self._host_group: Any = None
@@ -205,18 +206,6 @@ class TorchBackend(Backend):
                     dist.destroy_process_group(self._host_group)
                 # Its threads end with it; collected later, in a forked process, it would wait for them there.
                 self._host_group = None
-
-    @contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
-        """Turn torch's errors into a BackendError that says who was doing what."""
-        try:
-            yield
-        except RuntimeError as error:
-            said = str(error).strip().rstrip(".") or type(error).__name__
-            raise BackendError(
-                f"torch.distributed broke on rank {self.world.rank} of {self.world.size} while {doing}: "
-                f"{said}. Where another rank failed first, its message has the cause."
-            ) from error
 
 
 def devices_of(config: str) -> frozenset[str]:
