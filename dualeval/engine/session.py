@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import sleep
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dualeval.engine.ending import conclude_quietly, install_hook, remove_hook, say
@@ -583,12 +582,7 @@ class Session:
 
     # -- closing -----------------------------------------------------------------------------------
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         left = None if isinstance(error, SystemExit) and not error.code else error
         if left is None and self._loop is not None:
             left = UsageError("the session was left before session.result() was asked for")
