@@ -11,7 +11,6 @@ if __name__ != "dualeval.backends":
         f"This package is 'dualeval.backends', not {__name__!r}: write 'import dualeval.backends'."
     )
 
-import difflib
 import importlib
 import sys
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from dualeval.backends.base import Backend, no_mesh
 from dualeval.backends.mpi import MPI_LAUNCHERS
 from dualeval.errors import LaunchError, UsageError
+from dualeval.wording import did_you_mean
 from dualeval.world import World
 
 __all__ = ["Backend", "check_mesh", "choose_backend", "connect", "group_of_caller", "world_of_caller"]
@@ -104,8 +104,7 @@ def choose_backend(name: str | None, world: World) -> str:
     if name is None:
         return _default(world)
     if name not in _BACKENDS:
-        near = difflib.get_close_matches(name, _BACKENDS, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = did_you_mean(name, _BACKENDS, most=3, cutoff=0.5)
         raise UsageError(
             f"There is no backend {name!r}.{hint} --backend takes one of: {', '.join(_BACKENDS)}."
         )

@@ -5,12 +5,12 @@ The command line, the job file and Python take the same values and refuse the sa
 
 from __future__ import annotations
 
-import difflib
 import math
 import reprlib
 from collections.abc import Callable, Sequence
 
 from dualeval.errors import UsageError
+from dualeval.wording import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "amp-fp16", "amp-bf16", "fp16", "bf16")
 # Those whose weights and inputs are cast.
@@ -42,10 +42,8 @@ def check_choice(option: str, value: object, known: Sequence[object]) -> None:
         UsageError: it has another one; offers the nearest.
     """
     if value not in known:
-        words = [str(word) for word in known]
-        near = difflib.get_close_matches(str(value), words, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise UsageError(f"{option} {value!r}: expected one of {', '.join(words)}.{hint}")
+        hint = did_you_mean(value, known, cutoff=0.4)
+        raise UsageError(f"{option} {value!r}: expected one of {', '.join(map(str, known))}.{hint}")
 
 
 def check_kind(option: str, value: object, fits: bool, expected: str) -> None:

@@ -6,7 +6,6 @@ stops a training that the others go on with, whatever its own floats are.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from dualeval.choices import check_choice, check_count, check_kind
 from dualeval.errors import DualevalError, UsageError
 from dualeval.result import Result, result_from
 from dualeval.waiting import name_ranks, waiting
+from dualeval.wording import did_you_mean
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
@@ -238,8 +238,7 @@ class EarlyStopping:
                 f"update takes the Result that dualeval.evaluate returns, not a {type(result).__name__}"
             )
         if self._metric not in result.metrics:
-            near = difflib.get_close_matches(self._metric, result.metrics, n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(self._metric, result.metrics, cutoff=0.4)
             raise UsageError(
                 f"the result has no metric {self._metric!r}: it has {', '.join(result.metrics)}.{hint}"
             )

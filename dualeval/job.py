@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from dualeval.plugins import (
     made_task,
     task_kind,
 )
+from dualeval.wording import nearest
 
 if TYPE_CHECKING:
     from dualeval.data.opened import Opened
@@ -334,9 +334,7 @@ def _unknown(name: str, kind: TaskKind) -> UsageError:
 def _nearest(name: str, kind: TaskKind) -> str:
     """The options of a task that are nearest to a name, and all of them."""
     own = [field.name for field in kind.fields if field.is_settable]
-    near = difflib.get_close_matches(name, own, n=3)
-    hint = f" Nearest: {', '.join(near)}." if near else ""
-    return f"{hint} Its options: {', '.join(own) or 'none'}."
+    return f"{nearest(name, own)} Its options: {', '.join(own) or 'none'}."
 
 
 def _described(field: OptionField) -> str:
@@ -481,8 +479,7 @@ def _from_file(path: Path, content: Mapping[str, Any], kind: TaskKind, said: str
         if name not in known:
             refuse_foreign(name, kind.name)
             names = ["task", *known, *_START]
-            near = difflib.get_close_matches(name, names, n=3)
-            hint = f" Nearest: {', '.join(near)}." if near else ""
+            hint = nearest(name, names)
             raise UsageError(f"{said}: unknown key {key!r}.{hint} Keys: {', '.join(names)}")
         values[name] = known[name].of_toml(value, f"{said}: {key}", path.parent)
     return values

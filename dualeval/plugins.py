@@ -6,7 +6,6 @@ Each is imported when it is asked for, so one that is broken stands in nobody el
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualeval.errors import DualevalError, LibraryError, UsageError, named
 from dualeval.option_fields import OptionField, fields_of, options_of_call
+from dualeval.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -95,11 +95,9 @@ def task_kind(reference: str) -> TaskKind:
             f"--task {reference}: expected a class behind the file, as in --task {reference}:Class"
         )
     known = [*TASKS, *offered]
-    near = difflib.get_close_matches(reference, known, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]}?" if near else ""
     raise UsageError(
         f"--task {reference!r}: expected one of {', '.join(known)}; or package.module:Class or "
-        f"file.py:Class, a task of your own.{hint}"
+        f"file.py:Class, a task of your own.{did_you_mean(reference, known, cutoff=0.4)}"
     )
 
 
@@ -220,8 +218,7 @@ def _load(reference: str) -> tuple[Any, str]:
         module, origin = _module(place, reference), f"module {place}"
     if not hasattr(module, attribute):
         found = _tasks_in(module)
-        near = difflib.get_close_matches(attribute, [*found, *_public(module)], n=3)
-        hint = f" Nearest: {', '.join(near)}." if near else ""
+        hint = nearest(attribute, [*found, *_public(module)])
         tasks = f" Tasks there: {', '.join(found)}." if found else " There is no class of a task in it."
         raise UsageError(f"--task {reference}: {place} has no {attribute!r}.{hint}{tasks}")
     return getattr(module, attribute), origin

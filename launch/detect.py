@@ -11,7 +11,6 @@ be a rank by (``env``), and fewer are passed over where another launcher's set i
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -41,6 +40,7 @@ from dualeval.launch.variables import (
     TORCHRUN,
     Variable,
 )
+from dualeval.wording import did_you_mean
 from dualeval.world import World
 
 Probe = Callable[[Mapping[str, str]], World | None]
@@ -199,8 +199,7 @@ def _answer(environ: Mapping[str, str], launcher: str) -> World | None:
 
 def _ask_one(environ: Mapping[str, str], launcher: str) -> World:
     if launcher not in PROBES:
-        near = difflib.get_close_matches(launcher, PROBES, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = did_you_mean(launcher, PROBES, most=3, cutoff=0.5)
         raise UsageError(
             f"There is no launcher {launcher!r}.{hint} --launcher takes one of: {', '.join(PROBES)}."
         )

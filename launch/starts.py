@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from dualeval.errors import UsageError
 from dualeval.launch.variables import ENV, FLUX, TORCHRUN
+from dualeval.wording import counted
 from dualeval.world import World
 
 # What a job was asked for with, which srun would take for what this step is asked for with; and the binding
@@ -141,8 +142,8 @@ def why_not(launcher: str, backend: str, ranks: int, device: str, site: Site) ->
         return problem
     for node, count in zip(site.nodes, on_nodes, strict=False):
         if device != "cpu" and count > node.gpus:
-            gpus = _count(node.gpus, "GPU")
-            return f"{_count(count, 'rank')} on a node with {gpus}: each takes one of its own"
+            gpus = counted(node.gpus, "GPU")
+            return f"{counted(count, 'rank')} on a node with {gpus}: each takes one of its own"
     return None
 
 
@@ -348,10 +349,6 @@ def _lacks_srun_mpi(site: Site, on_nodes: Sequence[int], backend: str) -> str | 
         offered = ", ".join(site.srun_mpi) or "nothing"
         return f"mpi4py {site.libraries.mpi} needs srun --mpi={wanted}, and this Slurm offers {offered}"
     return _lacks_horovod(site, "mpi") if backend == "horovod" else None
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 LAUNCHERS: Mapping[str, Launcher] = {

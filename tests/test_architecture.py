@@ -21,6 +21,7 @@ GROUND = {
     "option_fields",
     "own_code",
     "model_errors",
+    "wording",
 }
 ALLOWED = {
     "door": {"engine", "tasks", "local_ranks", "report.loggers", "result"},
@@ -72,6 +73,7 @@ ALLOWED = {
     "own_code": set(),
     "model_errors": set(),
     "process_start": set(),
+    "wording": set(),
     "assets": set(),
 }
 # What joins the rooms: the session opens all that a run needs, whatever the backend and the launcher.

@@ -9,6 +9,7 @@ from typing import Any
 
 from dualeval.bench.figures import MEASURED
 from dualeval.bench.plan import STAGES
+from dualeval.wording import counted
 
 SCHEMA_VERSION = 1
 _MIB = 2**20
@@ -49,8 +50,8 @@ def _lines(report: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
     load, cores = machine["load_average"][0], machine["cores"]
     if load > cores / 2:
         yield (
-            f"**The machine was busy** before the first start: load average {load:g} on {_cores(cores)}. "
-            "Measure again when it is idle."
+            f"**The machine was busy** before the first start: load average {load:g} on "
+            f"{counted(cores, 'core')}. Measure again when it is idle."
         )
         yield ""
     if report["interrupted"]:
@@ -174,13 +175,13 @@ def _how_to_read(report: Mapping[str, Any]) -> Iterator[str]:
     yield "## How to read it"
     yield ""
     yield (
-        f"{rounds} round{'' if rounds == 1 else 's'}; each round starts each cell once, in another order. "
+        f"{counted(rounds, 'round')}; each round starts each cell once, in another order. "
         "Figures are medians over the rounds, in brackets the lowest and the highest. A start is measured "
         f"for at least {settings['min_seconds']:g} s, after a warm-up of {settings['warmup']} batches per "
-        f"process. Each process has {_cores(settings['cores'])} of its own, also where it is the only one. "
-        "Speed-up is relative to mode single (without it to one process of the same mode) in the same round; "
-        "efficiency is speed-up divided by processes. Peak memory is that of the largest process. Start-up "
-        "is the time from the command to the first batch; no other figure contains it."
+        f"process. Each process has {counted(settings['cores'], 'core')} of its own, also where it is the "
+        "only one. Speed-up is relative to mode single (without it to one process of the same mode) in the "
+        "same round; efficiency is speed-up divided by processes. Peak memory is that of the largest "
+        "process. Start-up is the time from the command to the first batch; no other figure contains it."
     )
     yield ""
     if settings["train"]:
@@ -197,10 +198,6 @@ def _how_to_read(report: Mapping[str, Any]) -> Iterator[str]:
             "'Waits for data' is the part of the loop in which a process had no batch to compute. Nothing is "
             "written to a disk."
         )
-
-
-def _cores(count: int) -> str:
-    return f"{count} core{'' if count == 1 else 's'}"
 
 
 def _row(words: Sequence[str]) -> str:

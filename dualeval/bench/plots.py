@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dualeval.bench.page import cells_of_panel, panels
 from dualeval.bench.plan import DATAPARALLEL, MODES, SINGLE, STAGES
 from dualeval.errors import UsageError
+from dualeval.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,7 +140,7 @@ def _title(report: Mapping[str, Any]) -> str:
     what = "training steps" if report["settings"]["train"] else "evaluation"
     cores = report["settings"]["cores"]
     device = report["settings"]["device"]
-    where = f"{cores} core{'' if cores == 1 else 's'} a process" if device == "cpu" else device
+    where = f"{counted(cores, 'core')} a process" if device == "cpu" else device
     return f"{report['job']['model']}, {what}, {where}, {report['when'].partition(' ')[0]}"
 
 

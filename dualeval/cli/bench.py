@@ -41,6 +41,7 @@ from dualeval.launch import detect
 from dualeval.launch.starts import Site, child_environ, default_ranks, may_start_ranks, why_not
 from dualeval.launch.supervise import Ended, Interrupted, Interrupts, ask, run_supervised
 from dualeval.plugins import DEFAULT_TASK
+from dualeval.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -431,7 +432,7 @@ def _reasons(job: Job, site: Site, device: torch.device, cores: int) -> Callable
             )
         if cell.processes * cores > usable:
             return (
-                f"{cell.processes} processes with {cores} core{'' if cores == 1 else 's'} each are more than "
+                f"{cell.processes} processes with {counted(cores, 'core')} each are more than "
                 f"the {usable} cores here"
             )
         if cell.mode in OF_RANKS:

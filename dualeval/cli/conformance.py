@@ -27,6 +27,7 @@ from dualeval.launch.supervise import Ended, Interrupted, Interrupts, ask, run_s
 from dualeval.launch.trials import Trial, command_of, plan_trials
 from dualeval.report import conformance as judging
 from dualeval.report.anonymous import Names
+from dualeval.wording import counted
 
 _DEVICES = ("cpu", "cuda")
 _JSON, _PAGE = "conformance.json", "conformance.md"
@@ -165,8 +166,7 @@ def _trials(asked: _Asked, site: Site, launchers: Sequence[str]) -> list[Trial]:
 
 def _label(trial: Trial) -> str:
     what = ", self-test" if trial.is_self_test else ""
-    ranks = f"{trial.ranks} rank{'' if trial.ranks == 1 else 's'}"
-    return f"{trial.launcher}, {trial.backend}, {ranks}, {trial.device}{what}"
+    return f"{trial.launcher}, {trial.backend}, {counted(trial.ranks, 'rank')}, {trial.device}{what}"
 
 
 def _look(

@@ -19,6 +19,7 @@ from dualeval.comparison.statistics import (
 )
 from dualeval.errors import UsageError
 from dualeval.metrics.scores import Score
+from dualeval.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +164,8 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
         _, clusters = np.unique(clusters[chosen], return_inverse=True)
     independent = samples if clusters is None else int(clusters.max(initial=-1)) + 1
     if independent < 2:
-        raise _NotCompared(
-            f"it has {independent} {'sample' if clusters is None else 'cluster'}"
-            f"{'' if independent == 1 else 's'}: at least 2 are needed"
-        )
+        found = counted(independent, "sample" if clusters is None else "cluster")
+        raise _NotCompared(f"it has {found}: at least 2 are needed")
     values = _value(one, score), _value(other, score)
     flips: Flips | None = None
     of_samples: ProportionDifference | None = None

@@ -17,6 +17,7 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics.scores import Score, score_from
 from dualeval.result import JOB, RESULT, Result
 from dualeval.tasks.stored import metrics_of_run
+from dualeval.wording import counted
 
 # Ids of one kind that a message names.
 _NAMED = 3
@@ -162,7 +163,7 @@ def pair(a: ComparedRun, b: ComparedRun, *, trust_ids: bool = False) -> Pairs:
     )
     if len(pairs) < 2:
         raise UsageError(
-            f"{a.folder} and {b.folder} have {len(pairs)} sample{'' if len(pairs) == 1 else 's'} "
+            f"{a.folder} and {b.folder} have {counted(len(pairs), 'sample')} "
             "that both have evaluated: at least 2 are needed"
         )
     _check_targets(pairs)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.errors import UsageError
+from dualeval.wording import counted
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Pictures that are not read: a data set may have lost samples by them.
@@ -60,16 +61,16 @@ class PassedOver:
         named = ", ".join(kinds[:_NAMED_AT_MOST]) + (", ..." if len(kinds) > _NAMED_AT_MOST else "")
         beside = f", {self.beside:,} of them images beside the class folders" if self.beside else ""
         parts = [
-            _counted(self.files.total(), "file", f" ({named}){beside}"),
-            _counted(self.hidden_folders, "hidden folder"),
-            _counted(self.repeated_folders, "link", " to a folder that was read already"),
+            _some(self.files.total(), "file", f" ({named}){beside}"),
+            _some(self.hidden_folders, "hidden folder"),
+            _some(self.repeated_folders, "link", " to a folder that was read already"),
         ]
         said = "; ".join(filter(None, parts))
         return f"passed over: {said}" if said else ""
 
 
-def _counted(count: int, noun: str, more: str = "") -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}{more}" if count else ""
+def _some(number: int, what: str, more: str = "") -> str:
+    return f"{counted(number, what)}{more}" if number else ""
 
 
 def class_folders(root: Path, passed_over: PassedOver) -> list[str]:

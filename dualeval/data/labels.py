@@ -7,13 +7,14 @@ import hashlib
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from dualeval.data.class_map import ClassMap
 from dualeval.errors import UsageError
+from dualeval.wording import counted
 
 _NUMBERED = re.compile(r"(\D*)([0-9]+)", re.ASCII)
 _WNID = re.compile(r"n[0-9]{8}", re.ASCII)
@@ -331,11 +332,11 @@ def _by_map(folders: Sequence[str], given: ClassMap, known: KnownClasses | None,
     merged = _merged(classes)
     absent = sorted(set(given.classes) - set(folders))
     short = _short(noun)
-    notes = [f"classes: {_counted(classes, short)} by {given.path}"]
+    notes = [f"classes: {counted(len(classes), short)} by {given.path}"]
     if left_out:
-        notes.append(f"class map: {_counted(left_out, short)} left out: {_listed(left_out)}")
+        notes.append(f"class map: {counted(len(left_out), short)} left out: {_listed(left_out)}")
     if absent:
-        notes.append(f"class map: {_counted(absent, short)} of it not in the data: {_listed(absent)}")
+        notes.append(f"class map: {counted(len(absent), short)} of it not in the data: {_listed(absent)}")
     notes += [f"class map: the {short}s {_listed(same)} are one class, {i}" for i, same in merged.items()]
     own: dict[int, str] = {}
     for folder, index in classes.items():
@@ -412,10 +413,6 @@ def _simple(name: str) -> str:
 
 def _short(noun: str) -> str:
     return noun.removeprefix("class ")
-
-
-def _counted(folders: Sized, noun: str) -> str:
-    return f"{len(folders):,} {noun}{'' if len(folders) == 1 else 's'}"
 
 
 def _listed(values: Sequence[object]) -> str:

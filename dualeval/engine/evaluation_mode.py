@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from dualeval.wording import counted
+
 _LISTED_AT_MOST = 3
 
 
@@ -56,4 +58,4 @@ def _in_training(model: nn.Module) -> list[str]:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(name or "the model itself" for name in names[:_LISTED_AT_MOST])
     more = f" and {len(names) - _LISTED_AT_MOST} more" if len(names) > _LISTED_AT_MOST else ""
-    return f"{len(names)} module{'s' if len(names) > 1 else ''}: {shown}{more}"
+    return f"{counted(len(names), 'module')}: {shown}{more}"

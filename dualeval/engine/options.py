@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,6 +24,7 @@ from dualeval.choices import (
     check_sharding,
 )
 from dualeval.errors import UsageError
+from dualeval.wording import did_you_mean
 
 _LEAST_TIMEOUT_S = 1.0
 _LONGEST_TIMEOUT_S = 1e6
@@ -240,8 +240,7 @@ def run_options_of(options: Mapping[str, Any]) -> RunOptions:
         return RunOptions(**options)
     if unknown in (*_OF_A_SESSION, "device"):
         raise UsageError(f"{unknown!r} is an option of the session: write dualeval.Session({unknown}=...).")
-    near = difflib.get_close_matches(unknown, known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else f" There are {', '.join(known)}."
+    hint = did_you_mean(unknown, known) or f" There are {', '.join(known)}."
     raise UsageError(f"{unknown!r} is not an option of an evaluation.{hint}")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
+from dualeval.wording import nearest
 
 # The columns of NonfiniteLogits, whose module imports torch.
 _NONFINITE = ("nan_logits", "inf_logits")
@@ -105,6 +105,4 @@ def named(text: str, own: Sequence[Metric | RowMetric], columns: Collection[str]
 
         return Mean(text)
     known = list(dict.fromkeys([*(metric.name for metric in own), *entry_points_of(METRIC_GROUP), *columns]))
-    near = difflib.get_close_matches(text, known)
-    hint = f" Nearest: {', '.join(near)}." if near else ""
-    raise UsageError(f"there is no metric {text!r} here.{hint} Metrics: {', '.join(known)}")
+    raise UsageError(f"there is no metric {text!r} here.{nearest(text, known)} Metrics: {', '.join(known)}")

@@ -13,7 +13,6 @@ The columns, one value per sample, are made by ``observe_logits``:
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 
@@ -38,6 +37,7 @@ from dualeval.metrics.intervals import wilson_interval
 from dualeval.metrics.means import Mean
 from dualeval.metrics.ordering import order_keys_in_place
 from dualeval.metrics.scores import Score
+from dualeval.wording import nearest
 
 LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows with the square
 
@@ -124,10 +124,8 @@ def classification_metric(name: str, num_classes: int) -> Metric:
     if make := _BY_NAME.get(name):
         return make(num_classes)
     known = ["top1", "top5", *_BY_NAME]
-    nearest = difflib.get_close_matches(name, known)
-    hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
     raise UsageError(
-        f"there is no metric {name!r}.{hint} Metrics: {', '.join(_BY_NAME)}, "
+        f"there is no metric {name!r}.{nearest(name, known)} Metrics: {', '.join(_BY_NAME)}, "
         f"and top<k> for k from 1 to {num_classes}"
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import re
 from pathlib import Path
@@ -15,6 +14,7 @@ from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.wnids import imagenet_wnids
 from dualeval.errors import DualevalError, UsageError
 from dualeval.vision_library import torchvision
+from dualeval.wording import nearest
 
 # torch.hub's rule: the first characters of the file's sha256 stand in its name, as in resnet50-0676ba61.pth.
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.")
@@ -78,9 +78,9 @@ def names_hint(model: str, asked: str) -> str:
     if not entries:
         return ""
     names = [entry.name for entry in entries if entry.meta["categories"] is not None]
-    near = difflib.get_close_matches(asked.upper(), [*names, "DEFAULT"], n=1)
-    hint = f" Nearest: {near[0]}." if near else ""
-    return f"torchvision's names for {model}: {', '.join([*names, 'DEFAULT'])}.{hint}"
+    names.append("DEFAULT")
+    hint = nearest(asked.upper(), names, most=1)
+    return f"torchvision's names for {model}: {', '.join(names)}.{hint}"
 
 
 def cached_file(entry: Any) -> Path:

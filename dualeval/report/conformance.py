@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dualeval.wording import counted
+
 SCHEMA_VERSION = 1
 
 OK = "ok"
@@ -173,7 +175,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     where = f"in a job of {site['scheduler']}" if site["scheduler"] else "outside of a Slurm job"
     yield (
         f"{report['when']}, dualeval {report['versions'].get('dualeval')}, "
-        f"{_count(len(site['nodes']), 'node')} {where}. Each run evaluates the first "
+        f"{counted(len(site['nodes']), 'node')} {where}. Each run evaluates the first "
         f"{options['limit']:,} of the 10,000 images of Fashion-MNIST's test set from the start, with the "
         "small network that ships with dualeval."
     )
@@ -223,7 +225,7 @@ def _matrix(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         cells.setdefault(key, {})[row["ranks"]] = text
     yield from _table(
         "Runs",
-        ["launcher", "backend", "device", *(_count(size, "rank") for size in sizes)],
+        ["launcher", "backend", "device", *(counted(size, "rank") for size in sizes)],
         [[*key, *(found.get(size, "-") for size in sizes)] for key, found in cells.items()],
     )
     yield (
@@ -283,7 +285,7 @@ def _failures(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         what = "self-test" if "operations" in row else "run"
         yield (
             f"### {row['outcome']}: {row['launcher']}, {row['backend']}, "
-            f"{_count(row['ranks'], 'rank')}, {row['device']} ({what})"
+            f"{counted(row['ranks'], 'rank')}, {row['device']} ({what})"
         )
         yield ""
         if row["reason"]:
@@ -377,7 +379,3 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> It
 
 def _seconds(row: Mapping[str, Any]) -> str:
     return "-" if row["seconds"] is None else f"{row['seconds']:.1f}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

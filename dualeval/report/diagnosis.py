@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from dualeval.wording import counted
+
 # Of what a rank found, what has to be the same on all of them.
 _SAME = {
     "launcher": "the launcher",
@@ -80,7 +82,7 @@ def _too_many_threads(host: str, of_host: Sequence[Mapping[str, Any]]) -> Iterat
     """The limits of a host's cores, and then of each quota there, that the threads of its ranks exceed."""
     cores = {core for facts in of_host for core in facts["cores"]}
     quotas = {name: cpus for facts in of_host for name, cpus in facts["cpu_quotas"].items()}
-    limits = [(of_host, len(cores), f"on {_count(len(cores), 'core')}")]
+    limits = [(of_host, len(cores), f"on {counted(len(cores), 'core')}")]
     for name, cpus in quotas.items():
         limited = [facts for facts in of_host if name in facts["cpu_quotas"]]
         limits.append((limited, cpus, f"with a quota of {cpus:g} CPUs"))
@@ -88,7 +90,7 @@ def _too_many_threads(host: str, of_host: Sequence[Mapping[str, Any]]) -> Iterat
         threads = sum(facts["threads"] or 0 for facts in ranks)
         if threads > max(most, len(ranks)):
             yield (
-                f"{_count(len(ranks), 'rank')} on {host} would take {threads} threads {where}: set "
+                f"{counted(len(ranks), 'rank')} on {host} would take {threads} threads {where}: set "
                 f"OMP_NUM_THREADS lower, or leave it unset"
             )
 
@@ -119,7 +121,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     ranks: Mapping[int, Mapping[str, Any]] = report["ranks"]
     speaker = ranks[min(ranks)]
     nodes = len({facts["host"] for facts in ranks.values()})
-    yield f"{_count(report['size'], 'rank')} on {_count(nodes, 'node')}, started by {speaker['launcher']}"
+    yield f"{counted(report['size'], 'rank')} on {counted(nodes, 'node')}, started by {speaker['launcher']}"
     yield ""
     yield f"Variables (rank {min(ranks)})"
     for launcher, variables in speaker["variables"].items():
@@ -176,7 +178,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         )
     yield ""
     found = report["problems"]
-    yield "No problem was found." if not found else f"{_count(len(found), 'problem')}:"
+    yield "No problem was found." if not found else f"{counted(len(found), 'problem')}:"
     for problem in found:
         yield f"  - {problem}"
 
@@ -191,10 +193,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _or_dash(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.squad import F1, AnswerCounts, ExactMatch, score_answer
 from dualeval.tasks import Task
+from dualeval.wording import nearest
 
 NAME = "question-answering"
 # The column of the articles' titles: questions on one article are not independent.
@@ -37,8 +37,7 @@ def chosen(names: Sequence[str], metrics: Sequence[Metric | RowMetric]) -> list[
     known = [metric.name for metric in metrics]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known)
-            hint = f" Nearest: {', '.join(near)}." if near else ""
+            hint = nearest(name, known)
             raise UsageError(f"there is no metric {name!r} here.{hint} Metrics: {', '.join(known)}")
     return [metric for metric in metrics if metric.name in names]
 

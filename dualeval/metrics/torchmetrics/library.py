@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 from types import ModuleType
@@ -10,6 +9,7 @@ from typing import Any
 
 from dualeval.errors import UsageError
 from dualeval.vision_library import torchvision
+from dualeval.wording import nearest
 
 # Its public rooms; where two have a class of the same name the first counts. The package itself comes last:
 # it has classes of their old place, which warn of that.
@@ -85,11 +85,9 @@ def find_class(name: str) -> type:
     known = classes()
     if own in known and room in ("", *ROOMS):
         return known[own]
-    nearest = difflib.get_close_matches(own, known, n=3)
-    hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
     raise UsageError(
         f"TorchMetrics {torchmetrics().__version__} has no class {name!r}, or a package that the class needs "
-        f"is not installed.{hint} See docs/torchmetrics-routes.md"
+        f"is not installed.{nearest(own, known)} See docs/torchmetrics-routes.md"
     )
 
 

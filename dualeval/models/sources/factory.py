@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import inspect
 import sys
@@ -16,6 +15,7 @@ from torch import nn
 from dualeval.errors import UsageError
 from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource, weights_of_file
 from dualeval.weights_name import is_published_name
+from dualeval.wording import nearest
 
 _LISTED_AT_MOST = 8
 
@@ -120,14 +120,13 @@ def _import_factory(name: str) -> Any:
         raise UsageError(f"--model {name}: no module named {error.name!r} can be imported") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        near = difflib.get_close_matches(attribute, dir(module), n=5)
+        hint = nearest(attribute, dir(module), most=5)
         own = [
             entry
             for entry, value in vars(module).items()
             if getattr(value, "__module__", None) == module.__name__ and callable(value)
         ]
-        hint = f" Nearest: {', '.join(near)}." if near else ""
-        if own and not near:
+        if own and not hint:
             hint = f" It has {', '.join(own[:_LISTED_AT_MOST])}."
         raise UsageError(f"--model {name}: module {module_name} has no callable {attribute!r}.{hint}")
     return factory

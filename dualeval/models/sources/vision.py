@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource, we
 from dualeval.models.sources.embedded import EMBEDDED
 from dualeval.vision_library import torchvision
 from dualeval.weights_name import is_published_name
+from dualeval.wording import nearest
 
 # torchvision's DenseNet files still have the names of its first version, denselayer1.norm.1 for .norm1.
 _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
@@ -31,8 +31,7 @@ class TorchvisionModel(ModelSource):
         super().__init__(name, arguments, trust=trust)
         known = published.torchvision_names()
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, EMBEDDED], n=5, cutoff=0.5)
-            hint = f" Nearest: {', '.join(near)}." if near else ""
+            hint = nearest(name, [*known, EMBEDDED], most=5, cutoff=0.5)
             raise UsageError(
                 f"there is no model {name!r}.{hint} Give a torchvision classifier, {EMBEDDED}, timm:NAME, "
                 "hf:DIR, package.module:factory, or the path of a TorchScript archive or .pt2 program."

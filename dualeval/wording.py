@@ -1,0 +1,30 @@
+"""What messages of every part say alike: the names nearest to a wrong one, and numbers of things."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: object, known: Iterable[object], *, most: int = 1, cutoff: float = 0.6) -> str:
+    """A sentence with the known names that are nearest to a wrong one, after a space; "" where none is near.
+
+    Args:
+        name: the wrong one.
+        known: the names that there are.
+        most: how many of them it offers.
+        cutoff: how near they have to be, from 0 to 1 (equal), as ``difflib.get_close_matches`` takes it.
+    """
+    near = difflib.get_close_matches(str(name), list(map(str, known)), n=most, cutoff=cutoff)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> str:
+    """As ``did_you_mean``, in the words of a list that all known names follow."""
+    near = difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
+    return f" Nearest: {', '.join(near)}." if near else ""
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things: "1 rank", "1,024 ranks"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
