@@ -82,8 +82,11 @@ CASES = {
         arguments=["--model", "fashion-cnn", "--weights", "{tmp}/none.pt"],
         words=["{tmp}/none.pt", "--weights PATH"],
     ),
+    "a model without data": BadInput(
+        arguments=RESNET, words=["--model resnet18 was given without --data", f"or --data {ASSETS} for"]
+    ),
     "input size": BadInput(
-        arguments=["--model", "resnet18", "--weights", "random:0"],
+        arguments=[*RESNET, "--data", str(ASSETS)],
         words=["cannot take images of shape (1, 28, 28)", "a layer takes 3", "Give --channels 3"],
     ),
     "numbers of classes": BadInput(

@@ -269,7 +269,7 @@ def test_an_input_size_that_the_model_cannot_take(tmp_path: Path, folder: Path) 
 
 
 def test_a_number_of_channels_that_the_model_cannot_take() -> None:
-    message = refused(ImageClassification(model="squeezenet1_1", weights="random:0"))
+    message = refused(ImageClassification(model="squeezenet1_1", weights="random:0", data=ASSETS))
     assert "cannot take images of shape (1, 28, 28) (channels, height, width)" in message
 
 

@@ -310,7 +310,7 @@ def test_other_channels_in_their_own_size(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert grey.dataset().sample_shape == (1, 32, 32)
     three = ImageClassification(
-        model="squeezenet1_1", weights="random:0", preprocessing={"channels": 3, **values}
+        model="squeezenet1_1", weights="random:0", data=ASSETS, preprocessing={"channels": 3, **values}
     )
     [(image, _)] = three.dataset().__getitems__([0])
     own = IdxImages(ASSETS).__getitems__([0])["images"][0]

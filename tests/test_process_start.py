@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dualeval.process_start import may_print
+from dualeval.tasks.image_data import ASSETS
 from tests.conftest import Finished, Launch
 from tests.faulty_models import FAULT
 
@@ -180,7 +181,7 @@ def test_what_is_only_printed_has_to_be_printed(
 def test_a_standstill_with_standard_error_closed(launch: Launch, tmp_path: Path) -> None:
     """A rank that stands still is noticed all the same."""
     model = ["--model", "tests.faulty_models:fashion_cnn", "--weights", "random:0", "--num-classes", "10"]
-    words = [*RUN, *model, "--batch-size", "8", "--heartbeat-timeout", "2"]
+    words = [*RUN, *model, "--data", str(ASSETS), "--batch-size", "8", "--heartbeat-timeout", "2"]
     with launch.started(
         ["bash", "-c", f"exec {shlex.join(words)} --out out 2>&-"],
         variables={FAULT: "stall 0 3"},
