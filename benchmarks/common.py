@@ -252,6 +252,17 @@ def write_results(name: str, title: str, body: str, figures: Mapping[str, Any], 
     )
     RESULTS.mkdir(exist_ok=True)
     page = RESULTS / f"{name}-{now:%Y-%m-%d}.md"
-    page.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    page.with_suffix(".json").write_text(_record_a_line(content), "utf-8")
     page.write_text(text, "utf-8")
     return page
+
+
+def _record_a_line(content: Mapping[str, Any]) -> str:
+    """JSON with a line for each key, and one for each item of a list: a line for each number is thousands."""
+    entries = []
+    for key, value in content.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        entries.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
