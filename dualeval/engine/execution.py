@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -267,9 +267,7 @@ class Execution:
             self._folder = folder
             folder.keep_lease(lambda reason: self._control.give_up(reason, rank=self._control.name.rank))
             message = folder.to_message(previous, self._plan)
-        self._control.meet()
-        message = self._backend.broadcast_json(message, src=0)
-        assert message is not None
+        message = self._context.from_rank_0(message)
         if not self._world.is_main:
             folder, previous = RunFolder.from_message(
                 message, self._plan, rank=self._world.rank, path=self._options.path
@@ -345,8 +343,7 @@ class Execution:
             self._context.note_all(["what is finished is not compared with what this job gives now"])
         else:
             self._proof = None if stored is None else self._compare(stored, evaluate)
-            self._control.meet()
-            self._proof = str(self._backend.broadcast_json(self._proof, src=0))
+            self._proof = str(self._context.from_rank_0(self._proof))
         if self.previous.finished is None:
             return None
         assert self._folder is not None
@@ -377,8 +374,8 @@ class Execution:
                 self._facts_of_data(),
                 partial(self._progress.step, "setup"),
             )
-        self._control.meet()
-        return cast("dict[str, Any]", self._backend.broadcast_json(compared, src=0))
+        found: dict[str, Any] = self._context.from_rank_0(compared)
+        return found
 
     def _has_earlier(self) -> bool:
         return (

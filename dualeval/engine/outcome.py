@@ -187,11 +187,8 @@ class Outcome:
             found = [
                 asdict(plain(metric.name, metric.compute(columns_of(metric, columns)))) for metric in metrics
             ]
-        self._control.meet()
-        found = self._backend.broadcast_json(found, src=0)
-        assert found is not None
         # JSON keeps every bit of a float.
-        return [measured_from(measured) for measured in found]
+        return [measured_from(measured) for measured in self._of.context.from_rank_0(found)]
 
     def _clusters(
         self, rows: Sequence[RowsOfChunks], measured: Sequence[Measured]
@@ -204,9 +201,7 @@ class Outcome:
         if self._is_main:
             columns = self._columns(rows, columns_wanted(name, measured, self._of.kept))
             found = asdict(find_clusters(name, measured, columns))
-        self._control.meet()
-        found = self._backend.broadcast_json(found, src=0)
-        assert found is not None
+        found = self._of.context.from_rank_0(found)
         ends = {key: (low, high) for key, (low, high) in found["intervals"].items()}
         return ClusterIntervals(**{**found, "intervals": ends, "warnings": tuple(found["warnings"])})
 
@@ -232,9 +227,7 @@ class Outcome:
                 found = reference.compare(windows, of.dataset, facts, partial(self._progress.step, "write"))
             except DualevalError as error:
                 found = reference.unreadable(error)
-        self._control.meet()
-        found = self._backend.broadcast_json(found, src=0)
-        assert found is not None
+        found = self._of.context.from_rank_0(found)
         problem = found.get("problem")
         said = [] if problem is None else [f"not compared with {found['folder']}: {problem}"]
         return replace(result, reference=found, warnings=[*result.warnings, *said])
