@@ -15,7 +15,8 @@ from time import sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dualeval.engine.ending import conclude_quietly, install_hook, remove_hook, say
+from dualeval.engine.ending import say
+from dualeval.engine.excepthook import conclude_quietly, install_hook, note_outer_hook, remove_hook
 from dualeval.engine.options import check_session_options, check_timeout, run_options_of
 from dualeval.engine.signals import Signals
 from dualeval.errors import (
@@ -228,6 +229,8 @@ class Session:
         check_name(self._wanted_device)
         self._is_joining = True
         self._backend = connect(name, world)
+        if self.is_owner:
+            note_outer_hook()
         self._control = open_control_plane(
             self._backend, self._heartbeat_timeout, forward_timeout_s=self._forward_timeout
         )
