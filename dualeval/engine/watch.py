@@ -20,7 +20,7 @@ from time import monotonic, sleep
 
 from dualeval.engine.control.beats import Clock, Finding, Judge, Standstill
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import end_process, error_stream, say, spoken, try_for
+from dualeval.engine.ending import end_process, error_stream, how_to_resume, say, spoken, try_for
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
@@ -140,7 +140,8 @@ class Watch:
         """Say where an end is written down, and stacks are."""
         self.folder = folder
         if self._guardian is not None and not self._control.has_peers:
-            self._guardian.guard(folder.path / STATUS, folder.token, folder.stacks)
+            resume = f"Type {how_to_resume(folder.path)}."
+            self._guardian.guard(folder.path / STATUS, folder.token, folder.stacks, resume)
         if self._control.timeout_s is not None:
             # Else they go to standard error: a full disk is met soon enough.
             with suppress(OSError), self._arming:
