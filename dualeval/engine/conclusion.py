@@ -176,7 +176,7 @@ class Conclusion:
             if folder is not None:
                 folder.close()
         if self._control.name.rank == 0 and self._control.stopping is not None:
-            self._control.tell_end(code)
+            self._control.report_end(code)
         elif self._control.stopping is not None:
             self._control.leave(_LEAVE_AFTER_FAILURE_S)
 

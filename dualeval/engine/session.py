@@ -243,7 +243,7 @@ class Session:
             stop=self._stop,
         )
         if self._signals is not None:
-            self._signals.tell(self._control.stop)
+            self._signals.call(self._control.stop)
         before = torch.get_num_threads()
         self.cores = take_cores(self._backend, sets_threads=self.is_owner)
         self._threads = before if self.is_owner else None
