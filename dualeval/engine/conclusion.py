@@ -90,7 +90,7 @@ class Conclusion:
         if code is None or (failure is not None and failure.where is not None):
             code = self._conclude_failure(error if failure is None or not stops else failure)
         self.watch.main_concludes(code)
-        self._let_go(code)
+        self._release(code)
         return code
 
     def of_attempt(self, error: Exception | None) -> PeerError | None:
@@ -155,7 +155,7 @@ class Conclusion:
             code = failure.exit_code
         assert code is not None
         self._code = code
-        self._let_go(code)
+        self._release(code)
         return code
 
     def _is_to_say(self, failure: PeerError) -> bool:
@@ -166,7 +166,7 @@ class Conclusion:
         try_for(_ASKED_WITHIN_S, lambda: answers.append(self._control.may_speak()))
         return answers != [False]
 
-    def _let_go(self, code: int) -> None:
+    def _release(self, code: int) -> None:
         """Close what shows that this run is at work, and let the others end."""
         folder = self.watch.folder
         with _surviving("remove what the watch has written"):

@@ -50,8 +50,8 @@ _OF_STATE_DICTS = (
 )
 
 
-class Guest:
-    """Remembers models, and puts them back as they were."""
+class Snapshot:
+    """The state of models, to put them back as they were."""
 
     def __init__(self) -> None:
         self._modules: dict[int, _Module] = {}
@@ -258,7 +258,7 @@ def _version_of(tensor: Tensor) -> int:
 
 
 @contextmanager
-def as_it_was(task: Task) -> Iterator[Guest]:
+def as_it_was(task: Task) -> Iterator[Snapshot]:
     """Put back at the end what an evaluation of a task may change in the process and in the task's models.
 
     The models are those that are inside of the task, or of what its ``build_model`` names, and the one that
@@ -273,16 +273,16 @@ def as_it_was(task: Task) -> Iterator[Guest]:
     Raises:
         UsageError: a parameter has other values than before.
     """
-    guest = Guest()
+    snapshot = Snapshot()
     for model in _models_of(task):
-        guest.remember(model)
+        snapshot.remember(model)
     generators = _Generators()
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
-            yield guest
-        guest.check()
+            yield snapshot
+        snapshot.check()
     finally:
-        guest.put_back()
+        snapshot.put_back()
         generators.put_back()
 
 
