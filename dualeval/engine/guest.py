@@ -31,23 +31,23 @@ from dualeval.tasks import Task
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
 
+# Of a sharded model these are made with its first forward, once: FSDP needs them afterwards, too.
+_OF_STATE_DICTS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 # Hooks, and what a module does by its attributes: all are dicts of the module.
 _DICTS = (
     *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
     *("_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
-    *("_forward_hooks_always_called", "_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    "_forward_hooks_always_called",
+    *_OF_STATE_DICTS,
 )
 # How far models are looked for: from the task, a level each of attributes, lists and dicts.
 _LEVELS = 6
 _LOOKED_AT = 10_000
 _LOOKED_AT_EACH = 256
 _LISTS: tuple[Any, ...] = (list, tuple, set, deque)
-# Of a sharded model these are made with its first forward, once: FSDP needs them afterwards, too.
-_OF_STATE_DICTS = (
-    *("_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
 
 
 class Snapshot:

@@ -64,6 +64,10 @@ class Outcome:
     ) -> None:
         self._reference = reference
         self._evaluation = evaluation
+        self._context = evaluation.context
+        self._plan = evaluation.plan
+        self._task = evaluation.task
+        self._dataset = evaluation.dataset
         self._facts = facts
         self._previous = previous
         self._folder = folder
@@ -72,7 +76,7 @@ class Outcome:
         self._ledger = recorder.ledger
         self._backend = evaluation.context.backend
         self._control = evaluation.context.control
-        self._progress = evaluation.context.control.progress
+        self._step = partial(evaluation.context.control.progress.step, "write")
         self._is_main = evaluation.context.backend.world.is_main
 
     def result(
@@ -106,14 +110,13 @@ class Outcome:
             }
         )
         said_once = dict.fromkeys(note for report in reports for note in report["notes"])
-        self._evaluation.context.note_all(list(said_once))
+        self._context.note_all(list(said_once))
         self._ledger.verify_exactly_once()
         evaluated, failed = self._ledger.totals()
         if evaluated == 0:
             index, error = min(report["first_failed"] for report in reports if report["first_failed"])
             raise UsageError(
-                f"none of the {failed} samples could be read; the first, "
-                f"{self._evaluation.dataset.id(index)}: {error}"
+                f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
             )
         indices = gather_failures(self._backend, self._recorder.failed) if failed else []
         with self._writable():
@@ -144,26 +147,23 @@ class Outcome:
         start = perf_counter()
         self._control.meet()
         times["meet"] = perf_counter() - start
-        self._progress.step("write")
+        self._step()
         start = perf_counter()
         self._ledger.values = self._backend.all_reduce(self._ledger.values, op="sum")
         times["reduce"] = perf_counter() - start
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[RowsOfChunks]:
         """On rank 0 the rows of all chunks, checked; on the others none. A collective."""
-        step = partial(self._progress.step, "write")
         if isinstance(self._writer, MemoryWriter):
             rounds = max(report["files"] for report in reports)
-            return self._writer.collect(self._backend, rounds, step)
+            return self._writer.collect(self._backend, rounds, self._step)
         assert self._folder is not None
-        self._folder.collect(self._backend, self._writer.written, reports, step)
-        self._progress.step("write")
+        self._folder.collect(self._backend, self._writer.written, reports, self._step)
+        self._step()
         if not self._is_main:
             return []
         fingerprint = self._facts["fingerprint"]
-        return self._folder.merged_files(
-            self._previous, reports, fingerprint, partial(self._progress.step, "write")
-        )
+        return self._folder.merged_files(self._previous, reports, fingerprint, self._step)
 
     def _with_errors(self, failed: Sequence[int], rows: Sequence[RowsOfChunks]) -> list[tuple[int, str]]:
         """Index and error of each failed sample, in order; the errors on rank 0 alone. A collective."""
@@ -188,7 +188,7 @@ class Outcome:
                 asdict(plain(metric.name, metric.compute(columns_of(metric, columns)))) for metric in metrics
             ]
         # JSON keeps every bit of a float.
-        return [measured_from(measured) for measured in self._evaluation.context.from_rank_0(found)]
+        return [measured_from(measured) for measured in self._context.from_rank_0(found)]
 
     def _clusters(
         self, rows: Sequence[RowsOfChunks], measured: Sequence[Measured]
@@ -201,7 +201,7 @@ class Outcome:
         if self._is_main:
             columns = self._columns(rows, columns_wanted(name, measured, self._evaluation.kept))
             found = asdict(find_clusters(name, measured, columns))
-        found = self._evaluation.context.from_rank_0(found)
+        found = self._context.from_rank_0(found)
         ends = {key: (low, high) for key, (low, high) in found["intervals"].items()}
         return ClusterIntervals(**{**found, "intervals": ends, "warnings": tuple(found["warnings"])})
 
@@ -209,31 +209,25 @@ class Outcome:
         """Columns of all evaluated samples, mapped from files where there is a folder; rank 0 calls it."""
         folder = None if self._folder is None else self._folder.path
         with self._writable():
-            return read_columns(
-                rows, self._evaluation.plan, names, folder, partial(self._progress.step, "write")
-            )
+            return read_columns(rows, self._plan, names, folder, self._step)
 
     def _beside_reference(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
         """The result with what the reference's rows say beside this run's; a collective where there is one.
 
         The reference was readable before the first batch. If it is not any more, no batch is lost for it.
         """
-        evaluation = self._evaluation
-        if evaluation.context.options.reference is None:
+        if self._context.options.reference is None:
             return result
         found: dict[str, Any] | None = None
         if self._reference is not None:
             reference, facts = self._reference
-            windows = windows_of_chunks(
-                rows, evaluation.plan, evaluation.task, evaluation.dataset, evaluation.kept
-            )
+            kept = self._evaluation.kept
+            windows = windows_of_chunks(rows, self._plan, self._task, self._dataset, kept)
             try:
-                found = reference.compare(
-                    windows, evaluation.dataset, facts, partial(self._progress.step, "write")
-                )
+                found = reference.compare(windows, self._dataset, facts, self._step)
             except DualevalError as error:
                 found = reference.unreadable(error)
-        found = self._evaluation.context.from_rank_0(found)
+        found = self._context.from_rank_0(found)
         problem = found.get("problem")
         said = [] if problem is None else [f"not compared with {found['folder']}: {problem}"]
         return replace(result, reference=found, warnings=[*result.warnings, *said])
@@ -249,19 +243,14 @@ class Outcome:
         setup_s: float,
     ) -> Result:
         """The result; the same on every rank, but for seconds before the loop and earlier runs' machines."""
-        evaluation, facts, previous, context = (
-            self._evaluation,
-            self._facts,
-            self._previous,
-            self._evaluation.context,
-        )
-        plan, world, machine = evaluation.plan, context.backend.world, facts["machine"]
+        facts, previous, context = self._facts, self._previous, self._context
+        plan, world, machine = self._plan, context.backend.world, facts["machine"]
         # The slowest rank's: the run is not through before.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
-        found = findings_of(evaluation.task, evaluation.dataset, plan.num_samples)
+        found = findings_of(self._task, self._dataset, plan.num_samples)
         odd = {kind: ids for kind, ids in found.items() if ids}
-        part = part_of(evaluation.dataset, plan)
-        fields, said = with_clusters(fields_of_result(measured), evaluation.cluster, clusters)
+        part = part_of(self._dataset, plan)
+        fields, said = with_clusters(fields_of_result(measured), self._evaluation.cluster, clusters)
         remaining = previous.chunks.remaining
         machines = chunks_by_machine(
             [
@@ -274,15 +263,15 @@ class Outcome:
             whole_set_intervals=whole_set_intervals(part, evaluated, fields),
             part=part,
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
-            failed=[{"id": evaluation.dataset.id(index), "error": error} for index, error in failures],
+            failed=[{"id": self._dataset.id(index), "error": error} for index, error in failures],
             chunks={
                 "total": plan.num_chunks,
                 "evaluated_now": len(remaining),
                 "resumed": plan.num_chunks - len(remaining),
             },
-            job={**context.job, **evaluation.task.options()},
-            description=describe(evaluation.task, part, plan, facts["job"], facts["fingerprint"]),
-            labels=dict(evaluation.task.labels_used()),
+            job={**context.job, **self._task.options()},
+            description=describe(self._task, part, plan, facts["job"], facts["fingerprint"]),
+            labels=dict(self._task.labels_used()),
             fingerprint=facts["fingerprint"],
             data={
                 "fingerprint": facts["job"]["data"],
@@ -325,19 +314,19 @@ class Outcome:
         files = [file for file in rows if isinstance(file, JournalFile)]
         return folder.write(
             _compared_with_replaced(result, self._previous),
-            self._evaluation.plan,
-            self._evaluation.task,
-            self._evaluation.dataset,
+            self._plan,
+            self._task,
+            self._dataset,
             self._evaluation.kept,
             self._previous,
             files,
             self._metric_digests,
-            step=partial(self._progress.step, "write"),
+            step=self._step,
         )
 
     def _metric_digests(self, path: Path, fingerprint: str) -> dict[str, str]:
         """What the metrics make of the batch that a later run compares, by their names."""
-        stored = batch_of_predictions(path, self._evaluation.plan, fingerprint)
+        stored = batch_of_predictions(path, self._plan, fingerprint)
         if not stored.evaluated.any():
             return {}
         return metric_digests(self._evaluation.metrics, self._evaluation.row_metrics, stored.columns)

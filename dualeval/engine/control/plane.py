@@ -72,7 +72,7 @@ class ControlPlane:
     Attributes:
         progress: what this rank's main thread is at.
         timeout_s: as given.
-        forward_timeout_s: as given.
+        limits: both, as ``monitor`` takes them; None where nobody is watched.
         answers: grows with every answer of the store to this rank's beats.
         news: set when another rank's failure or a stop has been heard of, for who watches.
         all_saved: set on rank 0 when all ranks have reported that they have ``saved``; on the others when
@@ -95,7 +95,9 @@ class ControlPlane:
         self.name = name
         self.rank_0 = rank_0
         self.timeout_s = timeout_s
-        self.forward_timeout_s = forward_timeout_s
+        self.limits: Limits | None = None
+        if timeout_s is not None:
+            self.limits = Limits(timeout_s=timeout_s, forward_timeout_s=forward_timeout_s)
         self.progress = Progress()
         self.answers = 0
         self.news = threading.Event()
@@ -274,8 +276,8 @@ class ControlPlane:
     @property
     def end_code(self) -> int | None:
         """What rank 0 ends with, once it has said so."""
-        ended = self.verdict is not None and self.verdict.kind == "end"
-        return self.verdict.exit_code if self.verdict is not None and ended else None
+        held = self.verdict
+        return held.exit_code if held is not None and held.kind == "end" else None
 
     def stop(self, signal: str) -> None:
         """Ask all ranks to end: this one knows at once, the others with their next beat."""
@@ -359,15 +361,6 @@ class ControlPlane:
         """The main thread's end of the store; None where there is none, or nobody answers any more."""
         # Whoever asks a store that has gone gets pages of frames from torch.
         return None if self._is_unreachable else self._meetings
-
-    @property
-    def limits(self) -> Limits | None:
-        """How long a rank may make no progress; None where nobody is watched."""
-        return (
-            None
-            if self.timeout_s is None
-            else Limits(timeout_s=self.timeout_s, forward_timeout_s=self.forward_timeout_s)
-        )
 
     def own_heartbeat(self) -> Heartbeat:
         """How far this rank is at this moment, as ``monitor.Judge`` takes it."""
