@@ -153,7 +153,7 @@ def stop_all(rank: int, control: ControlPlane) -> dict[str, float]:
     moments["all saved"] = monotonic()
     if rank == 0:
         assert (control.missing, control.saved_by_all) == ([], 2 * control.size)
-        control.tell_end(EXIT_STOPPED)
+        control.report_end(EXIT_STOPPED)
     else:
         assert control.end_code == EXIT_STOPPED
     moments["ended"] = monotonic()

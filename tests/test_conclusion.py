@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from dualeval.engine.conclusion import _with_out
+from dualeval.engine.ending import how_to_resume
 
 
 @pytest.mark.parametrize(
@@ -21,9 +19,9 @@ from dualeval.engine.conclusion import _with_out
     ],
 )
 def test_a_folder_that_nobody_has_named_is_named_to_resume(folder: str, named: str | None) -> None:
-    made: Any = SimpleNamespace(path=Path(folder))
-    assert _with_out(made) == ("" if named is None else f", with --out {named},")
+    out = "" if named is None else f", with --out {named},"
+    assert how_to_resume(Path(folder)) == f"the same command again{out} to resume"
 
 
 def test_no_folder_no_name() -> None:
-    assert _with_out(None) == ""
+    assert how_to_resume(None) == "the same command again to resume"

@@ -449,7 +449,7 @@ def test_alone_a_stop_comes_to_its_end() -> None:
         control.stop("SIGTERM")
         control.saved(3)
         assert control.all_saved.is_set() and control.saved_by_all == 3
-        control.tell_end(75)
+        control.report_end(75)
         return control.end_code, control.stopping
 
     assert on_ranks(1, work) == [(75, "SIGTERM")]

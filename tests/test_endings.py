@@ -193,7 +193,7 @@ def test_c_code_that_holds_pythons_lock_is_ended(launch: Launch, tmp_path: Path)
 
 
 def test_a_run_alone_that_was_killed_is_written_down(launch: Launch, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out = tmp_path / "20260102T030405-0123abcd"  # as without --out
     with at_work(launch, RUN, out) as process:
         process.kill()
         _, said = end(process)
@@ -201,6 +201,7 @@ def test_a_run_alone_that_was_killed_is_written_down(launch: Launch, tmp_path: P
     assert said.count(says) == 1, said
     status = read(out / "status.json")
     assert status["state"] == "failed" and says in status["reason"]
+    assert f"Type the same command again, with --out {out}, to resume." in status["reason"]
 
 
 def test_a_second_sigint_stops_at_once(launch: Launch, tmp_path: Path, wanted: str) -> None:

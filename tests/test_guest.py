@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
-from dualeval.engine.guest import Guest, as_it_was
+from dualeval.engine.guest import Snapshot, as_it_was
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.detect import check_sharded
 from dualeval.errors import UsageError
@@ -311,7 +311,7 @@ def test_rank_0s_buffers_are_not_written_into_the_models() -> None:
     model = nn.Sequential(norm, other)
     originals = list(model.buffers())
     versions = [buffer._version for buffer in originals]
-    guest = Guest()
+    guest = Snapshot()
     guest.remember(model)
     assert guest.share_buffers(model, cast(Any, Rank0()), cast(Any, SimpleNamespace(meet=lambda: None)))
     assert norm.running_mean is not None

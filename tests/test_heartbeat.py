@@ -1,4 +1,4 @@
-"""Who is named for standing still, and when: signs as ranks tell them, on a clock that the test moves."""
+"""Who is named for standing still, and when: by heartbeats, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import torch
 
 from dualeval.backends.base import Op
 from dualeval.backends.single import SingleBackend
-from dualeval.engine.control.beats import Clock, Judge, Limits, Monitor, Name, Pulse, Sign, Standstill, Work
+from dualeval.engine.control.heartbeat import Heartbeat, Name, OwnHeartbeats, Work
+from dualeval.engine.control.monitor import Clock, Judge, Limits, Monitor, Standstill
 from dualeval.engine.progress import Progress
 from dualeval.world import World
 
 NAMES = {rank: Name(rank=rank, host=f"n{rank}", pid=4711, space="here") for rank in range(3)}
-SIGN = Sign(steps=5, work=0, beat=1, stage="load", chunk=17)
+HEARTBEAT = Heartbeat(steps=5, work=0, number=1, stage="load", chunk=17)
 LIMITS = Limits(timeout_s=60, forward_timeout_s=1800)
 
 
@@ -31,15 +32,17 @@ def watching(notes: list[str] | None = None, *, sees_all: bool = True) -> Monito
     return Monitor(NAMES, LIMITS, 0, sees_all=sees_all, note=found.append)
 
 
-def look(monitor: Monitor, now: float, **changed: Sign) -> tuple[int, str] | None:
+def look(monitor: Monitor, now: float, **changed: Heartbeat) -> tuple[int, str] | None:
     """What the monitor says where all ranks go on, but for those given as r0, r1, ...."""
-    signs = {rank: Sign(int(now * 100), 0, int(now * 10), "forward", 1) for rank in NAMES}
-    return monitor.look({**signs, **{int(name[1:]): sign for name, sign in changed.items()}}, now)
+    heartbeats = {rank: Heartbeat(int(now * 100), 0, int(now * 10), "forward", 1) for rank in NAMES}
+    return monitor.look(
+        {**heartbeats, **{int(name[1:]): heartbeat for name, heartbeat in changed.items()}}, now
+    )
 
 
-def test_a_sign_travels_as_text() -> None:
-    for sign in (SIGN, Sign(0, 7, 3, "setup"), SIGN._replace(saved=12, run=2, done=64)):
-        assert Sign.read(str(sign)) == sign
+def test_a_heartbeat_travels_as_text() -> None:
+    for heartbeat in (HEARTBEAT, Heartbeat(0, 7, 3, "setup"), HEARTBEAT._replace(saved=12, run=2, done=64)):
+        assert Heartbeat.read(str(heartbeat)) == heartbeat
 
 
 def test_who_goes_on_is_not_named() -> None:
@@ -49,9 +52,9 @@ def test_who_goes_on_is_not_named() -> None:
 
 def test_who_makes_no_progress_is_named_with_its_place() -> None:
     monitor = watching()
-    assert look(monitor, 10, r2=SIGN) is None
-    assert look(monitor, 69, r2=SIGN._replace(beat=100)) is None
-    assert look(monitor, 72, r2=SIGN._replace(beat=106)) == (
+    assert look(monitor, 10, r2=HEARTBEAT) is None
+    assert look(monitor, 69, r2=HEARTBEAT._replace(number=100)) is None
+    assert look(monitor, 72, r2=HEARTBEAT._replace(number=106)) == (
         2,
         "rank 2 on n2 (pid 4711): no progress for 62 s, chunk 17, stage load",
     )
@@ -59,10 +62,10 @@ def test_who_makes_no_progress_is_named_with_its_place() -> None:
 
 def test_who_waits_for_others_is_not_named_as_long_as_it_lives() -> None:
     monitor = watching()
-    waiting = SIGN._replace(stage="meet", chunk=None)
+    waiting = HEARTBEAT._replace(stage="meet", chunk=None)
     for now in range(0, 1000, 10):
-        assert look(monitor, now, r1=waiting._replace(beat=now)) is None
-    assert look(monitor, 1060, r1=waiting._replace(beat=990)) == (
+        assert look(monitor, now, r1=waiting._replace(number=now)) is None
+    assert look(monitor, 1060, r1=waiting._replace(number=990)) == (
         1,
         "rank 1 on n1 (pid 4711): no progress for 70 s, stage meet, and the process does not respond",
     )
@@ -71,15 +74,17 @@ def test_who_waits_for_others_is_not_named_as_long_as_it_lives() -> None:
 def test_who_does_not_live_is_named_before_those_it_holds_up() -> None:
     """All stand in a collective since the same moment; one of them was stopped there."""
     monitor = watching()
-    reducing = Sign(9, 0, 0, "collective")
+    reducing = Heartbeat(9, 0, 0, "collective")
     for now in (0.0, 30.0):
-        assert look(monitor, now, **{f"r{rank}": reducing._replace(beat=int(now)) for rank in NAMES}) is None
+        assert (
+            look(monitor, now, **{f"r{rank}": reducing._replace(number=int(now)) for rank in NAMES}) is None
+        )
     found = look(
         monitor,
         91.0,
-        r0=reducing._replace(beat=91),
-        r1=reducing._replace(beat=30),
-        r2=reducing._replace(beat=91),
+        r0=reducing._replace(number=91),
+        r1=reducing._replace(number=30),
+        r2=reducing._replace(number=91),
     )
     assert found is not None
     assert found[0] == 1
@@ -88,7 +93,7 @@ def test_who_does_not_live_is_named_before_those_it_holds_up() -> None:
 def test_who_has_saved_everything_has_nothing_more_to_do() -> None:
     monitor = watching()
     for now in (1.0, 200.0):
-        assert look(monitor, now, r1=SIGN._replace(saved=4, beat=int(now))) is None
+        assert look(monitor, now, r1=HEARTBEAT._replace(saved=4, number=int(now))) is None
 
 
 def test_an_observer_that_was_stopped_blames_nobody() -> None:
@@ -138,10 +143,10 @@ def windows_of_work(seconds: float) -> int:
 
 
 def test_what_computes_works() -> None:
-    pulse = Pulse(Progress())
-    while pulse.look().work == 0:
+    own = OwnHeartbeats(Progress())
+    while own.look().work == 0:
         sum(range(100_000))
-    assert pulse.look().steps == 0
+    assert own.look().steps == 0
 
 
 def test_what_sleeps_or_looks_now_and_then_does_not_work() -> None:
@@ -173,7 +178,7 @@ def judged(stage: str, *, works: bool, until: int = 2000) -> list[tuple[int, str
     judge = Judge(LIMITS, 0)
     found: list[tuple[int, str]] = []
     for now in range(until):
-        kind = judge.look(Sign(3, now if works else 0, now, stage, 17), now).kind
+        kind = judge.look(Heartbeat(3, now if works else 0, now, stage, 17), now).kind
         if not found or found[-1][1] != kind:
             found.append((now, kind))
     return found
@@ -205,7 +210,7 @@ def test_polling_in_a_collective_is_no_progress() -> None:
 
 def test_a_forward_that_hangs_after_it_has_computed_is_given_up_soon() -> None:
     judge = Judge(LIMITS, 0)
-    kinds = [judge.look(Sign(3, min(now, 100), now, "forward", 17), now).kind for now in range(200)]
+    kinds = [judge.look(Heartbeat(3, min(now, 100), now, "forward", 17), now).kind for now in range(200)]
     assert kinds.index("stuck") == 161
 
 
@@ -213,7 +218,7 @@ def test_long_computing_is_said_once() -> None:
     notes: list[str] = []
     monitor = watching(notes)
     for now in range(0, 300, 5):
-        assert look(monitor, now, r1=Sign(5, now, now, "forward", 17)) is None
+        assert look(monitor, now, r1=Heartbeat(5, now, now, "forward", 17)) is None
     assert notes == [
         "rank 1 on n1 (pid 4711): computing for 65 s, chunk 17, stage forward; the limit is 1,800 s "
         "(--forward-timeout)"
@@ -225,8 +230,8 @@ def test_who_waits_in_a_collective_for_one_that_works_is_not_named() -> None:
     monitor = watching()
     found = []
     for now in range(0, 400, 5):
-        waiting = Sign(9, now, now, "collective")
-        builds = Sign(5, min(now, 295), now, "setup")
+        waiting = Heartbeat(9, now, now, "collective")
+        builds = Heartbeat(5, min(now, 295), now, "setup")
         found.append(look(monitor, now, r0=waiting, r1=builds, r2=waiting))
     first = next(one for one in found if one is not None)
     assert found.index(first) == 360 // 5
@@ -238,7 +243,7 @@ def test_a_collective_that_hangs_for_all_is_named() -> None:
     monitor = watching()
     found = []
     for now in range(0, 71, 2):
-        waiting = Sign(9, now, now, "collective")
+        waiting = Heartbeat(9, now, now, "collective")
         found.append(look(monitor, now, r0=waiting, r1=waiting._replace(stage="meet"), r2=waiting))
     assert found.index((0, "rank 0 on n0 (pid 4711): no progress for 64 s, stage collective")) == 64 // 2
 
@@ -246,7 +251,7 @@ def test_a_collective_that_hangs_for_all_is_named() -> None:
 def test_who_sees_one_rank_alone_does_not_judge_its_collectives() -> None:
     monitor = watching(sees_all=False)
     for now in range(0, 300, 5):
-        waiting = Sign(9, 0, now, "collective")
+        waiting = Heartbeat(9, 0, now, "collective")
         assert look(monitor, now, r0=waiting, r1=waiting, r2=waiting) is None
 
 

@@ -213,17 +213,26 @@ def test_nothing_ends_a_script_that_went_on(launch: Launch) -> None:
 
 
 OWN_ERROR = """
+import sys
+
 import dualeval
 from tests.tiny import TinyTask
 
-for _ in range(3):
-    dualeval.evaluate(TinyTask(3), backend="torch")
+found = sys.excepthook
+for options in ({}, {"batchsize": 3}, {}):
+    try:
+        dualeval.evaluate(TinyTask(3), backend="torch", **options)
+    except dualeval.UsageError:
+        pass
+print(sys.excepthook is found)
 raise KeyError("own")
 """
 
 
 def test_an_error_of_a_script_after_several_sessions_is_shown_once(launch: Launch) -> None:
-    """Each group of torch puts a hook of its own around the session's, and leaves it there."""
+    """torch puts a hook of its own around the session's for each group: both are removed with the session."""
     done = launch([*TORCHRUN[:-1], "1", "--no-python", sys.executable, "-c", OWN_ERROR])
+    assert done.stdout.splitlines()[-1] == "True", "a hook is left behind"
     assert "KeyError: 'own'" in done.stderr
-    assert "excepthook" not in done.stderr and "RecursionError" not in done.stderr
+    assert "_distributed_excepthook" not in done.stderr and "Error in sys.excepthook" not in done.stderr
+    assert "RecursionError" not in done.stderr

@@ -26,7 +26,7 @@ def taken(number, work=lambda: None):
     came = threading.Event()
     names = []
     signals = Signals()
-    signals.tell(lambda name: came.set() or names.append(name))
+    signals.call(lambda name: came.set() or names.append(name))
     os.kill(os.getpid(), number)
     while not came.wait(0.01):
         work()
@@ -60,7 +60,7 @@ def child(pipe):
 
 names = []
 signals = Signals()
-signals.tell(names.append)
+signals.call(names.append)
 ours, theirs = multiprocessing.Pipe()
 process = multiprocessing.get_context("fork").Process(target=child, args=(theirs,))
 process.start()
@@ -79,7 +79,7 @@ signal.signal(signal.SIGUSR1, lambda *_: None)
 before = state()
 names = []
 signals = Signals()
-signals.tell(names.append)
+signals.call(names.append)
 # Ignored; another's, who hears of it by its own descriptor.
 os.kill(os.getpid(), signal.SIGINT)
 os.kill(os.getpid(), signal.SIGUSR1)

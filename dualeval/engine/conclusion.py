@@ -9,14 +9,13 @@ An attempt ends here as well: every rank is still there then, and makes the next
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import close_displays, say, say_traceback, spoken, try_for
+from dualeval.engine.ending import close_displays, how_to_resume, say, say_traceback, spoken, try_for
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.watch import Watch
 from dualeval.errors import (
@@ -39,8 +38,6 @@ _STOPPED_WITHIN_S = 4.6
 _FLUSH_WITHIN_S = 1.0
 _LEAVE_AFTER_FAILURE_S = 2.0
 _ASKED_WITHIN_S = 1.0
-# What a run without --out calls its folder.
-_NAMED_BY_TIME = re.compile(r"\d{8}T\d{6}(\.\d+)?-(several-)?[0-9a-f]{8}")
 
 
 class Conclusion:
@@ -93,7 +90,7 @@ class Conclusion:
         if code is None or (failure is not None and failure.where is not None):
             code = self._conclude_failure(error if failure is None or not stops else failure)
         self.watch.main_concludes(code)
-        self._let_go(code)
+        self._release(code)
         return code
 
     def of_attempt(self, error: Exception | None) -> PeerError | None:
@@ -158,7 +155,7 @@ class Conclusion:
             code = failure.exit_code
         assert code is not None
         self._code = code
-        self._let_go(code)
+        self._release(code)
         return code
 
     def _is_to_say(self, failure: PeerError) -> bool:
@@ -169,7 +166,7 @@ class Conclusion:
         try_for(_ASKED_WITHIN_S, lambda: answers.append(self._control.may_speak()))
         return answers != [False]
 
-    def _let_go(self, code: int) -> None:
+    def _release(self, code: int) -> None:
         """Close what shows that this run is at work, and let the others end."""
         folder = self.watch.folder
         with _surviving("remove what the watch has written"):
@@ -179,7 +176,7 @@ class Conclusion:
             if folder is not None:
                 folder.close()
         if self._control.name.rank == 0 and self._control.stopping is not None:
-            self._control.tell_end(code)
+            self._control.report_end(code)
         elif self._control.stopping is not None:
             self._control.leave(_LEAVE_AFTER_FAILURE_S)
 
@@ -218,8 +215,8 @@ class Conclusion:
         self._write_down(stop)
         where = "Type" if folder is None else f"What is finished is saved in {folder.path}: type"
         done = f"{self.progress} " if self.progress else ""
-        again = f"the same command again{_with_out(folder)} to resume."
-        self._say(f"dualeval: stopped by {stop}. {done}{where} {again}")
+        again = how_to_resume(None if folder is None else folder.path)
+        self._say(f"dualeval: stopped by {stop}. {done}{where} {again}.")
         return EXIT_STOPPED
 
     def _is_done(self, folder: RunFolder) -> bool:
@@ -298,9 +295,3 @@ def _surviving(step: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - the first error is the one to report
         say(f"dualeval: note: cannot {step}: {named(error)}")
-
-
-def _with_out(folder: RunFolder | None) -> str:
-    # Without --out the next launch would make another folder. A run of several models has one inside its own.
-    paths = () if folder is None else (folder.path.parent, folder.path)
-    return next((f", with --out {path}," for path in paths if _NAMED_BY_TIME.fullmatch(path.name)), "")

@@ -50,6 +50,15 @@ class RunContext:
     cores: int = 1
     gathers: Gathers | None = None
 
+    def from_rank_0(self, value: Any) -> Any:
+        """Rank 0's value, on every rank; a collective. The others' own is not looked at.
+
+        Args:
+            value: plain JSON values.
+        """
+        self.control.meet()
+        return self.backend.broadcast_json(value, src=0)
+
     def note_all(self, sentences: list[str]) -> None:
         """Call ``note`` with each sentence, on rank 0."""
         if self.backend.world.is_main:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 import threading
 import traceback
@@ -11,15 +12,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from dualeval.errors import DualevalError, PeerError, text_of
 from dualeval.own_code import own_code
 
 _WITHIN_S = 0.5
 _FRAME = '\n  File "'
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+# What a run without --out calls its folder.
+_NAMED_BY_TIME = re.compile(r"\d{8}T\d{6}(\.\d+)?-(several-)?[0-9a-f]{8}")
 
 
 def say(line: str) -> None:
@@ -133,36 +134,9 @@ def spoken(error: DualevalError, rank: int) -> str:
     return f"dualeval: error: {text}" if rank == 0 else f"dualeval: rank {rank} ends: {text}"
 
 
-def install_hook() -> None:
-    """Have errors that were concluded end a script with their exit code, and nothing more said of them."""
-    if not isinstance(sys.excepthook, _QuietHook):
-        sys.excepthook = _QuietHook(sys.excepthook)
-
-
-def remove_hook() -> None:
-    """Put back what ``install_hook`` found, where nobody else has put in something since."""
-    if isinstance(sys.excepthook, _QuietHook):
-        sys.excepthook = sys.excepthook.previous
-
-
-def conclude_quietly(error: BaseException, code: int) -> None:
-    """Mark an error as one of which all was said, and which ends a script with this code."""
-    with suppress(AttributeError):  # a class with slots; then its traceback follows
-        error._dualeval_exit_code = code  # type: ignore[attr-defined]
-
-
-class _QuietHook:
-    """The hook of one session. torch puts its own around it, so the next session's hook calls both."""
-
-    def __init__(self, previous: _Hook) -> None:
-        self.previous = previous
-
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        code = getattr(error, "_dualeval_exit_code", None)
-        if code is None:
-            self.previous(kind, error, traceback)
-        elif not (hasattr(sys, "ps1") or sys.flags.interactive):
-            # Python takes what a hook raises.
-            sys.exit(code)
+def how_to_resume(folder: Path | None) -> str:
+    """What to type for a run to go on in its folder; None where it writes nothing."""
+    # Without --out the next launch would make another folder. A run of several models has one inside its own.
+    paths = () if folder is None else (folder.parent, folder)
+    out = next((f", with --out {path}," for path in paths if _NAMED_BY_TIME.fullmatch(path.name)), "")
+    return f"the same command again{out} to resume"

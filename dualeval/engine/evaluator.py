@@ -19,7 +19,7 @@ from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns, with_layout
-from dualeval.engine.guest import as_it_was
+from dualeval.engine.guest import Snapshot, as_it_was
 from dualeval.engine.identity import ModelIdentity, task_attributes
 from dualeval.engine.late_parameters import has_late, read_all
 from dualeval.engine.options import RunOptions
@@ -51,17 +51,7 @@ class Evaluator:
 
     Args:
         task: what is evaluated.
-        backend: how the ranks reduce and gather.
-        control: where the ranks meet; opened on the same backend.
-        options: how it runs, and where its files go.
-        watch: saves what is finished, and ends this process, where it cannot end by itself.
-        note: called with sentences for people, on rank 0 only.
-        job: the options as the caller wants them recorded in the result; ``task.options()`` is added.
-        show: progress display, called on rank 0 from a thread of its own.
-        started: ``perf_counter()`` at the start of the run, where that was before this call.
-        guest: the process belongs to a caller's script, such as one that trains; it finds everything
-            afterwards as it was before (``guest.as_it_was``).
-        cores: number of cores that are this rank's.
+        backend: as in ``RunContext``, which the arguments make; likewise all others.
 
     Raises:
         UsageError: the task is none, or the device cannot have the precision.
@@ -146,19 +136,15 @@ class Evaluator:
         precision = context.options.precision
         threads = torch.get_num_threads()
         with ExitStack() as stack:
-            guest = stack.enter_context(as_it_was(self._task)) if context.guest else None
+            snapshot = stack.enter_context(as_it_was(self._task)) if context.guest else None
             settings = stack.enter_context(numerics.settings(precision, device))
             with numerics.autocast(precision, device):
                 model = self._build(device)
             if mesh is not None:
-                check_owned(self._task, model, guest)
+                check_owned(self._task, model, snapshot)
             else:
-                if guest is not None:
-                    model = guest.take(model)
-                model = moved(model, device)
-                if guest is not None:
-                    context.note_all(guest.share_buffers(model, context.backend, context.control))
-            said = set_evaluation_mode(model)
+                model = self._taken(model, snapshot)
+            mode_notes = set_evaluation_mode(model)
             context.note_all([*self._task.notes()])
             dataset = drawn(
                 as_dataset(self._task.dataset()),
@@ -191,36 +177,49 @@ class Evaluator:
             )
             del identity
             # After all that a task's own code may have set. What this rank says of it is in the result.
-            execution.said += [
+            execution.settings_notes += [
                 *self._task.data_warnings(),
-                *said,
+                *mode_notes,
                 *settings.notes,
                 *settings.check_after_build(),
             ]
-            context.note_all(execution.said)
+            context.note_all(execution.settings_notes)
             try:
-                execution.begin()
-                evaluation = execution.evaluation
-                in_lockstep = context.options.schedule == LOCKSTEP
-                stored = execution.stored_batch()
-                again: EvaluatesBatch = partial(evaluate_alone, evaluation)
-                if in_lockstep:
-                    again = evaluated_together(evaluation, stored)
-                earlier = execution.prove(stored, again)
-                if earlier is not None:
-                    return earlier
-                execution.start_loop()
-                evaluates = evaluate_in_rounds if in_lockstep else evaluate_all
-                execution.said += evaluates(evaluation, execution.loop, execution.previous, settings)
-                return execution.finish()
+                return self._evaluated(execution, settings)
             except BaseException as error:
                 execution.fail(error)
                 raise
+
+    def _evaluated(self, execution: Execution, settings: numerics.NumericSettings) -> Result:
+        """What an execution comes to, from its first meeting on; an earlier result where all is finished."""
+        execution.begin()
+        evaluation = execution.evaluation
+        in_lockstep = evaluation.context.options.schedule == LOCKSTEP
+        stored = execution.stored_batch()
+        again: EvaluatesBatch = partial(evaluate_alone, evaluation)
+        if in_lockstep:
+            again = evaluated_together(evaluation, stored)
+        earlier = execution.prove(stored, again)
+        if earlier is not None:
+            return earlier
+        execution.start_loop()
+        evaluates = evaluate_in_rounds if in_lockstep else evaluate_all
+        execution.settings_notes += evaluates(evaluation, execution.loop, execution.previous, settings)
+        return execution.finish()
 
     def _build(self, device: torch.device) -> nn.Module:
         if self._context.options.shard is None:
             return self._task.build_model(device)
         return self._task.build_late(device)
+
+    def _taken(self, model: nn.Module, snapshot: Snapshot | None) -> nn.Module:
+        """The model on the device; of a caller's script without what wraps it, and with rank 0's buffers."""
+        context = self._context
+        if snapshot is None:
+            return moved(model, context.backend.device)
+        model = moved(snapshot.take(model), context.backend.device)
+        context.note_all(snapshot.share_buffers(model, context.backend, context.control))
+        return model
 
     def _prepared(
         self, model: nn.Module, dataset: Dataset, context: RunContext, stack: ExitStack

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -63,7 +63,7 @@ class Execution:
         evaluation: all that is the same for each batch; complete after ``begin``.
         previous: what earlier runs have left; from ``begin`` on.
         loop: hands out the batches; from ``start_loop`` on.
-        said: sentences about numeric settings, for the result.
+        settings_notes: sentences about numeric settings, for the result.
 
     Raises:
         UsageError: the data set is empty, or metrics or columns are not as they must be.
@@ -96,7 +96,7 @@ class Execution:
         self._folder: RunFolder | None = None
         self._reference: Reference | None = None
         self._proof: str | None = None
-        self.said: list[str] = []
+        self.settings_notes: list[str] = []
         self._plan = plan_of(dataset, context)
         task.check_batches(self._plan.batch_size, self._plan.num_samples)
         metrics, row_metrics = in_two(chosen_metrics(self._options.metric, task.metrics(), rows))
@@ -145,26 +145,26 @@ class Execution:
 
     def _agree(self) -> dict[str, Any]:
         """Compare jobs and machines over all ranks; returns what the result says about both."""
-        of = self.evaluation
+        evaluation = self.evaluation
         # It holds the model's tensors as they were built: not for longer than they are wanted.
-        identity, self._identity = self._identity or ModelIdentity.of(of.model), None
+        identity, self._identity = self._identity or ModelIdentity.of(evaluation.model), None
         job = {
             **job_identity(
                 self._task,
-                of.dataset,
+                evaluation.dataset,
                 identity,
-                of.metrics,
-                of.row_metrics,
+                evaluation.metrics,
+                evaluation.row_metrics,
                 self._plan.num_samples,
                 self._attributes,
             ),
-            **identity_of(of.dataset),
+            **identity_of(evaluation.dataset),
             "columns": list(self._columns),
             "batch_size": self._plan.batch_size,
             **identity_of_preparation(self._options),
             "on_error": self._options.on_error,
             # Its intervals are other ones.
-            **({} if of.cluster is None else {"cluster": of.cluster}),
+            **({} if evaluation.cluster is None else {"cluster": evaluation.cluster}),
         }
         machine = {
             **machine_facts(self._backend.device, self._task.libraries, self._options.precision),
@@ -188,7 +188,7 @@ class Execution:
         self._fit_workers([Reading(**rank["reading"]) for rank in everyone])
         # After what costs less to compare, and so of the same samples on every rank.
         job["contents"] = contents_fingerprint(
-            of.dataset, self._plan.num_samples, self._backend, self._control
+            evaluation.dataset, self._plan.num_samples, self._backend, self._control
         )
         machines = [rank["machine"] for rank in everyone]
         check_kinds_of_ranks(machines, hosts, mix=self._options.mix_machines)
@@ -229,17 +229,17 @@ class Execution:
 
     def _measure_reading(self) -> Reading:
         """What the reading processes of this rank will need of the shared memory."""
-        of = self.evaluation
+        evaluation = self.evaluation
         batches = -(-self._plan.num_batches // self._world.size)
         return measure_reading(
-            of.dataset,
+            evaluation.dataset,
             self._task,
-            of.model,
+            evaluation.model,
             self._plan.batch_size,
-            workers=min(of.workers, batches),
+            workers=min(evaluation.workers, batches),
             ahead=ahead_of(self._options.schedule),
             # One that comes out of the loader, and those that are computed; for a GPU they are copied first.
-            held=1 + (of.threads if of.device.type == "cpu" else 1),
+            held=1 + (evaluation.threads if evaluation.device.type == "cpu" else 1),
             batches=batches,
         )
 
@@ -267,9 +267,7 @@ class Execution:
             self._folder = folder
             folder.keep_lease(lambda reason: self._control.give_up(reason, rank=self._control.name.rank))
             message = folder.to_message(previous, self._plan)
-        self._control.meet()
-        message = self._backend.broadcast_json(message, src=0)
-        assert message is not None
+        message = self._context.from_rank_0(message)
         if not self._world.is_main:
             folder, previous = RunFolder.from_message(
                 message, self._plan, rank=self._world.rank, path=self._options.path
@@ -345,8 +343,7 @@ class Execution:
             self._context.note_all(["what is finished is not compared with what this job gives now"])
         else:
             self._proof = None if stored is None else self._compare(stored, evaluate)
-            self._control.meet()
-            self._proof = str(self._backend.broadcast_json(self._proof, src=0))
+            self._proof = str(self._context.from_rank_0(self._proof))
         if self.previous.finished is None:
             return None
         assert self._folder is not None
@@ -377,8 +374,8 @@ class Execution:
                 self._facts_of_data(),
                 partial(self._progress.step, "setup"),
             )
-        self._control.meet()
-        return cast("dict[str, Any]", self._backend.broadcast_json(compared, src=0))
+        found: dict[str, Any] = self._context.from_rank_0(compared)
+        return found
 
     def _has_earlier(self) -> bool:
         return (
@@ -421,14 +418,16 @@ class Execution:
                 machine=self._facts["machines"][self._world.rank],
                 prefix=self._folder.prefix(self._world.rank),
             )
-        of = self.evaluation
-        self._recorder = Recorder(self._plan, of.metrics, of.kept, self._writer, self._progress)
+        evaluation = self.evaluation
+        self._recorder = Recorder(
+            self._plan, evaluation.metrics, evaluation.kept, self._writer, self._progress
+        )
         if self._folder is not None:
             if self._context.watch is not None:
                 self._context.watch.recorder = self._recorder
             if self._world.is_main:
                 load_library()
-        self.loop = Loop(of, self._recorder)
+        self.loop = Loop(evaluation, self._recorder)
         self._setup_s = perf_counter() - self._context.started
 
     def finish(self) -> Result:
@@ -454,7 +453,9 @@ class Execution:
             recorder,
             reference=None if self._reference is None else (self._reference, self._facts_of_data()),
         )
-        result = outcome.result(times, self.said, self.loop.notes, replay=self._proof, setup_s=self._setup_s)
+        result = outcome.result(
+            times, self.settings_notes, self.loop.notes, replay=self._proof, setup_s=self._setup_s
+        )
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
         self._control.meet()
         self._close(done=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import Counter
 from collections.abc import Collection
@@ -12,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from dualeval.engine.compute import copy_sharing_tensors
 from dualeval.errors import UsageError, named
 
 # What torch.fx.experimental.optimization.fuse folds. Exactly these: a class of one's own may do more.
@@ -70,12 +70,11 @@ def _traced(model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
             f"--optimize fold: the forward of this {type(model).__name__} is an attribute of the object "
             "(model.forward = ...), and torch.fx follows that of the class. Leave --optimize fold out."
         )
-    # Tracing runs the forward with stand-ins for tensors: what it keeps of them stays with a copy.
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     tracer = fx.Tracer()
     tracer.proxy_buffer_attributes = True
     try:
-        return tracer.trace(copy.deepcopy(model, shared), concrete_args=arguments)
+        # It runs the forward with stand-ins for tensors: what the model keeps of them stays with a copy.
+        return tracer.trace(copy_sharing_tensors(model), concrete_args=arguments)
     except Exception as error:
         raise UsageError(
             f"--optimize fold: torch.fx cannot follow the forward of {type(model).__name__}: {named(error)}. "

@@ -54,33 +54,63 @@ def evaluate_all(
     Returns:
         Sentences on numeric settings that a forward has changed.
     """
-    under_way: deque[tuple[Work, Pending | None]] = deque()
-    compute_s = 0.0
-
-    def settle() -> float:
-        start = perf_counter()
-        work, pending = under_way.popleft()
-        # This thread sleeps while a GPU computes; on a CPU the threads are seen to compute.
-        stage: Stage = "forward" if evaluation.device.type == "cpu" else "device"
-        evaluation.context.control.progress.step(stage, work.chunk)
-        columns = None if pending is None else pending()
-        waited = perf_counter() - start
-        loop.take(work, columns)
-        return waited
-
     share = loop.share_of(previous.chunks.remaining)
     threads = usable_threads(evaluation.task, evaluation.model, evaluation.device, evaluation.threads, share)
     with loop.running(previous), compute_of(evaluation, threads, settings) as compute:
+        under_way = UnderWay(evaluation, loop)
         for work, data in loop.work(previous.chunks.remaining):
-            start = perf_counter()
-            under_way.append((work, None if data is None else compute.start(data)))
-            compute_s += perf_counter() - start
-            if len(under_way) > compute.ahead:
-                compute_s += settle()
-        while under_way:
-            compute_s += settle()
-    loop.times["compute"] = compute_s
+            under_way.start(work, partial(_begin, compute, data))
+            under_way.record(all_but=compute.ahead)
+        under_way.record()
+    loop.times["compute"] = under_way.compute_s
     return settings.check_after_loop(compute.changed_settings, compute.changed_inside)
+
+
+def _begin(compute: Compute, data: Any) -> Pending | None:
+    return None if data is None else compute.start(data)
+
+
+class UnderWay:
+    """The batches that are being computed, in the order in which they were handed out.
+
+    Args:
+        evaluation: what is evaluated.
+        loop: takes their columns.
+
+    Attributes:
+        compute_s: seconds in which batches were begun, or waited for.
+    """
+
+    def __init__(self, evaluation: Evaluation, loop: Loop) -> None:
+        self._loop = loop
+        self._progress = evaluation.context.control.progress
+        # This thread sleeps while a GPU computes; on a CPU the threads are seen to compute.
+        self._stage: Stage = "forward" if evaluation.device.type == "cpu" else "device"
+        self._batches: deque[tuple[Work | None, Pending | None]] = deque()
+        self.compute_s = 0.0
+
+    def start(self, work: Work | None, begin: Callable[[], Pending | None]) -> None:
+        """Begin with a batch.
+
+        Args:
+            work: as it was handed out; None for a batch whose columns nobody wants.
+            begin: starts its computation; gives None where it has no columns.
+        """
+        start = perf_counter()
+        self._batches.append((work, begin()))
+        self.compute_s += perf_counter() - start
+
+    def record(self, *, all_but: int = 0) -> None:
+        """Wait for the oldest batches and record them, until so many are left."""
+        while len(self._batches) > all_but:
+            start = perf_counter()
+            work, pending = self._batches.popleft()
+            if work is None:
+                continue
+            self._progress.step(self._stage, work.chunk)
+            columns = None if pending is None else pending()
+            self.compute_s += perf_counter() - start
+            self._loop.take(work, columns)
 
 
 def evaluate_alone(
@@ -215,9 +245,6 @@ def _first_evaluation(
         dataset=dataset,
         model=model,
         plan=plan,
-        metrics=(),
-        row_metrics=(),
-        kept=(),
         context=context,
         device=context.backend.device,
         workers=context.options.workers or 0,

@@ -18,91 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-# Time is counted in looks that nothing came in: a suspension, of both, is one look long. Its standard input
-# ends with the process that it guards; but reading processes, which were forked from that one, may hold the
-# other end for some seconds more.
-_CODE = """
-import json, os, select, signal, sys, time
-
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-pid, most_looks, look_s, stacks_signal, name = json.loads(sys.argv[1])
-awaited, looks, guarded, hung, idle = [0], 0, None, "", False
-try:
-    process = os.pidfd_open(pid)
-    awaited.append(process)
-except (OSError, AttributeError):
-    process = None
-
-def send(number):
-    try:
-        if process is None:
-            os.kill(pid, number)
-        else:
-            signal.pidfd_send_signal(process, number)
-    except OSError:
-        pass
-
-def is_awake():
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "Tt"
-    except OSError:
-        return True
-
-rest = b""
-while True:
-    ready = select.select(awaited, [], [], look_s)[0]
-    # What it has said before its end comes first.
-    if 0 in ready:
-        came = os.read(0, 65536)
-        if not came:
-            break
-        *lines, rest = (rest + came).split(b"\\n")
-        looks = 0
-        for line in filter(None, lines):
-            said = json.loads(line)
-            if said == "ends":
-                most_looks = None
-            elif said in ("idle", "busy"):
-                idle = said == "idle"
-            else:
-                guarded = said
-        continue
-    if ready:
-        break
-    looks += is_awake()
-    if most_looks is not None and not idle and looks > most_looks:
-        hung = (
-            f"{name}: no progress for {looks * look_s:.0f} s, and the process does not respond: "
-            "C code held Python's lock"
-        )
-        send(stacks_signal)
-        time.sleep(look_s)
-        send(signal.SIGKILL)
-        break
-
-if guarded:
-    status, run, stacks = guarded
-    message = f"{name} exited without a message: it was killed or crashed"
-    if hung:
-        message = f"{hung}; {stacks} has its stacks"
-    message += ". Type the same command again to resume."
-    try:
-        with open(status, encoding="utf-8") as file:
-            found = json.load(file)
-        is_own = found["run"] == run
-        if is_own and found["state"] != "running":
-            sys.exit()
-        sys.stderr.write(f"dualeval: error: {message}\\n")
-        if is_own:
-            found.update(state="failed", exit_code=1, reason=message)
-            partial = f"{status}.{run}.partial"
-            with open(partial, "w", encoding="utf-8") as file:
-                file.write(json.dumps(found, indent=2, ensure_ascii=False) + "\\n")
-            os.replace(partial, status)
-    except (OSError, ValueError, KeyError):
-        pass
-"""
+_SCRIPT = Path(__file__).with_name("guardian_process.py")
 _LOOK_S = 0.25
 _GONE_WITHIN_S = 1.0
 # Nobody else's: it only has stacks written.
@@ -128,7 +44,7 @@ class Guardian:
         facts = (os.getpid(), most_looks, _LOOK_S, int(_STACKS_SIGNAL), name)
         # Signals that this process waits for in a thread are blocked there, too: it ends with its input.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CODE, json.dumps(facts)],
+            [sys.executable, "-I", "-S", str(_SCRIPT), json.dumps(facts)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
@@ -149,15 +65,16 @@ class Guardian:
         """Say that this process's Python runs."""
         self._send("")
 
-    def guard(self, status: Path, run: str, stacks: Path) -> None:
+    def guard(self, status: Path, run: str, stacks: Path, resume: str) -> None:
         """Have the end of a run written down that this process cannot write down itself.
 
         Args:
             status: the run's status.json.
             run: what names the run in it.
             stacks: where its stacks are found then.
+            resume: a sentence on how to go on.
         """
-        self._send(json.dumps((str(status), run, str(stacks))))
+        self._send(json.dumps((str(status), run, str(stacks), resume)))
 
     def forget(self) -> None:
         """Say that how the run ended has been written down."""

@@ -31,27 +31,27 @@ from dualeval.tasks import Task
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
 
+# Of a sharded model these are made with its first forward, once: FSDP needs them afterwards, too.
+_OF_STATE_DICTS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 # Hooks, and what a module does by its attributes: all are dicts of the module.
 _DICTS = (
     *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
     *("_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
-    *("_forward_hooks_always_called", "_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    "_forward_hooks_always_called",
+    *_OF_STATE_DICTS,
 )
 # How far models are looked for: from the task, a level each of attributes, lists and dicts.
 _LEVELS = 6
 _LOOKED_AT = 10_000
 _LOOKED_AT_EACH = 256
 _LISTS: tuple[Any, ...] = (list, tuple, set, deque)
-# Of a sharded model these are made with its first forward, once: FSDP needs them afterwards, too.
-_OF_STATE_DICTS = (
-    *("_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
 
 
-class Guest:
-    """Remembers models, and puts them back as they were."""
+class Snapshot:
+    """The state of models, to put them back as they were."""
 
     def __init__(self) -> None:
         self._modules: dict[int, _Module] = {}
@@ -258,7 +258,7 @@ def _version_of(tensor: Tensor) -> int:
 
 
 @contextmanager
-def as_it_was(task: Task) -> Iterator[Guest]:
+def as_it_was(task: Task) -> Iterator[Snapshot]:
     """Put back at the end what an evaluation of a task may change in the process and in the task's models.
 
     The models are those that are inside of the task, or of what its ``build_model`` names, and the one that
@@ -273,16 +273,16 @@ def as_it_was(task: Task) -> Iterator[Guest]:
     Raises:
         UsageError: a parameter has other values than before.
     """
-    guest = Guest()
+    snapshot = Snapshot()
     for model in _models_of(task):
-        guest.remember(model)
+        snapshot.remember(model)
     generators = _Generators()
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
-            yield guest
-        guest.check()
+            yield snapshot
+        snapshot.check()
     finally:
-        guest.put_back()
+        snapshot.put_back()
         generators.put_back()
 
 

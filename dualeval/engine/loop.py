@@ -43,27 +43,27 @@ class Evaluation:
         dataset: the task's.
         model: the task's, on the device.
         plan: the division of the data set.
-        metrics: the task's, of the ledger.
-        row_metrics: the task's, of all rows together.
-        kept: the columns whose rows are kept: in the journal, or, where nothing is written, in memory.
-        cluster: the one of them that says which samples go together; None where all are independent.
         context: where it runs, and how.
         device: where the batches are wanted.
         workers: reading processes of this rank.
         threads: what this rank may compute in.
+        metrics: the task's, of the ledger; none while its columns are not known yet.
+        row_metrics: the task's, of all rows together; likewise.
+        kept: the columns whose rows are kept: in the journal, or, where nothing is written, in memory.
+        cluster: the one of them that says which samples go together; None where all are independent.
     """
 
     task: Task
     dataset: Dataset
     model: nn.Module
     plan: EvalPlan
-    metrics: Sequence[Metric]
-    row_metrics: Sequence[RowMetric]
-    kept: Sequence[str]
     context: RunContext
     device: torch.device
     workers: int
     threads: int
+    metrics: Sequence[Metric] = ()
+    row_metrics: Sequence[RowMetric] = ()
+    kept: Sequence[str] = ()
     cluster: str | None = None
 
 

@@ -331,7 +331,8 @@ def _other_settings(device: torch.device) -> list[_Setting]:
 
 def _kernel_settings() -> list[_Setting]:
     """Which kernels an operation may choose from: each choice has last bits of its own."""
-    cuda, matmul = torch.backends.cuda, "torch.backends.cuda.matmul."
+    cuda: Any = torch.backends.cuda
+    matmul = "torch.backends.cuda.matmul."
     einsum: bool = torch.backends.opt_einsum.is_available()
     choices = [
         _Setting(name=name, read=read, write=write, wanted=wanted, usual=(wanted,))
@@ -343,32 +344,24 @@ def _kernel_settings() -> list[_Setting]:
                 True,
             ),
             # set_flags, the public way, sets fp32_precision as well.
-            (
-                "torch.backends.mkldnn.enabled",
-                torch._C._get_mkldnn_enabled,
-                torch._C._set_mkldnn_enabled,
-                True,
+            *(
+                (
+                    f"torch.backends.{library}.enabled",
+                    getattr(torch._C, f"_get_{library}_enabled"),
+                    getattr(torch._C, f"_set_{library}_enabled"),
+                    True,
+                )
+                for library in ("mkldnn", "nnpack")
             ),
-            (
-                "torch.backends.nnpack.enabled",
-                torch._C._get_nnpack_enabled,
-                torch._C._set_nnpack_enabled,
-                True,
+            *(
+                (
+                    f"torch.backends.cuda.{kernel}_sdp_enabled()",
+                    getattr(cuda, f"{kernel}_sdp_enabled"),
+                    getattr(cuda, f"enable_{kernel}_sdp"),
+                    True,
+                )
+                for kernel in ("flash", "mem_efficient", "math", "cudnn")
             ),
-            (
-                "torch.backends.cuda.flash_sdp_enabled()",
-                cuda.flash_sdp_enabled,
-                cuda.enable_flash_sdp,
-                True,
-            ),
-            (
-                "torch.backends.cuda.mem_efficient_sdp_enabled()",
-                cuda.mem_efficient_sdp_enabled,
-                cuda.enable_mem_efficient_sdp,
-                True,
-            ),
-            ("torch.backends.cuda.math_sdp_enabled()", cuda.math_sdp_enabled, cuda.enable_math_sdp, True),
-            ("torch.backends.cuda.cudnn_sdp_enabled()", cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, True),
             (
                 "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()",
                 cuda.fp16_bf16_reduction_math_sdp_allowed,

@@ -37,8 +37,6 @@ class NewFolder(enum.Enum):
 
 
 NEW_FOLDER: Final = NewFolder.NEW_FOLDER
-# Those of RunOptions that are bools.
-_SWITCHES = ("keep_batchnorm_fp32", "offload", "fewer_workers", "fresh", "replay", "mix_machines", "lease")
 Out: TypeAlias = str | Path | Literal[NewFolder.NEW_FOLDER] | None
 _BOOL = "True or False"
 
@@ -128,8 +126,8 @@ class RunOptions:
             check_choice("shard", self.shard, SHARDINGS)
         check_choice("on_error", self.on_error, ON_ERROR)
         check_choice("schedule", self.schedule, SCHEDULES)
-        for name in _SWITCHES:
-            check_kind(name, getattr(self, name), isinstance(getattr(self, name), bool), _BOOL)
+        for name in (option.name for option in fields(self) if isinstance(option.default, bool)):
+            check_kind(name, getattr(self, name), _is_bool(getattr(self, name)), _BOOL)
         check_preparation(
             precision=self.precision,
             keep_batchnorm_fp32=self.keep_batchnorm_fp32,
@@ -140,7 +138,7 @@ class RunOptions:
             "out",
             self.out,
             # Path("") is the folder of the script's caller.
-            self.out is None or (isinstance(self.out, str | Path | NewFolder) and self.out != ""),
+            self.out is None or isinstance(self.out, NewFolder) or _is_path(self.out),
             f"a path, None (nothing is written) or dualeval.NEW_FOLDER ({NEW_FOLDER.value})",
         )
         if self.path is not None:
@@ -151,10 +149,10 @@ class RunOptions:
         check_kind(
             "reference",
             self.reference,
-            self.reference is None or (isinstance(self.reference, str | Path) and self.reference != ""),
+            self.reference is None or _is_path(self.reference),
             "the folder of a finished run, or None",
         )
-        if self.reference is not None and self.path is not None and _is_same(self.reference, self.path):
+        if self.reference and self.path is not None and Path(self.reference).resolve() == self.path.resolve():
             raise UsageError(
                 f"reference and out are both {self.path}: a run is compared with another one. Give another "
                 "out"
@@ -170,8 +168,8 @@ class RunOptions:
         return None if self.out is None or isinstance(self.out, NewFolder) else Path(self.out)
 
 
-def _is_same(one: str | Path, other: Path) -> bool:
-    return Path(one).resolve() == other.resolve()
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | Path) and value != ""
 
 
 def _is_text(value: object) -> bool:

@@ -63,7 +63,11 @@ class Outcome:
         reference: tuple[Reference, Mapping[str, Any]] | None = None,
     ) -> None:
         self._reference = reference
-        self._of = evaluation
+        self._evaluation = evaluation
+        self._context = evaluation.context
+        self._plan = evaluation.plan
+        self._task = evaluation.task
+        self._dataset = evaluation.dataset
         self._facts = facts
         self._previous = previous
         self._folder = folder
@@ -72,13 +76,13 @@ class Outcome:
         self._ledger = recorder.ledger
         self._backend = evaluation.context.backend
         self._control = evaluation.context.control
-        self._progress = evaluation.context.control.progress
+        self._step = partial(evaluation.context.control.progress.step, "write")
         self._is_main = evaluation.context.backend.world.is_main
 
     def result(
         self,
         times: dict[str, float],
-        said: Sequence[str],
+        settings_notes: Sequence[str],
         notes: Sequence[str],
         *,
         replay: str | None,
@@ -88,7 +92,7 @@ class Outcome:
 
         Args:
             times: seconds by part of this rank's loop.
-            said: sentences about this rank's numeric settings.
+            settings_notes: sentences about this rank's numeric settings.
             notes: sentences about its reading; rank 0 says those of all ranks, each once.
             replay: how the comparison of a finished batch went.
             setup_s: seconds before the loop.
@@ -100,20 +104,19 @@ class Outcome:
                 "first_failed": self._recorder.first_failed,
                 "files": len(self._writer.written),
                 "chunks": self._recorder.chunks_saved,
-                "settings": list(said),
+                "settings": list(settings_notes),
                 "notes": list(notes),
                 "shared": self._folder is None or self._folder.shared,
             }
         )
         said_once = dict.fromkeys(note for report in reports for note in report["notes"])
-        self._of.context.note_all(list(said_once))
+        self._context.note_all(list(said_once))
         self._ledger.verify_exactly_once()
         evaluated, failed = self._ledger.totals()
         if evaluated == 0:
             index, error = min(report["first_failed"] for report in reports if report["first_failed"])
             raise UsageError(
-                f"none of the {failed} samples could be read; the first, {self._of.dataset.id(index)}: "
-                f"{error}"
+                f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
             )
         indices = gather_failures(self._backend, self._recorder.failed) if failed else []
         with self._writable():
@@ -144,26 +147,23 @@ class Outcome:
         start = perf_counter()
         self._control.meet()
         times["meet"] = perf_counter() - start
-        self._progress.step("write")
+        self._step()
         start = perf_counter()
         self._ledger.values = self._backend.all_reduce(self._ledger.values, op="sum")
         times["reduce"] = perf_counter() - start
 
     def _collected(self, reports: Sequence[dict[str, Any]]) -> Sequence[RowsOfChunks]:
         """On rank 0 the rows of all chunks, checked; on the others none. A collective."""
-        step = partial(self._progress.step, "write")
         if isinstance(self._writer, MemoryWriter):
             rounds = max(report["files"] for report in reports)
-            return self._writer.collect(self._backend, rounds, step)
+            return self._writer.collect(self._backend, rounds, self._step)
         assert self._folder is not None
-        self._folder.collect(self._backend, self._writer.written, reports, step)
-        self._progress.step("write")
+        self._folder.collect(self._backend, self._writer.written, reports, self._step)
+        self._step()
         if not self._is_main:
             return []
         fingerprint = self._facts["fingerprint"]
-        return self._folder.merged_files(
-            self._previous, reports, fingerprint, partial(self._progress.step, "write")
-        )
+        return self._folder.merged_files(self._previous, reports, fingerprint, self._step)
 
     def _with_errors(self, failed: Sequence[int], rows: Sequence[RowsOfChunks]) -> list[tuple[int, str]]:
         """Index and error of each failed sample, in order; the errors on rank 0 alone. A collective."""
@@ -177,7 +177,7 @@ class Outcome:
 
     def _measured_by_rows(self, rows: Sequence[RowsOfChunks]) -> list[Measured]:
         """What rank 0 makes of all samples' rows, sent to every rank."""
-        metrics = self._of.row_metrics
+        metrics = self._evaluation.row_metrics
         if not metrics:
             return []
         found: list[dict[str, Any]] | None = None
@@ -187,26 +187,21 @@ class Outcome:
             found = [
                 asdict(plain(metric.name, metric.compute(columns_of(metric, columns)))) for metric in metrics
             ]
-        self._control.meet()
-        found = self._backend.broadcast_json(found, src=0)
-        assert found is not None
         # JSON keeps every bit of a float.
-        return [measured_from(measured) for measured in found]
+        return [measured_from(measured) for measured in self._context.from_rank_0(found)]
 
     def _clusters(
         self, rows: Sequence[RowsOfChunks], measured: Sequence[Measured]
     ) -> ClusterIntervals | None:
         """What rank 0 makes of samples that go together, sent to every rank; None where there are none."""
-        name = self._of.cluster
+        name = self._evaluation.cluster
         if name is None:
             return None
         found: dict[str, Any] | None = None
         if self._is_main:
-            columns = self._columns(rows, columns_wanted(name, measured, self._of.kept))
+            columns = self._columns(rows, columns_wanted(name, measured, self._evaluation.kept))
             found = asdict(find_clusters(name, measured, columns))
-        self._control.meet()
-        found = self._backend.broadcast_json(found, src=0)
-        assert found is not None
+        found = self._context.from_rank_0(found)
         ends = {key: (low, high) for key, (low, high) in found["intervals"].items()}
         return ClusterIntervals(**{**found, "intervals": ends, "warnings": tuple(found["warnings"])})
 
@@ -214,27 +209,25 @@ class Outcome:
         """Columns of all evaluated samples, mapped from files where there is a folder; rank 0 calls it."""
         folder = None if self._folder is None else self._folder.path
         with self._writable():
-            return read_columns(rows, self._of.plan, names, folder, partial(self._progress.step, "write"))
+            return read_columns(rows, self._plan, names, folder, self._step)
 
     def _beside_reference(self, result: Result, rows: Sequence[RowsOfChunks]) -> Result:
         """The result with what the reference's rows say beside this run's; a collective where there is one.
 
         The reference was readable before the first batch. If it is not any more, no batch is lost for it.
         """
-        of = self._of
-        if of.context.options.reference is None:
+        if self._context.options.reference is None:
             return result
         found: dict[str, Any] | None = None
         if self._reference is not None:
             reference, facts = self._reference
-            windows = windows_of_chunks(rows, of.plan, of.task, of.dataset, of.kept)
+            kept = self._evaluation.kept
+            windows = windows_of_chunks(rows, self._plan, self._task, self._dataset, kept)
             try:
-                found = reference.compare(windows, of.dataset, facts, partial(self._progress.step, "write"))
+                found = reference.compare(windows, self._dataset, facts, self._step)
             except DualevalError as error:
                 found = reference.unreadable(error)
-        self._control.meet()
-        found = self._backend.broadcast_json(found, src=0)
-        assert found is not None
+        found = self._context.from_rank_0(found)
         problem = found.get("problem")
         said = [] if problem is None else [f"not compared with {found['folder']}: {problem}"]
         return replace(result, reference=found, warnings=[*result.warnings, *said])
@@ -250,14 +243,14 @@ class Outcome:
         setup_s: float,
     ) -> Result:
         """The result; the same on every rank, but for seconds before the loop and earlier runs' machines."""
-        of, facts, previous, context = self._of, self._facts, self._previous, self._of.context
-        plan, world, machine = of.plan, context.backend.world, facts["machine"]
+        facts, previous, context = self._facts, self._previous, self._context
+        plan, world, machine = self._plan, context.backend.world, facts["machine"]
         # The slowest rank's: the run is not through before.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
-        found = findings_of(of.task, of.dataset, plan.num_samples)
+        found = findings_of(self._task, self._dataset, plan.num_samples)
         odd = {kind: ids for kind, ids in found.items() if ids}
-        part = part_of(of.dataset, plan)
-        fields, said = with_clusters(fields_of_result(measured), of.cluster, clusters)
+        part = part_of(self._dataset, plan)
+        fields, said = with_clusters(fields_of_result(measured), self._evaluation.cluster, clusters)
         remaining = previous.chunks.remaining
         machines = chunks_by_machine(
             [
@@ -270,15 +263,15 @@ class Outcome:
             whole_set_intervals=whole_set_intervals(part, evaluated, fields),
             part=part,
             samples={"total": plan.num_samples, "evaluated": evaluated, "failed": len(failures)},
-            failed=[{"id": of.dataset.id(index), "error": error} for index, error in failures],
+            failed=[{"id": self._dataset.id(index), "error": error} for index, error in failures],
             chunks={
                 "total": plan.num_chunks,
                 "evaluated_now": len(remaining),
                 "resumed": plan.num_chunks - len(remaining),
             },
-            job={**context.job, **of.task.options()},
-            description=describe(of.task, part, plan, facts["job"], facts["fingerprint"]),
-            labels=dict(of.task.labels_used()),
+            job={**context.job, **self._task.options()},
+            description=describe(self._task, part, plan, facts["job"], facts["fingerprint"]),
+            labels=dict(self._task.labels_used()),
             fingerprint=facts["fingerprint"],
             data={
                 "fingerprint": facts["job"]["data"],
@@ -321,22 +314,22 @@ class Outcome:
         files = [file for file in rows if isinstance(file, JournalFile)]
         return folder.write(
             _compared_with_replaced(result, self._previous),
-            self._of.plan,
-            self._of.task,
-            self._of.dataset,
-            self._of.kept,
+            self._plan,
+            self._task,
+            self._dataset,
+            self._evaluation.kept,
             self._previous,
             files,
             self._metric_digests,
-            step=partial(self._progress.step, "write"),
+            step=self._step,
         )
 
     def _metric_digests(self, path: Path, fingerprint: str) -> dict[str, str]:
         """What the metrics make of the batch that a later run compares, by their names."""
-        stored = batch_of_predictions(path, self._of.plan, fingerprint)
+        stored = batch_of_predictions(path, self._plan, fingerprint)
         if not stored.evaluated.any():
             return {}
-        return metric_digests(self._of.metrics, self._of.row_metrics, stored.columns)
+        return metric_digests(self._evaluation.metrics, self._evaluation.row_metrics, stored.columns)
 
 
 def _compared_with_replaced(result: Result, previous: PreviousRun) -> Result:

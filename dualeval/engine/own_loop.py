@@ -19,7 +19,7 @@ from dualeval.engine.context import RunContext
 from dualeval.engine.evaluation_mode import training_note
 from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.guest import Guest
+from dualeval.engine.guest import Snapshot
 from dualeval.engine.loop import Evaluation, read_alone
 from dualeval.engine.options import RunOptions
 from dualeval.engine.own_task import LoopKind, LoopTask
@@ -125,12 +125,7 @@ class OwnLoop:
         return self._batches
 
     def add(self, batch: Any, **columns: Any) -> None:
-        """Give the columns of the batch in hand.
-
-        Args:
-            batch: what the loop has given last, or a part of it.
-            columns: by name, one row a sample: tensors on any device, arrays or lists. For rows that differ
-                in length a ``dualeval.Ragged`` or a list of tensors, for text a list of str. They are copied.
+        """Take the columns of the batch in hand, as ``Session.add`` was given them.
 
         Raises:
             UsageError: it is not that batch, it was added before, or a column is not as it must be.
@@ -216,7 +211,7 @@ class OwnLoop:
             )
             execution.evaluation = replace(execution.evaluation, device=_HOST)
             self._execution = execution
-            execution.said += settings.notes
+            execution.settings_notes += settings.notes
             is_written = context.options.out is not None
             context.note_all([*settings.notes, *(self._task.unknown() if is_written else [])])
             try:
@@ -229,7 +224,7 @@ class OwnLoop:
                 self._result = execution.prove(stored, lambda samples: (rows, failed))
                 if self._result is None:
                     yield from self._loop(execution)
-                    execution.said += settings.check_after_loop()
+                    execution.settings_notes += settings.check_after_loop()
                 self._is_through = True
                 # What the caller does until it asks for the result is no part of the run.
                 context.control.progress.step("idle")
@@ -277,8 +272,8 @@ class OwnLoop:
         if given is None or not self._context.guest:
             yield
             return
-        guest = Guest()
-        guest.remember_buffers(self._task.model)
+        snapshot = Snapshot()
+        snapshot.remember_buffers(self._task.model)
         wrapper = given if isinstance(given, nn.parallel.DistributedDataParallel) else None
         broadcasts = wrapper is not None and wrapper.broadcast_buffers
         try:
@@ -286,12 +281,12 @@ class OwnLoop:
                 # Ranks have different numbers of batches: one would wait for a forward that never comes.
                 wrapper.broadcast_buffers = False
             context = self._context
-            context.note_all(guest.share_buffers(self._task.model, context.backend, context.control))
+            context.note_all(snapshot.share_buffers(self._task.model, context.backend, context.control))
             yield
         finally:
             if wrapper is not None:
                 wrapper.broadcast_buffers = broadcasts
-            guest.put_back()
+            snapshot.put_back()
 
     def _compare_samples(self) -> None:
         """Compare a few samples over the ranks: who has shared the data out before would share it again."""
@@ -317,9 +312,6 @@ class OwnLoop:
             dataset=self._task.dataset(),
             model=self._task.model,
             plan=self._plan,
-            metrics=(),
-            row_metrics=(),
-            kept=(),
             context=context,
             device=_HOST,
             workers=context.options.workers or 0,

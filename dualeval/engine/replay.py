@@ -67,7 +67,7 @@ class StoredBatch:
     file: JournalFile | None = None
 
 
-def drawn(fingerprint: str, count: int) -> int:
+def place_drawn(fingerprint: str, count: int) -> int:
     """Which of ``count`` finished batches a job's fingerprint draws."""
     return int(fingerprint, 16) % count
 
@@ -82,9 +82,9 @@ def batch_of_journal(files: Sequence[JournalFile], plan: EvalPlan, fingerprint: 
     """
     where = {chunk: (file, place) for file in files for place, chunk in enumerate(file.chunks)}
     chunks = sorted(where)
-    chunk = chunks[drawn(fingerprint, len(chunks))]
+    chunk = chunks[place_drawn(fingerprint, len(chunks))]
     batches = plan.chunk_batches(chunk)
-    samples = plan.batch_samples(batches[drawn(fingerprint, len(batches))])
+    samples = plan.batch_samples(batches[place_drawn(fingerprint, len(batches))])
     file, place = where[chunk]
     first = sum(file.rows[:place]) + samples.start - plan.chunk_samples(chunk).start
     rows = {name: file.read_rows(name, first, first + len(samples)) for name in file.columns}
@@ -113,7 +113,7 @@ def batch_of_predictions(
     rows = StoredRows(path)
     if not rows.names:
         return StoredBatch(samples=range(0), evaluated=np.zeros(0, np.bool_), columns={}, machines=())
-    first = drawn(fingerprint, plan.num_batches)
+    first = place_drawn(fingerprint, plan.num_batches)
     for batch in (*range(first, plan.num_batches), *range(first)):
         samples = plan.batch_samples(batch)
         window = rows.batch(samples)

@@ -235,15 +235,11 @@ def check_columns(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> No
         UsageError: one does not, or they have not.
     """
     check_declarations(metrics)
-    for metric in metrics:
-        _check_columns(rows, metric)
-
-
-def _check_columns(rows: StoredRows, metric: Metric | RowMetric) -> None:
-    absent = [name for name in metric.columns if name not in rows.names]
-    if not absent:
+    absent = ((metric, name) for metric in metrics for name in metric.columns if name not in rows.names)
+    metric, name = next(absent, (None, ""))
+    if metric is None:
         return
-    found = f"metric {metric.name!r} reads column {absent[0]!r}, which {rows.path} does not have"
+    found = f"metric {metric.name!r} reads column {name!r}, which {rows.path} does not have"
     if not keeps_rows(metric):
         raise UsageError(f"{found}: it says keeps_rows = False, and is computed in a run only.")
     raise UsageError(

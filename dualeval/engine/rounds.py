@@ -8,10 +8,10 @@ whether they go on: a stop ends all after the same round, and a rank that cannot
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from time import monotonic, perf_counter, sleep
+from functools import partial
+from time import monotonic, sleep
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from dualeval.engine.context import RunContext
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.opening import PreviousRun
-from dualeval.engine.forward import compute_of, evaluate_alone, first_samples
+from dualeval.engine.forward import UnderWay, compute_of, evaluate_alone, first_samples
 from dualeval.engine.loop import Evaluation, Loop, Work
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.plan import EvalPlan
@@ -106,7 +106,7 @@ def evaluate_in_rounds(
             if evaluation.context.control.has_peers:
                 wait_for_news(evaluation.context.control, lambda: False, within_s=_CAUSE_WITHIN_S)
             raise
-    loop.times["compute"] = rounds.compute_s
+    loop.times["compute"] = rounds.under_way.compute_s
     return settings.check_after_loop(compute.changed_settings, compute.changed_inside)
 
 
@@ -126,9 +126,7 @@ def evaluated_together(evaluation: Evaluation, stored: StoredBatch | None) -> Ev
     samples: list[int] | None = None
     if stored is not None and stored.columns and stored.evaluated.any():
         samples = [stored.samples.start, stored.samples.stop]
-    backend, control = evaluation.context.backend, evaluation.context.control
-    control.meet()
-    shared = backend.broadcast_json(samples, src=0)
+    shared = evaluation.context.from_rank_0(samples)
     # Twice: rank 0 may ask whether the model gives the same bits again.
     found = [] if shared is None else [evaluate_alone(evaluation, range(*shared)) for _ in range(2)]
     return lambda samples: found.pop()
@@ -160,7 +158,7 @@ class _Rounds:
     """The rounds of one rank.
 
     Attributes:
-        compute_s: seconds in which batches were computed, or waited for.
+        under_way: the batches that are being computed.
     """
 
     def __init__(self, evaluation: Evaluation, loop: Loop, compute: Compute) -> None:
@@ -170,8 +168,7 @@ class _Rounds:
         self._progress = evaluation.context.control.progress
         self._loop = loop
         self._compute = compute
-        self._under_way: deque[tuple[Work | None, Pending | None]] = deque()
-        self.compute_s = 0.0
+        self.under_way = UnderWay(evaluation, loop)
 
     def run(self, remaining: Sequence[int]) -> None:
         """Compute all rounds, or those until all ranks stop."""
@@ -185,52 +182,37 @@ class _Rounds:
             if self._agree_to_stop(problem):
                 break
             self._progress.step("forward", None if work is None else work.chunk)
-            start = perf_counter()
-            # Of a batch in which no sample could be read there is nothing to keep either.
-            pending = self._start(stand_in if data is None else data)
-            self._under_way.append((work, None if data is None else pending))
-            self.compute_s += perf_counter() - start
-            del data, pending
-        while self._under_way:
-            self._settle()
+            self.under_way.start(work, partial(self._start, data, stand_in))
+            del data
+        self.under_way.record()
 
-    def _start(self, data: Any) -> Pending:
+    def _start(self, data: Any, stand_in: Any) -> Pending | None:
         """Begin with a batch; what goes wrong after its forward is raised when the other ranks know of it."""
         try:
-            return self._compute.start(data)
+            pending = self._compute.start(stand_in if data is None else data)
+            # Of a batch in which no sample could be read there is nothing to keep either.
+            return None if data is None else pending
         except Exception as error:
             gathers = self._evaluation.context.gathers
             if gathers is None or not gathers.is_complete:
                 raise
             problem = error
 
-        def pending() -> NoReturn:
+        def failed() -> NoReturn:
             raise problem
 
-        return pending
+        return None if data is None else failed
 
     def _prepare(self, batches: Iterator[tuple[Work, Any]]) -> tuple[Work | None, Any, Exception | None]:
         """Record what has been computed and read the next batch; or what stands in the way on this rank."""
         try:
-            while len(self._under_way) > self._compute.ahead:
-                self._settle()
+            self.under_way.record(all_but=self._compute.ahead)
             work, data = next(batches, (None, None))
         except (PeerError, Stopped, BackendError):
             raise
         except Exception as problem:  # noqa: BLE001 - raised when the other ranks know that this one leaves
             return None, None, problem
         return work, data, None
-
-    def _settle(self) -> None:
-        start = perf_counter()
-        work, pending = self._under_way.popleft()
-        if work is None:
-            return
-        on_host = self._evaluation.device.type == "cpu"
-        self._progress.step("forward" if on_host else "device", work.chunk)
-        columns = None if pending is None else pending()
-        self.compute_s += perf_counter() - start
-        self._loop.take(work, columns)
 
     def _agree_to_stop(self, problem: Exception | None) -> bool:
         """Whether all ranks stop here; a collective.

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dualeval.engine.ending import conclude_quietly, install_hook, remove_hook, say
+from dualeval.engine.ending import say
+from dualeval.engine.excepthook import conclude_quietly, install_hook, note_outer_hook, remove_hook
 from dualeval.engine.options import check_session_options, check_timeout, run_options_of
 from dualeval.engine.signals import Signals
 from dualeval.errors import (
@@ -227,6 +228,8 @@ class Session:
         check_name(self._wanted_device)
         self._is_joining = True
         self._backend = connect(name, world)
+        if self.is_owner:
+            note_outer_hook()
         self._control = open_control_plane(
             self._backend, self._heartbeat_timeout, forward_timeout_s=self._forward_timeout
         )
@@ -239,7 +242,7 @@ class Session:
             stop=self._stop,
         )
         if self._signals is not None:
-            self._signals.tell(self._control.stop)
+            self._signals.call(self._control.stop)
         before = torch.get_num_threads()
         self.cores = take_cores(self._backend, sets_threads=self.is_owner)
         self._threads = before if self.is_owner else None
@@ -314,7 +317,7 @@ class Session:
         from dualeval.engine.evaluator import Evaluator
         from dualeval.report.loggers.targets import check_installed, targets_of
 
-        self._require_going_on()
+        self._check_usable()
         run_options = run_options_of(options)
         targets = targets_of(loggers, step)
         self._watch.begin()
@@ -365,7 +368,7 @@ class Session:
             PeerError: another rank failed, and the run ends.
             Stopped: a signal, or ``stop``, has ended the run.
         """
-        self._require_going_on()
+        self._check_usable()
         assert self._conclusion is not None
         self._conclusion.progress = progress
         self._watch.more_follows = not last
@@ -377,8 +380,8 @@ class Session:
         try:
             done = work()
         except BaseException as error:
-            problem = self._own(error, of_task=True)
-            if not self._is_of_attempt(problem):
+            problem = self._cause(error, of_task=True)
+            if not self._ends_attempt_only(problem):
                 raise
         finally:
             self._is_attempt = False
@@ -386,13 +389,13 @@ class Session:
         failure = self._conclusion.of_attempt(problem if isinstance(problem, Exception) else None)
         # Its frames hold the model, and what was read.
         problem = None
-        self._let_go()
+        self._free_memory()
         if not last:
             self._idle()
         return (done, None) if failure is None else (None, failure)
 
-    def _is_of_attempt(self, error: BaseException) -> bool:
-        """Whether an error ends an attempt and no more: all ranks are there, and the backend is whole."""
+    def _ends_attempt_only(self, error: BaseException) -> bool:
+        """Whether an error ends an attempt, and not the run: no rank has failed, and the backend is whole."""
         return (
             not self.is_concluded
             and isinstance(error, Exception)
@@ -401,7 +404,7 @@ class Session:
             and self.control.stopping is None
         )
 
-    def _let_go(self) -> None:
+    def _free_memory(self) -> None:
         """Give back the memory of an attempt that is over.
 
         Raises:
@@ -431,12 +434,13 @@ class Session:
             if isinstance(error, GeneratorExit) and self._loop is not None and of_task:
                 raise  # the caller has left its loop; whether that is an error shows later
             self._watch.end(was_raised=isinstance(error, Interrupted))
-            if self._is_attempt and self._is_of_attempt(self._own(error, of_task=of_task)):
+            cause = self._cause(error, of_task=of_task)
+            if self._is_attempt and self._ends_attempt_only(cause):
                 raise
-            concluded = self._concluded(error, of_task=of_task)
-            if concluded is error:
+            self.conclude(cause)
+            if cause is error:
                 raise
-            raise concluded from error
+            raise cause from error
 
     def _idle(self) -> None:
         """The caller may do anything now, for as long as it likes."""
@@ -476,7 +480,7 @@ class Session:
         from dualeval.engine.context import RunContext
         from dualeval.engine.own_loop import OwnLoop
 
-        self._require_going_on()
+        self._check_usable()
         context = RunContext(
             backend=self.backend,
             control=self.control,
@@ -506,7 +510,7 @@ class Session:
         Raises:
             UsageError: it is not that batch, it was added before, or a column is not as it must be.
         """
-        self._own_loop().add(batch, **columns)
+        self._current_loop().add(batch, **columns)
 
     def result(self) -> Result:
         """The result of the loop, when it is through; a collective.
@@ -516,14 +520,14 @@ class Session:
             ExactlyOnceError: a sample was counted never, or more than once.
             PeerError: another rank failed first.
         """
-        loop = self._own_loop()
+        loop = self._current_loop()
         with self._concluding():
             result = loop.result()
         self._loop = None
         self._idle()
         return result
 
-    def _own_loop(self) -> OwnLoop:
+    def _current_loop(self) -> OwnLoop:
         if self._loop is None:
             raise UsageError(
                 "there is no loop without a result: write 'for batch in session.batches(dataset):' before, "
@@ -538,7 +542,7 @@ class Session:
         else:
             say(f"dualeval: note: {sentence}")
 
-    def _require_going_on(self) -> None:
+    def _check_usable(self) -> None:
         if self.is_concluded:
             raise UsageError(
                 f"this session has ended with exit code {self.exit_code}: open another one to evaluate again"
@@ -547,19 +551,18 @@ class Session:
             raise UsageError("a loop of this session has no result yet: ask for session.result() first")
         _ = self.control
 
-    def _concluded(self, error: BaseException, *, of_task: bool) -> BaseException:
-        """Conclude the run after an error; returns what is to be raised."""
+    def _cause(self, error: BaseException, *, of_task: bool) -> BaseException:
+        """What the run ends with where an error is raised: the error itself, or what stands behind it.
+
+        Args:
+            error: raised in the main thread.
+            of_task: as for ``_concluding``.
+        """
         from dualeval.engine.watch import Interrupted
 
         if isinstance(error, Interrupted):
             failure = self.control.failure
-            error = failure if failure is not None else Stopped(self.control.stopping or "stop()")
-        error = self._own(error, of_task=of_task)
-        self.conclude(error)
-        return error
-
-    def _own(self, error: BaseException, *, of_task: bool) -> BaseException:
-        """The error, or what is said in the place of one that a task's code has no reason to raise."""
+            return failure if failure is not None else Stopped(self.control.stopping or "stop()")
         if of_task and self.is_owner and isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
             # Signals are the session's: what is raised here is the task's own.
             said = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__

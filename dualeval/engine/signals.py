@@ -62,7 +62,7 @@ class Signals:
         if self.is_active:
             self._open()
 
-    def tell(self, stop: Callable[[str], None]) -> None:
+    def call(self, stop: Callable[[str], None]) -> None:
         """Have ``stop`` called with the signal's name; before, a signal ends the process at once."""
         with self._lock:
             self._stop = stop

@@ -18,9 +18,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from time import monotonic, sleep
 
-from dualeval.engine.control.beats import Clock, Finding, Judge, Standstill
+from dualeval.engine.control.monitor import Clock, Finding, Judge, Standstill
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import end_process, error_stream, say, spoken, try_for
+from dualeval.engine.ending import end_process, error_stream, how_to_resume, say, spoken, try_for
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
@@ -140,7 +140,8 @@ class Watch:
         """Say where an end is written down, and stacks are."""
         self.folder = folder
         if self._guardian is not None and not self._control.has_peers:
-            self._guardian.guard(folder.path / STATUS, folder.token, folder.stacks)
+            resume = f"Type {how_to_resume(folder.path)}."
+            self._guardian.guard(folder.path / STATUS, folder.token, folder.stacks, resume)
         if self._control.timeout_s is not None:
             # Else they go to standard error: a full disk is met soon enough.
             with suppress(OSError), self._arming:
@@ -231,7 +232,7 @@ class Watch:
             self._control.news.clear()
             now = clock.now()
             if limits is not None and judge is not None and not self._heard():
-                self._finding = judge.look(self._control.own_sign(), now)
+                self._finding = judge.look(self._control.own_heartbeat(), now)
                 self._judge(self._finding, answered.seconds(self._control.answers, now), limits.timeout_s)
         self._end()
 
@@ -258,8 +259,8 @@ class Watch:
         """Give this rank up where it stands still itself, or rank 0 where nothing is heard of it."""
         name = self._control.name
         if self._control.has_peers and silent > timeout_s:
-            first = self._control.first
-            self._control.give_up(f"{first}: no answer for {silent:.0f} s", rank=first.rank)
+            rank_0 = self._control.rank_0
+            self._control.give_up(f"{rank_0}: no answer for {silent:.0f} s", rank=rank_0.rank)
         elif finding.kind == "stuck" or (finding.kind == "collective" and not self._control.has_peers):
             self._dump()
             self._control.give_up(f"{name}: {finding.text}", rank=name.rank)
@@ -335,7 +336,7 @@ class Watch:
         if self._is_done:
             # The signal came when the result was written; the main thread is on its way out.
             if self._control.name.rank == 0:
-                self._control.tell_end(EXIT_DONE)
+                self._control.report_end(EXIT_DONE)
             self._is_over.wait(_OUT_WITHIN_S - (monotonic() - start))
             end_process(EXIT_DONE)
         end_process(self._conclude())

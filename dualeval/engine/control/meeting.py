@@ -14,7 +14,7 @@ from time import monotonic, sleep
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
-from dualeval.engine.control.beats import Name
+from dualeval.engine.control.heartbeat import Name
 from dualeval.engine.control.verdict import Verdict, propose
 from dualeval.errors import EXIT_FAILED, PeerError
 from dualeval.store import names_of_absent, pause_for
@@ -39,21 +39,23 @@ class Meetings:
             changes nothing here.
         size: number of ranks.
         name: this rank.
-        first: rank 0.
-        sign: this rank's first sign; after the first meeting rank 0 finds names and signs of all.
+        rank_0: that of rank 0.
+        heartbeat: this rank's first; after the first meeting rank 0 finds names and heartbeats of all.
     """
 
-    def __init__(self, store: TCPStore, token: str, size: int, name: Name, first: Name, sign: str) -> None:
+    def __init__(
+        self, store: TCPStore, token: str, size: int, name: Name, rank_0: Name, heartbeat: str
+    ) -> None:
         self.store = store
         self._token = token
         self._size = size
         self._name = name
-        self._first = first
+        self._rank_0 = rank_0
         # Each attempt counts its meetings from 0: ranks on which it breaks have come to fewer than others.
         self._attempt = 0
         self._held = 0
-        with rank_0_reachable(first):
-            store.set(self.key(f"sign/{name.rank}"), sign)
+        with rank_0_reachable(rank_0):
+            store.set(self.key(f"heartbeat/{name.rank}"), heartbeat)
             store.set(self.key(f"name/{name.rank}"), json.dumps(asdict(name)))
 
     def key(self, name: str) -> str:
@@ -80,7 +82,7 @@ class Meetings:
         """
         number = self._next
         self._held += 1
-        with rank_0_reachable(self._first):
+        with rank_0_reachable(self._rank_0):
             if self.store.add(self.key(f"arrived/{number}"), 1) == self._size:
                 self.store.set(self.key(f"go/{number}"), _GO)
             found = self._await(
@@ -143,7 +145,7 @@ class Meetings:
             PeerError: rank 0 can no longer be reached.
         """
         over = f"over/{self._attempt}"
-        with rank_0_reachable(self._first):
+        with rank_0_reachable(self._rank_0):
             if self.store.add(self.key(f"arrived/{over}"), 1) == self._size:
                 # Only the last one looks: the others could find the verdict of the next attempt.
                 self.store.set(self.key(over), bytes(self.store.get(self.key(VERDICT))).decode())
@@ -164,14 +166,14 @@ class Meetings:
         Raises:
             PeerError: rank 0 can no longer be reached.
         """
-        with rank_0_reachable(self._first):
+        with rank_0_reachable(self._rank_0):
             if self.store.add(self.key(f"arrived/{name}"), 1) == self._size:
                 self.store.set(self.key(name), _GO)
             return self._await(name, limit_s, check) is not None
 
     def claim(self, run: int) -> int:
         """Take the next number of a run, from 0; no other rank gets it."""
-        with rank_0_reachable(self._first):
+        with rank_0_reachable(self._rank_0):
             return int(self.store.add(self.key(f"claims/{run}"), 1)) - 1
 
     def may_speak(self) -> bool:
@@ -180,7 +182,7 @@ class Meetings:
         A launcher ends all ranks when the first one fails; it must not end rank 0 before it has spoken. But
         rank 0 may be in the midst of a long batch.
         """
-        with suppress(PeerError), rank_0_reachable(self._first):
+        with suppress(PeerError), rank_0_reachable(self._rank_0):
             # Whoever has spoken may be gone a moment later: it is not asked once more.
             if self._name.rank != 0 and self._await("spoken", _SPEAK_WITHIN_S) is not None:
                 return False
@@ -189,7 +191,7 @@ class Meetings:
 
     def has_spoken(self) -> None:
         """Let the others leave."""
-        with suppress(PeerError), rank_0_reachable(self._first):
+        with suppress(PeerError), rank_0_reachable(self._rank_0):
             self.store.set(self.key("spoken"), _GO)
 
     def leave(self, limit_s: float, *, together: bool) -> bool:
@@ -205,7 +207,7 @@ class Meetings:
         verdict: Verdict | None = None
         all_left = False
         # Where rank 0 has gone already there is no order to keep.
-        with suppress(PeerError), rank_0_reachable(self._first):
+        with suppress(PeerError), rank_0_reachable(self._rank_0):
             if self.store.add(self.key("left"), 1) == self._size:
                 self.store.set(self.key("all-left"), _GO)
             if self._name.rank == 0:
@@ -222,13 +224,13 @@ class Meetings:
 
 
 @contextmanager
-def rank_0_reachable(first: Name) -> Iterator[None]:
+def rank_0_reachable(rank_0: Name) -> Iterator[None]:
     """Turn the store's errors into the news that rank 0 is gone."""
     try:
         yield
     except (DistNetworkError, DistStoreError) as error:
         raise PeerError(
-            f"{first} can no longer be reached: it ended, or its host or network did",
+            f"{rank_0} can no longer be reached: it ended, or its host or network did",
             rank=0,
             exit_code=EXIT_FAILED,
         ) from error

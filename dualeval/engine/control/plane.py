@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dualeval.engine.control.beats import LEFT, Limits, Name, Observer, Pulse, Sign
+from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name, OwnHeartbeats
 from dualeval.engine.control.meeting import VERDICT, Meetings, rank_0_reachable
+from dualeval.engine.control.monitor import Limits, Observer
 from dualeval.engine.control.tally import Tally
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict
 from dualeval.engine.progress import Progress
@@ -40,7 +41,7 @@ _BEAT_EVERY_S = 0.5
 # mpirun leaves a second between SIGTERM and SIGKILL.
 _BEAT_WHILE_STOPPING_S = 0.05
 _REQUESTS_A_BEAT = 2
-_END_TOLD_WITHIN_S = 0.3
+_END_REPORTED_WITHIN_S = 0.3
 _LAST_BEAT_WITHIN_S = 2.0
 # All ranks come to it from one collective; a rank that cannot reach rank 0 says so itself before this.
 _FIRST_MEETING_WITHIN_S = 120.0
@@ -59,7 +60,7 @@ class ControlPlane:
 
     Args:
         name: this rank.
-        first: rank 0.
+        rank_0: that of rank 0.
         size: number of ranks.
         store: a client of this rank's own; None where the rank is alone.
         token: start of every key.
@@ -70,7 +71,7 @@ class ControlPlane:
     Attributes:
         progress: what this rank's main thread is at.
         timeout_s: as given.
-        forward_timeout_s: as given.
+        limits: both, as ``monitor`` takes them; None where nobody is watched.
         answers: grows with every answer of the store to this rank's beats.
         news: set when another rank's failure or a stop has been heard of, for who watches.
         all_saved: set on rank 0 when all ranks have reported that they have ``saved``; on the others when
@@ -82,7 +83,7 @@ class ControlPlane:
     def __init__(
         self,
         name: Name,
-        first: Name,
+        rank_0: Name,
         size: int,
         store: TCPStore | None,
         token: str,
@@ -91,9 +92,11 @@ class ControlPlane:
         forward_timeout_s: float = FORWARD_TIMEOUT_S,
     ) -> None:
         self.name = name
-        self.first = first
+        self.rank_0 = rank_0
         self.timeout_s = timeout_s
-        self.forward_timeout_s = forward_timeout_s
+        self.limits: Limits | None = None
+        if timeout_s is not None:
+            self.limits = Limits(timeout_s=timeout_s, forward_timeout_s=forward_timeout_s)
         self.progress = Progress()
         self.answers = 0
         self.news = threading.Event()
@@ -102,10 +105,10 @@ class ControlPlane:
         self.failure: PeerError | None = None
         self.size = size
         self._server = server
-        self._pulse = Pulse(self.progress)
+        self._own_heartbeats = OwnHeartbeats(self.progress)
         self._meetings: Meetings | None = None
         if store is not None:
-            self._meetings = Meetings(store, token, size, name, first, str(self._pulse.look()))
+            self._meetings = Meetings(store, token, size, name, rank_0, str(self._own_heartbeats.look()))
         self._attempt = 0
         self._failed = 0
         self._runs = 0
@@ -115,7 +118,7 @@ class ControlPlane:
         self._saved: int | None = None
         self._saved_by_all: dict[int, int] = {}
         self._names: dict[int, Name] = {name.rank: name}
-        self._end_told = threading.Event()
+        self._end_reported = threading.Event()
         self._left = False
         self._is_unreachable = False
         self._wake = threading.Event()
@@ -153,10 +156,10 @@ class ControlPlane:
             return
         with self.progress.inside("meet"):
             if not self._meetings.meet(self.check, limit_s):
-                with rank_0_reachable(self.first):
+                with rank_0_reachable(self.rank_0):
                     held = Verdict.read(self._meetings.store.get(self._meetings.key(VERDICT)))
                 assert held is not None, "who ends a meeting has given the verdict before"
-                raise Stopped(held.message) if held.kind == "stop" else held.to_error()
+                raise held.to_exception()
 
     def names_of_absent(self) -> Callable[[], str]:
         """On rank 0: what says which ranks have not come to the control plane, for another thread."""
@@ -194,7 +197,7 @@ class ControlPlane:
         """
         own = Verdict.own_failure(self.name.rank, error, str(self.name), self._attempt)
         if (meetings := self._reachable) is not None:
-            with rank_0_reachable(self.first):
+            with rank_0_reachable(self.rank_0):
                 own = meetings.propose(meetings.store, own)
         elif self.verdict is not None and not own.replaces(self.verdict):
             return
@@ -226,7 +229,7 @@ class ControlPlane:
             return held.to_error()
         if held.kind == "stop" and went_well:
             return None
-        raise Stopped(held.message) if held.kind == "stop" else held.to_error()
+        raise held.to_exception()
 
     def _check_failure(self) -> None:
         if self.failure is not None:
@@ -267,8 +270,8 @@ class ControlPlane:
     @property
     def end_code(self) -> int | None:
         """What rank 0 ends with, once it has said so."""
-        ended = self.verdict is not None and self.verdict.kind == "end"
-        return self.verdict.exit_code if self.verdict is not None and ended else None
+        held = self.verdict
+        return held.exit_code if held is not None and held.kind == "end" else None
 
     def stop(self, signal: str) -> None:
         """Ask all ranks to end: this one knows at once, the others with their next beat."""
@@ -295,14 +298,14 @@ class ControlPlane:
         """Report that a rank has failed; the others hear of it with the next beat."""
         self._conclude(Verdict.failure(rank, message))
 
-    def tell_end(self, code: int) -> None:
+    def report_end(self, code: int) -> None:
         """On rank 0: let the others end, whose end may have a launcher kill this rank at once.
 
         Args:
             code: the exit code, of all of them.
         """
         self._propose(Verdict(kind="end", rank=self.name.rank, exit_code=code))
-        if self._beats is not None and self._end_told.wait(_END_TOLD_WITHIN_S):
+        if self._beats is not None and self._end_reported.wait(_END_REPORTED_WITHIN_S):
             # Until each has looked; torch prints pages of frames where the store has gone before.
             pause = self._beat_every_s(stopping=True)
             sleep(min(3 * pause, pause + 0.1))
@@ -317,7 +320,7 @@ class ControlPlane:
         own = Verdict.own_failure(self.name.rank, error, str(self.name))
         holds = own
         if (meetings := self._reachable) is not None:
-            with suppress(PeerError), rank_0_reachable(self.first):
+            with suppress(PeerError), rank_0_reachable(self.rank_0):
                 holds = meetings.propose(meetings.store, own)
         return (holds if holds.kind == "failure" else own).to_error()
 
@@ -353,18 +356,9 @@ class ControlPlane:
         # Whoever asks a store that has gone gets pages of frames from torch.
         return None if self._is_unreachable else self._meetings
 
-    @property
-    def limits(self) -> Limits | None:
-        """How long a rank may make no progress; None where nobody is watched."""
-        return (
-            None
-            if self.timeout_s is None
-            else Limits(timeout_s=self.timeout_s, forward_timeout_s=self.forward_timeout_s)
-        )
-
-    def own_sign(self) -> Sign:
-        """How far this rank is at this moment, as ``beats.Judge`` takes it."""
-        return self._pulse.look(self._saved)
+    def own_heartbeat(self) -> Heartbeat:
+        """How far this rank is at this moment, as ``monitor.Judge`` takes it."""
+        return self._own_heartbeats.look(self._saved)
 
     def _conclude(self, failure: Verdict) -> None:
         # In this order: the helper thread ends once it has heard of a failure and has nothing to propose.
@@ -443,7 +437,7 @@ class ControlPlane:
     # -- the helper thread -------------------------------------------------------------------------
 
     def start_beats(self) -> None:
-        """Report this rank's signs from here on."""
+        """Report this rank's heartbeats from here on."""
         assert self._meetings is not None
         client = self._meetings.store.clone()  # type: ignore[attr-defined]
         self._closing = threading.Event()
@@ -465,7 +459,7 @@ class ControlPlane:
         return pause_for(self.size, _REQUESTS_A_BEAT, _BEAT_WHILE_STOPPING_S if stopping else every)
 
     def _beat(self, client: TCPStore, meetings: Meetings) -> None:
-        """Report this rank's signs, look for a verdict, and on rank 0 at the signs of all."""
+        """Report this rank's heartbeats, look for a verdict, and on rank 0 at the heartbeats of all."""
         closing = self._closing
         observer: Observer | None = None
         slept_s = 0.0
@@ -476,7 +470,7 @@ class ControlPlane:
             self._wake.clear()
             ending = closing.is_set()
             try:
-                with rank_0_reachable(self.first):
+                with rank_0_reachable(self.rank_0):
                     if observer is None:
                         observer = self._observer(client, meetings)
                     self._exchange(client, meetings, observer)
@@ -494,7 +488,7 @@ class ControlPlane:
                 self._sent.notify_all()
             # When all is said: torch prints pages of frames where rank 0 has gone meanwhile.
             heard = self.failure is not None and not self._proposals
-            is_needed = self.name.rank == 0 and self._stop is not None and not self._end_told.is_set()
+            is_needed = self.name.rank == 0 and self._stop is not None and not self._end_reported.is_set()
             if ending or (heard and not is_needed):
                 return
 
@@ -512,41 +506,45 @@ class ControlPlane:
             self._hear(meetings.propose(client, verdict))
             self._proposals.popleft()
             if verdict.kind == "end":
-                self._end_told.set()
+                self._end_reported.set()
         tally = self._tally
         run, done = (0, 0) if tally is None else (tally.number, tally.done)
-        sign = self._pulse.beat(self._saved, run, done)
-        client.set(meetings.key(f"sign/{self.name.rank}"), LEFT if self._left else str(sign))
-        keys = meetings.keys("sign") if observer.sees_all else [meetings.key("sign/0")]
+        heartbeat = self._own_heartbeats.next(self._saved, run, done)
+        client.set(meetings.key(f"heartbeat/{self.name.rank}"), LEFT if self._left else str(heartbeat))
+        keys = meetings.keys("heartbeat") if observer.sees_all else [meetings.key("heartbeat/0")]
         found, *texts = client.multi_get([meetings.key(VERDICT), *keys])
         holds = Verdict.read(found)
         if holds is not None:
             self._hear(holds)
-        signs = observer.read(texts)
+        heartbeats = observer.read(texts)
         if tally is not None:
-            tally.total = observer.samples_done(signs, tally.number)
-        self._observe(observer, signs)
+            tally.total = observer.samples_done(heartbeats, tally.number)
+        self._observe(observer, heartbeats)
 
     def _observer(self, client: TCPStore, meetings: Meetings) -> Observer:
         """Whom this rank watches: rank 0 all of them, the others rank 0."""
         if self.name.rank == 0:
             texts = client.multi_get(meetings.keys("name"))
             self._names = {name.rank: name for name in (Name(**json.loads(text)) for text in texts)}
-        names = self._names if self.name.rank == 0 else {0: self.first}
+        names = self._names if self.name.rank == 0 else {0: self.rank_0}
         return Observer(self.name, names, self.limits, self._beat_every_s(stopping=False))
 
-    def _observe(self, observer: Observer, signs: dict[int, Sign]) -> None:
+    def _observe(self, observer: Observer, heartbeats: dict[int, Heartbeat]) -> None:
         gone: list[int] = []
         if self.name.rank == 0:
             self._saved_by_all.update(
-                {rank: sign.saved for rank, sign in signs.items() if sign.saved is not None}
+                {
+                    rank: heartbeat.saved
+                    for rank, heartbeat in heartbeats.items()
+                    if heartbeat.saved is not None
+                }
             )
-            gone = [rank for rank in observer.gone(signs) if rank not in self._saved_by_all]
+            gone = [rank for rank in observer.gone(heartbeats) if rank not in self._saved_by_all]
             if self._saved is not None and len(self._saved_by_all) + len(gone) >= self.size:
                 self.all_saved.set()
         if self.failure is not None or self._stop is not None:
             return
-        found = observer.look(signs)
+        found = observer.look(heartbeats)
         if gone:
             self.give_up(_ended(observer.names[gone[0]]), rank=gone[0])
         elif found is not None:
@@ -624,7 +622,7 @@ def open_control_plane(
         else:
             token = f"{secrets.token_hex(8)}.{world.restarts}"
             server.set(f"{token}/{VERDICT}", NO_VERDICT)
-            payload = {"token": token, "offer": offer, "first": asdict(own)}
+            payload = {"token": token, "offer": offer, "rank_0": asdict(own)}
     with waiting(world, "all ranks' first collective", STARTED):
         payload = backend.broadcast_json(payload, src=0)
         # Rank 0 may be through a broadcast before the others have come to it.
@@ -635,9 +633,9 @@ def open_control_plane(
     where = at(payload["offer"]["addresses"][0], payload["offer"]["port"])
     with waiting(world, f"rank 0's control plane at {where}", CONNECTED, each_node=True):
         store = join_store(payload["offer"], world.rank, "the control plane")
-    first = Name(**payload["first"])
+    rank_0 = Name(**payload["rank_0"])
     control = ControlPlane(
-        own, first, world.size, store, payload["token"], server, timeout_s, forward_timeout_s
+        own, rank_0, world.size, store, payload["token"], server, timeout_s, forward_timeout_s
     )
     backend.around_collective = lambda: control.progress.inside("collective")
     missing = None if server is None else control.names_of_absent()

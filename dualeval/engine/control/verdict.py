@@ -23,6 +23,7 @@ from dualeval.errors import (
     EXIT_USAGE,
     PeerError,
     PeerUsageError,
+    Stopped,
     exit_code_of,
     message_of,
 )
@@ -86,6 +87,10 @@ class Verdict:
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
+
+    def to_exception(self) -> PeerError | Stopped:
+        """What ends the main thread: the failure, or the stop."""
+        return Stopped(self.message) if self.kind == "stop" else self.to_error()
 
     def to_error(self) -> PeerError:
         """The failure, as an error to raise."""

@@ -14,17 +14,17 @@ from dualeval.engine.sharding.detect import is_sharded
 from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
-    from dualeval.engine.guest import Guest
+    from dualeval.engine.guest import Snapshot
     from dualeval.tasks import Task
 
 
-def check_owned(task: Task, model: nn.Module, guest: Guest | None) -> None:
+def check_owned(task: Task, model: nn.Module, snapshot: Snapshot | None) -> None:
     """Check that a model which is divided was made for this run: it cannot be put back as it was.
 
     Args:
         task: has built it.
         model: as it was built.
-        guest: remembers the models of a caller's script; None where the process ends with the run.
+        snapshot: of the models of a caller's script; None where the process ends with the run.
 
     Raises:
         UsageError: the script has it, or it is divided already.
@@ -34,10 +34,10 @@ def check_owned(task: Task, model: nn.Module, guest: Guest | None) -> None:
             "shard: the model is sharded already, where it is built (fully_shard), and is evaluated as it "
             "is. Leave shard out."
         )
-    if guest is None:
+    if snapshot is None:
         return
     named = [value for held in vars(task).values() for value in _named_by(held)]
-    if guest.knows(model) or any(value is model for value in named):
+    if snapshot.knows(model) or any(value is model for value in named):
         raise UsageError(
             f"shard divides the parameters of a model, and this {type(model).__name__} is the script's own: "
             "it would be another one afterwards. Give a function that makes a model of its own, as "

@@ -1,0 +1,186 @@
+"""Heartbeats: what a rank reports of itself, twice a second.
+
+It says how many steps its main thread has made, whether it computes, and how often it has reported.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from dualeval.engine.progress import Progress, described
+from dualeval.network import host_identity
+
+# In place of the heartbeat of a rank that has left.
+LEFT = "left"
+# What a window of time must have in it to count as work: waiting loops take hundredths of a core, and reading
+# from a slow disk may take no more, but moves bytes.
+_WINDOW_S = 0.25
+_LEAST_CORES = 0.1
+_LEAST_BYTES_A_S = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Name:
+    """How a rank is named to people, and found on its host.
+
+    Attributes:
+        rank: its number.
+        host: its host's name.
+        pid: its process.
+        space: what processes share whose process ids mean the same.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    space: str
+
+    @classmethod
+    def own(cls, rank: int) -> Name:
+        """The name of this process."""
+        try:
+            inode = str(Path("/proc/self/ns/pid").stat().st_ino)
+        except OSError:
+            inode = f"no /proc on rank {rank}"  # shared with nobody: nobody can look whether it lives
+        space = f"{host_identity()}.{inode}"
+        return cls(rank=rank, host=socket.gethostname(), pid=os.getpid(), space=space)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+    def has_ended(self) -> bool:
+        """Whether its process is known to have ended; only for one of the same ``space``."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            # Without a /proc nobody can say.
+            return Path("/proc/self").exists()
+        return state in "ZX"
+
+
+class Heartbeat(NamedTuple):
+    """What a rank reports of itself. Rank 0 reads those of all ranks with every beat.
+
+    Attributes:
+        steps: grows as its main thread goes on.
+        work: grows as it computes.
+        number: how often it has reported.
+        stage: what it is at.
+        chunk: the chunk in hand.
+        saved: number of chunks that it has saved, once it has nothing more to do; None before.
+        run: number of the run whose samples are counted; 0 where none is.
+        done: this rank's samples of it so far.
+    """
+
+    steps: int
+    work: int
+    number: int
+    stage: str
+    chunk: int | None = None
+    saved: int | None = None
+    run: int = 0
+    done: int = 0
+
+    @classmethod
+    def read(cls, text: str) -> Heartbeat:
+        """Read what ``str`` gives."""
+        steps, work, number, stage, chunk, saved, run, done = text.split()
+        return cls(
+            int(steps),
+            int(work),
+            int(number),
+            stage,
+            None if chunk == "-" else int(chunk),
+            None if saved == "-" else int(saved),
+            int(run),
+            int(done),
+        )
+
+    def __str__(self) -> str:
+        chunk, saved = ("-" if number is None else number for number in (self.chunk, self.saved))
+        return f"{self.steps} {self.work} {self.number} {self.stage} {chunk} {saved} {self.run} {self.done}"
+
+    @property
+    def position(self) -> str:
+        """Where the rank is, for people."""
+        return described(self.stage, self.chunk)
+
+
+class Work:
+    """Counts windows of time in which this process really worked; made on its main thread.
+
+    It worked where its threads of Python, but for the engine's own helpers, took a tenth of a core, or where
+    the main thread read or wrote. A library's own threads do not count: Horovod's and MPI's look for messages
+    without a pause.
+    """
+
+    def __init__(self) -> None:
+        self._main = threading.get_native_id()
+        self._lock = threading.Lock()
+        self._count = 0
+        self._since = time.monotonic()
+        self._cpu_s = self._seconds_by_thread()
+        self._bytes = self._bytes_moved()
+
+    def count(self) -> int:
+        """Look, from any thread; grows where the process has worked since."""
+        with self._lock:
+            now = time.monotonic()
+            seconds = now - self._since
+            if seconds >= _WINDOW_S:
+                before, self._cpu_s = self._cpu_s, self._seconds_by_thread()
+                taken = sum(used - before.get(thread, 0.0) for thread, used in self._cpu_s.items())
+                moved, self._bytes = -self._bytes, self._bytes_moved()
+                moved += self._bytes
+                self._since = now
+                if taken >= _LEAST_CORES * seconds or moved >= _LEAST_BYTES_A_S * seconds:
+                    self._count += 1
+            return self._count
+
+    def _seconds_by_thread(self) -> dict[int, float]:
+        found = {}
+        for thread in threading.enumerate():
+            number = thread.native_id
+            if number is not None and not _is_helper(thread.name):
+                try:
+                    # Linux: a thread's clock by its number; an error where it has ended.
+                    found[number] = time.clock_gettime(~number << 3 | 6)
+                except OSError:
+                    continue
+        return found
+
+    def _bytes_moved(self) -> int:
+        try:
+            lines = Path(f"/proc/self/task/{self._main}/io").read_text().splitlines()
+        except OSError:
+            return 0
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
+def _is_helper(name: str) -> bool:
+    return name.startswith("dualeval-") and not name.startswith("dualeval-compute")
+
+
+class OwnHeartbeats:
+    """This rank's own heartbeats; made on its main thread."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._beats = 0
+        self._work = Work()
+
+    def look(self, saved: int | None = None, run: int = 0, done: int = 0) -> Heartbeat:
+        """The heartbeat of this moment, as it would be reported."""
+        at = self._progress.position
+        return Heartbeat(at.steps, self._work.count(), self._beats, at.stage, at.chunk, saved, run, done)
+
+    def next(self, saved: int | None = None, run: int = 0, done: int = 0) -> Heartbeat:
+        """The next heartbeat to report."""
+        self._beats += 1
+        return self.look(saved, run, done)

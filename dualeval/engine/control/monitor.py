@@ -1,0 +1,286 @@
+"""Who of the ranks has come to a standstill, by their heartbeats.
+
+Times of two hosts are never compared: what counts is how long the observer has seen no change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name
+from dualeval.engine.ending import say
+
+# A rank may be there for as long as the others, or its caller, need.
+IDLE = "idle"
+WAITING = ("meet", IDLE)
+COLLECTIVE = "collective"
+# There are no batches to count: what a rank computes there is progress, for however long.
+UNCOUNTED = ("setup", "write", "end")
+# The main thread waits without computing, for what the device computes.
+_DEVICE = "device"
+# Ranks that wait in a collective must not be named before one that has not come to it.
+_COLLECTIVE_GRACE_S = 2.0
+# One that has passed a meeting may be seen there for a moment longer.
+_LEFT_BEHIND_S = 3.0
+_LATE_S = 10.0
+
+
+class Clock:
+    """Seconds that the observer has been awake for; those in which it was stopped itself do not count.
+
+    Args:
+        most_s: the longest time that counts between two looks.
+        monotonic: the clock behind it.
+    """
+
+    def __init__(self, most_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._most_s = most_s
+        self._monotonic = monotonic
+        self._last = monotonic()
+        self._now = 0.0
+
+    def now(self) -> float:
+        """Look at the clock."""
+        moment = self._monotonic()
+        self._now += min(moment - self._last, self._most_s)
+        self._last = moment
+        return self._now
+
+
+class Standstill:
+    """How long a value has not changed, on the observer's clock."""
+
+    def __init__(self, now: float) -> None:
+        self._value: object = None
+        self._since = now
+
+    def seconds(self, value: object, now: float) -> float:
+        """Take a look at the value."""
+        if value != self._value:
+            self._value, self._since = value, now
+        return now - self._since
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long a rank may make no progress.
+
+    Attributes:
+        timeout_s: without computing.
+        forward_timeout_s: with a batch in hand, where it computes.
+    """
+
+    timeout_s: float
+    forward_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How a rank's main thread goes on.
+
+    Attributes:
+        kind: "going" on; "computing" for longer than the timeout, so that it is named; "collective": in one
+            for longer than that, where another rank may be the cause; "stuck": to be given up.
+        seconds: for how long.
+        text: why, for people; empty where it is going on.
+    """
+
+    kind: Literal["going", "computing", "collective", "stuck"]
+    seconds: float = 0.0
+    text: str = ""
+
+
+_GOING = Finding("going")
+
+
+class Judge:
+    """Judges how one rank's main thread goes on: for rank 0, and for that rank's own watch."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._limits = limits
+        self._steps = Standstill(now)
+        self._work = Standstill(now)
+
+    def look(self, heartbeat: Heartbeat, now: float) -> Finding:
+        """Take the rank's latest heartbeat."""
+        still = self._steps.seconds(heartbeat.steps, now)
+        idle = self._work.seconds((heartbeat.steps, heartbeat.work), now)
+        timeout_s = self._limits.timeout_s
+        if still <= timeout_s or heartbeat.stage in WAITING or heartbeat.saved is not None:
+            return _GOING
+        if heartbeat.stage == COLLECTIVE:
+            # What its waiting loop computes is no progress.
+            is_long = still > timeout_s + _COLLECTIVE_GRACE_S
+            return Finding("collective", still, _no_progress(still, heartbeat)) if is_long else _GOING
+        if idle > timeout_s and heartbeat.stage != _DEVICE:
+            return Finding("stuck", idle, _no_progress(idle, heartbeat))
+        if heartbeat.stage in UNCOUNTED:
+            return _GOING
+        longest_s = max(timeout_s, self._limits.forward_timeout_s)
+        text = f"computing for {still:.0f} s, {heartbeat.position}"
+        if still > longest_s:
+            return Finding("stuck", still, f"{text}, longer than --forward-timeout {longest_s:g}")
+        text += f"; the limit is {longest_s:,.0f} s (--forward-timeout)"
+        return Finding("computing", still, text)
+
+
+def _no_progress(seconds: float, heartbeat: Heartbeat) -> str:
+    return f"no progress for {seconds:.0f} s, {heartbeat.position}"
+
+
+class Monitor:
+    """Watches the heartbeats of ranks.
+
+    Args:
+        names: of the ranks to watch.
+        limits: how long they may make no progress.
+        now: the time.
+        sees_all: whether these are all ranks; who waits in a collective is judged only by who sees them all.
+        note: called with a sentence for people, once for each rank that computes for long.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, Name],
+        limits: Limits,
+        now: float,
+        *,
+        sees_all: bool,
+        note: Callable[[str], None],
+    ) -> None:
+        self._names = names
+        self._limits = limits
+        self._sees_all = sees_all
+        self._note = note
+        self._judges = {rank: Judge(limits, now) for rank in names}
+        self._beats = {rank: Standstill(now) for rank in names}
+        self._named: set[int] = set()
+
+    def look(self, heartbeats: Mapping[int, Heartbeat], now: float) -> tuple[int, str] | None:
+        """Take the latest heartbeats; returns the rank that has come to a standstill, and a message."""
+        stuck, collective, computing = [], [], []
+        others_are_waited_for = False
+        for rank, heartbeat in heartbeats.items():
+            finding = self._judges[rank].look(heartbeat, now)
+            silent = self._beats[rank].seconds(heartbeat.number, now)
+            # Its caller may be in C code that keeps Python's lock, for as long as it likes.
+            silent_s = self._limits.forward_timeout_s if heartbeat.stage == IDLE else self._limits.timeout_s
+            if silent > silent_s:
+                text = f"{_no_progress(silent, heartbeat)}, and the process does not respond"
+                stuck.append((0, -silent, rank, text))
+            elif finding.kind == "stuck":
+                stuck.append((1, -finding.seconds, rank, finding.text))
+            elif finding.kind == "collective":
+                collective.append((2, -finding.seconds, rank, finding.text))
+            else:
+                if finding.kind == "computing":
+                    computing.append((rank, finding.text))
+                if heartbeat.stage not in ("meet", COLLECTIVE) and heartbeat.saved is None:
+                    others_are_waited_for = True
+        self._name_computing(computing)
+        if self._sees_all and not others_are_waited_for:
+            stuck += collective
+        if not stuck:
+            return None
+        _, _, rank, text = min(stuck)
+        return rank, f"{self._names[rank]}: {text}"
+
+    def _name_computing(self, computing: list[tuple[int, str]]) -> None:
+        new = [(rank, text) for rank, text in computing if rank not in self._named]
+        if new and self._sees_all:
+            self._named.update(rank for rank, _ in new)
+            rank, text = new[0]
+            more = f" (and {len(new) - 1} more ranks)" if len(new) > 1 else ""
+            self._note(f"{self._names[rank]}{more}: {text}")
+
+
+class Observer:
+    """Whom a rank watches, and on which clock: rank 0 all ranks, the others rank 0.
+
+    Args:
+        own: this rank.
+        names: of the ranks that it watches.
+        limits: how long they may make no progress; None watches nobody.
+        every_s: how often it looks.
+
+    Attributes:
+        names: as given.
+        sees_all: whether these are all ranks.
+    """
+
+    def __init__(self, own: Name, names: Mapping[int, Name], limits: Limits | None, every_s: float) -> None:
+        self.names = names
+        self.sees_all = own.rank == 0
+        # Twice, and a second: a busy machine is no reason to stop the clock, a stopped process is.
+        self._clock = Clock(most_s=2 * every_s + 1.0)
+        self._monitor = None
+        if limits is not None:
+            self._monitor = Monitor(names, limits, self._clock.now(), sees_all=self.sees_all, note=_note)
+        # On this host, where it can be seen that a process has ended.
+        self._near = [rank for rank, name in names.items() if name.space == own.space]
+        self._done: dict[int, int] = {}
+        self._run = 0
+        self._left: set[int] = set()
+        self._alone = Standstill(0.0)
+        self._late = Standstill(0.0)
+        self._has_named_late = False
+
+    def read(self, texts: Sequence[bytes]) -> dict[int, Heartbeat]:
+        """The heartbeats of the ranks that have not left, by rank."""
+        pairs = [(rank, text.decode()) for rank, text in zip(self.names, texts, strict=True)]
+        self._left = {rank for rank, text in pairs if text == LEFT}
+        return {rank: Heartbeat.read(text) for rank, text in pairs if text != LEFT}
+
+    def look(self, heartbeats: Mapping[int, Heartbeat]) -> tuple[int, str] | None:
+        """Take the latest heartbeats; returns the rank that is to be given up, and a message."""
+        now = self._clock.now()
+        waiting = [rank for rank, heartbeat in heartbeats.items() if heartbeat.stage == "meet"]
+        self._name_late(waiting, heartbeats, now)
+        stuck = self._left_behind(waiting, now)
+        if stuck is None and self._monitor is not None:
+            stuck = self._monitor.look(heartbeats, now)
+        return stuck
+
+    def _left_behind(self, waiting: Sequence[int], now: float) -> tuple[int, str] | None:
+        """A rank that has left though another waits for all."""
+        seconds = self._alone.seconds(bool(waiting and self._left), now)
+        if not (waiting and self._left) or seconds < _LEFT_BEHIND_S:
+            return None
+        rank = min(self._left)
+        return rank, (
+            f"{self.names[rank]} has left, and {self.names[waiting[0]]} waits for all ranks: every rank has "
+            "to evaluate the same, and to ask for the result"
+        )
+
+    def _name_late(self, waiting: Sequence[int], heartbeats: Mapping[int, Heartbeat], now: float) -> None:
+        """Say, once, which rank has not come where others wait for all."""
+        idle = [rank for rank, heartbeat in heartbeats.items() if heartbeat.stage == IDLE]
+        seconds = self._late.seconds(bool(waiting and idle), now)
+        if waiting and idle and seconds >= _LATE_S and self.sees_all and not self._has_named_late:
+            self._has_named_late = True
+            _note(
+                f"{self.names[waiting[0]]} has waited {seconds:.0f} s for {self.names[idle[0]]}, which has "
+                "not called evaluate, or asked for the result, yet"
+            )
+
+    def gone(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
+        """Ranks on this host whose process has ended, though they have not left."""
+        return [rank for rank in self._near if rank in heartbeats and self.names[rank].has_ended()]
+
+    def samples_done(self, heartbeats: Mapping[int, Heartbeat], run: int) -> int | None:
+        """On rank 0: the samples of a run that all ranks have done; None on the others."""
+        if not self.sees_all:
+            return None
+        if run != self._run:
+            self._run, self._done = run, {}
+        self._done.update(
+            {rank: heartbeat.done for rank, heartbeat in heartbeats.items() if heartbeat.run == run}
+        )
+        return sum(self._done.values())
+
+
+def _note(sentence: str) -> None:
+    say(f"dualeval: note: {sentence}")
