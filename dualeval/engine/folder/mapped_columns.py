@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -42,12 +41,7 @@ class MappedColumns:
     def __enter__(self) -> MappedColumns:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._files.close()
 
     def append(self, columns: Mapping[str, Rows]) -> None:
@@ -88,12 +82,7 @@ class HeldColumns:
     def __enter__(self) -> HeldColumns:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._parts.clear()
 
     def append(self, columns: Mapping[str, Rows]) -> None:
