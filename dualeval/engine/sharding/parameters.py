@@ -161,10 +161,8 @@ def _check_values(name: str, parameter: nn.Parameter) -> None:
 
 
 def _is_divisible(parameter: nn.Parameter) -> bool:
-    is_plain = (
-        isinstance(parameter, LateRows) or parameter.is_contiguous() or parameter.ndim == _IMAGE_DIMENSIONS
-    )
-    return parameter.is_floating_point() and parameter.ndim > 0 and parameter.numel() > 0 and is_plain
+    keeps_strides = parameter.is_contiguous() or parameter.ndim == _IMAGE_DIMENSIONS
+    return parameter.is_floating_point() and parameter.ndim > 0 and parameter.numel() > 0 and keeps_strides
 
 
 # -- reading -----------------------------------------------------------------------------------------------
@@ -199,7 +197,11 @@ class Reading:
         first, last = parameter.rows_of(self._rank, self._size)
         if isinstance(source, LateRows):
             self._probe += _ends_of(source, parameter)
-            rows = torch.empty(_shape_of(parameter, last - first), dtype=parameter.dtype)
+            if parameter.is_divided:
+                rows = torch.empty(_shape_of(parameter, last - first), dtype=parameter.dtype)
+            else:
+                # With its own strides: they decide last bits.
+                rows = torch.empty_strided(parameter.shape, source.stride(), dtype=parameter.dtype)
             if rows.numel():
                 source.read_rows(first, last, rows)
             if parameter.is_divided:
