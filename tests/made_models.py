@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dualeval.engine.identity.model import ModelValues, model_fingerprint, structure_fingerprint
+from dualeval.engine.identity.model import ModelHasher, model_fingerprint, structure_fingerprint
 
 
 class Mode(enum.Enum):
@@ -231,7 +231,7 @@ BY_NAME = {
 
 
 def structure(model: nn.Module) -> dict[str, str]:
-    return structure_fingerprint(model, ModelValues(model))
+    return structure_fingerprint(model, ModelHasher(model))
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:

@@ -218,8 +218,8 @@ class LateTask(dualeval.ModelTask):
 
 def _late(parameter: nn.Parameter) -> Any:
     values = parameter.detach().clone()
-    empty = torch.empty(values.shape, dtype=values.dtype, device="meta")
-    late: Any = nn.Parameter(empty, requires_grad=False)
+    # Of the same strides: the kernels of some CPUs give other bits for other ones.
+    late: Any = nn.Parameter(torch.empty_like(values, device="meta"), requires_grad=False)
 
     def read_rows(first: int, last: int, into: Tensor) -> None:
         into.copy_(values[first:last] if values.ndim else values)

@@ -30,7 +30,7 @@ from dualeval.columns import (
     values_of,
 )
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.folder import predictions
+from dualeval.engine.folder import windows
 from dualeval.engine.folder.journal import JournalWriter, read_journal_file
 from dualeval.engine.folder.layout import partial_files
 from dualeval.engine.folder.mapped_columns import HeldColumns, MappedColumns
@@ -308,7 +308,7 @@ def test_plain_columns_have_the_files_of_old(tmp_path: Path) -> None:
 def test_windows_are_small_where_rows_are_long_whoever_wrote_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predictions, "WINDOW_BYTES", 40)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 40)
     plan = EvalPlan(num_samples=10, batch_size=1)
     lengths = [3, 0, 9, 1, 12, 0, 0, 2, 2, 2]
     found = []
@@ -324,8 +324,8 @@ def test_windows_are_small_where_rows_are_long_whoever_wrote_them(
             }
             writer.write(own, len(own) * [1], torch.zeros(30, dtype=torch.int64), made)
             files.append(read_journal_file(writer.written[0]))
-        windows = vars(predictions)["windows_of"](files, plan, ["c"])
-        found.append([(first, rows["c"].lengths.tolist()) for first, rows in windows])
+        pieces = windows.windows_of(files, plan, ["c"])
+        found.append([(first, rows["c"].lengths.tolist()) for first, rows in pieces])  # type: ignore[union-attr]
     assert found == 3 * [[(0, [3, 0]), (2, [9, 1]), (4, [12]), (5, [0, 0, 2, 2, 2])]]
 
 
@@ -340,9 +340,9 @@ def test_a_file_without_columns_has_empty_rows() -> None:
     with dualeval.connect(None, dualeval.World.alone(), "cpu") as backend:
         files = writer.collect(backend, 2)
     assert [sorted(file.columns) for file in files] == [["evaluated"], ["c", "evaluated"]]
-    [(_, rows)] = vars(predictions)["windows_of"](files, plan, ["c"])
+    [(_, rows)] = windows.windows_of(files, plan, ["c"])
     assert rows["c"].tolist() == ["", "", "", "a", "", "é"]
-    assert predictions.read_columns(files, plan, ["c"], None)["c"].tolist() == ["a", "", "é"]
+    assert windows.read_columns(files, plan, ["c"], None)["c"].tolist() == ["a", "", "é"]
 
 
 # -- mapped columns ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dualeval.devices import connect
 from dualeval.engine import numerics, plan, recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
-from dualeval.engine.folder import journal, predictions
+from dualeval.engine.folder import journal, predictions, windows
 from dualeval.engine.options import NEW_FOLDER, RunOptions
 from dualeval.errors import ExactlyOnceError, UsageError
 from dualeval.result import Result
@@ -78,7 +78,7 @@ def test_grouping_of_integer_work_changes_no_bit(tmp_path: Path, monkeypatch: py
     wanted = evaluate(TinyTask(500, broken=[17, 18]), tmp_path / "a", batch_size=8, on_error="skip")
     monkeypatch.setattr(recorder, "FOLD_SAMPLES", 1)
     monkeypatch.setattr(recorder, "FLUSH_ROWS", 20)
-    monkeypatch.setattr(predictions, "WINDOW_ROWS", 50)
+    monkeypatch.setattr(windows, "WINDOW_ROWS", 50)
     found = evaluate(TinyTask(500, broken=[17, 18]), tmp_path / "b", batch_size=8, on_error="skip")
     assert found.metrics_digest == wanted.metrics_digest
     assert repr(rows(tmp_path / "b")) == repr(rows(tmp_path / "a"))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine.identity import tensors
-from dualeval.engine.identity.model import ModelValues, model_fingerprint, structure_by_name
+from dualeval.engine.identity.model import ModelHasher, model_fingerprint, structure_by_name
 from dualeval.errors import UsageError
 from dualeval.models.question_answering import build
 from tests import questions
@@ -382,15 +382,15 @@ GRAPHS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_each_object_of_a_graph_is_looked_at_a_few_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[None] = []
-    make = ModelValues._make
+    make = ModelHasher._make
     limit = 200_000  # all paths are more than can be walked in a lifetime
 
-    def counted(self: ModelValues, value: Any, asked: Any) -> bytes:
+    def counted(self: ModelHasher, value: Any, asked: Any) -> bytes:
         made.append(None)
         assert len(made) < limit
         return make(self, value, asked)
 
-    monkeypatch.setattr(ModelValues, "_make", counted)
+    monkeypatch.setattr(ModelHasher, "_make", counted)
     found = structure(Holder(GRAPHS[name]()))
     made.clear()
     assert structure(Holder(GRAPHS[name]())) == found
@@ -426,10 +426,10 @@ def test_a_cycle_that_comes_out_of_a_set(launch: Launch) -> None:
 def test_where_a_cycle_is_entered_does_not_count() -> None:
     one, other = Place("one"), Place("other")
     one.near, other.near = [other], [one]
-    values = ModelValues()
+    values = ModelHasher()
     first = values.digest(one)
     second = values.digest(other)
-    values = ModelValues()
+    values = ModelHasher()
     assert (values.digest(other), values.digest(one)) == (second, first)
     assert first != second
 
@@ -495,7 +495,7 @@ def test_an_attribute_is_left_out_by_name() -> None:
 
 def test_attributes_are_named() -> None:
     def named(model: nn.Module) -> dict[str, str]:
-        return structure_by_name(model, ModelValues(model))
+        return structure_by_name(model, ModelHasher(model))
 
     one, other = (named(nn.Sequential(nn.Conv1d(1, 1, 1, stride=stride))) for stride in (1, 2))
     assert [name for name in one if one[name] != other[name]] == ["0.stride"]
@@ -578,7 +578,7 @@ def test_which_process_it_is_does_not_count(name: str) -> None:
     for value in (0, 1):
         model = nn.Linear(2, 2)
         setattr(model, name, value)
-        digests.add(str(structure_by_name(model, ModelValues(model))))
+        digests.add(str(structure_by_name(model, ModelHasher(model))))
     assert len(digests) == 1
 
 
@@ -586,9 +586,9 @@ def test_what_torch_keeps_beside_a_function_at_its_first_call_is_not_in_the_iden
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model: Any = checkpoint_wrapper(nn.Linear(2, 2))
-    before = ModelValues().digest(model.checkpoint_fn)
+    before = ModelHasher().digest(model.checkpoint_fn)
     model(torch.rand(1, 2)).sum().backward()  # as in a training
-    assert ModelValues().digest(model.checkpoint_fn) == before
+    assert ModelHasher().digest(model.checkpoint_fn) == before
 
     def doubled(value: int) -> int:
         return 2 * value
@@ -596,4 +596,4 @@ def test_what_torch_keeps_beside_a_function_at_its_first_call_is_not_in_the_iden
     # Each has an address of its own, as two ranks have.
     disable: Any = torch.compiler.disable
     one, other = (disable(doubled) for _ in range(2))
-    assert ModelValues().digest(one) == ModelValues().digest(other)
+    assert ModelHasher().digest(one) == ModelHasher().digest(other)

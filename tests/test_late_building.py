@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 import dualeval
 from dualeval.engine.identity import ModelIdentity
 from dualeval.engine.late_parameters import read_all
+from dualeval.engine.sharding.parameters import parameters_of
 from dualeval.errors import UsageError
 from dualeval.models import classifiers
 from dualeval.models.checkpoints import read_state_dict
@@ -133,6 +134,26 @@ def test_a_model_of_ones_own_is_the_same(tmp_path: Path) -> None:
         read_all(late)
         assert torch.equal(late(tokens), whole(tokens))
     assert late.embedding.weight is late.head.weight
+
+
+def test_parameters_keep_their_strides(tmp_path: Path) -> None:
+    """Kernels may give other last bits for other strides: a divided model is the same as a whole one."""
+
+    def make() -> nn.Module:
+        model = nn.Linear(2, 3)
+        model.register_parameter("turned", nn.Parameter(torch.randn(7, 5).t()))
+        return model
+
+    path = save(make, tmp_path / "w.pt")
+    late, whole = dualeval.late_model(make, path), made(make, path)
+    assert is_late(late)
+    divided = {parameter.name: parameter for parameter in parameters_of(late)}
+    assert not divided["turned"].is_divided, "it would come back contiguous"
+    assert divided["weight"].is_divided
+    read_all(late)
+    for name, parameter in late.named_parameters():
+        assert parameter.stride() == whole.get_parameter(name).stride()
+        assert torch.equal(parameter, whole.get_parameter(name))
 
 
 def test_its_file_may_have_other_dtypes_and_one_of_tied_names(tmp_path: Path) -> None:

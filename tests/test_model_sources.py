@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dualeval.engine.identity.model import ModelValues, model_fingerprint, structure_fingerprint
+from dualeval.engine.identity.model import ModelHasher, model_fingerprint, structure_fingerprint
 from dualeval.errors import UsageError
 from dualeval.models import classifiers
 from dualeval.models.sources import Loading, WeightsSource
@@ -97,7 +97,7 @@ def exported(model: nn.Module, dimension: Any = None) -> Any:
 
 def identity(model: nn.Module) -> tuple[Any, ...]:
     weights = model_fingerprint(model)["fingerprint"]
-    return weights, structure_fingerprint(model, ModelValues(model))
+    return weights, structure_fingerprint(model, ModelHasher(model))
 
 
 def fails(name: str, weights: str | None = None, **options: Any) -> str:

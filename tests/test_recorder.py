@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dualeval.engine import recorder
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.folder.predictions import EVALUATED
+from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder

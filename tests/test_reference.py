@@ -88,7 +88,7 @@ def test_the_numbers_are_those_of_the_two_files(
     first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     monkeypatch.setattr(reference, "WINDOW_ROWS", window)
-    monkeypatch.setattr("dualeval.engine.folder.predictions.WINDOW_ROWS", window)
+    monkeypatch.setattr("dualeval.engine.folder.windows.WINDOW_ROWS", window)
     out = tmp_path / "second"
     job = {"precision": "fp32", "mean": (0.5,), "layout": "x"}
     result = evaluate(Seeded(seed=1), out, batch_size=16, reference=first, job=job)

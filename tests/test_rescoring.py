@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import dualeval
 from dualeval.engine import stored_rows
-from dualeval.engine.folder import predictions
+from dualeval.engine.folder import windows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.metrics.classification import LARGEST_CONFUSION, TopK, classification_metric, default_metrics
@@ -143,7 +143,7 @@ def test_windows_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_window_is_all_that_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictions, "WINDOW_ROWS", 100)
+    monkeypatch.setattr(windows, "WINDOW_ROWS", 100)
     monkeypatch.setattr(stored_rows, "WINDOW_ROWS", 50)
     evaluate(TinyTask(480), tmp_path, batch_size=8)
     stored = stored_rows.StoredRows(tmp_path / "predictions.parquet")

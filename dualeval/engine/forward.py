@@ -18,7 +18,7 @@ from dualeval.engine.compute import Compute, copy_sharing_tensors, usable_thread
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.opening import PreviousRun
-from dualeval.engine.identity.values import Values
+from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
@@ -280,7 +280,7 @@ def _columns_of(evaluation: Evaluation, data: Any, samples: range) -> Mapping[st
 def _note_random(evaluation: Evaluation, samples: range, data: Any) -> None:
     """Say so where samples are others each time they are read: ranks and runs would not agree."""
     again, _ = read_alone(evaluation, samples)
-    if again is not None and Values().digest(again) != Values().digest(data):
+    if again is not None and Hasher().digest(again) != Hasher().digest(data):
         names = " and ".join(evaluation.dataset.id(index) for index in samples)
         evaluation.context.note_all(
             [

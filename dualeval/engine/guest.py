@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dualeval.engine.accelerator import random_states, set_random_states
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.identity.values import Values
+from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.sharding.detect import divide, is_unit
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
@@ -122,7 +122,7 @@ class Snapshot:
             return []
         buffers = dict(model.named_buffers())
         kinds = [[name, str(buffer.dtype), list(buffer.shape)] for name, buffer in buffers.items()]
-        digest = Values().digest(list(buffers.values())).hex()
+        digest = Hasher().digest(list(buffers.values())).hex()
         control.meet()
         everyone = backend.all_gather_json([sha256_of_json(kinds), digest])
         # Models of different structure are refused later, with what differs.

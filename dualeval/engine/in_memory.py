@@ -12,38 +12,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualeval.columns import Column, Rows
-from dualeval.engine.folder.stored_columns import StoredColumn, describe_columns, place_columns
+from dualeval.columns import Column
+from dualeval.engine.folder.stored_columns import RowsOfChunks, describe_columns, place_columns
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryRows:
+class MemoryRows(RowsOfChunks):
     """Rows of finished chunks, read as those of a journal file are.
 
     Attributes:
-        path: names them in messages.
-        chunks: numbers of the chunks, in the order of the rows.
-        rows: number of rows of each chunk.
-        columns: the columns by name; the offset of each is that in ``content``.
         content: the columns in C order, one after the other, uint8.
     """
 
-    path: Path
-    chunks: tuple[int, ...]
-    rows: tuple[int, ...]
-    columns: dict[str, StoredColumn]
     content: npt.NDArray[np.uint8]
-
-    def read_rows(self, column: str, start: int, stop: int) -> Rows:
-        """Rows ``start`` to ``stop`` of a column: shape (stop - start, *row_shape), or ragged ones."""
-        return self.columns[column].read(self._read, start, stop)
-
-    def read_offsets(self, column: str) -> npt.NDArray[np.int64]:
-        """Where the values of each row of a ragged column begin, and the last one's end."""
-        return self.columns[column].offsets(self._read, 0, sum(self.rows))
 
     def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
         return self.content[offset : offset + count * dtype.itemsize].view(dtype)

@@ -28,6 +28,7 @@ def has_late(model: nn.Module) -> bool:
 
 
 def _read(parameter: Any) -> nn.Parameter:
-    values = torch.empty(parameter.shape, dtype=parameter.dtype)
+    # With its own strides: they decide last bits.
+    values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
     parameter.read_rows(0, len(parameter) if parameter.ndim else 1, values)
     return nn.Parameter(values, parameter.requires_grad)

@@ -20,7 +20,8 @@ from dualeval.engine.folder.collecting import errors_of, gather_failures
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalFile, JournalWriter
 from dualeval.engine.folder.opening import PreviousRun
-from dualeval.engine.folder.predictions import RowsOfChunks, read_columns
+from dualeval.engine.folder.stored_columns import RowsOfChunks
+from dualeval.engine.folder.windows import read_columns
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Evaluation, unwritable
 from dualeval.engine.machines import chunks_by_machine

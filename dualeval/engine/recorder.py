@@ -15,7 +15,7 @@ from torch import Tensor
 from dualeval.columns import Column, Ragged, concatenated, described, each_part, empty_rows, kind_of
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import MOST_OF_AN_ERROR, JournalWriter
-from dualeval.engine.folder.predictions import EVALUATED
+from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.ledger import Ledger
 from dualeval.engine.plan import EvalPlan

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.columns import RaggedRows, Rows, Text, form_of, to_rows, values_of
-from dualeval.engine.folder.predictions import WINDOW_ROWS, RowsOfChunks, evaluated_of, windows_of
+from dualeval.engine.folder.stored_columns import RowsOfChunks
+from dualeval.engine.folder.windows import WINDOW_ROWS, evaluated_of, windows_of
 from dualeval.engine.parts import ids_of, texts_of
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.rescoring import finished_run

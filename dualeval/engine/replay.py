@@ -20,7 +20,7 @@ from dualeval.columns import Rows, form_of, spread_rows, to_column, values_of
 from dualeval.engine.columns import columns_of, update
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalFile
-from dualeval.engine.folder.predictions import EVALUATED, evaluated_of
+from dualeval.engine.folder.windows import EVALUATED, evaluated_of
 from dualeval.engine.measured import plain
 from dualeval.engine.parts import texts_of
 from dualeval.engine.plan import EvalPlan

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from dualeval.engine.identity.values import Contents, Values, attributes_of
+from dualeval.engine.identity.attributes import attributes_of
+from dualeval.engine.identity.hasher import Hasher, SampleHasher
 from dualeval.errors import UsageError
 from dualeval.tasks import Dataset
 
@@ -158,7 +159,7 @@ class Samples:
 
     def _hash(self, index: int) -> str | None:
         try:
-            first, again = (Contents().digest(self.__getitems__([index])).hex() for _ in range(2))
+            first, again = (SampleHasher().digest(self.__getitems__([index])).hex() for _ in range(2))
         except Exception:  # noqa: BLE001 - what is wrong with a sample is said when it is evaluated
             return None
         return first if first == again else None
@@ -172,14 +173,14 @@ class Samples:
         """A hash of what lies in memory; of an object, of its public attributes."""
         if self.in_memory:
             data = self._data.tensors if isinstance(self._data, TensorDataset) else self._data
-            return Contents().digest(data).hex()
+            return SampleHasher().digest(data).hex()
         # Dicts and private ones may be caches, which fill while samples are read; a mapped file may be large.
         attributes = {
             name: value
             for name, value in attributes_of(self._data).items()
             if not name.startswith("_") and not isinstance(value, (dict, np.memmap))
         }
-        return Values().attributes(attributes).hex()
+        return Hasher().attributes(attributes).hex()
 
 
 def _plain_tensors(data: Any) -> tuple[Tensor, ...]:
@@ -219,7 +220,7 @@ class HuggingFaceSamples(Samples):
         contents = self._given
         if contents is None:
             # What is stored is left to content_fingerprint: the ranks of a node share the reading.
-            contents = Values().digest([str(self._data.features), self._data.format]).hex()
+            contents = Hasher().digest([str(self._data.features), self._data.format]).hex()
         return hashlib.sha256(f"{len(self)} {count} {contents}".encode()).hexdigest()
 
     def content_fingerprint(self, samples: range) -> str:
@@ -228,7 +229,7 @@ class HuggingFaceSamples(Samples):
             return self._given
         columns = self._stored[samples.start : samples.stop].to_pydict()
         stored = [_stored(columns[name]) for name in sorted(columns)]
-        return Contents().digest([sorted(columns), stored]).hex()
+        return SampleHasher().digest([sorted(columns), stored]).hex()
 
 
 class OneByOne(Samples):

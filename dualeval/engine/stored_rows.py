@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.columns import Rows, offsets_of, rows_of
-from dualeval.engine.folder.predictions import COLUMN_OF_TEXT, WINDOW_ROWS
+from dualeval.engine.folder.predictions import COLUMN_OF_TEXT
+from dualeval.engine.folder.windows import WINDOW_ROWS
 from dualeval.errors import DualevalError, UsageError
 
 # Of every task's file, and never null.

@@ -18,7 +18,8 @@ from dualeval.columns import Column, Ragged, Rows, to_rows
 from dualeval.engine.clusters import check_scores
 from dualeval.engine.columns import columns_of
 from dualeval.engine.folder.mapped_columns import copied, read_only
-from dualeval.engine.folder.predictions import EVALUATED, json_entries, parquet_bytes
+from dualeval.engine.folder.predictions import json_entries, parquet_bytes
+from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.parts import texts_of
 from dualeval.errors import DualevalError, RefusedSamples, UsageError, named, text_of

@@ -30,9 +30,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualeval.columns import Column, Rows
+from dualeval.columns import Column
 from dualeval.engine.folder.layout import SUFFIX, file_name, fingerprint_there
-from dualeval.engine.folder.stored_columns import StoredColumn, describe_columns, place_columns
+from dualeval.engine.folder.stored_columns import RowsOfChunks, describe_columns, place_columns
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 from dualeval.result import partial_of, sync_folder
@@ -45,42 +45,26 @@ MOST_OF_AN_ERROR = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class JournalFile:
+class JournalFile(RowsOfChunks):
     """A checked file: what it holds, without the rows themselves.
 
     Attributes:
-        path: where it is.
         checksum: sha256 of its content, 32 bytes.
         fingerprint: of the job that wrote it.
         machine: what its rows were computed on.
-        chunks: numbers of its chunks, in the order of its rows.
-        rows: number of rows of each chunk.
         failed: number of samples in them that could not be read.
         failures: index and error of each of them.
         slots: ledger slots of its delta, int64 of shape (entries,).
         values: what it adds to them, likewise.
-        columns: its columns by name.
     """
 
-    path: Path
     checksum: bytes
     fingerprint: str
     machine: dict[str, Any]
-    chunks: tuple[int, ...]
-    rows: tuple[int, ...]
     failed: int
     failures: tuple[tuple[int, str], ...]
     slots: npt.NDArray[np.int64]
     values: npt.NDArray[np.int64]
-    columns: dict[str, StoredColumn]
-
-    def read_rows(self, column: str, start: int, stop: int) -> Rows:
-        """Rows ``start`` to ``stop`` of a column: shape (stop - start, *row_shape), or ragged ones."""
-        return self.columns[column].read(self._read, start, stop)
-
-    def read_offsets(self, column: str) -> npt.NDArray[np.int64]:
-        """Where the values of each row of a ragged column begin, and the last one's end."""
-        return self.columns[column].offsets(self._read, 0, sum(self.rows))
 
     def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
         # fromfile, not a memory map: mapped pages would count as this process's memory.

@@ -6,8 +6,10 @@ values of all rows; so a few rows can be read without the others.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -78,6 +80,35 @@ class StoredColumn:
         count = int(stop - start) * self.row_bytes // self.dtype.itemsize
         found = source(self.dtype, count, int(self._values_at + start * self.row_bytes))
         return found.reshape(stop - start, *self.row_shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsOfChunks(ABC):
+    """Rows of some chunks, on the disk (``JournalFile``) or in memory (``MemoryRows``).
+
+    Attributes:
+        path: where they are; names them in messages.
+        chunks: numbers of the chunks, in the order of the rows.
+        rows: number of rows of each chunk.
+        columns: the columns by name.
+    """
+
+    path: Path
+    chunks: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: dict[str, StoredColumn]
+
+    def read_rows(self, column: str, start: int, stop: int) -> Rows:
+        """Rows ``start`` to ``stop`` of a column: shape (stop - start, *row_shape), or ragged ones."""
+        return self.columns[column].read(self._read, start, stop)
+
+    def read_offsets(self, column: str) -> npt.NDArray[np.int64]:
+        """Where the values of each row of a ragged column begin, and the last one's end."""
+        return self.columns[column].offsets(self._read, 0, sum(self.rows))
+
+    @abstractmethod
+    def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
+        """Read so many values from so many bytes after the start."""
 
 
 def describe_columns(columns: Mapping[str, Column]) -> tuple[list[dict[str, Any]], list[npt.NDArray[Any]]]:

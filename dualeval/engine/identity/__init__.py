@@ -17,16 +17,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from dualeval.engine.identity.attributes import attributes_of, is_incidental
 from dualeval.engine.identity.constants import constants, shown
 from dualeval.engine.identity.data import contents_fingerprint
+from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.model import (
+    ModelHasher,
     ModelIdentity,
-    ModelValues,
     model_fingerprint,
     structure_fingerprint,
 )
+from dualeval.engine.identity.plain import short_hex
 from dualeval.engine.identity.source import has_source, modules_of, source_fingerprints
-from dualeval.engine.identity.values import Values, attributes_of, says_where
 from dualeval.engine.sharding.detect import class_of
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -42,7 +44,6 @@ __all__ = [
     "task_attributes",
 ]
 
-_SHOWN = 16  # characters of a hash
 _VALUES = (
     *(bool, int, float, complex, str, bytes, enum.Enum),
     *(FunctionType, functools.partial, Tensor, np.ndarray, np.generic),
@@ -76,13 +77,13 @@ def job_identity(
     Raises:
         UsageError: the fingerprint of task or metric is no JSON.
     """
-    values = model.values
+    hasher = model.hasher
     measures: list[Metric | RowMetric] = [*metrics, *row_metrics]
     named = [*task.sources(), *_functions(measures)]
     objects = [task, dataset, getattr(dataset, "wrapped", None), *model.modules, *measures]
     return {
         "task": task.name,
-        **_sources(objects, named, values),
+        **_sources(objects, named, hasher),
         "task_options": _as_json(task.fingerprint(), f"task {task.name!r}"),
         # Those that the command line has made the task of, whatever its fingerprint says.
         **({"options": dict(task.given_options)} if task.given_options else {}),
@@ -94,7 +95,7 @@ def job_identity(
         # Says which of a module's attributes differs.
         "structure_attributes": dict(model.structure_attributes),
         # What the source of classes leaves open: it may come from the environment, or a caller.
-        "constants": constants(objects, values, named),
+        "constants": constants(objects, hasher, named),
         # Their order is that of their slots in the ledger.
         "metrics": [metric.name for metric in measures],
         "metric_options": _by_name(measures),
@@ -102,22 +103,22 @@ def job_identity(
 
 
 def _sources(
-    objects: Sequence[object], named: Sequence[Any], values: ModelValues
+    objects: Sequence[object], named: Sequence[Any], hasher: ModelHasher
 ) -> dict[str, dict[str, str]]:
     """Hashes of the source of objects, of what a task names, and of all that the model's structure holds."""
     code: dict[str, list[bytes]] = defaultdict(list)
     for kind in {kind: None for item in objects for kind in class_of(item).__mro__}:
         if not has_source(kind):
-            code[kind.__module__].append(values.digest(kind))
+            code[kind.__module__].append(hasher.digest(kind))
     for item in named:
         if not isinstance(item, (ModuleType, FunctionType, type)):
             # One with values of its own, such as a partial: whoever made its class, they are of the job.
-            code[_OBJECTS].append(values.digest(item))
+            code[_OBJECTS].append(hasher.digest(item))
         elif not isinstance(item, ModuleType):
-            code[item.__module__ or "builtins"].append(values.digest(item))
+            code[item.__module__ or "builtins"].append(hasher.digest(item))
     # Whatever the order: a model may hold its modules in another one.
     joined = {module: b"".join(sorted(digests)) for module, digests in code.items()}
-    return source_fingerprints({*modules_of([*objects, *named]), *values.modules}, joined)
+    return source_fingerprints({*modules_of([*objects, *named]), *hasher.modules}, joined)
 
 
 def task_attributes(task: Task) -> dict[str, Any]:
@@ -131,11 +132,11 @@ def task_attributes(task: Task) -> dict[str, Any]:
     """
     if type(task).fingerprint is not Task.fingerprint:
         return {}
-    values = Values()
+    hasher = Hasher()
     return {
-        name: shown(value, values)
+        name: shown(value, hasher)
         for name, value in sorted(attributes_of(task).items())
-        if _holds_values(value) and not says_where(name)
+        if _holds_values(value) and not is_incidental(name)
     }
 
 
@@ -184,9 +185,9 @@ def metric_fingerprint(metric: Metric | RowMetric) -> Any:
     own = getattr(metric, "fingerprint", None)
     if callable(own):
         return _as_json(own(), f"metric {metric.name!r}")
-    values = ModelValues()
+    hasher = ModelHasher()
     named = f"{type(metric).__module__}.{type(metric).__qualname__}"
     if isinstance(metric, nn.Module):
-        return {"class": named, "state": values.digest(metric).hex()[:_SHOWN]}
+        return {"class": named, "state": short_hex(hasher.digest(metric))}
     attributes = sorted(attributes_of(metric).items())
-    return {"class": named, **{name: shown(value, values) for name, value in attributes}}
+    return {"class": named, **{name: shown(value, hasher) for name, value in attributes}}

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dualeval.engine.identity.source import has_source, is_own, is_own_function
-from dualeval.engine.identity.values import Values, has_path, ignored, is_device, says_where
+from dualeval.engine.identity.attributes import ignored_by, is_incidental
+from dualeval.engine.identity.hasher import Hasher
+from dualeval.engine.identity.plain import has_path, is_device, short_hex
+from dualeval.engine.identity.source import has_source, is_own, is_own_function, names_in
 from dualeval.engine.sharding.detect import class_of
 
-_SHOWN = 16  # characters of a hash
 # Longer ones are hashed: nobody wants a password or a token in job.json.
 _LONGEST_VALUE = 16
 _MOST_SHOWN = 128
@@ -27,7 +28,7 @@ _MOST_SHOWN = 128
 _OF_TYPING = {"_is_protocol", "_is_runtime_protocol"}
 
 
-def constants(objects: Iterable[object], values: Values, functions: Iterable[Any] = ()) -> dict[str, Any]:
+def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any] = ()) -> dict[str, Any]:
     """Values that methods read, of the user's classes among those of some objects, by class and name.
 
     They are: plain class attributes; plain constants of a module that methods name; defaults of arguments,
@@ -36,7 +37,7 @@ def constants(objects: Iterable[object], values: Values, functions: Iterable[Any
 
     Args:
         objects: what the classes are of. A class without a file is left out: its code holds all of that.
-        values: makes the hashes.
+        hasher: makes the hashes.
         functions: what else has source; of those of the user's own that stand in a file, the module's plain
             constants that they name.
 
@@ -44,37 +45,34 @@ def constants(objects: Iterable[object], values: Values, functions: Iterable[Any
         For each class that reads any: its values by name, long ones as hashes; one hash of all for each class
         where there are more than 128 values.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for kind in {kind: None for item in objects for kind in class_of(item).__mro__}:
-        if is_own(kind) and has_source(kind):
-            left_out = ignored(kind)
-            items = sorted(_read_by(kind), key=itemgetter(0))
-            read = {name: value for name, value in items if not _left_out(name, left_out)}
-            name = f"{kind.__module__}.{kind.__qualname__}"
-            while read and name in found:  # made twice by one function
-                name += "'"
-            if read:
-                found[name] = read
+    kinds = {kind: None for item in objects for kind in class_of(item).__mro__}
+    read: list[tuple[type | FunctionType, Iterable[tuple[str, Any]], Container[str]]] = [
+        (kind, _read_by(kind), ignored_by(kind)) for kind in kinds if is_own(kind) and has_source(kind)
+    ]
     for function in map(_innermost, functions):
         if isinstance(function, FunctionType) and is_own_function(function) and has_source(function):
-            read = {name: value for name, value in _constants_of([function]) if not _left_out(name, ())}
-            name = f"{function.__module__}.{function.__qualname__}"
-            while read and name in found:  # lambdas of one place
-                name += "'"
-            if read:
-                found[name] = dict(sorted(read.items(), key=itemgetter(0)))
+            read.append((function, _constants_of([function]), ()))
+    found: dict[str, dict[str, Any]] = {}
+    for item, pairs, ignored in read:
+        ordered = sorted(pairs, key=itemgetter(0))
+        kept = {name: value for name, value in ordered if not _is_left_out(name, ignored)}
+        name = f"{item.__module__}.{item.__qualname__}"
+        while kept and name in found:  # classes that one function has made, or lambdas of one place
+            name += "'"
+        if kept:
+            found[name] = kept
     if sum(map(len, found.values())) > _MOST_SHOWN:
-        return {name: values.digest(read).hex()[:_SHOWN] for name, read in found.items()}
-    return {name: {key: shown(value, values) for key, value in read.items()} for name, read in found.items()}
+        return {name: short_hex(hasher.digest(read)) for name, read in found.items()}
+    return {name: {key: shown(value, hasher) for key, value in read.items()} for name, read in found.items()}
 
 
-def shown(value: Any, values: Values) -> Any:
+def shown(value: Any, hasher: Hasher) -> Any:
     """A short value as it is, any other as a hash."""
     if value is None or (type(value) in (bool, int, float) and abs(value) < 2**53):
         return value
     if type(value) is str and len(value) <= _LONGEST_VALUE and not (has_path(value) or is_device(value)):
         return value
-    return values.digest(value).hex()[:_SHOWN]
+    return short_hex(hasher.digest(value))
 
 
 def _read_by(kind: type) -> Iterator[tuple[str, Any]]:
@@ -96,9 +94,10 @@ def _constants_of(functions: Sequence[FunctionType]) -> Iterator[tuple[str, Any]
     """The plain constants of their modules that functions name, and none of them writes to."""
     written = {name for function in functions for name in _written(function.__code__)}
     for function in functions:
-        for name in _named(function.__code__) - written:
-            if not _is_pythons(name) and _is_plain(function.__globals__.get(name, _held_by)):
-                yield name, function.__globals__[name]
+        for name in names_in(function.__code__) - written:
+            read = function.__globals__
+            if name in read and not _is_pythons(name) and _is_plain(read[name]):
+                yield name, read[name]
 
 
 def _innermost(function: Any) -> Any:
@@ -107,9 +106,9 @@ def _innermost(function: Any) -> Any:
     return getattr(function, "__func__", function)
 
 
-def _left_out(name: str, ignored_names: Container[str]) -> bool:
+def _is_left_out(name: str, ignored: Container[str]) -> bool:
     own = name.rpartition(".")[2]
-    return own in ignored_names or says_where(own)
+    return own in ignored or is_incidental(own)
 
 
 def _functions_of(item: Any) -> list[FunctionType]:
@@ -149,11 +148,6 @@ def _is_plain(value: Any) -> bool:
 
 def _is_pythons(name: str) -> bool:
     return name in _OF_TYPING or (name.startswith("__") and name.endswith("__"))
-
-
-def _named(code: CodeType) -> set[str]:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*map(_named, inner))
 
 
 def _written(code: CodeType) -> set[str]:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
+from dualeval.engine.identity.attributes import attributes_of, is_incidental
+from dualeval.engine.identity.hasher import Hasher, script_code
+from dualeval.engine.identity.plain import short_hex
 from dualeval.engine.identity.source import is_own
 from dualeval.engine.identity.tensors import tensor_digest
-from dualeval.engine.identity.values import Values, attributes_of, says_where, script_code
 from dualeval.engine.sharding.detect import class_of, is_of_fsdp, is_state_of_fsdp, whole
 
 # Of an nn.Module's attributes: what is read in another way, and what no forward in evaluation reads.
@@ -31,7 +33,6 @@ _COMPILED = {"dynamo_ctx", "forward", "_torchdynamo_orig_callable", "_torchdynam
 _TRACED = {"meta", "_graph", "_code", "_tracer_cls", "_tracer_extras", "_codegen"}
 # The children whose structure is named one by one.
 _MOST_NAMED = 64
-_SHOWN = 16  # characters of a hash
 _MOST_ATTRIBUTES = 128
 _SHOWN_OF_ONE = 6  # it explains a difference, and finds none
 
@@ -53,9 +54,9 @@ def model_fingerprint(
     Raises:
         UsageError: a tensor has no values.
     """
-    values = ModelValues(model)
+    hasher = ModelHasher(model)
     parameters = {
-        name: tensor_digest(name, whole(parameter, around_gather), values.digest)
+        name: tensor_digest(name, whole(parameter, around_gather), hasher.digest)
         for name, parameter in model.named_parameters()
     }
     return WeightsDigests.of(model).fingerprint(parameters)
@@ -79,7 +80,7 @@ class WeightsDigests:
         Raises:
             UsageError: a tensor has no values.
         """
-        values = ModelValues(model)
+        hasher = ModelHasher(model)
         own = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in own.items()}
         made: dict[int, str | bytes] = {}
@@ -90,7 +91,7 @@ class WeightsDigests:
             elif id(item) not in made:  # a tied one is there under several names
                 tensor = isinstance(item, Tensor)
                 made[id(item)] = (
-                    tensor_digest(name, whole(item), values.digest) if tensor else values.digest(item)
+                    tensor_digest(name, whole(item), hasher.digest) if tensor else hasher.digest(item)
                 )
             entries.append((name, made[id(item)], _elements(item)))
         return cls(entries=tuple(entries))
@@ -123,7 +124,7 @@ def _elements(item: Any) -> int:
     return sum(map(_elements, item)) if isinstance(item, tuple | list) else 0
 
 
-class ModelValues(Values):
+class ModelHasher(Hasher):
     """Digests of what belongs to a model: its modules and their tensors are known by their names.
 
     Args:
@@ -138,15 +139,15 @@ class ModelValues(Values):
         if not issubclass(type(value), nn.Module):
             return None
         tensors = _own_tensors(value)
-        return self.all("module", [self.own(value), tensors, list(value._modules.values())])
+        return self.combined("module", [self.module_itself(value), tensors, list(value._modules.values())])
 
-    def own(self, module: nn.Module) -> bytes:
+    def module_itself(self, module: nn.Module) -> bytes:
         """The digest of what one module says by itself: its class, its values, hooks and children's names."""
         children = [(name, child is None) for name, child in module._modules.items()]
         absent = {name: tensor is None for name, tensor in _own_tensors(module).items()}
         # A copied trace is of another class than the trace.
         kind = "script" if isinstance(module, torch.jit.ScriptModule) else class_of(module)
-        return self.all("own", [kind, self._values(module), _hooks(module), children, absent])
+        return self.combined("own", [kind, self._values(module), _hooks(module), children, absent])
 
     def _values(self, module: nn.Module) -> bytes:
         if isinstance(module, torch.jit.ScriptModule):
@@ -159,14 +160,14 @@ class ModelValues(Values):
         attributes = {name: compiled.getattr(name) for name in kind.get_attributes()}
         attributes.pop("_is_full_backward_hook", None)
         methods = {name: script_code(self, compiled._get_method(name)) for name in compiled._method_names()}
-        return self.all("script", [module.original_name, attributes, methods])
+        return self.combined("script", [module.original_name, attributes, methods])
 
     def by_name(self, module: nn.Module) -> Iterator[tuple[str, bytes]]:
         """The digests of what a module says, one by one: its class, its hooks, and each of its values."""
         yield "__class__", self.digest(class_of(module))
         hooks = _hooks(module)
         if any(hooks):
-            yield "hooks", self.all("hooks", hooks)
+            yield "hooks", self.combined("hooks", hooks)
         if not isinstance(module, torch.jit.ScriptModule):
             for name, value in sorted(values_of(module).items()):
                 if name != "training":
@@ -185,7 +186,7 @@ def values_of(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in attributes.items()
-        if name not in left_out and not says_where(name) and not is_state_of_fsdp(name)
+        if name not in left_out and not is_incidental(name) and not is_state_of_fsdp(name)
     }
 
 
@@ -194,14 +195,14 @@ class ModelIdentity:
     """What a model is, as it was built: to be taken before it is prepared for its evaluation.
 
     Attributes:
-        values: digests of what belongs to the model, whose modules and tensors it knows by name.
+        hasher: makes digests of what belongs to the model, whose modules and tensors it knows by name.
         modules: all of them.
         structure: as ``structure_fingerprint`` gives it.
         structure_attributes: as ``structure_by_name`` gives them.
         weights: as ``model_fingerprint`` gives it.
     """
 
-    values: ModelValues
+    hasher: ModelHasher
     modules: tuple[nn.Module, ...]
     structure: Mapping[str, str]
     structure_attributes: Mapping[str, str]
@@ -230,22 +231,22 @@ class ModelIdentity:
             model: before it is prepared.
             weights: as ``model_fingerprint`` gives it.
         """
-        values = ModelValues(model)
+        hasher = ModelHasher(model)
         return cls(
-            values=values,
+            hasher=hasher,
             modules=tuple(model.modules()),
-            structure=structure_fingerprint(model, values),
-            structure_attributes=structure_by_name(model, values),
+            structure=structure_fingerprint(model, hasher),
+            structure_attributes=structure_by_name(model, hasher),
             weights=weights,
         )
 
 
-def structure_fingerprint(model: nn.Module, values: ModelValues) -> dict[str, str]:
+def structure_fingerprint(model: nn.Module, hasher: ModelHasher) -> dict[str, str]:
     """Hashes of all that modules are besides their tensors: classes, plain values, callables, hooks.
 
     Args:
         model: before it is folded or compiled.
-        values: of this model; knows afterwards the modules of all that was met.
+        hasher: of this model; knows afterwards the modules of all that was met.
 
     Returns:
         One hash for the model's own values and one for each of its children; "others" for those after the
@@ -255,17 +256,19 @@ def structure_fingerprint(model: nn.Module, values: ModelValues) -> dict[str, st
     for name, module in model.named_modules():
         child = name.partition(".")[0] or "model"
         group = child if child in groups or len(groups) <= _MOST_NAMED else "others"
-        groups.setdefault(group, hashlib.sha256()).update(name.encode() + b"\0" + values.own(module))
-    groups["model"].update(values.all("model", [_aliases(model), _hooks_of_all()]))
-    return {name: digest.hexdigest()[:_SHOWN] for name, digest in groups.items()}
+        groups.setdefault(group, hashlib.sha256()).update(
+            name.encode() + b"\0" + hasher.module_itself(module)
+        )
+    groups["model"].update(hasher.combined("model", [_aliases(model), _hooks_of_all()]))
+    return {name: short_hex(digest.digest()) for name, digest in groups.items()}
 
 
-def structure_by_name(model: nn.Module, values: ModelValues) -> dict[str, str]:
+def structure_by_name(model: nn.Module, hasher: ModelHasher) -> dict[str, str]:
     """Short hashes of single attributes, to say what in a module differs; of the user's modules first.
 
     Args:
         model: as for ``structure_fingerprint``.
-        values: of this model.
+        hasher: of this model.
 
     Returns:
         By the name of the module and that of the attribute, at most 128; none of a model of more than 64
@@ -278,7 +281,7 @@ def structure_by_name(model: nn.Module, values: ModelValues) -> dict[str, str]:
     entries = (
         (f"{name or 'model'}.{attribute}", digest.hex()[:_SHOWN_OF_ONE])
         for name, module in modules
-        for attribute, digest in values.by_name(module)
+        for attribute, digest in hasher.by_name(module)
     )
     return dict(islice(entries, _MOST_ATTRIBUTES))
 

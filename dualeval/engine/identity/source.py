@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from dualeval.engine.identity.plain import short_hex
 from dualeval.engine.sharding.detect import class_of
 
-_SHOWN = 16  # characters of a hash; nobody forges a source file
 _OWN_PACKAGE = __name__.partition(".")[0]
 _PYTHON = "python"
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made
@@ -85,6 +85,12 @@ def modules_of(items: Iterable[Any]) -> set[str]:
     return names
 
 
+def names_in(code: CodeType) -> set[str]:
+    """The globals and attributes that a code object, and those inside of it, name."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(names_in, inner))
+
+
 def source_fingerprints(modules: Iterable[str], code: dict[str, bytes]) -> dict[str, dict[str, str]]:
     """Hashes of modules' source files.
 
@@ -114,7 +120,7 @@ def _hash(contents: dict[str, bytes]) -> str:
     digest = hashlib.sha256()
     for module, content in contents.items():
         digest.update(module.encode() + b"\0" + content)
-    return digest.hexdigest()[:_SHOWN]
+    return short_hex(digest.digest())
 
 
 def _place(module: str, file: Path | None) -> tuple[str, str]:

@@ -57,7 +57,7 @@ class ShardedModel:
         self._is_read = False
         for parameter in self._parameters:
             assert parameter.source is not None
-            self._identity.values.let_go(parameter.source)
+            self._identity.hasher.hold_weakly(parameter.source)
             _put_all(model, parameter, _empty(parameter, parameter.dtype))
         whole = [parameter for parameter in self._parameters if not parameter.is_divided]
         most = sum(parameter.nbytes for parameter in self._parameters) // _NOTED_PART
@@ -97,7 +97,7 @@ class ShardedModel:
             return
         self._is_read = True
         control, backend = self._context.control, self._context.backend
-        reading = Reading(self._parameters, backend, self._identity.values)
+        reading = Reading(self._parameters, backend, self._identity.hasher)
         for parameter in self._parameters:
             control.progress.step("setup")
             reading.read(parameter)

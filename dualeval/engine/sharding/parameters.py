@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.tensors import rows_digest, tensor_digest
-from dualeval.engine.identity.values import Values
 from dualeval.engine.layouts import fixed_part
 from dualeval.engine.settings_watch import is_compiled
 from dualeval.engine.sharding.units import has_forward
@@ -147,7 +147,7 @@ def _check_model(model: nn.Module) -> None:
 def _check_values(name: str, parameter: nn.Parameter) -> None:
     is_late = isinstance(parameter, LateRows)
     if is_lazy(parameter) or (parameter.is_meta and not is_late):
-        tensor_digest(name, parameter, Values().digest)  # which says what to do
+        tensor_digest(name, parameter, Hasher().digest)  # which says what to do
     if not is_late and type(parameter) not in (nn.Parameter, Tensor):
         raise UsageError(
             f"shard: the parameter {name} is a {type(parameter).__name__}, and only plain tensors can be "
@@ -161,10 +161,8 @@ def _check_values(name: str, parameter: nn.Parameter) -> None:
 
 
 def _is_divisible(parameter: nn.Parameter) -> bool:
-    is_plain = (
-        isinstance(parameter, LateRows) or parameter.is_contiguous() or parameter.ndim == _IMAGE_DIMENSIONS
-    )
-    return parameter.is_floating_point() and parameter.ndim > 0 and parameter.numel() > 0 and is_plain
+    keeps_strides = parameter.is_contiguous() or parameter.ndim == _IMAGE_DIMENSIONS
+    return parameter.is_floating_point() and parameter.ndim > 0 and parameter.numel() > 0 and keeps_strides
 
 
 # -- reading -----------------------------------------------------------------------------------------------
@@ -176,14 +174,14 @@ class Reading:
     Args:
         parameters: of the model; they lose their sources.
         backend: of the ranks that divide it.
-        values: makes digests of what belongs to a tensor and is none.
+        hasher: makes digests of what belongs to a tensor and is none.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], backend: Backend, values: Values) -> None:
+    def __init__(self, parameters: Sequence[Parameter], backend: Backend, hasher: Hasher) -> None:
         self._parameters = parameters
         self._backend = backend
         self._rank, self._size = backend.world.rank, backend.world.size
-        self._values = values
+        self._hasher = hasher
         self._digests: dict[str, bytes] = {}
         self._late: list[Parameter] = []
         self._probe: list[str] = []
@@ -199,16 +197,20 @@ class Reading:
         first, last = parameter.rows_of(self._rank, self._size)
         if isinstance(source, LateRows):
             self._probe += _ends_of(source, parameter)
-            rows = torch.empty(_shape_of(parameter, last - first), dtype=parameter.dtype)
+            if parameter.is_divided:
+                rows = torch.empty(_shape_of(parameter, last - first), dtype=parameter.dtype)
+            else:
+                # With its own strides: they decide last bits.
+                rows = torch.empty_strided(parameter.shape, source.stride(), dtype=parameter.dtype)
             if rows.numel():
                 source.read_rows(first, last, rows)
             if parameter.is_divided:
                 self._late.append(parameter)
             else:
-                self._digests[parameter.name] = tensor_digest(parameter.name, rows, self._values.digest)
+                self._digests[parameter.name] = tensor_digest(parameter.name, rows, self._hasher.digest)
         else:
             # Every rank has it whole: one that has another is found when the ranks compare their jobs.
-            self._digests[parameter.name] = tensor_digest(parameter.name, source, self._values.digest)
+            self._digests[parameter.name] = tensor_digest(parameter.name, source, self._hasher.digest)
             own = source.detach()
             rows = _copy_of(own[first:last]) if parameter.is_divided else own.cpu()
         parameter.rows = rows

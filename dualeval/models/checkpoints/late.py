@@ -52,6 +52,7 @@ class LateTensor(Tensor):
         source: where the values are.
         dtype: of the tensor; None for that of the source.
         builder: of the model that it is a parameter of; while it builds, ``copy_`` gives the tensor a source.
+        strides: of the tensor, in values; None for a contiguous one.
 
     Attributes:
         source: as above.
@@ -65,10 +66,14 @@ class LateTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls, source: Source, dtype: torch.dtype | None = None, builder: Builder | None = None
+        cls,
+        source: Source,
+        dtype: torch.dtype | None = None,
+        builder: Builder | None = None,
+        strides: tuple[int, ...] | None = None,
     ) -> LateTensor:
         made: LateTensor = Tensor._make_wrapper_subclass(
-            cls, source.shape, dtype=dtype or source.dtype, device=torch.device("cpu"), requires_grad=False
+            cls, source.shape, strides, dtype=dtype or source.dtype, device=torch.device("cpu")
         )
         made.source = source
         made.failure = None
@@ -78,8 +83,8 @@ class LateTensor(Tensor):
 
     @classmethod
     def without_values(cls, like: Tensor, builder: Builder) -> LateTensor:
-        """A tensor of the shape and dtype of another one, which is loaded next."""
-        return cls(_Nowhere(tuple(like.shape), like.dtype), like.dtype, builder)
+        """A tensor of the shape, dtype and strides of another one, which is loaded next."""
+        return cls(_Nowhere(tuple(like.shape), like.dtype), like.dtype, builder, like.stride())
 
     @property
     def has_values(self) -> bool:
@@ -150,7 +155,7 @@ class LateTensor(Tensor):
         self._copy_from(source, into.view(source.shape))
 
     def _alias(self) -> LateTensor:
-        made = type(self)(self.source, self.dtype, self._builder)
+        made = type(self)(self.source, self.dtype, self._builder, self.stride())
         made._owner = self if self._owner is None or isinstance(self, nn.Parameter) else self._owner
         return made
 

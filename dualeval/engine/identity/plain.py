@@ -1,0 +1,95 @@
+"""Digests of plain values: numbers, text, bytes, paths and devices; and what every digest is made with."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+import struct
+from collections.abc import Callable
+from pathlib import PurePath
+from types import EllipsisType
+from typing import Any
+
+import torch
+
+_SHOWN = 16  # characters of a hash in job.json: it tells jobs apart, and nobody forges one
+_DEVICE = re.compile(r"(cpu|cuda|xpu|mps|hpu|npu|tpu|xla)(:\d+)?")
+# Of two parts or more, or after "=" or "file://"; not in an address, nor a relative one.
+_PATH_INSIDE = re.compile(
+    r"""(?<![\w./~)\]}*-])/(?!/)[^\s"'<>|:;,/]+/[^\s"'<>|:;,]*|(?:(?<==)|(?<=file://))/(?!/)[^\s"'<>|:;,]+"""
+)
+# The plain value in one of a class that derives from a plain one's.
+_DERIVED: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (int, int.__int__),
+    (float, float.__float__),
+    (str, str.__str__),
+    (bytes, lambda value: bytes.__add__(value, b"")),
+)
+
+
+def sha256_of(kind: str, *parts: bytes | memoryview) -> bytes:
+    """sha256 of a kind of value and of the parts that it is made of, 32 bytes."""
+    digest = hashlib.sha256(kind.encode())
+    for part in parts:
+        # With its length: parts must not run into each other.
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.digest()
+
+
+def short_hex(digest: bytes) -> str:
+    """The beginning of a digest, as it is shown."""
+    return digest.hex()[:_SHOWN]
+
+
+def name_of(item: Any) -> bytes:
+    """The module and the name of a class or a function."""
+    return f"{item.__module__}.{item.__qualname__}".encode()
+
+
+def plain_digest(value: Any) -> bytes | None:
+    """sha256 of a value that holds no other, 32 bytes; None for any other."""
+    kind = type(value)
+    if value is None or kind in (bool, EllipsisType, type(NotImplemented)):
+        return sha256_of("constant", str(value).encode())
+    if kind is int:
+        return sha256_of("int", str(value).encode() if -(2**63) < value < 2**63 else hex(value).encode())
+    if kind is float:
+        return sha256_of("float", struct.pack(">d", value))
+    if kind is str:
+        return _text_digest(value)
+    if kind in (bytes, bytearray):
+        return sha256_of("bytes", bytes(value))
+    # Which of them it is says the machine, not the job.
+    if kind is torch.device:
+        return sha256_of("device")
+    if issubclass(kind, PurePath):
+        return sha256_of("path", b"" if value.is_absolute() else value.as_posix().encode())
+    if issubclass(kind, enum.Enum):
+        return None
+    # A class derived from one: its value counts, and its name.
+    for base, content in _DERIVED:
+        if issubclass(kind, base):
+            plain = plain_digest(content(value))
+            return None if plain is None else sha256_of("derived", name_of(kind), plain)
+    return None
+
+
+def _text_digest(value: str) -> bytes:
+    if is_device(value):
+        return sha256_of("device")
+    # Where a file lies decides nothing: a folder may be moved.
+    if value.startswith("/") and len(value) > 1:
+        return sha256_of("path", b"")
+    return sha256_of("text", _PATH_INSIDE.sub("/", value).encode("utf-8", "surrogatepass"))
+
+
+def is_device(value: str) -> bool:
+    """Whether a text names a device."""
+    return _DEVICE.fullmatch(value) is not None
+
+
+def has_path(value: str) -> bool:
+    """Whether a text is an absolute path, or holds one."""
+    return (value.startswith("/") and len(value) > 1) or _PATH_INSIDE.search(value) is not None
