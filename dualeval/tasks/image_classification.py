@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualeval.data.cache import DataCache
 from dualeval.data.image_data import ImageData
 from dualeval.data.labels import KnownClasses
-from dualeval.data.opened import Opened
 from dualeval.data.preprocessing import Normalisation, Preprocessing
 from dualeval.data.small_images import ResizedImages
 from dualeval.errors import DualevalError, UsageError
@@ -81,7 +81,7 @@ class ImageClassification(Task):
             images in their own size mean and std, which only the embedded weights and the embedded data know.
         data_fingerprint: what of image files tells one data set from another: "ends" (size, first and last
             4 KiB) or "content" (all bytes); of small images it is always all.
-        opened: what other tasks of the run have read of their data, which is not read again.
+        cache: what other tasks of the run have read of their data, which is not read again.
 
     Attributes:
         loaded_weights: what was taken from a file that ``weights`` names; None before ``build_model``, and
@@ -117,7 +117,7 @@ class ImageClassification(Task):
         data_fingerprint: str = "ends",
         model_arguments: Mapping[str, Any] | None = None,
         trust_checkpoint: bool = False,
-        opened: Opened | None = None,
+        cache: DataCache | None = None,
     ) -> None:
         if data_fingerprint not in ("ends", "content"):
             raise UsageError(f"--data-fingerprint {data_fingerprint!r}: expected ends or content")
@@ -158,7 +158,7 @@ class ImageClassification(Task):
         self._class_order = class_order
         self._asked_classes = num_classes
         self._preprocessing, self._dataset = self._with_data(
-            preprocessing or {}, data_fingerprint == "content", opened or Opened()
+            preprocessing or {}, data_fingerprint == "content", cache or DataCache()
         )
         self._data_fingerprint = "content" if self._data.is_small else data_fingerprint
         self._metric_names = tuple(metrics)
@@ -173,16 +173,16 @@ class ImageClassification(Task):
         return not self._dataset.in_memory
 
     def _with_data(
-        self, asked: Mapping[str, Any], whole_files: bool, opened: Opened
+        self, asked: Mapping[str, Any], whole_files: bool, cache: DataCache
     ) -> tuple[ChosenPreprocessing, ImageData]:
         """What is done to the images, and the images."""
         data = self._data
         if not data.is_small:
             chosen = choose_for_files(self._model, self._source, asked)
             label = self._labeler()
-            return chosen, data.open_files(chosen.of_files, label, whole_files=whole_files, opened=opened)
+            return chosen, data.open_files(chosen.of_files, label, whole_files=whole_files, cache=cache)
         data.check_labels({"--class-map": self._class_map, "--class-order": self._class_order})
-        images = data.read_small(opened, self._classes_of_weights)
+        images = data.read_small(cache, self._classes_of_weights)
         if wants_resizing(asked):
             chosen = choose_for_files(self._model, self._source, asked)
         else:
