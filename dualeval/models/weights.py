@@ -173,8 +173,7 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
     Args:
         model: takes the values; keeps its dtypes and device.
         state: tensors by the model's names; an entry ``_extra_state`` is whatever its module keeps. Of the
-            names
-            of one and the same tensor of the model, such as tied weights, one is enough.
+            names of one and the same tensor of the model, such as tied weights, one is enough.
         source: where the tensors come from, for messages.
 
     Raises:
