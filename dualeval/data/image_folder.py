@@ -76,11 +76,6 @@ class ImageFolder(ImageFiles):
             f"({' '.join(EXTENSIONS)})." + (f" {self.passed_over}." if str(self.passed_over) else "")
         )
 
-    @property
-    def num_classes(self) -> int | None:
-        """Number of classes; None where a class map names single ones alone."""
-        return self.labels.num_classes
-
     def notes(self) -> list[str]:
         """Which classes the folders are, and what was passed over and is no picture."""
         said = "" if self.passed_over.holds_pictures else str(self.passed_over)

@@ -221,7 +221,7 @@ class ImageClassification(Task):
     @property
     def _may_be_more(self) -> bool:
         """Whether the number of classes is only known to be large enough for those of a class map."""
-        return self._dataset.labels.are_some and self._asked_classes is None
+        return self._dataset.labels.are_partial and self._asked_classes is None
 
     def dataset(self) -> ImageData:
         """The images."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualeval.choices import SPLITS, check_choice
+from dualeval.data.idx import SPLITS as IDX_SPLITS
 from dualeval.data.idx import IdxImages
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.manifest_rows import SUFFIXES, is_manifest
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 # What the embedded job evaluates: files that ship with this package.
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-
-_IDX_SPLITS = {"train": "train", "test": "t10k"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ class DataSource:
             )
         if options.split is None or self._named is not None:
             return
-        if self.is_small and options.split in _IDX_SPLITS:
+        if self.is_small and options.split in IDX_SPLITS:
             return
         raise UsageError(
             f"--split {options.split} has no meaning for {self.name}: a folder or manifest is evaluated "
@@ -154,7 +153,7 @@ class DataSource:
     def _small(self) -> SmallImages:
         if self._named is not None:
             return read_small(self._named)
-        split = None if self._options.split is None else _IDX_SPLITS[self._options.split]
+        split = None if self._options.split is None else IDX_SPLITS[self._options.split]
         return IdxImages(self._path, split, classes=FASHION_MNIST_CLASSES if self.is_embedded else ())
 
     def open_files(
