@@ -7,6 +7,7 @@ rows.
 
 from __future__ import annotations
 
+import enum
 import importlib
 import inspect
 import pkgutil
@@ -26,7 +27,7 @@ from dualeval.metrics import is_of_rows
 from dualeval.metrics.torchmetrics import from_torchmetrics
 from dualeval.metrics.torchmetrics.library import find_class, torchmetrics
 from dualeval.metrics.torchmetrics.results import measured_of
-from dualeval.metrics.torchmetrics.states import Route, isolated, route_of, states_of
+from dualeval.metrics.torchmetrics.states import State, StateKind, isolated, states_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "torchmetrics-routes.md"
 SAMPLES, BATCH = 24, 8
@@ -45,6 +46,21 @@ metric averages over a batch. At one batch size the value is the same at every n
 
 {counts}
 """
+
+
+class Route(enum.Enum):
+    """How a metric is computed; see docs/torchmetrics.md."""
+
+    INTEGERS = "integer sums in the ledger"
+    SUMS = "exact sums of floats in the ledger"
+    ROWS = "from the rows"
+
+
+def route_of(states: list[State] | None) -> Route:
+    """The route of a metric with such states in the ledger."""
+    if states is None:
+        return Route.ROWS
+    return Route.SUMS if any(state.kind is StateKind.FLOAT for state in states) else Route.INTEGERS
 
 
 def generator() -> torch.Generator:

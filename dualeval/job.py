@@ -40,7 +40,7 @@ from dualeval.plugins import (
 from dualeval.wording import nearest
 
 if TYPE_CHECKING:
-    from dualeval.data.opened import Opened
+    from dualeval.data.cache import DataCache
     from dualeval.tasks import Task
 
 # Headings of the help; those of a task's own options stand between DATA and RUN.
@@ -216,16 +216,16 @@ class Job:
                 raise UsageError(f"{said}: {error}") from error
         return found
 
-    def make_task(self, opened: Opened | None = None) -> Task:
+    def make_task(self, cache: DataCache | None = None) -> Task:
         """The task that is evaluated.
 
         Args:
-            opened: as for ``made_task``.
+            cache: as for ``made_task``.
 
         Raises:
             UsageError: its options do not make a job, or what was made is no task.
         """
-        task = made_task(self.kind, self.options, opened)
+        task = made_task(self.kind, self.options, cache)
         if self.kind.origin != BUILT_IN:
             # Before the user's own attributes of that name.
             object.__setattr__(task, "given_options", self._decisive())

@@ -25,7 +25,7 @@ from dualeval.wording import did_you_mean, nearest
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from dualeval.data.opened import Opened
+    from dualeval.data.cache import DataCache
     from dualeval.tasks import Task
 
 TASK_GROUP = "dualeval.tasks"
@@ -173,20 +173,20 @@ def _options_of(source: Any, said: str) -> tuple[type, Callable[[Any], Any]]:
     return made, lambda options: source(**{field.name: getattr(options, field.name) for field in names})
 
 
-def made_task(kind: TaskKind, options: Any, opened: Opened | None = None) -> Task:
+def made_task(kind: TaskKind, options: Any, cache: DataCache | None = None) -> Task:
     """The task of a kind, made of its options.
 
     Args:
         kind: the kind.
         options: an object of its ``options_class``.
-        opened: what other tasks of the run have read of their data; a task of the user's own reads its own.
+        cache: what other tasks of the run have read of their data; a task of the user's own reads its own.
 
     Raises:
         UsageError: what was made is no task.
     """
     from dualeval.tasks import Task
 
-    task = kind.make(options) if opened is None or kind.name not in TASKS else options.make(opened)
+    task = kind.make(options) if cache is None or kind.name not in TASKS else options.make(cache)
     if not isinstance(task, Task):
         raise UsageError(
             f"--task {kind.name}: it returned a {type(task).__name__}, expected a task: an object whose "

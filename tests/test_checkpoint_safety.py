@@ -136,7 +136,7 @@ def test_programs_are_no_weights(trust: bool) -> None:
     with zipfile.ZipFile("program.pt2", "w") as archive:  # 30 s less than torch.export
         archive.writestr("program/archive_format", "pt2")
         archive.writestr("program/data/sample_inputs/model.pt", stream(Canary()))
-    for name, kind in (("script.pt", "a TorchScript archive"), ("program.pt2", "a program of torch.export")):
+    for name, kind in (("script.pt", "a TorchScript archive"), ("program.pt2", "a torch.export program")):
         with pytest.raises(UsageError) as caught:
             read_state_dict(Path(name), trust=trust)
         assert f"{name} is {kind}" in str(caught.value)
@@ -147,7 +147,7 @@ def test_programs_are_no_weights(trust: bool) -> None:
 def test_what_torch_export_writes_is_known() -> None:
     program = torch.export.export(small().eval(), (torch.ones(3, 4),))
     torch.export.save(program, "program.pt2")
-    assert "is a program of torch.export" in refused(Path("program.pt2"))
+    assert "is a torch.export program" in refused(Path("program.pt2"))
 
 
 def test_trust_without_a_file() -> None:

@@ -54,7 +54,7 @@ def test_order_and_targets(tmp_path: Path) -> None:
     (tmp_path / "a/notes.txt").write_text("no image")
     data = ImageFolder(tmp_path, SMALL)
     assert data.classes == ["B", "a", "b", "c", "empty", "z"]
-    assert data.num_classes == 6
+    assert data.labels.num_classes == 6
     assert data.sample_shape == (3, 16, 16)
     assert ids(data) == [
         *("B/z.png", "a/x.png", "b/1.png", "b/10.png", "b/2.png"),

@@ -218,7 +218,7 @@ def test_a_class_map_says_what_labels_are(home: Path) -> None:
     data = opened(path, classes=class_map(home, ant=5, bee=None, cow=2))
     assert data.targets.tolist() == [5, 2]
     assert [data.id(index) for index in range(len(data))] == ["val/ant/0.png", "val/cow/0.png"]
-    assert data.labels.are_some
+    assert data.labels.are_partial
     # Numbers are names where a map says what they stand for.
     numbers = write(home / "n.csv", rows_of())
     assert opened(numbers, classes=class_map(home, **{"0": 9, "1": 8, "2": 7})).targets.tolist() == [9, 8, 7]

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from dualeval.cli import dualeval
 from dualeval.errors import EXIT_USAGE, LibraryError, UsageError
 from dualeval.job import Job
-from dualeval.metrics import in_two
+from dualeval.metrics import split_by_kind
 from dualeval.metrics.by_name import chosen_metrics
 from dualeval.metrics.classification import classification_metric
 from dualeval.option_fields import check_fields, fields_of
@@ -345,7 +345,7 @@ def test_metrics_by_name(package: Path) -> None:
     assert chosen_metrics((), own) == own
     assert chosen_metrics(("top1",), own) == [own[1]]
     chosen = chosen_metrics(("rightness", "loss"), own)
-    assert [metric.name for metric in in_two(chosen)[0]] == ["rightness", "loss"]
+    assert [metric.name for metric in split_by_kind(chosen)[0]] == ["rightness", "loss"]
     with pytest.raises(
         UsageError, match=r"no metric 'rightnes' here\. Nearest: rightness\. Metrics: loss, top1, "
     ):

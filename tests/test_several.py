@@ -347,13 +347,13 @@ def _counted(function: Callable[..., Any], calls: list[Any], name: str) -> Calla
 
 
 def test_a_picture_that_changes_is_read_again(pictures: Path) -> None:
-    from dualeval.data.opened import Opened
+    from dualeval.data.cache import DataCache
     from dualeval.data.preprocessing import Preprocessing
 
-    opened = Opened()
+    cache = DataCache()
 
     def contents(crop: int, count: int = 18) -> str:
-        data = image_folder.ImageFolder(pictures / "val", Preprocessing(resize=36, crop=crop), opened=opened)
+        data = image_folder.ImageFolder(pictures / "val", Preprocessing(resize=36, crop=crop), cache=cache)
         data.fingerprint(count)
         return data.content_fingerprint(range(count))
 

@@ -252,6 +252,17 @@ def test_other_shapes_are_no_number_of_classes(state: dict[str, Tensor]) -> None
     assert "2 of another shape" in message
 
 
+def test_one_tensor_of_another_size_is_no_number_of_classes(state: dict[str, Tensor]) -> None:
+    """A layer with other outputs has another weight and another bias; a table of positions has no outputs."""
+    message = misfit({**state, "0.bias": torch.ones(8)})
+    assert "1 of another shape: 0.bias (8,), the model has (3,)" in message
+    model = small()
+    model.register_parameter("table", nn.Parameter(torch.zeros(9, 2)))
+    with pytest.raises(UsageError) as caught:
+        load_into(model, {**model.state_dict(), "table": torch.ones(25, 2)}, "the weights w.pt")
+    assert "1 of another shape: table (25, 2), the model has (9, 2)" in str(caught.value)
+
+
 def test_another_vocabulary_is_no_number_of_classes() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
     state = {**model.state_dict(), "0.weight": torch.ones(12, 4)}

@@ -32,7 +32,7 @@ from dualeval.several import is_several
 from dualeval.world import World
 
 if TYPE_CHECKING:
-    from dualeval.data.opened import Opened
+    from dualeval.data.cache import DataCache
     from dualeval.result import Result
 
 _LAST_WORDS_S = 0.5
@@ -361,8 +361,8 @@ def _evaluate(jobs: Sequence[tuple[str | None, Job]], invocation: _Invocation, l
             out=invocation.out,
             targets=invocation.targets,
             as_json=invocation.as_json,
-            evaluate=lambda job, out, opened: _run_engine(
-                job, _of_one_model(invocation, out, next(starts, None)), session, opened=opened
+            evaluate=lambda job, out, cache: _run_engine(
+                job, _of_one_model(invocation, out, next(starts, None)), session, cache=cache
             ),
         )
         ended = options.work_in_session(session, models.evaluate, exit_code_of)
@@ -385,7 +385,9 @@ def _of_one_model(invocation: _Invocation, out: Path, started: float | None) -> 
     return replace(invocation, out=out, reference=reference, started=started or perf_counter())
 
 
-def _run_engine(job: Job, invocation: _Invocation, session: Session, opened: Opened | None = None) -> Result:
+def _run_engine(
+    job: Job, invocation: _Invocation, session: Session, cache: DataCache | None = None
+) -> Result:
     from dualeval.engine.ending import show_until_end
     from dualeval.engine.options import NEW_FOLDER
     from dualeval.report.progress import Progress
@@ -394,7 +396,7 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session, opened: Ope
     if session.world.is_main:
         check_installed(invocation.targets, "--logger")
     _fetch(job, session)
-    task = job.make_task(opened)
+    task = job.make_task(cache)
     stream = sys.stderr if invocation.as_json else sys.stdout
     shows = invocation.progress and session.world.is_main
     shown = Progress(stream, as_bar=on_screen(stream)) if shows else None

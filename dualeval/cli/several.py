@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualeval.data.opened import Opened
+from dualeval.data.cache import DataCache
 from dualeval.engine.ending import say
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError, text_of
 from dualeval.process_start import unwritten
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dualeval.result import Result
 
 # Evaluates one model, into that folder, with data that may have been read for another one.
-Evaluate = Callable[["Job", Path, Opened], "Result"]
+Evaluate = Callable[["Job", Path, DataCache], "Result"]
 
 
 def exit_code_of(rows: Sequence[ModelRow]) -> int:
@@ -98,11 +98,11 @@ class Models:
         """
         folder, candidates, lease = self._begin(session)
         rows = [ModelRow(name=each.name, folder=str(folder / each.name)) for each in candidates]
-        opened = Opened()
+        cache = DataCache()
         try:
             self._write(session, folder, rows)
             for number, candidate in enumerate(candidates):
-                rows[number] = self._attempt(session, candidate, rows[number], rows, opened)
+                rows[number] = self._attempt(session, candidate, rows[number], rows, cache)
                 self._write(session, folder, rows)
                 self._log(session, rows[number])
             if session.world.is_main:
@@ -130,7 +130,7 @@ class Models:
         candidate: Candidate,
         row: ModelRow,
         rows: Sequence[ModelRow],
-        opened: Opened,
+        cache: DataCache,
     ) -> ModelRow:
         name, number, count = candidate.name, rows.index(row) + 1, len(rows)
         if session.world.is_main:
@@ -138,7 +138,7 @@ class Models:
         done = sum(each.status == DONE for each in rows)
         assert row.folder is not None
         result, failure = session.attempt(
-            partial(self._evaluate, candidate.job, Path(row.folder), opened),
+            partial(self._evaluate, candidate.job, Path(row.folder), cache),
             progress=f"{done} of {count} models are done.",
             last=number == count,
         )

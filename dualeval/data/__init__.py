@@ -1,1 +1,1 @@
-"""Data sets: images in folders and in idx files."""
+"""Data sets: images in folders, manifests and published files; questions in the format of SQuAD."""

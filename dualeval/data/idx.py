@@ -21,8 +21,8 @@ _IMAGES = "{}-images-idx3-ubyte"
 _LABELS = "{}-labels-idx1-ubyte"
 # torchvision keeps the archives beside what it has unpacked.
 _SUFFIXES = ("", ".gz")
-# As MNIST's files name its parts.
-TEST, TRAIN = "t10k", "train"
+# As MNIST's files name its splits.
+SPLITS = {"test": "t10k", "train": "train"}
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -73,7 +73,7 @@ class IdxImages(SmallImages):
     def __init__(self, folder: Path, split: str | None = None, *, classes: Sequence[str] = ()) -> None:
         splits = _splits(folder)
         if split is None:
-            split = TEST if TEST in splits or not splits else splits[0]
+            split = SPLITS["test"] if SPLITS["test"] in splits or not splits else splits[0]
         images = torch.from_numpy(read_idx(_found(folder, _IMAGES.format(split))))
         targets = torch.from_numpy(read_idx(_found(folder, _LABELS.format(split)))).long()
         if images.ndim != 3 or targets.ndim != 1 or len(images) != len(targets):

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from dualeval.data.cache import DataCache
 from dualeval.data.decoding import Decoder
 from dualeval.data.file_names import FileNames
 from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
 from dualeval.data.labels import Labels
-from dualeval.data.opened import Opened
 from dualeval.data.pictures import read_pixels
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.vision_library import torchvision
@@ -34,7 +34,7 @@ class ImageFiles:
         labels: which class each label is.
         preprocessing: resize and crop are done here; normalisation is the task's, on the device.
         whole_files: take all bytes of a file for its contents; else its size, its head and its tail.
-        opened: what other tasks of the run have read: files that have not changed are read for their contents
+        cache: what other tasks of the run have read: files that have not changed are read for their contents
             once.
 
     Attributes:
@@ -52,7 +52,7 @@ class ImageFiles:
         labels: Labels,
         preprocessing: Preprocessing,
         whole_files: bool,
-        opened: Opened,
+        cache: DataCache,
     ) -> None:
         self._root = root
         self._paths = paths
@@ -64,7 +64,7 @@ class ImageFiles:
         # Size and time of change, in ns, of the files that the fingerprint covers: (count, 2).
         self._first_seen: npt.NDArray[np.int64] = np.empty((0, 2), np.int64)
         # By all that tells the files of some samples from others.
-        self._known_contents: dict[bytes, str] = opened.once(
+        self._known_contents: dict[bytes, str] = cache.once(
             ("contents of images", root.absolute(), whole_files), dict
         )
         # Not in the first reading: reading processes would each import it, for seconds without progress.

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from dualeval.data.cache import DataCache
 from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders, images_in, is_image, shown_name
 from dualeval.data.file_names import FileNames
 from dualeval.data.image_files import ImageFiles
 from dualeval.data.labels import Labels, choose_labels
-from dualeval.data.opened import Opened
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 
@@ -27,7 +27,7 @@ class ImageFolder(ImageFiles):
         preprocessing: as for ``ImageFiles``.
         label: decides which class each folder is, of their names in order.
         whole_files: as for ``ImageFiles``.
-        opened: as there; the folders are listed once for all tasks.
+        cache: as there; the folders are listed once for all tasks.
 
     Attributes:
         classes: the names of the class folders, in order.
@@ -45,10 +45,10 @@ class ImageFolder(ImageFiles):
         *,
         label: Callable[[Sequence[str]], Labels] = choose_labels,
         whole_files: bool = False,
-        opened: Opened | None = None,
+        cache: DataCache | None = None,
     ) -> None:
-        opened = opened or Opened()
-        found, self.passed_over = opened.once(("class folders", root.absolute()), lambda: _listed(root))
+        cache = cache or DataCache()
+        found, self.passed_over = cache.once(("class folders", root.absolute()), lambda: _listed(root))
         self.classes = list(found)
         if not any(map(len, found.values())):
             raise self._without_images(root)
@@ -65,7 +65,7 @@ class ImageFolder(ImageFiles):
             labels=labels,
             preprocessing=preprocessing,
             whole_files=whole_files,
-            opened=opened,
+            cache=cache,
         )
 
     def _without_images(self, root: Path) -> UsageError:
@@ -75,11 +75,6 @@ class ImageFolder(ImageFiles):
             f"data folder {root} holds no sample: found {folders}; expected {root}/CLASS/IMAGE "
             f"({' '.join(EXTENSIONS)})." + (f" {self.passed_over}." if str(self.passed_over) else "")
         )
-
-    @property
-    def num_classes(self) -> int | None:
-        """Number of classes; None where a class map names single ones alone."""
-        return self.labels.num_classes
 
     def notes(self) -> list[str]:
         """Which classes the folders are, and what was passed over and is no picture."""

@@ -106,7 +106,7 @@ class Labels:
         return max(self.classes.values(), default=-1)
 
     @property
-    def are_some(self) -> bool:
+    def are_partial(self) -> bool:
         """Whether a class map names single classes alone, so that there may be more."""
         return bool(self.classes) and self.num_classes is None
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dualeval.data.cache import DataCache
 from dualeval.data.file_names import FileNames
 from dualeval.data.image_data import Labeler
 from dualeval.data.image_files import ImageFiles
 from dualeval.data.labels import Labels, indices_of_classes
 from dualeval.data.manifest_rows import ManifestRows, read_rows
-from dualeval.data.opened import Opened
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
 
@@ -44,7 +44,7 @@ class ManifestImages(ImageFiles):
         path_column: as for ``read_rows``.
         label_column: as there.
         whole_files: as for ``ImageFiles``.
-        opened: as there; the manifest is read once for all tasks.
+        cache: as there; the manifest is read once for all tasks.
 
     Raises:
         UsageError: a row has no path or no label, labels are numbers and names, one has no class, or none of
@@ -61,12 +61,12 @@ class ManifestImages(ImageFiles):
         path_column: str | None = None,
         label_column: str | None = None,
         whole_files: bool = False,
-        opened: Opened | None = None,
+        cache: DataCache | None = None,
     ) -> None:
-        opened = opened or Opened()
+        cache = cache or DataCache()
         if image_root is not None and not image_root.is_dir():
             raise UsageError(f"--image-root {image_root} is no folder")
-        read = opened.once(
+        read = cache.once(
             ("manifest", path.absolute(), path_column, label_column),
             lambda: _read(read_rows(path, path_column, label_column)),
         )
@@ -86,7 +86,7 @@ class ManifestImages(ImageFiles):
             labels=labels,
             preprocessing=preprocessing,
             whole_files=whole_files,
-            opened=opened,
+            cache=cache,
         )
         self._check_files(path, given_root=image_root is not None)
 

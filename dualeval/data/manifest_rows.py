@@ -32,14 +32,12 @@ class ManifestRows:
         path: the manifest.
         unit: what a row's number counts: "line" or "row".
         columns: the names of the two columns that are read.
-        are_typed: whether a label that is text is text; in CSV everything is.
         rows: they, in their order.
     """
 
     path: Path
     unit: str
     columns: tuple[str, str]
-    are_typed: bool
     rows: Iterator[Row]
 
     def where(self, number: int) -> str:
@@ -137,7 +135,7 @@ def _of_csv(path: Path, wanted: _Wanted, delimiter: str) -> ManifestRows:
     _check_once(path, names, columns)
     places = names.index(columns[0]), names.index(columns[1])
     rows = _csv_rows(path, lines, len(names), *places)
-    return ManifestRows(path=path, unit="line", columns=columns, are_typed=False, rows=rows)
+    return ManifestRows(path=path, unit="line", columns=columns, rows=rows)
 
 
 def _csv_cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
@@ -183,7 +181,7 @@ def _of_json_lines(path: Path, wanted: _Wanted) -> ManifestRows:
         raise UsageError(f'{path} is empty: expected lines such as {{"path": "a.jpg", "label": 3}}') from None
     columns = _columns(path, list(first[1]), wanted)
     rows = _json_rows(path, first, objects, *columns)
-    return ManifestRows(path=path, unit="line", columns=columns, are_typed=True, rows=rows)
+    return ManifestRows(path=path, unit="line", columns=columns, rows=rows)
 
 
 def _json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -247,7 +245,7 @@ def _of_parquet(path: Path, wanted: _Wanted) -> ManifestRows:
             " Pictures inside a Parquet file are not read."
         )
     rows = _parquet_rows(path, file, columns, pyarrow.ArrowException)
-    return ManifestRows(path=path, unit="row", columns=columns, are_typed=True, rows=rows)
+    return ManifestRows(path=path, unit="row", columns=columns, rows=rows)
 
 
 def _parquet_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dualeval.data.cifar import read_cifar
-from dualeval.data.idx import TEST, TRAIN, IdxImages
+from dualeval.data.idx import SPLITS, IdxImages
 from dualeval.data.set_names import NamedSet
 from dualeval.data.small_images import SmallImages
 from dualeval.errors import UsageError
@@ -17,7 +17,6 @@ MNIST_CLASSES = (
     *("5 - five", "6 - six", "7 - seven", "8 - eight", "9 - nine"),
 )
 _IDX_CLASSES = {"FashionMNIST": FASHION_MNIST_CLASSES, "MNIST": MNIST_CLASSES}
-_IDX_SPLITS = {"test": TEST, "train": TRAIN}
 
 
 def read_small(wanted: NamedSet) -> SmallImages:
@@ -31,7 +30,7 @@ def read_small(wanted: NamedSet) -> SmallImages:
     # torchvision's place; then that of the files where nobody gave them a folder of their own.
     places = (wanted.root / wanted.name / "raw", wanted.root / "raw", wanted.root)
     folder = next((place for place in places if IdxImages.is_in(place)), None)
-    split = _IDX_SPLITS[wanted.split]
+    split = SPLITS[wanted.split]
     if folder is None:
         raise UsageError(
             f"{places[0] / f'{split}-images-idx3-ubyte.gz'} is missing: --data {wanted.name}:DIR takes "

@@ -16,7 +16,7 @@ from torch import Tensor
 from dualeval.data.contents import HEAD, what_it_holds
 from dualeval.data.decoding import Decoder
 from dualeval.data.preprocessing import Preprocessing
-from dualeval.data.resized_part import Rows
+from dualeval.data.resized_part import Rows, rows_of
 from dualeval.data.resizing import cut_out
 
 # Pillow goes by a file's content, whatever its name is, and some of its other formats start programs (EPS)
@@ -46,7 +46,10 @@ def read_pixels(file: IO[bytes], wanted: Preprocessing, decoder: Decoder | None 
     """
     with _opened(file) as image, _whole_pictures_only():
         pixels = None if decoder is None else decoder.decode(image, file)
-        rows = _rows_of_image(image, wanted.channels) if pixels is None else _rows_of(pixels, wanted.channels)
+        if pixels is None:
+            rows = _rows_of_image(image, wanted.channels)
+        else:
+            rows = _rows_of_pixels(pixels, wanted.channels)
         return cut_out(rows, image.size, wanted)
 
 
@@ -55,13 +58,12 @@ def prepare(image: Image.Image, wanted: Preprocessing) -> Tensor:
     return cut_out(_rows_of_image(image, wanted.channels), image.size, wanted)
 
 
-def _rows_of(pixels: npt.NDArray[np.uint8], channels: int) -> Rows:
+def _rows_of_pixels(pixels: npt.NDArray[np.uint8], channels: int) -> Rows:
     return lambda first, last: _with_channels(Image.fromarray(pixels[first:last]), channels)
 
 
 def _rows_of_image(image: Image.Image, channels: int) -> Rows:
-    whole = _with_channels(_eight_bits(image), channels)
-    return lambda first, last: whole.crop((0, first, whole.width, last))
+    return rows_of(_with_channels(_eight_bits(image), channels))
 
 
 def picture_of(pixels: Tensor) -> Image.Image:

@@ -77,12 +77,13 @@ def _across_first(resample: Resampling) -> bool:
         image = Image.fromarray(np.ascontiguousarray(noise[: size[1], : size[0]]))
         part = (resized[0] // 8, resized[1] // 8, resized[0] * 7 // 8, resized[1] * 7 // 8)
         wanted = image.resize(resized, resample).crop(part)
-        if _two_passes(_rows_of(image), size, resized, resample, part).tobytes() != wanted.tobytes():
+        if _two_passes(rows_of(image), size, resized, resample, part).tobytes() != wanted.tobytes():
             return False
     return True
 
 
-def _rows_of(image: Image.Image) -> Rows:
+def rows_of(image: Image.Image) -> Rows:
+    """The rows of a picture that is in memory."""
     return lambda first, last: image.crop((0, first, image.width, last))
 
 

@@ -52,11 +52,6 @@ class SmallImages:
         return channels, height, width
 
     @property
-    def num_classes(self) -> int | None:
-        """Number of classes; None where the data does not say it."""
-        return self.labels.num_classes
-
-    @property
     def targets(self) -> Tensor:
         """The label of each image, int64 (images,)."""
         return self._targets
@@ -82,7 +77,7 @@ class SmallImages:
         """The names of the classes, as in result.json; empty where they are not known."""
         return self.labels.to_json(num_classes)
 
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+    def __getitems__(self, indices: Sequence[int]) -> Any:
         """One ready batch: images uint8 (n, channels, height, width), targets int64 (n,)."""
         if isinstance(indices, range) and indices.step == 1:
             rows = slice(indices.start, indices.stop)
@@ -92,7 +87,7 @@ class SmallImages:
 
     def fingerprint(self, count: int) -> str:
         """sha256, in hex, over id, size in bytes and label of the first ``count`` samples."""
-        size = math.prod(self.sample_shape)
+        size = math.prod(self._images.shape[1:])
         digest = hashlib.sha256()
         for index, target in enumerate(self._targets[:count].tolist()):
             digest.update(f"{self.id(index)}\0{size}\0{target}\n".encode())
@@ -107,15 +102,14 @@ class SmallImages:
         return digest.hexdigest()
 
 
-class ResizedImages:
+class ResizedImages(SmallImages):
     """Small images that are brought to other channels and another size, with the bits of a picture file.
 
-    Args:
-        images: they.
-        preprocessing: resize, crop, interpolation and channels.
+    Ids, labels and fingerprints are those of the small images: the preprocessing is the job's.
 
-    Attributes:
-        labels: those of ``images``.
+    Args:
+        images: the small images.
+        preprocessing: resize, crop, interpolation and channels.
     """
 
     # Pillow resizes one at a time: reading processes are worth their start.
@@ -125,60 +119,23 @@ class ResizedImages:
         from dualeval.vision_library import torchvision
 
         torchvision()  # not in each reading process anew
-        self._of = images
-        self._preprocessing = preprocessing
+        super().__init__(images._images, images._targets, images._split)
         self.labels = images.labels
-
-    def __len__(self) -> int:
-        return len(self._of)
+        self._preprocessing = preprocessing
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of every sample."""
+        """Channels, height and width of every sample, as they are evaluated."""
         wanted = self._preprocessing
         return (wanted.channels, *wanted.crop_size)
-
-    @property
-    def targets(self) -> Tensor:
-        """The label of each image, int64 (images,)."""
-        return self._of.targets
-
-    @property
-    def largest_target(self) -> int:
-        """The largest label; -1 where there are no samples."""
-        return self._of.largest_target
-
-    def id(self, index: int) -> str:
-        """As that of the small image."""
-        return self._of.id(index)
-
-    def notes(self) -> list[str]:
-        """As those of the small images."""
-        return self._of.notes()
-
-    def warnings(self) -> list[str]:
-        """As those of the small images."""
-        return self._of.warnings()
-
-    def labels_used(self, num_classes: int) -> dict[str, Any]:
-        """As that of the small images."""
-        return self._of.labels_used(num_classes)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         """(uint8 (channels, height, width), label) for each index."""
         from dualeval.data.pictures import picture_of, prepare  # Pillow, which other small images do without
 
-        batch = self._of.__getitems__(indices)
+        batch = super().__getitems__(indices)
         pictures = (prepare(picture_of(image), self._preprocessing) for image in batch["images"])
         return list(zip(pictures, batch["targets"].tolist(), strict=True))
-
-    def fingerprint(self, count: int) -> str:
-        """As that of the small images: the preprocessing is the job's."""
-        return self._of.fingerprint(count)
-
-    def content_fingerprint(self, samples: range) -> str:
-        """As that of the small images."""
-        return self._of.content_fingerprint(samples)
 
 
 def check_small(images: Tensor, targets: Tensor, where: object, classes: Sequence[str] = ()) -> None:

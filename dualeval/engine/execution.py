@@ -39,7 +39,7 @@ from dualeval.engine.reference import Reference, windows_of_file
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import PeerError, UsageError
-from dualeval.metrics import in_two
+from dualeval.metrics import split_by_kind
 from dualeval.metrics.by_name import chosen_metrics
 from dualeval.metrics.classification import NonfiniteWarning
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
@@ -99,7 +99,7 @@ class Execution:
         self.settings_notes: list[str] = []
         self._plan = plan_of(dataset, context)
         task.check_batches(self._plan.batch_size, self._plan.num_samples)
-        metrics, row_metrics = in_two(chosen_metrics(self._options.metric, task.metrics(), rows))
+        metrics, row_metrics = split_by_kind(chosen_metrics(self._options.metric, task.metrics(), rows))
         cluster = self._options.cluster or task.cluster
         self._columns = kept_columns(rows, metrics, row_metrics, cluster)
         trial.check_names([*metrics, *row_metrics], self._columns)

@@ -20,7 +20,7 @@ from dualeval.engine.measured import check_keys, fields_of_result, plain, rough_
 from dualeval.engine.parts import whole_set_intervals
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
-from dualeval.metrics import Measured, Metric, RowMetric, in_two, keeps_rows, per_batch
+from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows, per_batch, split_by_kind
 from dualeval.metrics.by_name import check_metrics
 from dualeval.metrics.clusters import ClusterIntervals
 from dualeval.result import JOB, PREDICTIONS, RESULT, Result, checksum_of, read_result, read_status
@@ -175,7 +175,7 @@ def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[M
         DualevalError: the rows are damaged, or there is no room for a temporary file.
     """
     check_columns(rows, metrics)
-    of_ledger, row_metrics = in_two(metrics)
+    of_ledger, row_metrics = split_by_kind(metrics)
     ledgers = [torch.zeros(metric.size, dtype=torch.int64) for metric in of_ledger]
     names = list(dict.fromkeys(name for metric in metrics for name in metric.columns))
     kept = {name for metric in row_metrics for name in metric.columns}

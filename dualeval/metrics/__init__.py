@@ -169,7 +169,7 @@ def is_of_rows(metric: Metric | RowMetric) -> TypeGuard[RowMetric]:
     return not hasattr(metric, "update")
 
 
-def in_two(metrics: Iterable[Metric | RowMetric]) -> tuple[tuple[Metric, ...], tuple[RowMetric, ...]]:
+def split_by_kind(metrics: Iterable[Metric | RowMetric]) -> tuple[tuple[Metric, ...], tuple[RowMetric, ...]]:
     """The metrics with a ledger, and those of all rows, each in their order."""
     given = tuple(metrics)
     of_rows = tuple(metric for metric in given if is_of_rows(metric))

@@ -20,6 +20,7 @@ from dualeval.metrics.intervals import (
     Ends,
     Spread,
     clustered_interval,
+    rounded,
     skewed_ends,
 )
 from dualeval.metrics.scores import Score
@@ -182,7 +183,7 @@ class _Sums:
         self.count = int(np.count_nonzero(present))
         self._samples = samples
         # Infinite only for a score that does not fit its metric: that has no value of nothing.
-        self._ratio = ratio = _rounded(Fraction(above, below)) if below else math.inf
+        self._ratio = ratio = rounded(Fraction(above, below)) if below else math.inf
         residuals, weights = np.zeros(clusters.count), np.zeros(clusters.count)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for piece, places in clusters.pieces():
@@ -192,7 +193,7 @@ class _Sums:
                 left[np.abs(left) <= _NOISE * np.maximum(np.abs(y), np.abs(parts))] = 0.0
                 residuals += np.bincount(places, left, minlength=clusters.count)
                 weights += np.bincount(places, x, minlength=clusters.count)
-            whole = _rounded(Fraction(below, 1 << DOUBLE_UNIT_BITS))
+            whole = rounded(Fraction(below, 1 << DOUBLE_UNIT_BITS))
             self._shares, residuals = weights[present] / whole, residuals[present] / whole
         self._is_known = all(np.isfinite(each).all() for each in (whole, self._shares, residuals))
         # Times a power of two of their size: their cubes are neither beyond a float64 nor 0.
@@ -252,13 +253,6 @@ def degrees_of_freedom(shares: _Floats) -> float:
     of_square = d - 4 * _sum(c * c * h) + 2 * s * _sum(c * h * h)
     of_square += 2 * a * a + 2 * d * b - 4 * s * a * b + s * s * b * b
     return max(1.0, trace * trace / of_square)
-
-
-def _rounded(value: Fraction) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.copysign(math.inf, value)
 
 
 def _power_of_3_halves(value: float) -> float:

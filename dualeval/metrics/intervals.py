@@ -126,8 +126,8 @@ class PairSums:
 
     samples: int
     x: int
-    products: tuple[int, int, int]
-    cubes: tuple[int, int, int, int]
+    products: tuple[int, ...]
+    cubes: tuple[int, ...]
 
 
 def spread_of_ratio(ratio: Fraction, sums: PairSums) -> Spread | None:
@@ -231,6 +231,14 @@ def clustered_interval(mean: float, variance: float, samples: int, degrees: floa
     half_width = math.sqrt(square * (alike * mean * (1 - mean) + square / 4))
     low, high = (centre - half_width) / (alike + square), (centre + half_width) / (alike + square)
     return max(0.0, min(low, mean)), min(1.0, max(high, mean))
+
+
+def rounded(value: Fraction) -> float:
+    """A rational number as the nearest float64; infinite where it is beyond the largest one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def square_root(value: Fraction) -> float:

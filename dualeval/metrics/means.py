@@ -29,6 +29,7 @@ from dualeval.metrics.intervals import (
     Ends,
     PairSums,
     Spread,
+    rounded,
     skewed_ends,
     spread_of_mean,
     spread_of_ratio,
@@ -66,13 +67,14 @@ class _Estimate(Described):
             function = TRANSFORMS[self.transform]
             value = function(mean)
             if value is None:
-                said = f"metric {self.name!r} has no finite value: it is {self.transform} of {_shown(mean)}"
+                of = rounded(mean)
+                shown = f"{of:.6g}" if math.isfinite(of) else "a number beyond what a float64 holds"
+                said = f"metric {self.name!r} has no finite value: it is {self.transform} of {shown}"
                 return self.measured(None, warnings=(said,))
             ends = None if ends is None else function.of_ends(ends)
         elif value is None:
-            try:
-                value = float(mean)
-            except OverflowError:
+            value = rounded(mean)
+            if math.isinf(value):
                 return self.measured(None, warnings=(f"metric {self.name!r} is beyond what a float64 holds",))
         return self.measured(value, ends, rough=rough)
 
@@ -82,7 +84,7 @@ class _Estimate(Described):
         """As ``_estimated``, with Hall's interval of a spread; None where the samples show none."""
         if spread is None:
             return self._without_interval(mean, _without_spread(samples), value=value)
-        centre = value if value is not None else _rounded(mean)
+        centre = value if value is not None else rounded(mean)
         low, high = skewed_ends(spread)
         ends = (centre + low, centre + high)
         return self._estimated(mean, ends, value=value, rough=_rough_below(samples, spread.effective))
@@ -108,20 +110,6 @@ def _without_spread(samples: int) -> str:
     if samples == 1:
         return "it is of one sample"
     return f"its {samples} samples are all equal, and do not show how far others may be"
-
-
-def _rounded(mean: Fraction) -> float:
-    try:
-        return float(mean)
-    except OverflowError:
-        return math.inf
-
-
-def _shown(mean: Fraction) -> str:
-    try:
-        return f"{float(mean):.6g}"
-    except OverflowError:
-        return "a number beyond what a float64 holds"
 
 
 def sums_of(values: Tensor) -> Sums:
@@ -271,14 +259,11 @@ class Mean(_Estimate):
     def _weighted(self, samples: int, weights: int, found: Sums, *, known: bool) -> Measured:
         if weights == 0:
             return self.measured(None, warnings=(f"metric {self.name!r}: its weights add up to 0",))
-        total, *products = found.products
-        mean = Fraction(total, weights << DOUBLE_UNIT_BITS)
-        uu, ww, uw = products
-        uuu, uuw, uww, www = found.cubes
-        sums = PairSums(samples=samples, x=weights, products=(uu, ww, uw), cubes=(uuu, uuw, uww, www))
+        mean = Fraction(found.products[0], weights << DOUBLE_UNIT_BITS)
         if not known:
             why = "a product of value and weight is beyond what a float64 holds"
             return self._without_interval(mean, why)
+        sums = PairSums(samples=samples, x=weights, products=found.products[1:], cubes=found.cubes)
         return self._of_spread(mean, samples, spread_of_ratio(mean, sums))
 
 
@@ -293,9 +278,14 @@ def _weighted_sums(values: Tensor, weights: Tensor) -> Sums:
         counts=(len(values), int(held.logical_not().sum())),
         nonfinite=nonfinite,
         sums=(w.total(),),
-        products=(x.dot(w), u.dot(u), w.dot(w), u.dot(w)),
+        products=(x.dot(w), *_products(u, w)),
         cubes=_cubes(u, w),
     )
+
+
+def _products(y: ExactColumn, x: ExactColumn) -> tuple[int, int, int]:
+    """The sums of yy, xx and xy."""
+    return y.dot(y), x.dot(x), y.dot(x)
 
 
 def _cubes(y: ExactColumn, x: ExactColumn) -> tuple[int, int, int, int]:
@@ -363,7 +353,7 @@ class Ratio(_Estimate):
             counts=(len(own[0]),),
             nonfinite=nonfinite,
             sums=(y.total(), x.total()),
-            products=(y.dot(y), x.dot(x), x.dot(y)),
+            products=_products(y, x),
             cubes=_cubes(y, x),
         )
         self._moments.add(ledger, added)
@@ -381,9 +371,7 @@ class Ratio(_Estimate):
             said = f"metric {self.name!r}: the column {self.denominator!r} adds up to 0"
             return self.measured(None, warnings=(said,))
         ratio = Fraction(above, below)
-        yy, xx, xy = found.products
-        yyy, yyx, yxx, xxx = found.cubes
-        sums = PairSums(samples=samples, x=below, products=(yy, xx, xy), cubes=(yyy, yyx, yxx, xxx))
+        sums = PairSums(samples=samples, x=below, products=found.products, cubes=found.cubes)
         return self._of_spread(ratio, samples, spread_of_ratio(ratio, sums))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dualeval.data.windows import TokenizerFacts
 from dualeval.errors import UsageError
+from dualeval.model_errors import first_line
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.late_building import NotLate, is_building
 from dualeval.models.transformers_folder import (
@@ -70,7 +71,7 @@ def load_tokenizer(folder: Path) -> tuple[Any, TokenizerFacts]:
         except MemoryError:
             raise
         except Exception as error:  # what is missing or damaged decides what is raised
-            said = other_file(folder) or _first_line(error)
+            said = other_file(folder) or first_line(error)
             raise UsageError(f"{folder} holds no tokenizer that can be read: {said}") from error
     names = sorted(tokenizer.vocab_files_names.values())
     if names and not any((folder / name).is_file() for name in names):
@@ -125,9 +126,7 @@ def build(
             if weights is None and is_building():
                 model = load_by_name(transformers.AutoModelForQuestionAnswering, folder)
             elif weights is None:
-                model = load_pretrained(
-                    transformers.AutoModelForQuestionAnswering, folder, "question answering"
-                )
+                model = load_pretrained(transformers.AutoModelForQuestionAnswering, folder, _WHAT)
             else:
                 seed = seed_of(weights)
                 torch.manual_seed(0 if seed is None else seed)
@@ -139,7 +138,7 @@ def build(
         except (UsageError, NotLate, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # what is missing or damaged decides what is raised
-            said = other_file(folder) or _first_line(error)
+            said = other_file(folder) or first_line(error)
             raise UsageError(
                 f"{folder} holds no model for question answering that can be read: {said}"
             ) from error
@@ -193,7 +192,7 @@ def try_out(folder: Path, model: nn.Module, windows: Mapping[str, Tensor]) -> No
         raise
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
         raise UsageError(
-            f"the model in {folder} cannot take a window of {shape[1]} tokens: {_first_line(error)}"
+            f"the model in {folder} cannot take a window of {shape[1]} tokens: {first_line(error)}"
         ) from error
     for name in ("start_logits", "end_logits"):
         found = getattr(outputs, name, None)
@@ -203,8 +202,3 @@ def try_out(folder: Path, model: nn.Module, windows: Mapping[str, Tensor]) -> No
                 f"the model in {folder} gave {gave} {name} for windows of shape {shape}, expected one a "
                 "token."
             )
-
-
-def _first_line(error: Exception) -> str:
-    said = str(error) or type(error).__name__
-    return said.strip().splitlines()[0].rstrip(".")

@@ -23,6 +23,8 @@ from dualeval.weights_name import is_published_name
 _LISTED_AT_MOST = 8
 _RANDOM = "random:"
 _LARGEST_SEED = 2**64 - 1
+# How torch's layers, and its weight_norm and parametrizations, name what has a row for each output.
+_OF_OUTPUTS = ("weight", "bias", "original")
 
 
 def seed_of(weights: str) -> int | None:
@@ -173,8 +175,7 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
     Args:
         model: takes the values; keeps its dtypes and device.
         state: tensors by the model's names; an entry ``_extra_state`` is whatever its module keeps. Of the
-            names
-            of one and the same tensor of the model, such as tied weights, one is enough.
+            names of one and the same tensor of the model, such as tied weights, one is enough.
         source: where the tensors come from, for messages.
 
     Raises:
@@ -266,7 +267,7 @@ def _misfit(
             "vocabulary (or the number of positions) is another one. Give weights, "
             "config.json and tokenizer of one and the same model."
         )
-    if not missing and not unexpected and not kinds and (counts := _class_counts(shapes)):
+    if not missing and not unexpected and not kinds and (counts := _class_counts(own, shapes)):
         return OtherClasses(
             f"{source} are for {counts[0]} classes, but {counts[1]} were expected (from the data's class "
             "folders, or --num-classes). Give data and weights of the same classes.",
@@ -298,11 +299,20 @@ def _embedding_rows(
     return None
 
 
-def _class_counts(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, int] | None:
-    """(found, wanted) where every wrong shape differs in its first dimension alone, by these two numbers."""
+def _class_counts(
+    own: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+) -> tuple[int, int] | None:
+    """(found, wanted) outputs, where layers differ in these alone: the first dimension of weight and bias."""
     pairs = {(found[0], wanted[0]) for found, wanted in shapes.values() if found and wanted}
     tails_equal = all(found[1:] == wanted[1:] for found, wanted in shapes.values())
-    return next(iter(pairs)) if len(pairs) == 1 and tails_equal else None
+    if len(pairs) != 1 or not tails_equal:
+        return None
+    for name in shapes:
+        last = name.rpartition(".")[2]
+        pair = [name.removesuffix(last) + part for part in ("weight", "bias")]
+        if not last.startswith(_OF_OUTPUTS) or any(part in own and part not in shapes for part in pair):
+            return None
+    return pairs.pop()
 
 
 def _listed(what: str, names: list[str]) -> str:

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualeval.data.cache import DataCache
 from dualeval.data.image_data import ImageData
 from dualeval.data.labels import KnownClasses
-from dualeval.data.opened import Opened
 from dualeval.data.preprocessing import Normalisation, Preprocessing
 from dualeval.data.small_images import ResizedImages
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import (
-    are_probabilities,
     classification_metric,
     default_metrics,
     observe_logits,
@@ -44,6 +43,7 @@ from dualeval.tasks.image_preprocessing import (
     wants_resizing,
 )
 from dualeval.tasks.image_refusals import no_logits, refuse_other_task, refused_images
+from dualeval.tasks.refusals import refuse_probabilities
 
 NAME = "image-classification"
 
@@ -81,7 +81,7 @@ class ImageClassification(Task):
             images in their own size mean and std, which only the embedded weights and the embedded data know.
         data_fingerprint: what of image files tells one data set from another: "ends" (size, first and last
             4 KiB) or "content" (all bytes); of small images it is always all.
-        opened: what other tasks of the run have read of their data, which is not read again.
+        cache: what other tasks of the run have read of their data, which is not read again.
 
     Attributes:
         loaded_weights: what was taken from a file that ``weights`` names; None before ``build_model``, and
@@ -117,7 +117,7 @@ class ImageClassification(Task):
         data_fingerprint: str = "ends",
         model_arguments: Mapping[str, Any] | None = None,
         trust_checkpoint: bool = False,
-        opened: Opened | None = None,
+        cache: DataCache | None = None,
     ) -> None:
         if data_fingerprint not in ("ends", "content"):
             raise UsageError(f"--data-fingerprint {data_fingerprint!r}: expected ends or content")
@@ -162,8 +162,8 @@ class ImageClassification(Task):
         self._class_map = None if class_map is None else Path(class_map)
         self._class_order = class_order
         self._asked_classes = num_classes
-        self._preprocessing, self._dataset = self._with_data(
-            preprocessing or {}, data_fingerprint == "content", opened or Opened()
+        self._preprocessing, self._dataset = self._open_data(
+            preprocessing or {}, data_fingerprint == "content", cache or DataCache()
         )
         self._data_fingerprint = "content" if self._data.is_small else data_fingerprint
         self._metric_names = tuple(metrics)
@@ -177,17 +177,17 @@ class ImageClassification(Task):
         """True where pictures are decoded or resized; others lie in memory as they are evaluated."""
         return not self._dataset.in_memory
 
-    def _with_data(
-        self, asked: Mapping[str, Any], whole_files: bool, opened: Opened
+    def _open_data(
+        self, asked: Mapping[str, Any], whole_files: bool, cache: DataCache
     ) -> tuple[ChosenPreprocessing, ImageData]:
         """What is done to the images, and the images."""
         data = self._data
         if not data.is_small:
             chosen = choose_for_files(self._model, self._source, asked)
             label = self._labeler()
-            return chosen, data.open_files(chosen.of_files, label, whole_files=whole_files, opened=opened)
+            return chosen, data.open_files(chosen.of_files, label, whole_files=whole_files, cache=cache)
         data.check_labels({"--class-map": self._class_map, "--class-order": self._class_order})
-        images = data.read_small(opened, self._classes_of_weights)
+        images = data.read_small(cache, self._classes_of_weights)
         if wants_resizing(asked):
             chosen = choose_for_files(self._model, self._source, asked)
         else:
@@ -224,9 +224,9 @@ class ImageClassification(Task):
         return own and self._model_name == classifiers.EMBEDDED
 
     @property
-    def _may_be_more(self) -> bool:
+    def _may_have_more_classes(self) -> bool:
         """Whether the number of classes is only known to be large enough for those of a class map."""
-        return self._dataset.labels.are_some and self._asked_classes is None
+        return self._dataset.labels.are_partial and self._asked_classes is None
 
     def dataset(self) -> ImageData:
         """The images."""
@@ -245,7 +245,7 @@ class ImageClassification(Task):
         Raises:
             UsageError: weights, model and data do not fit together.
         """
-        return self._fitting(self._built(self._model.build).to(device), device)
+        return self._checked(self._built(self._model.build).to(device), device)
 
     def build_late(self, device: torch.device) -> nn.Module:
         """As ``build_model``, on the CPU: the values of the parameters stay in their file where they can.
@@ -255,18 +255,12 @@ class ImageClassification(Task):
         """
         self._late_notes = []
         build = partial(self._model.build_late, note=self._late_notes.append)
-        return self._fitting(self._built(build), torch.device("cpu"), constants_on=device)
+        model = self._checked(self._built(build), torch.device("cpu"))
+        self._scale = self._scale_on(device)
+        return model
 
-    def _fitting(
-        self, model: nn.Module, device: torch.device, *, constants_on: torch.device | None = None
-    ) -> nn.Module:
-        """The model, tried on the data's images.
-
-        Args:
-            model: with its weights.
-            device: where it is.
-            constants_on: the device of the batches, where it is another one.
-        """
+    def _checked(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """The model, tried on blank images of the data's shape; it has its weights and is on this device."""
         if hasattr(model, "transform_input"):
             # Of googlenet and inception_v3: it normalises anew, and a state_dict does not say whether.
             self._model_detail = f", transform_input {model.transform_input}"
@@ -278,15 +272,19 @@ class ImageClassification(Task):
                 f"--mean has {channels[0]} values and --std {channels[1]}, expected {shape[0]} of each, "
                 f"one a channel, or 1 for all channels."
             )
-        self._scale = (
-            torch.tensor(wanted.mean, dtype=torch.float32, device=device).view(-1, 1, 1),
-            torch.tensor(wanted.std, dtype=torch.float32, device=device).view(-1, 1, 1),
-        )
+        self._scale = self._scale_on(device)
         blank = torch.zeros(self._model.trial_images, *shape, dtype=torch.uint8, device=device)
-        self._num_classes = self._tried(model, blank)
-        if constants_on is not None:
-            self._scale = (self._scale[0].to(constants_on), self._scale[1].to(constants_on))
+        self._num_classes = self._count_classes(model, blank)
         return model
+
+    def _scale_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation, float32 (channels, 1, 1)."""
+        wanted = self._preprocessing.values
+        mean, std = (
+            torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
+            for values in (wanted.mean, wanted.std)
+        )
+        return mean, std
 
     def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
         loading = Loading(key=self._weights_key, prefix=self._weights_prefix, on_load=self._remember)
@@ -294,7 +292,7 @@ class ImageClassification(Task):
             return build(self._source, self._num_classes, loading)
         except OtherClasses as error:
             labels = self._dataset.labels
-            if self._may_be_more and error.found > labels.largest:
+            if self._may_have_more_classes and error.found > labels.largest:
                 return build(self._source, error.found, loading)
             raise UsageError(f"{error}{hint_for(labels, error.found)}") from error
 
@@ -319,7 +317,7 @@ class ImageClassification(Task):
         """The names of each image's class and of the predicted one; nothing where no class has a name."""
         return names_of(self._dataset.labels, rows)
 
-    def _tried(self, model: nn.Module, images: Tensor) -> int:
+    def _count_classes(self, model: nn.Module, images: Tensor) -> int:
         """Run the model once, and return the number of classes that it tells apart."""
         try:
             with torch.inference_mode():
@@ -333,14 +331,9 @@ class ImageClassification(Task):
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(images):
             raise no_logits(self._model_name, outputs, len(images))
         classes = outputs.shape[1]
-        if are_probabilities(outputs):
-            raise UsageError(
-                f"the model {self._model_name} returned probabilities (each row lies between 0 and 1 and "
-                "sums to 1), expected logits: of these loss, confidence and ece would be wrong. Leave out "
-                "its softmax, or return torch.log of the probabilities."
-            )
+        refuse_probabilities(f"the model {self._model_name}", outputs)
         expected, labels = self._num_classes, self._dataset.labels
-        if expected is not None and classes != expected and not self._may_be_more:
+        if expected is not None and classes != expected and not self._may_have_more_classes:
             raise UsageError(
                 f"the model {self._model_name} tells {classes} classes apart, but {expected} were expected "
                 "(from the data, or --num-classes). Give data and model of the same classes."

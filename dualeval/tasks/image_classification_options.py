@@ -14,7 +14,7 @@ from dualeval.option_fields import check_fields, option
 from dualeval.weights_name import is_path_of_weights, is_published_name, model_beside
 
 if TYPE_CHECKING:
-    from dualeval.data.opened import Opened
+    from dualeval.data.cache import DataCache
     from dualeval.tasks.image_classification import ImageClassification
 
 _MODEL = "Model"
@@ -154,11 +154,11 @@ class ImageClassificationOptions:
 
             source_of(self.model).download(self.weights)
 
-    def make(self, opened: Opened | None = None) -> ImageClassification:
+    def make(self, cache: DataCache | None = None) -> ImageClassification:
         """The task.
 
         Args:
-            opened: what other tasks of the run have read of their data.
+            cache: what other tasks of the run have read of their data.
         """
         from dualeval.models.classifiers import arguments_of
         from dualeval.tasks.image_classification import ImageClassification
@@ -182,5 +182,5 @@ class ImageClassificationOptions:
             data_fingerprint=self.data_fingerprint,
             preprocessing={name: value for name, value in asked.items() if value is not None},
             model_arguments=arguments_of(self.model_arg),
-            opened=opened,
+            cache=cache,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualeval.choices import SPLITS, check_choice
+from dualeval.data.idx import SPLITS as IDX_SPLITS
 from dualeval.data.idx import IdxImages
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.manifest_rows import SUFFIXES, is_manifest
@@ -18,16 +19,14 @@ from dualeval.data.wnids import imagenet_wnids
 from dualeval.errors import UsageError
 
 if TYPE_CHECKING:
+    from dualeval.data.cache import DataCache
     from dualeval.data.image_data import ImageData
     from dualeval.data.labels import KnownClasses
-    from dualeval.data.opened import Opened
     from dualeval.data.preprocessing import Preprocessing
     from dualeval.tasks.image_labels import FolderLabels
 
 # What the embedded job evaluates: files that ship with this package.
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-
-_IDX_SPLITS = {"train": "train", "test": "t10k"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ class DataSource:
             )
         if options.split is None or self._named is not None:
             return
-        if self.is_small and options.split in _IDX_SPLITS:
+        if self.is_small and options.split in IDX_SPLITS:
             return
         raise UsageError(
             f"--split {options.split} has no meaning for {self.name}: a folder or manifest is evaluated "
@@ -138,27 +137,27 @@ class DataSource:
         is_imagenet = self._named is not None and self._named.name == IMAGENET
         return len(imagenet_wnids()) if is_imagenet and asked is None else asked
 
-    def read_small(self, opened: Opened, known: KnownClasses | None) -> SmallImages:
+    def read_small(self, cache: DataCache, known: KnownClasses | None) -> SmallImages:
         """Read small images.
 
         Args:
-            opened: what other tasks of the run have read; the files are read once for all of them.
+            cache: what other tasks of the run have read; the files are read once for all of them.
             known: the model's classes, whose names are taken where the data has none.
 
         Raises:
             UsageError: a file is missing or damaged.
         """
-        images = opened.once(("small images", self.text, self._options.split), self._small)
+        images = cache.once(("small images", self.text, self._options.split), self._small)
         return images if images.labels.names else images.with_labels(indices_of_classes((), known))
 
     def _small(self) -> SmallImages:
         if self._named is not None:
             return read_small(self._named)
-        split = None if self._options.split is None else _IDX_SPLITS[self._options.split]
+        split = None if self._options.split is None else IDX_SPLITS[self._options.split]
         return IdxImages(self._path, split, classes=FASHION_MNIST_CLASSES if self.is_embedded else ())
 
     def open_files(
-        self, preprocessing: Preprocessing, label: FolderLabels, *, whole_files: bool, opened: Opened
+        self, preprocessing: Preprocessing, label: FolderLabels, *, whole_files: bool, cache: DataCache
     ) -> ImageData:
         """Open pictures in files.
 
@@ -166,7 +165,7 @@ class DataSource:
             preprocessing: what is done to each.
             label: decides which class each label is.
             whole_files: as for ``ImageFiles``.
-            opened: as there.
+            cache: as there.
 
         Raises:
             UsageError: as those of ``ImageFolder`` and ``ManifestImages``.
@@ -185,9 +184,9 @@ class DataSource:
                 path_column=options.path_column,
                 label_column=options.label_column,
                 whole_files=whole_files,
-                opened=opened,
+                cache=cache,
             )
-        return ImageFolder(self._folder(), preprocessing, label=label, whole_files=whole_files, opened=opened)
+        return ImageFolder(self._folder(), preprocessing, label=label, whole_files=whole_files, cache=cache)
 
     def _folder(self) -> Path:
         if self._named is None:

@@ -88,7 +88,7 @@ def agreed_classes(labels: Labels, asked: int | None, class_map: Path | None) ->
     Raises:
         UsageError: the number that was asked for does not fit to the data.
     """
-    if labels.are_some:
+    if labels.are_partial:
         if asked is not None:
             said = f"--class-map {class_map}"
             check_indices(labels.classes, asked, said, f"--num-classes is {asked}")

@@ -14,7 +14,6 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.by_name import check_metrics, chosen_metrics, named, of_no_task, with_warning
 from dualeval.metrics.classification import (
-    are_probabilities,
     classification_metric,
     default_metrics,
     observe_logits,
@@ -27,6 +26,7 @@ from dualeval.tasks.refusals import (
     a_kind,
     check_call,
     no_tensor,
+    refuse_probabilities,
     why_no_classes,
     why_no_target,
 )
@@ -120,12 +120,13 @@ class ModelTask(Task):
         self._thread_safe = thread_safe
         # Now: a model that is divided over ranks is of another class afterwards.
         self._name = _name_of(model) if name is None else name
-        self._kinds: dict[str, Tensor] = {}
+        # Those of the first samples: ``see`` takes note of them.
+        self._columns: dict[str, Any] = {}
         self._classes: int | None = None
-        self._gives_logits = True
+        self._returns_logits = True
         self._asked: tuple[str, ...] = ()
-        # What the first outputs and targets look like, for messages.
-        self._seen: str | None = None
+        # Why the first outputs and targets are no logits and labels, for messages.
+        self._why_no_logits: str | None = None
         self._first_look = threading.Lock()
         self._signature = inspect.Signature()
 
@@ -160,14 +161,14 @@ class ModelTask(Task):
             )
         self._signature = inspect.signature(model.forward)
         # Of this evaluation: the task may have had another one before.
-        self._classes, self._gives_logits = None, True
-        self._kinds, self._asked, self._seen = {}, (), None
+        self._classes, self._returns_logits = None, True
+        self._columns, self._asked, self._why_no_logits = {}, (), None
         return model
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         if self._forward is not None:
             return self._forward(model, batch)
-        inputs, _ = _in_two(batch)
+        inputs, _ = _input_and_target(batch)
         if isinstance(inputs, Mapping):
             return self._called_with(model, inputs)
         values = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
@@ -208,29 +209,29 @@ class ModelTask(Task):
         if self._observe is not None:
             return self._observe(outputs, batch)
         outputs = _tensor_of(outputs, batch)
-        _, target = _in_two(batch)
+        _, target = _input_and_target(batch)
         if not isinstance(target, Tensor):
-            self._seen = why_no_target(target)
-            return {"prediction": _in_single(outputs.flatten(1) if outputs.ndim > 1 else outputs)}
+            self._why_no_logits = why_no_target(target)
+            return {"prediction": _at_least_single(outputs.flatten(1) if outputs.ndim > 1 else outputs)}
         if outputs.ndim and target.ndim and len(outputs) != len(target):
             raise UsageError(
                 f"the model returned {len(outputs)} rows (shape {tuple(outputs.shape)}) for a batch of "
                 f"{len(target)} samples, expected one row a sample, in the samples' order"
             )
-        if self._seen is None:
-            self._seen = why_no_classes(outputs, target)
+        if self._why_no_logits is None:
+            self._why_no_logits = why_no_classes(outputs, target)
         if _are_of_classes(outputs, target):
             if self._classes is None:
-                self._look(outputs)
+                self._count_classes(outputs)
             # A label that no class has is refused on the host: nobody waits for the device here.
             known = target.clamp(0, outputs.shape[1] - 1)
             columns = {**observe_logits(outputs, known, _TOP), "target": _as_labels(target)}
-            return {**columns, "logits": outputs.float()} if self._gives_logits else columns
+            return {**columns, "logits": outputs.float()} if self._returns_logits else columns
         if (at := _dimension_of_classes(outputs, target)) is not None:
             classes = outputs.argmax(at).to(torch.int32)
             return {"prediction": classes.flatten(1), "target": _as_labels(target).flatten(1)}
         if outputs.is_floating_point() and outputs.numel() == target.numel() == len(target):
-            prediction, target = _in_single(outputs.reshape(-1)), _in_single(target.reshape(-1))
+            prediction, target = _at_least_single(outputs.reshape(-1)), _at_least_single(target.reshape(-1))
             error = prediction - (target.to(prediction.dtype) if _is_whole(target) else target)
             return {
                 "prediction": prediction,
@@ -241,20 +242,15 @@ class ModelTask(Task):
             }
         flat = {"prediction": outputs, "target": target}
         return {
-            name: _in_single(column.flatten(1) if column.ndim > 1 else column)
+            name: _at_least_single(column.flatten(1) if column.ndim > 1 else column)
             for name, column in flat.items()
         }
 
-    def _look(self, outputs: Tensor) -> None:
-        """Look at the first logits, which may take the device's time this once."""
+    def _count_classes(self, outputs: Tensor) -> None:
+        """Note how many classes the first logits tell apart; looking at them waits for the device, once."""
         with self._first_look:
             if self._classes is None:
-                if are_probabilities(outputs):
-                    raise UsageError(
-                        "the model returned probabilities (each row lies between 0 and 1 and sums to 1), "
-                        "expected logits: of these loss, confidence and ece would be wrong. Leave out its "
-                        f"softmax, or return torch.log of them. {OBSERVE} where that is what you want."
-                    )
+                refuse_probabilities("the model", outputs, f" {OBSERVE} where that is what you want.")
                 self._classes = outputs.shape[1]
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
@@ -270,16 +266,16 @@ class ModelTask(Task):
         return columns
 
     def see(self, columns: Mapping[str, Any], asked: Sequence[str]) -> Sequence[str]:
-        self._kinds = dict(columns)
+        self._columns = dict(columns)
         self._asked = tuple(asked)
         if self._classes is not None and self._observe is None:
             # They are large, and few metrics read them.
-            self._gives_logits = any(
-                "logits" in metric.columns for metric in chosen_metrics(asked, self.metrics(), self._kinds)
+            self._returns_logits = any(
+                "logits" in metric.columns for metric in chosen_metrics(asked, self.metrics(), self._columns)
             )
-            if not self._gives_logits:
-                del self._kinds["logits"]
-        return self._rows or tuple(self._kinds)
+            if not self._returns_logits:
+                del self._columns["logits"]
+        return self._rows or tuple(self._columns)
 
     def metrics(self) -> list[Metric | RowMetric]:
         if self._metrics is None:
@@ -287,43 +283,44 @@ class ModelTask(Task):
         else:
             own = [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
         known = {metric.name for metric in own}
-        return with_warning([*own, *self._asked_for(known)], self._kinds)
+        return with_warning([*own, *self._asked_for(known)], self._columns)
 
     def _asked_for(self, known: Collection[str]) -> list[Metric | RowMetric]:
         """The metrics of classification that the run asks for, and the task would not have made."""
-        if self._classes is None or "rank" not in self._kinds:
+        if self._classes is None or "rank" not in self._columns:
             return []
-        others = [name for name in self._asked if name not in {*known, *self._kinds}]
+        others = [name for name in self._asked if name not in {*known, *self._columns}]
         return [classification_metric(name, self._classes) for name in others if not of_no_task([name])]
 
     def _default(self) -> list[Metric | RowMetric]:
-        if "rank" in self._kinds and self._classes is not None:
+        if "rank" in self._columns and self._classes is not None:
             return [classification_metric(name, self._classes) for name in default_metrics(self._classes)]
-        if "squared_error" in self._kinds:
+        if "squared_error" in self._columns:
             return [
                 Mean("absolute_error", name="mae", higher_is_better=False),
                 Mean("squared_error", transform="sqrt", name="rmse", higher_is_better=False),
             ]
         # The mean of the targets says nothing of the model.
-        found = [name for name, column in self._kinds.items() if _is_number(column) and name != "target"]
+        found = [name for name, column in self._columns.items() if _is_number(column) and name != "target"]
         if not found:
+            why = "" if self._why_no_logits is None else f" {self._why_no_logits}"
             raise UsageError(
-                f"the columns are {', '.join(self._kinds)}, none with one number a sample: give "
-                f"metrics=[...] (docs/metrics.md).{'' if self._seen is None else ' ' + self._seen}"
+                f"the columns are {', '.join(self._columns)}, none with one number a sample: give "
+                f"metrics=[...] (docs/metrics.md).{why}"
             )
         return [Mean(name) for name in found]
 
     def _named(self, name: str) -> Metric | RowMetric:
         if of_no_task([name]):
-            return named(name, (), self._kinds)
-        column = self._kinds.get(name)
-        if self._classes is not None and (column is None or "rank" in self._kinds):
+            return named(name, (), self._columns)
+        column = self._columns.get(name)
+        if self._classes is not None and (column is None or "rank" in self._columns):
             return classification_metric(name, self._classes)
         if column is None or not _is_number(column):
-            why = "" if self._seen is None else f" {self._seen}"
+            why = "" if self._why_no_logits is None else f" {self._why_no_logits}"
             raise UsageError(
                 f"there is no metric {name!r} here: a name is that of a column with one number a sample "
-                f"(columns: {', '.join(self._kinds)}), or that of a metric of classification where the "
+                f"(columns: {', '.join(self._columns)}), or that of a metric of classification where the "
                 f"outputs are logits.{why} Give a metric (docs/metrics.md)."
             )
         return Mean(name)
@@ -363,7 +360,7 @@ def _is_list(value: Any) -> bool:
     return False
 
 
-def _in_two(batch: Any) -> tuple[Any, Any]:
+def _input_and_target(batch: Any) -> tuple[Any, Any]:
     """Input and target of a batch; None where there is no target."""
     if isinstance(batch, Mapping):
         targets = [name for name in batch if name in _TARGETS]
@@ -408,7 +405,7 @@ def _is_whole(target: Tensor) -> bool:
     return not (target.is_floating_point() or target.is_complex())
 
 
-def _in_single(column: Tensor) -> Tensor:
+def _at_least_single(column: Tensor) -> Tensor:
     """Half precision as float32: nothing is lost, a square has room, and Parquet has no bfloat16."""
     return column.float() if column.dtype in (torch.float16, torch.bfloat16) else column
 

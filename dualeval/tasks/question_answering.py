@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.columns import Column
-from dualeval.data.opened import Opened
+from dualeval.data.cache import DataCache
 from dualeval.data.squad import questions_of_rows, read_questions
 from dualeval.data.windows import EncodedQuestions, WindowEncoder
 from dualeval.errors import UsageError
@@ -55,7 +55,7 @@ class QuestionAnswering(ScoredAnswers):
         max_answer_length: most tokens of an answer.
         null_threshold: a question gets no answer where "no answer" scores higher than its best answer by more
             than this; only with data that have questions without an answer, and 0 there where it is None.
-        opened: what other tasks of the run have read of their data, which is not read again.
+        cache: what other tasks of the run have read of their data, which is not read again.
 
     Attributes:
         loaded_weights: what was taken from a file that ``weights`` names; None before ``build_model``, and
@@ -85,13 +85,13 @@ class QuestionAnswering(ScoredAnswers):
         n_best: int = 20,
         max_answer_length: int = 30,
         null_threshold: float | None = None,
-        opened: Opened | None = None,
+        cache: DataCache | None = None,
     ) -> None:
         refuse_choice_without_file(weights, weights_key, weights_prefix, trust_checkpoint)
         models.check_folder(model)
         if isinstance(data, (str, Path)):
             path, named = Path(data).absolute(), str(data)
-            questions = (opened or Opened()).once(("questions", path), lambda: read_questions(Path(data)))
+            questions = (cache or DataCache()).once(("questions", path), lambda: read_questions(Path(data)))
             self._data = str(Path(data).absolute())
         else:
             questions, self._data = questions_of_rows(data), type(data).__name__

@@ -11,7 +11,7 @@ from dualeval.option_fields import check_fields, option
 from dualeval.weights_name import is_path_of_weights
 
 if TYPE_CHECKING:
-    from dualeval.data.opened import Opened
+    from dualeval.data.cache import DataCache
     from dualeval.tasks.question_answering import QuestionAnswering
 
 _MODEL = "Model"
@@ -77,11 +77,11 @@ class QuestionAnsweringOptions:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def make(self, opened: Opened | None = None) -> QuestionAnswering:
+    def make(self, cache: DataCache | None = None) -> QuestionAnswering:
         """The task.
 
         Args:
-            opened: what other tasks of the run have read of their data.
+            cache: what other tasks of the run have read of their data.
         """
         from dualeval.tasks.question_answering import QuestionAnswering
 
@@ -99,5 +99,5 @@ class QuestionAnsweringOptions:
             n_best=self.n_best,
             max_answer_length=self.max_answer_length,
             null_threshold=self.null_threshold,
-            opened=opened,
+            cache=cache,
         )

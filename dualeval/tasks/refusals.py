@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dualeval.errors import UsageError
+from dualeval.metrics.classification import are_probabilities
 
 FORWARD = "Give forward=, a function (model, batch) -> outputs"
 OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns, one row a sample"
@@ -34,6 +35,25 @@ def check_call(argument: str, function: Any, given: tuple[str, ...]) -> None:
             f"{argument} is {own}{signature}, and is called as {own}({', '.join(given)}): expected a "
             f"function that takes {'these' if given else 'no arguments, as lambda: Net(10)'}"
         ) from error
+
+
+def refuse_probabilities(model: str, outputs: Tensor, hint: str = "") -> None:
+    """Check that a classifier returned logits.
+
+    Args:
+        model: the model, for the message.
+        outputs: of shape (samples, classes).
+        hint: a sentence behind the message.
+
+    Raises:
+        UsageError: each row is what a softmax gives.
+    """
+    if are_probabilities(outputs):
+        raise UsageError(
+            f"{model} returned probabilities (each row lies between 0 and 1 and sums to 1), expected logits: "
+            "of these loss, confidence and ece would be wrong. Leave out its softmax, or return torch.log of "
+            f"the probabilities.{hint}"
+        )
 
 
 def no_tensor(outputs: Any, batch: Any, *, names: Collection[str], targets: Collection[str]) -> UsageError:

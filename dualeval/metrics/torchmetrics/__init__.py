@@ -34,8 +34,7 @@ def from_torchmetrics(
             and never evaluated. It is copied; what it has seen is left out.
         columns: for each argument of the metric's ``update``, in its order or by its name, what it is made
             of: a column's name for the column of all samples; ``[...]`` of one entry for a list with one
-                entry a sample;
-            ``{"key": ...}`` for a dict; ``Parsed(column)`` for the JSON in a column of text.
+            entry a sample; ``{"key": ...}`` for a dict; ``Parsed(column)`` for the JSON in a column of text.
         name: of the metric and its value; without one the name of its class. Where it is given the keys of a
             metric that computes a dict begin with it.
         by_rows: compute it from all rows, whatever its states are.

@@ -114,8 +114,7 @@ class InLedger(_Wrapped):
     """A metric whose states are sums: an update of a copy for each batch, and its states into the ledger.
 
     Ledger: the number of updates; then the states one after the other: of integers a slot each; of floats the
-        number of
-    updates that gave float64, then 3 counts of what is not finite and 10 or 67 limbs each.
+    number of updates that gave float64, then 3 counts of what is not finite and 10 or 67 limbs each.
 
     Args:
         states: the metric's.

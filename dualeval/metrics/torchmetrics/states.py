@@ -33,14 +33,6 @@ _BASE = {
 }
 
 
-class Route(enum.Enum):
-    """How a metric is computed; see docs/torchmetrics.md."""
-
-    INTEGERS = "integer sums in the ledger"
-    SUMS = "exact sums of floats in the ledger"
-    ROWS = "from the rows"
-
-
 class StateKind(enum.Enum):
     """How a state is merged."""
 
@@ -142,13 +134,6 @@ def states_of(metric: Any) -> list[State] | None:
             sums = DOUBLE_SUMS if wide else FLOAT_SUMS
             found.append(State(name=name, kind=StateKind.FLOAT, shape=default.shape, sums=sums))
     return found if any(state.size for state in found) else None
-
-
-def route_of(states: list[State] | None) -> Route:
-    """The route of a metric with such states in the ledger."""
-    if states is None:
-        return Route.ROWS
-    return Route.SUMS if any(state.kind is StateKind.FLOAT for state in states) else Route.INTEGERS
 
 
 def check_additive(

@@ -11,7 +11,7 @@ from dualeval.data.contents import what_weights_are
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.distributed import DistributedFolder
 from dualeval.models.checkpoints.finding import choose
-from dualeval.models.checkpoints.folders import DISTRIBUTED, is_index, refuse_part_of_folder, saved_in
+from dualeval.models.checkpoints.folders import METADATA, is_index, refuse_part_of_folder, saved_in
 from dualeval.models.checkpoints.safetensors_files import read_safetensors
 from dualeval.models.checkpoints.shards import read_shards
 from dualeval.models.checkpoints.torch_files import TorchFile
@@ -38,8 +38,7 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
 
     Args:
         path: a .safetensors file, what ``torch.save`` wrote, the index of a checkpoint in several files, or
-            the
-            folder of one: of such files, of torch.distributed.checkpoint or of DeepSpeed.
+            a folder: of such files, of torch.distributed.checkpoint or of DeepSpeed.
         key: where it lies in the checkpoint, nested keys with dots between; None finds the one that is there.
         trust: also read files of ``torch.save`` that run code when they are read.
 
@@ -50,12 +49,13 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
         UsageError: it is missing, unreadable or needs code to be read; it holds no state_dict, or none
             under this key; or it holds several, and no key was given.
     """
-    saved = saved_in(path) if path.is_dir() else path
-    if saved is DISTRIBUTED:
-        content = DistributedFolder(path)
-        found, tensors = choose(path, content.tree, key)
-        return StateDict(path=path, key=found, tensors=content.taken(tensors))
-    assert isinstance(saved, Path)
+    saved = path
+    if path.is_dir():
+        saved = saved_in(path)
+        if saved.name == METADATA:
+            content = DistributedFolder(path)
+            found, tensors = choose(path, content.tree, key)
+            return StateDict(path=path, key=found, tensors=content.taken(tensors))
     _check_file(saved)
     if is_index(saved):
         found, tensors = choose(path, read_shards(saved, trust=trust), key)

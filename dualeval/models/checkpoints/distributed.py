@@ -48,8 +48,8 @@ class DistributedFolder:
     """A checkpoint that ``torch.distributed.checkpoint.save`` has written.
 
     Its metadata says which tensors there are and where their parts lie. Each part is a stream of
-    ``torch.save``,
-    which is read as plain tensors. Entries that are no tensors are pickles: they are never read.
+    ``torch.save``, which is read as plain tensors. Entries that are no tensors are pickles: they are never
+    read.
 
     Args:
         folder: with .metadata and the files of the parts.
@@ -118,8 +118,7 @@ class DistributedFolder:
         if part.transformed:
             raise UsageError(
                 f"{self._folder} has compressed parts ({', '.join(part.transformed)}), which are not read. "
-                "Save it "
-                "again without extensions."
+                "Save it again without extensions."
             )
         file = self._file(part)
         if part.offset + part.length > file.size:
@@ -161,8 +160,7 @@ class DistributedFolder:
         if outside or not path.resolve().is_relative_to(self._resolved):
             raise UsageError(
                 f"{self._folder / METADATA} names the file {relative!r}, which lies outside of the folder. "
-                "It is "
-                "not read. Copy the checkpoint into one folder, without links."
+                "It is not read. Copy the checkpoint into one folder, without links."
             )
         if not path.is_file():
             raise UsageError(f"{path} is missing, which {METADATA} names. Copy the whole folder.")

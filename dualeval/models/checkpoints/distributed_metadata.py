@@ -74,8 +74,7 @@ def read_metadata(path: Path) -> Metadata:
     except _Refused as error:
         raise UsageError(
             f"{path} holds {error}, which is no part of such metadata: it could run code, and is not read, "
-            "with "
-            "--trust-checkpoint neither."
+            "with --trust-checkpoint neither."
         ) from error
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error

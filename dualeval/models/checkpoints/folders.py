@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Final, Literal
 
 from dualeval.errors import UsageError
 
@@ -18,13 +16,6 @@ _MODEL_STATES = "mp_rank_*_model_states.pt"
 _PARTITIONED = "*zero_pp_rank_*_model_states.pt"
 _PIPELINE = "layer_*-model_*-model_states.pt"
 _LISTED_AT_MOST = 5
-
-
-class _Form(Enum):
-    DISTRIBUTED = "torch.distributed.checkpoint"
-
-
-DISTRIBUTED: Final = _Form.DISTRIBUTED
 
 
 def is_index(path: Path) -> bool:
@@ -52,18 +43,13 @@ def refuse_part_of_folder(path: Path) -> None:
         )
 
 
-def saved_in(folder: Path) -> Path | Literal[_Form.DISTRIBUTED]:
-    """The file that stands for a folder's checkpoint: the index of several, or the only one.
-
-    Returns:
-        ``DISTRIBUTED`` for a folder of torch.distributed.checkpoint.
+def saved_in(folder: Path) -> Path:
+    """The file to begin with in a folder: the index of several, ``METADATA``, or the only file of weights.
 
     Raises:
         UsageError: there is no checkpoint, or more than one; or DeepSpeed has saved one in parts.
     """
-    found: list[Path | Literal[_Form.DISTRIBUTED]] = []
-    if (folder / METADATA).is_file():
-        found.append(DISTRIBUTED)
+    found = [folder / METADATA] if (folder / METADATA).is_file() else []
     if (states := _model_states(folder)) is not None:
         found.append(states)
     indices = [path for path in sorted(folder.glob("*.index.json")) if is_index(path)]
@@ -73,13 +59,12 @@ def saved_in(folder: Path) -> Path | Literal[_Form.DISTRIBUTED]:
     if not found:
         raise _no_checkpoint(folder)
     if len(found) > 1:
-        shown = [f"{folder / METADATA}" if one is DISTRIBUTED else str(one) for one in found]
-        files = [str(one) for one in found if one is not DISTRIBUTED]
+        shown = list(map(str, found))
+        files = [path for path in found if path.name != METADATA]
         raise UsageError(
-            f"{folder} holds {len(found)} checkpoints: {', '.join(shown[:_LISTED_AT_MOST])}"
-            f"{', ...' if len(shown) > _LISTED_AT_MOST else ''}. They can give different results. Say "
-            "which is "
-            f"meant, such as --weights {files[0]}"
+            f"{folder} holds {len(found)} checkpoints: "
+            f"{', '.join(shown[:_LISTED_AT_MOST])}{', ...' if len(shown) > _LISTED_AT_MOST else ''}. They "
+            f"can give different results. Say which is meant, such as --weights {files[0]}"
         )
     return found[0]
 
@@ -104,9 +89,8 @@ def _no_checkpoint(folder: Path) -> UsageError:
     if distributed is not None:
         return UsageError(
             f"{folder} has files of torch.distributed.checkpoint ({distributed.name}) without {METADATA}, "
-            "which "
-            "is written last: the save has not ended, or the copy left out hidden files. Copy the whole "
-            "folder."
+            "which is written last: the save has not ended, or the copy left out hidden files. Copy the "
+            "whole folder."
         )
     parts = [path for path in sorted(folder.iterdir()) if _ONE_OF_SEVERAL.search(path.stem)]
     if parts:
@@ -119,10 +103,9 @@ def _no_checkpoint(folder: Path) -> UsageError:
     ]
     hint = f" Give the file: --weights {files[0]}" if files else ""
     return UsageError(
-        f"the folder {folder} holds no checkpoint. Expected one of torch.distributed.checkpoint "
-        f"({METADATA} and "
-        "*.distcp), of DeepSpeed (latest), a *.safetensors file, pytorch_model.bin, or an index of several "
-        f"(*.safetensors.index.json, *.bin.index.json).{hint}"
+        f"the folder {folder} holds no checkpoint. Expected one of torch.distributed.checkpoint ({METADATA} "
+        "and *.distcp), of DeepSpeed (latest), a *.safetensors file, pytorch_model.bin, or an index of "
+        f"several (*.safetensors.index.json, *.bin.index.json).{hint}"
     )
 
 
@@ -141,35 +124,29 @@ def _model_states(folder: Path) -> Path | None:
         inner = folder / _named_by(latest)
         if not inner.is_dir():
             raise UsageError(
-                f"{latest} names the folder {inner.name}, which is not there. Copy the whole checkpoint, "
-                "or give "
-                "the folder of a step: --weights FOLDER/global_stepN"
+                f"{latest} names the folder {inner.name}, which is not there. Copy the whole checkpoint, or "
+                "give the folder of a step: --weights FOLDER/global_stepN"
             )
     gather = (
         "Gather them (DeepSpeed writes the script into the checkpoint): python "
-        f"{inner.parent}/zero_to_fp32.py "
-        f"{inner.parent} OUT --tag {inner.name}; then give --weights OUT"
+        f"{inner.parent}/zero_to_fp32.py {inner.parent} OUT --tag {inner.name}; then give --weights OUT"
     )
     if any(inner.glob(_PARTITIONED)):
         raise UsageError(
             f"{inner} is a checkpoint of DeepSpeed's ZeRO-3, where each rank has saved parts of the "
-            "parameters. "
-            f"{gather}"
+            f"parameters. {gather}"
         )
     if any(inner.glob(_PIPELINE)):
         raise UsageError(
             f"{inner} is a checkpoint of DeepSpeed's pipeline, with a file for each layer. Save the whole "
-            "model "
-            "with torch.save(model.state_dict(), PATH)."
+            "model with torch.save(model.state_dict(), PATH)."
         )
     states = sorted(inner.glob(_MODEL_STATES))
     if len(states) > 1:
         raise UsageError(
             f"{inner} was saved by {len(states)} model-parallel ranks ({states[0].name}, {states[1].name}, "
-            "...), "
-            "each with a part of the model. Merge them with the tools of the library that has trained it, "
-            "and "
-            "save one state_dict."
+            "...), each with a part of the model. Merge them with the tools of the library that has trained "
+            "it, and save one state_dict."
         )
     if states:
         return states[0]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
+SCRIPT = "a TorchScript archive"
+EXPORTED = "a torch.export program"
+
 
 def program_in(path: Path) -> str | None:
     """What kind of program a file is; None for one that is none.
@@ -13,7 +16,7 @@ def program_in(path: Path) -> str | None:
         path: a file that can be read.
 
     Returns:
-        "a TorchScript archive" or "a program of torch.export".
+        ``SCRIPT`` or ``EXPORTED``.
     """
     if not zipfile.is_zipfile(path):
         return None
@@ -24,8 +27,8 @@ def program_in(path: Path) -> str | None:
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
         return None
     if "archive_format" in names or "serialized_exported_program.json" in names:
-        return "a program of torch.export"
+        return EXPORTED  # the second of torch before 2.8
     # What torch.save writes has neither code nor constants.
     if "constants.pkl" in names or any(name.startswith("code/") for name in names):
-        return "a TorchScript archive"
+        return SCRIPT
     return None

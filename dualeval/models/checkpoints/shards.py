@@ -24,8 +24,7 @@ def read_shards(index: Path, *, trust: bool = False) -> OrderedDict[str, Any]:
 
     Raises:
         UsageError: the index is damaged or leads out of its folder, a file is missing, or the files have
-            other
-            tensors than the index.
+            other tensors than the index.
     """
     places = _weight_map(index)
     found: dict[str, Any] = {}
@@ -46,9 +45,8 @@ def read_shards(index: Path, *, trust: bool = False) -> OrderedDict[str, Any]:
                     ", ..." if len(names) > _LISTED_AT_MOST else ""
                 )
                 raise UsageError(
-                    f"{path} does not belong to {index.name}: it {what} {len(names)} tensors: {listed}. "
-                    "Copy all "
-                    "files of one checkpoint."
+                    f"{path} does not belong to {index.name}: it {what} {len(names)} tensors: {listed}. Copy "
+                    "all files of one checkpoint."
                 )
         found |= tensors
     return OrderedDict((name, found[name]) for name in places)

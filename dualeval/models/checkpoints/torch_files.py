@@ -117,9 +117,8 @@ class TorchFile:
             )
             raise UsageError(
                 f"{self._path} cannot be read as plain tensors{why}. It is damaged, or holds pickled Python "
-                "objects, which could run code. Save it again with torch.save(model.state_dict(), PATH) "
-                "or as "
-                f"safetensors.{trusted}"
+                "objects, which could run code. Save it again with torch.save(model.state_dict(), PATH) or "
+                f"as safetensors.{trusted}"
             ) from error
         except Exception as error:  # a damaged stream raises whatever its bytes happen to ask for
             raise self._damaged(error) from error

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
+from dualeval.model_errors import first_line
+from dualeval.models.checkpoints.programs import SCRIPT, program_in
 from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, refuse_arguments
 from dualeval.weights_name import PROGRAM_SUFFIXES
 
@@ -69,13 +71,13 @@ class ProgramModel(ModelSource):
             with warnings.catch_warnings():
                 # Both formats are deprecated by one of torch's versions or another, and are in use.
                 warnings.simplefilter("ignore")
-                if self._kind == _SCRIPT:
+                if self._kind == SCRIPT:
                     load: Any = torch.jit.load
                     return _in_evaluation(load(self._path, map_location="cpu"))
                 program = torch.export.load(self._path)
                 model = program.module()
         except (RuntimeError, ValueError, KeyError, OSError, EOFError, AssertionError) as error:
-            said = (str(error) or type(error).__name__).strip().splitlines()[0]
+            said = first_line(error)
             raise UsageError(f"--model {self.name} cannot be read as {self._kind}: {said}") from error
         self._batches = _batches_of(program)
         self._refuse_training(list(_trained_in(program)))
@@ -174,10 +176,6 @@ class _Program(nn.Module):
             return _Program(copy.deepcopy(self.graph, memo))
 
 
-_SCRIPT = "a TorchScript archive"
-_EXPORTED = "a torch.export program"
-
-
 def _kind_of(path: Path) -> str:
     """Which of the two a file is.
 
@@ -196,12 +194,8 @@ def _kind_of(path: Path) -> str:
     except (OSError, zipfile.BadZipFile) as error:
         what = "is neither a TorchScript archive nor a torch.export program" if other is None else other
         raise UsageError(f"--model {path} {what}: {error}") from error
-    if any(name.startswith("code/") for name in names) and "constants.pkl" in names:
-        return _SCRIPT
-    if any(name.startswith("models/") or name == "archive_format" for name in names):
-        return _EXPORTED
-    if any("serialized_exported_program" in name for name in archive.namelist()):
-        return _EXPORTED  # of torch before 2.8
+    if (kind := program_in(path)) is not None:
+        return kind
     hint = " It holds tensors: name the model, and give it with --weights." if "data.pkl" in names else ""
     raise UsageError(
         f"--model {path} is neither a TorchScript archive (torch.jit.save) nor a torch.export program "

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-class Opened:
-    """Remembers what was read; the caller makes one, and gives it to each task that may share it."""
+class DataCache:
+    """Remembers what was read; the caller makes one, and gives it to each task of its run."""
 
     def __init__(self) -> None:
         self._read: dict[Hashable, Any] = {}
