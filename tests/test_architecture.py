@@ -57,7 +57,7 @@ ALLOWED = {
     "local_ranks": {"launch", "backends", "devices"},
     "job": {"plugins", "tasks", "data.opened"},
     "plugins": {"tasks", "data.opened"},
-    "several": {"job", "plugins"},
+    "several": {"job", "plugins", "result"},
     "backends": set(),
     "launch": set(),
     "choices": set(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from dualeval.launch.cores import own_cores, share_of_cores
 from dualeval.launch.starts import may_start_ranks
 from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
+from dualeval.result import json_text
 from dualeval.several import is_several
 from dualeval.world import World
 
@@ -230,7 +230,7 @@ def _print_dry_run(
         code, found = dry_run(jobs, lambda job: _dry_run(job, invocation, world, nproc))
     else:
         code, found = EXIT_DONE, _dry_run(jobs[0][1], invocation, world, nproc)
-    click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    click.echo(json_text(found), nl=False)
     return code
 
 

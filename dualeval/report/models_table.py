@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dualeval.report.table import make_console, shown_numbers
-from dualeval.result import Result
+from dualeval.result import Result, json_text
 
 DONE, FAILED, NOT_DONE = "done", "failed", "not done"
 # Of the screen: the name, the speed and the status of each model, and a metric with its interval.
@@ -206,7 +206,7 @@ class ModelsTable:
                 }
             models.append(entry)
         content = {"models": models, "best": self.best}
-        return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return json_text(content, allow_nan=False)
 
     # -- screen ------------------------------------------------------------------------------------
 
