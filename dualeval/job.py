@@ -117,6 +117,12 @@ class Job:
         own = "metric" in {field.name for field in self.kind.fields}
         return () if own and len(_of_task(self.metric)) == len(self.metric) else self.metric
 
+    @property
+    def run_options(self) -> dict[str, Any]:
+        """The options of ``Session.evaluate`` that are the job's; the device is its session's."""
+        options = {name: getattr(self, name) for name in COMMON if name != "device"}
+        return {**options, "metric": self.metric_of_run}
+
     @classmethod
     def of(cls, task: str = DEFAULT_TASK, **values: Any) -> Job:
         """Make a job of options by name: those of every run, and those of the task.
@@ -148,7 +154,7 @@ class Job:
             COMMON[name].check(value)
         if "seed" in own and shared.get("sample") is None:
             shared.pop("seed", None)  # the task's alone
-        check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes="--")
+        check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes=True)
         of_model = ("precision", "keep_batchnorm_fp32", "optimize")
         check_preparation(**{name: shared.get(name, COMMON[name].default) for name in of_model}, dashes=True)
         of_sharding = ("shard", "offload", "optimize")

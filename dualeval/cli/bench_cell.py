@@ -65,16 +65,10 @@ def _start_ranks(job: Job, start: CellStart, command: Sequence[str]) -> int:
 
 
 def _measure(session: Session, job: Job, start: CellStart) -> dict[str, Any]:
-    options = {
-        **{name: getattr(job, name) for name in ("batch_size", "limit", "sample", "seed", "cluster")},
-        **{name: getattr(job, name) for name in ("precision", "keep_batchnorm_fp32", "layout", "optimize")},
-        **{name: getattr(job, name) for name in ("workers", "on_error")},
-        "metric": job.metric_of_run,
-    }
     if start.train:
         from dualeval.bench.training import measure_training
 
-        return measure_training(session, job.make_task(), options, start)
+        return measure_training(session, job.make_task(), job.run_options, start)
     from dualeval.bench.evaluation import measure_evaluation
 
-    return measure_evaluation(session, job.make_task, options, start)
+    return measure_evaluation(session, job.make_task, job.run_options, start)

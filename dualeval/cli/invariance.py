@@ -52,20 +52,9 @@ def invariance(context: click.Context, /, *, as_json: bool, **flags: Any) -> Non
     device = device_here(job.device, 1, found)
     if fetch := getattr(job.options, "fetch", None):
         fetch()
-    options = RunOptions(
-        batch_size=job.batch_size,
-        limit=job.limit,
-        sample=job.sample,
-        seed=job.seed,
-        precision=job.precision,
-        keep_batchnorm_fp32=job.keep_batchnorm_fp32,
-        layout=job.layout,
-        optimize=job.optimize,
-        on_error=job.on_error,
-    )
     diagnosis = diagnose(
         job.make_task(),
-        options,
+        RunOptions(**job.run_options),
         device,
         precisions=() if flags["precision"] is None else (job.precision,),
         layouts=() if flags["layout"] in (None, AUTO) else (job.layout,),

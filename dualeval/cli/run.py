@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from dualeval.data.opened import Opened
     from dualeval.result import Result
 
-_LAST_WORDS_S = 0.5
-_LEAST_TIMEOUT_S = 1.0
-_LONGEST_TIMEOUT_S = 1e6
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Invocation:
@@ -404,20 +400,7 @@ def _run_engine(job: Job, invocation: _Invocation, session: Session, opened: Ope
         return session.evaluate(
             task,
             out=NEW_FOLDER if invocation.out is None else invocation.out,
-            batch_size=job.batch_size,
-            metric=job.metric_of_run,
-            limit=job.limit,
-            sample=job.sample,
-            seed=job.seed,
-            cluster=job.cluster,
-            precision=job.precision,
-            keep_batchnorm_fp32=job.keep_batchnorm_fp32,
-            layout=job.layout,
-            optimize=job.optimize,
-            shard=job.shard,
-            offload=job.offload,
-            workers=job.workers,
-            on_error=job.on_error,
+            **job.run_options,
             schedule=invocation.schedule,
             fresh=invocation.fresh,
             reference=invocation.reference,
