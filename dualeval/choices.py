@@ -84,26 +84,27 @@ def check_count(option: str, value: object, least: int) -> None:
         )
 
 
-def check_part(*, limit: int | None, sample: int | None, seed: int | None, dashes: str = "") -> None:
+def check_part(*, limit: int | None, sample: int | None, seed: int | None, dashes: bool = False) -> None:
     """Check the options that say which part of a data set is evaluated.
 
     Args:
         limit: as in ``RunOptions``, and ``sample`` and ``seed``.
-        dashes: what stands before their names where the user has typed them.
+        dashes: whether the user has typed them as flags.
 
     Raises:
         UsageError: one has a value that it cannot have, or they do not go together.
     """
-    check_count(f"{dashes}limit", limit, 1)
-    check_count(f"{dashes}sample", sample, 1)
-    check_count(f"{dashes}seed", seed, 0)
+    sign = "--" if dashes else ""
+    check_count(f"{sign}limit", limit, 1)
+    check_count(f"{sign}sample", sample, 1)
+    check_count(f"{sign}seed", seed, 0)
     if limit is not None and sample is not None:
         raise UsageError(
-            f"{dashes}limit {limit} takes the first samples and {dashes}sample {sample} draws some: leave "
+            f"{sign}limit {limit} takes the first samples and {sign}sample {sample} draws some: leave "
             "out one of the two"
         )
     if seed is not None and sample is None:
-        raise UsageError(f"{dashes}seed {seed} draws nothing by itself: give {dashes}sample N too")
+        raise UsageError(f"{sign}seed {seed} draws nothing by itself: give {sign}sample N too")
 
 
 def check_preparation(
@@ -122,16 +123,16 @@ def check_preparation(
     """
     if not keep_batchnorm_fp32:
         return
-    flag = "--keep-batchnorm-fp32" if dashes else "keep_batchnorm_fp32"
+    sign, flag = ("--", "--keep-batchnorm-fp32") if dashes else ("", "keep_batchnorm_fp32")
     if precision not in CAST:
         raise UsageError(
-            f"{flag}: with precision {precision} nothing is cast, and batch norms are in float32 anyway "
-            f"(under autocast too). Leave it out, or give precision {' or '.join(CAST)}."
+            f"{flag}: with {sign}precision {precision} nothing is cast, and batch norms are in float32 "
+            f"anyway (under autocast too). Leave it out, or give {sign}precision {' or '.join(CAST)}."
         )
     if optimize == FOLD:
         raise UsageError(
-            f"{flag}: optimize {FOLD} makes batch norms a part of the convolutions before them, so that none "
-            "is left to keep. Leave out one of the two."
+            f"{flag}: {sign}optimize {FOLD} makes batch norms a part of the convolutions before them, so "
+            "that none is left to keep. Leave out one of the two."
         )
 
 

@@ -41,11 +41,11 @@ def message_of(error: BaseException) -> str:
     """What an error is called in a message to people: its text, with its type where it is not one of ours."""
     if isinstance(error, DualevalError):
         return text_of(error)
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else named(error)
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else with_type(error)
 
 
-def named(error: BaseException) -> str:
-    """An error's type and text."""
+def with_type(error: BaseException) -> str:
+    """An error's text behind its type, as "ValueError: text"."""
     return f"{type(error).__name__}: {text_of(error)}"
 
 

@@ -117,6 +117,12 @@ class Job:
         own = "metric" in {field.name for field in self.kind.fields}
         return () if own and len(_of_task(self.metric)) == len(self.metric) else self.metric
 
+    @property
+    def run_options(self) -> dict[str, Any]:
+        """The options of ``Session.evaluate`` that are the job's; the device is its session's."""
+        options = {name: getattr(self, name) for name in COMMON if name != "device"}
+        return {**options, "metric": self.metric_of_run}
+
     @classmethod
     def of(cls, task: str = DEFAULT_TASK, **values: Any) -> Job:
         """Make a job of options by name: those of every run, and those of the task.
@@ -148,7 +154,7 @@ class Job:
             COMMON[name].check(value)
         if "seed" in own and shared.get("sample") is None:
             shared.pop("seed", None)  # the task's alone
-        check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes="--")
+        check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes=True)
         of_model = ("precision", "keep_batchnorm_fp32", "optimize")
         check_preparation(**{name: shared.get(name, COMMON[name].default) for name in of_model}, dashes=True)
         of_sharding = ("shard", "offload", "optimize")
@@ -173,7 +179,9 @@ class Job:
         """
         name, job = cls.read_all(path, flags, texts)[0]
         if name is not None:
-            raise UsageError(f"--config {path}: [[{MODELS}]] belongs to 'dualeval run'. Name one model here.")
+            raise UsageError(
+                f"--config {path}: [[{MODELS_KEY}]] belongs to 'dualeval run'. Name one model here."
+            )
         return job
 
     @classmethod
@@ -204,7 +212,7 @@ class Job:
             return [(None, cls._made(kind, {**values, **given}))]
         found = []
         for number, table in enumerate(tables, 1):
-            said = f"--config {path}: model {number} of [[{MODELS}]]"
+            said = f"--config {path}: model {number} of [[{MODELS_KEY}]]"
             own = _of_table(said, path, table, kind)
             name = own.pop(_NAME, "")
             if twice := own.keys() & given.keys():
@@ -268,7 +276,7 @@ class _Start:
 
 
 # The tables of a job file that name one model each, and what names a model in its table.
-MODELS = "models"
+MODELS_KEY = "models"
 _NAME = "name"
 # What is every model's: where and how they are computed.
 _OF_NO_MODEL = ("task", "device", "workers")
@@ -438,13 +446,13 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _tables_of(path: Path, content: dict[str, Any], kind: TaskKind) -> list[dict[str, Any]] | None:
     """Take the models out of a job file's content; None where it has none."""
-    if MODELS not in content or MODELS in {field.name for field in kind.fields}:
+    if MODELS_KEY not in content or MODELS_KEY in {field.name for field in kind.fields}:
         return None
-    tables = content.pop(MODELS)
+    tables = content.pop(MODELS_KEY)
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise UsageError(
-            f"--config {path}: {MODELS}: expected tables, each below a line [[{MODELS}]], as in "
-            f'\n[[{MODELS}]]\nname = "first"\nweights = "first.pt"'
+            f"--config {path}: {MODELS_KEY}: expected tables, each below a line [[{MODELS_KEY}]], as in "
+            f'\n[[{MODELS_KEY}]]\nname = "first"\nweights = "first.pt"'
         )
     return tables
 

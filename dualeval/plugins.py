@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from dualeval.errors import DualevalError, LibraryError, UsageError, named
+from dualeval.errors import DualevalError, LibraryError, UsageError, with_type
 from dualeval.option_fields import OptionField, fields_of, options_of_call
 from dualeval.wording import did_you_mean, nearest
 
@@ -289,7 +289,7 @@ def _broken(what: str, error: BaseException) -> LibraryError:
     if isinstance(error, SyntaxError):
         lines += traceback.format_exception_only(error)[:-1]
     shown = "".join(lines).rstrip()
-    said = f"{what} cannot be imported: {named(error)}{_hint(error)}"
+    said = f"{what} cannot be imported: {with_type(error)}{_hint(error)}"
     return LibraryError(said + (f"\n{shown}" if shown else ""))
 
 

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualeval.errors import DualevalError
-from dualeval.metrics import Value
+
+if TYPE_CHECKING:
+    from dualeval.metrics import Value
 
 SCHEMA_VERSION = 2
 STATUS = "status.json"
@@ -133,7 +135,7 @@ class Result:
     def to_json(self) -> str:
         """The text of result.json."""
         content = {"schema_version": SCHEMA_VERSION, "metrics_digest": self.metrics_digest, **asdict(self)}
-        return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return json_text(content, allow_nan=False)
 
 
 def described_part(part: Mapping[str, Any]) -> str:
@@ -236,6 +238,11 @@ def checksum_of(path: Path, step: Callable[[], None] = lambda: None) -> dict[str
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
+def json_text(content: Any, *, allow_nan: bool = True) -> str:
+    """JSON for files and the screen: indented, letters as they are, a line feed at its end."""
+    return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=allow_nan) + "\n"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that is whole under its name, or not there."""
     # A name of its own: several processes may write the file, and then the last one's is there.
@@ -281,7 +288,7 @@ class Status:
 
     def write(self, folder: Path) -> None:
         """Write it into the output folder; where no new file can be made, over the one that is there."""
-        text = json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+        text = json_text(asdict(self))
         try:
             write_text(folder / STATUS, text)
         except OSError as refused:

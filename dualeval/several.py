@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dualeval.errors import UsageError
-from dualeval.job import MODELS, Job
+from dualeval.job import MODELS_KEY, Job
 from dualeval.plugins import BUILT_IN
+from dualeval.result import MODELS
 
 _WILD = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"([0-9]+)")
 # What a folder may be called, and a column of a table hold, on any disk.
 _ODD = re.compile(r"[^\w.+=@-]+")
 _WEIGHTS = "weights"
-# What lies beside the models' folders: the table in its forms, and what keeps other runs out. The first is
-# ``result.MODELS``, which is not imported here: torch comes with it.
-TABLES = ("models.json", "models.csv", "models.md", "models.tex")
+# What lies beside the models' folders: the table in its forms, and what keeps other runs out.
+TABLES = (MODELS, "models.csv", "models.md", "models.tex")
 FILES = (*TABLES, "lease.json")
 _LISTED = 5
 # Of a model: its name, the number of its job, and its file where a pattern has found that. Plain values.
@@ -78,7 +78,7 @@ def found_models(jobs: Sequence[tuple[str | None, Job]]) -> list[Found]:
     if twice := [name for name, count in counts.items() if count > 1]:
         raise UsageError(
             f"{counts[twice[0]]} of the models are called {twice[0]}: give each a name of its own in its "
-            f'table [[{MODELS}]], as in name = "{twice[0]}-a"'
+            f'table [[{MODELS_KEY}]], as in name = "{twice[0]}-a"'
         )
     return found
 
@@ -168,7 +168,8 @@ def _safe(text: str) -> str:
 def _checked(name: str) -> str:
     if _safe(name) != name or name in FILES:
         raise UsageError(
-            f"[[{MODELS}]]: name = {name!r}: expected letters, digits and . _ - + = @, such as {_safe(name)}"
+            f"[[{MODELS_KEY}]]: name = {name!r}: expected letters, digits and . _ - + = @, such as "
+            f"{_safe(name)}"
         )
     return name
 

@@ -58,7 +58,7 @@ ALLOWED = {
     "local_ranks": {"launch", "backends", "devices"},
     "job": {"plugins", "tasks", "data.cache"},
     "plugins": {"tasks", "data.cache"},
-    "several": {"job", "plugins"},
+    "several": {"job", "plugins", "result"},
     "backends": set(),
     "launch": set(),
     "choices": set(),

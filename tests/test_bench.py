@@ -262,7 +262,7 @@ def test_a_signal_before_the_first_start_is_no_error(monkeypatch: pytest.MonkeyP
         raise Interrupted("SIGINT")
 
     # By its name it is the command, and not its module.
-    monkeypatch.setattr(sys.modules["dualeval.cli.bench"], "_prepare", interrupted)
+    monkeypatch.setattr(sys.modules["dualeval.cli.bench"], "prepare", interrupted)
     words = ["bench", "--no-plots", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(dualeval, words, obj=words)
     assert done.exit_code == 75

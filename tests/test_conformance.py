@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from dualeval.cli import dualeval
 from dualeval.cli.conformance import _last_lines
 from dualeval.cli.node_facts import _nodes_of_job
-from dualeval.errors import LaunchError
+from dualeval.errors import LaunchError, UsageError
 from dualeval.report.anonymous import Names
 from dualeval.report.conformance import agrees, judge, judge_self_test, page, summary
 from tests.conftest import BIN, Launch
@@ -425,6 +427,15 @@ def test_wrong_use(launch: Launch, words: list[str], variables: dict[str, str], 
     done = launch([*CONFORMANCE, *words], variables=variables)
     assert done.returncode == 2
     assert done.stderr.count(said) == 1
+
+
+@pytest.mark.parametrize(("out", "said"), [("file", "this is no folder"), ("file/new", "file is no folder")])
+def test_a_folder_that_cannot_be_made(out: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = ["conformance", "--dry-run", "--out", str(tmp_path / out)]
+    done = CliRunner().invoke(dualeval, words, obj=words)
+    assert isinstance(done.exception, UsageError)
+    assert said in str(done.exception)
 
 
 @pytest.mark.needs("mpi")

@@ -348,7 +348,7 @@ def test_what_has_no_meaning_for_a_model(make: Any, options: dict[str, Any], wor
 def test_batch_norms_are_kept_where_something_is_cast(precision: str) -> None:
     with pytest.raises(UsageError, match=f"keep_batchnorm_fp32: with precision {precision} nothing is cast"):
         RunOptions(precision=precision, keep_batchnorm_fp32=True)
-    with pytest.raises(UsageError, match="--keep-batchnorm-fp32: with precision"):
+    with pytest.raises(UsageError, match="--keep-batchnorm-fp32: with --precision"):
         Job.of(precision=precision, keep_batchnorm_fp32=True)
     with pytest.raises(UsageError, match="keep_batchnorm_fp32: optimize fold"):
         RunOptions(precision="bf16", keep_batchnorm_fp32=True, optimize="fold")

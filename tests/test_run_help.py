@@ -41,6 +41,12 @@ def shown(*words: str, width: int = 80) -> str:
     return done.output
 
 
+def test_the_page_names_every_option() -> None:
+    page = (Path(__file__).parents[1] / "docs/command-line.md").read_text()
+    options = [flag for parameter in dualeval.commands["run"].params for flag in parameter.opts]
+    assert [flag for flag in options if f"`{flag}`" not in page] == []
+
+
 @pytest.mark.parametrize("width", [80, 110])
 def test_the_plain_help_fits_a_screen(width: int) -> None:
     text = shown(width=width)

@@ -209,6 +209,9 @@ def test_commands_that_look_at_whole_models(words: list[str], tmp_path: Path) ->
     (tmp_path / "job.toml").write_text('shard = "fsdp"\n')
     with pytest.raises(UsageError, match="shard belongs to 'dualeval run'"):
         command.main([*words, "--config", str(tmp_path / "job.toml")], standalone_mode=False)
+    for flags in (["--shard", "fsdp"], ["--offload"]):
+        with pytest.raises(UsageError, match=f"{flags[0]} belongs to 'dualeval run'"):
+            command.main([*words, *flags], standalone_mode=False)
 
 
 def test_backends_without_torchs_groups_say_how_to_start() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from dualeval.choices import PRECISIONS, check_choice
+from dualeval.errors import UsageError
 
 # One process, one process that splits its batches over several GPUs, and ranks over two backends.
 SINGLE, DATAPARALLEL, TORCH, HOROVOD = "single", "dataparallel", "torch", "horovod"
@@ -13,6 +17,55 @@ MODES = (SINGLE, DATAPARALLEL, TORCH, HOROVOD)
 OF_RANKS = (TORCH, HOROVOD)
 # Of a training step, in their order.
 STAGES = ("forward", "backward", "all_reduce", "optimiser")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The options of ``dualeval bench``, beside those of the job.
+
+    Attributes:
+        mode: of ``MODES``; None takes all. Likewise ``processes``, ``precision`` and ``batch_size``: numbers
+            and names that are combined.
+        rounds: starts of each cell.
+        min_seconds: measured in each start, at least.
+        warmup: batches a process before that.
+        cores_per_process: the same in all cells; None divides those that are here.
+        timeout_s: limit of each start.
+        train: time training steps in place of evaluations.
+        plots: draw the plots.
+        as_json: print bench.json.
+
+    Raises:
+        UsageError: one has a value that it cannot have.
+    """
+
+    mode: list[str] | None
+    processes: list[int] | None
+    precision: list[str] | None
+    batch_size: list[int] | None
+    rounds: int
+    min_seconds: float
+    warmup: int
+    cores_per_process: int | None
+    timeout_s: float
+    train: bool
+    plots: bool
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        for mode in self.mode or ():
+            check_choice("--mode", mode, MODES)
+        for precision in self.precision or ():
+            check_choice("--precision", precision, PRECISIONS)
+        if not math.isfinite(self.min_seconds):
+            raise UsageError(f"--min-seconds {self.min_seconds:g}: expected a number of seconds")
+        if math.isnan(self.timeout_s):
+            raise UsageError(f"--timeout-s {self.timeout_s:g}: expected a number of seconds")
+        if self.mode == [DATAPARALLEL] and self.processes == [1]:
+            raise UsageError(
+                f"--mode {DATAPARALLEL} --processes 1: it splits a batch over several GPUs, so "
+                "there is nothing to measure. Give --processes 2 or more."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

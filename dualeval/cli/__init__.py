@@ -35,8 +35,8 @@ from dualeval.errors import (
     DualevalError,
     LibraryError,
     UsageError,
-    named,
     text_of,
+    with_type,
 )
 from dualeval.launch import detect
 from dualeval.own_code import wants_debug
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = error.exit_code
     except Exception as error:  # noqa: BLE001 - of a user's own code, or of ours: it is shown where
         _show_code(error, words)
-        _say(named(error), words)
+        _say(with_type(error), words)
         code = EXIT_FAILED
     problem = process_start.unwritten()
     # Whoever read it may have seen enough, as head.

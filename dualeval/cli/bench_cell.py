@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from dualeval.engine.signals import numbers_of
 from dualeval.job import Job
 from dualeval.launch import detect
 from dualeval.process_start import DEFAULT_SIGNALS, end_with_parent
+from dualeval.result import write_text
+
+# Starts this command line anew, with the same interpreter and code.
+OWN_COMMAND = (sys.executable, str(Path(__file__).resolve().parent.parent / "__main__.py"))
 
 
 def run_cell(job: Job, start: CellStart, launcher: str | None, command: Sequence[str]) -> int:
@@ -40,8 +45,6 @@ def run_cell(job: Job, start: CellStart, launcher: str | None, command: Sequence
     session = Session(backend=backend, device=job.device, launcher=launcher or "none")
     code, measured = work_in_session(session, lambda session: _measure(session, job, start))
     if measured is not None and session.world.is_main:
-        from dualeval.result import write_text
-
         write_text(Path(start.to), json.dumps(measured))
     return code
 
@@ -62,16 +65,10 @@ def _start_ranks(job: Job, start: CellStart, command: Sequence[str]) -> int:
 
 
 def _measure(session: Session, job: Job, start: CellStart) -> dict[str, Any]:
-    options = {
-        **{name: getattr(job, name) for name in ("batch_size", "limit", "sample", "seed", "cluster")},
-        **{name: getattr(job, name) for name in ("precision", "keep_batchnorm_fp32", "layout", "optimize")},
-        **{name: getattr(job, name) for name in ("workers", "on_error")},
-        "metric": job.metric_of_run,
-    }
     if start.train:
         from dualeval.bench.training import measure_training
 
-        return measure_training(session, job.make_task(), options, start)
+        return measure_training(session, job.make_task(), job.run_options, start)
     from dualeval.bench.evaluation import measure_evaluation
 
-    return measure_evaluation(session, job.make_task, options, start)
+    return measure_evaluation(session, job.make_task, job.run_options, start)

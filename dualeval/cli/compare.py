@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from dualeval.errors import EXIT_DONE, EXIT_GATE, UsageError
+from dualeval.result import json_text
 
 
 @click.command()
@@ -67,7 +67,7 @@ def compare(
     if flips is not None:
         comparison.write_flips(flips)
     if as_json:
-        click.echo(json.dumps(comparison.to_json(), indent=2, ensure_ascii=False))
+        click.echo(json_text(comparison.to_json()), nl=False)
     elif markdown:
         click.echo(as_markdown(comparison), nl=False)
     else:

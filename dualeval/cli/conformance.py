@@ -20,13 +20,14 @@ from typing import Any
 import click
 
 from dualeval.cli import node_facts
-from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, LaunchError, UsageError
-from dualeval.launch import detect
-from dualeval.launch.starts import LAUNCHERS, Site, child_environ, choose_launchers, may_start_ranks
+from dualeval.cli.sweep import check_new_folder, check_no_rank, counts_of, make_folders, words_of
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, UsageError
+from dualeval.launch.starts import LAUNCHERS, Site, child_environ, choose_launchers
 from dualeval.launch.supervise import Ended, Interrupted, Interrupts, ask, run_supervised
 from dualeval.launch.trials import Trial, command_of, plan_trials
 from dualeval.report import conformance as judging
 from dualeval.report.anonymous import Names
+from dualeval.result import RESULT, json_text, read_status, write_text
 from dualeval.wording import counted
 
 _DEVICES = ("cpu", "cuda")
@@ -37,21 +38,6 @@ _TAIL_BYTES = 65536
 _TAG = re.compile(r"\[[\d,]+\]<std(?:out|err)>:")
 # What dualeval doctor has printed, of several ranks or cut off: it has variables, which are not for sharing.
 _REPORTS = re.compile(r"^\{.*^\}|^\{.*", re.DOTALL | re.MULTILINE)
-
-
-def _listed(_context: click.Context, _parameter: click.Parameter, value: str | None) -> list[str] | None:
-    return None if value is None else [word.strip() for word in value.split(",")]
-
-
-def _counted(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int] | None:
-    words = _listed(context, parameter, value)
-    if words is None:
-        return None
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise click.BadParameter(
-            f"{value!r}: expected whole numbers of at least 1 with commas between, as 1,2,8"
-        )
-    return sorted(set(map(int, words)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +60,12 @@ class _Asked:
 )
 @click.option(
     "--launchers",
-    callback=_listed,
+    callback=words_of,
     help=f"Only these; a missing one is a failure: {', '.join(list(LAUNCHERS)[1:])}.  [default: all]",
 )
 @click.option(
     "--ranks",
-    callback=_counted,
+    callback=counts_of,
     help="Numbers of ranks, with commas.  [default: 1, 2, one per node, one per GPU or core (4 at most)]",
 )
 @click.option(
@@ -119,40 +105,34 @@ def conformance(
         return
     asked = _Asked(**flags)
     launchers = choose_launchers(asked.launchers or list(LAUNCHERS))
-    _check_place()
+    check_no_rank(
+        None,
+        "'dualeval conformance' starts all launchers itself: type it by itself, in the shell that salloc "
+        "opens, or in a batch script without srun before it.",
+    )
     started = datetime.now(timezone.utc)
     folder = (out or Path("runs", f"conformance-{started:%Y%m%dT%H%M%S}")).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"--out {folder}: this folder is not empty. Give a new or an empty one.")
+    check_new_folder(folder)
     environ = child_environ(os.environ, str(Path(sys.executable).parent))
     with Interrupts() as interrupts:
         try:
-            bench = _look(asked, folder, environ, started, interrupts)
+            runner = _look(asked, folder, environ, started, interrupts)
         except Interrupted as error:
             raise DualevalError(f"interrupted by {error}") from error
-        trials = _trials(asked, bench.site, launchers)
+        trials = _trials(asked, runner.site, launchers)
         if dry_run:
             for number, trial in enumerate(trials):
-                reason = bench.names.clean(trial.reason or "")
-                click.echo(f"# not here: {_label(trial)}: {reason}" if reason else bench.shown(trial, number))
+                reason = runner.names.clean(trial.reason or "")
+                click.echo(
+                    f"# not here: {_label(trial)}: {reason}" if reason else runner.shown(trial, number)
+                )
             return
-        report = bench.run(trials)
+        report = runner.run(trials)
     if asked.as_json:
-        click.echo(_text(report), nl=False)
+        click.echo(json_text(report), nl=False)
     else:
         click.echo(f"\n{judging.summary(report)}\n{folder / _PAGE}\n{folder / _JSON}")
     context.exit(EXIT_DONE if judging.agrees(report) else EXIT_FAILED)
-
-
-def _check_place() -> None:
-    """Refuse to be one of several ranks, each of which would start all launchers."""
-    world = detect(os.environ)
-    if not may_start_ranks(world):
-        raise LaunchError(
-            f"{world.launcher} started this process as rank {world.rank} of {world.size}, and 'dualeval "
-            "conformance' starts all launchers itself: type it by itself, in the shell that salloc opens, or "
-            "in a batch script without srun before it."
-        )
 
 
 def _trials(asked: _Asked, site: Site, launchers: Sequence[str]) -> list[Trial]:
@@ -171,7 +151,7 @@ def _label(trial: Trial) -> str:
 
 def _look(
     asked: _Asked, folder: Path, environ: Mapping[str, str], started: datetime, interrupts: Interrupts
-) -> _Bench:
+) -> _TrialRunner:
     """Look at the nodes."""
     words = node_facts.dualeval_words()
 
@@ -204,7 +184,7 @@ def _look(
         "mpirun": site.mpirun or None,
         "Slurm": scheduler,
     }
-    return _Bench(
+    return _TrialRunner(
         asked=asked,
         folder=folder,
         environ=environ,
@@ -244,7 +224,7 @@ def _user() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bench:
+class _TrialRunner:
     """Where trials are run, and what is known of it."""
 
     asked: _Asked
@@ -270,13 +250,11 @@ class _Bench:
 
     def run(self, trials: Sequence[Trial]) -> dict[str, Any]:
         """Run them one after the other; writes the report, also where that is interrupted, and returns it."""
-        from dualeval.result import write_text
 
         report: dict[str, Any] = {
             **self.header, "references": [], "runs": [], "self_tests": [], "interrupted": True
         }  # fmt: skip
-        (self.folder / "logs").mkdir(parents=True)
-        (self.folder / "runs").mkdir()
+        make_folders(self.folder, "logs", "runs")
         try:
             for number, trial in enumerate(trials):
                 row = self._try(trial, number, report["references"])
@@ -286,7 +264,7 @@ class _Bench:
             report["interrupted"] = False
         except Interrupted as error:
             click.echo(f"dualeval: interrupted by {error}; what was run until then is reported", err=True)
-        write_text(self.folder / _JSON, _text(report))
+        write_text(self.folder / _JSON, json_text(report))
         write_text(self.folder / _PAGE, judging.page(report))
         return report
 
@@ -343,8 +321,6 @@ class _Bench:
         self, ended: Ended, trial: Trial, number: int, reference: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """What came out of a run, compared with the reference."""
-        from dualeval.result import RESULT, read_status
-
         folder = self.folder / "runs" / f"{number:03}"
         reason: str | None
         if ended.code is None:
@@ -407,7 +383,3 @@ def _lines_of(path: Path, *, has_reports: bool = False) -> list[str]:
     text = _TAG.sub("", (data if has_reports else data[-_TAIL_BYTES:]).decode("utf-8", "replace"))
     lines = [line.rstrip() for line in (_REPORTS.sub("", text) if has_reports else text).splitlines()]
     return [line for line in lines if line]
-
-
-def _text(report: Mapping[str, Any]) -> str:
-    return json.dumps(report, indent=2, ensure_ascii=False) + "\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -14,6 +13,7 @@ from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_fl
 from dualeval.errors import EXIT_DONE, LaunchError
 from dualeval.job import COMMON, DATA, LAUNCH, MODEL, RUN
 from dualeval.launch import examine
+from dualeval.result import json_text
 
 FLAG = "--invariance"
 
@@ -52,27 +52,16 @@ def invariance(context: click.Context, /, *, as_json: bool, **flags: Any) -> Non
     device = device_here(job.device, 1, found)
     if fetch := getattr(job.options, "fetch", None):
         fetch()
-    options = RunOptions(
-        batch_size=job.batch_size,
-        limit=job.limit,
-        sample=job.sample,
-        seed=job.seed,
-        precision=job.precision,
-        keep_batchnorm_fp32=job.keep_batchnorm_fp32,
-        layout=job.layout,
-        optimize=job.optimize,
-        on_error=job.on_error,
-    )
     diagnosis = diagnose(
         job.make_task(),
-        options,
+        RunOptions(**job.run_options),
         device,
         precisions=() if flags["precision"] is None else (job.precision,),
         layouts=() if flags["layout"] in (None, AUTO) else (job.layout,),
         step=lambda said: click.echo(f"dualeval: note: {said}", err=True),
     ).to_json()
     if as_json:
-        click.echo(json.dumps(diagnosis, indent=2, ensure_ascii=False))
+        click.echo(json_text(diagnosis), nl=False)
     else:
         print_invariance(diagnosis)
     context.exit(EXIT_DONE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -28,16 +27,13 @@ from dualeval.launch.cores import own_cores, share_of_cores
 from dualeval.launch.starts import may_start_ranks
 from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
+from dualeval.result import json_text
 from dualeval.several import is_several
 from dualeval.world import World
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.result import Result
-
-_LAST_WORDS_S = 0.5
-_LEAST_TIMEOUT_S = 1.0
-_LONGEST_TIMEOUT_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +226,7 @@ def _print_dry_run(
         code, found = dry_run(jobs, lambda job: _dry_run(job, invocation, world, nproc))
     else:
         code, found = EXIT_DONE, _dry_run(jobs[0][1], invocation, world, nproc)
-    click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+    click.echo(json_text(found), nl=False)
     return code
 
 
@@ -406,20 +402,7 @@ def _run_engine(
         return session.evaluate(
             task,
             out=NEW_FOLDER if invocation.out is None else invocation.out,
-            batch_size=job.batch_size,
-            metric=job.metric_of_run,
-            limit=job.limit,
-            sample=job.sample,
-            seed=job.seed,
-            cluster=job.cluster,
-            precision=job.precision,
-            keep_batchnorm_fp32=job.keep_batchnorm_fp32,
-            layout=job.layout,
-            optimize=job.optimize,
-            shard=job.shard,
-            offload=job.offload,
-            workers=job.workers,
-            on_error=job.on_error,
+            **job.run_options,
             schedule=invocation.schedule,
             fresh=invocation.fresh,
             reference=invocation.reference,

@@ -17,6 +17,7 @@ from dualeval.job import COMMON
 from dualeval.launch import examine
 from dualeval.option_fields import Given, as_json
 from dualeval.plugins import SCORED, made_task, scored_kind
+from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS, write_text
 
 # The kinds of evaluation whose answers can be had as a file.
 TASKS = tuple(SCORED)
@@ -81,7 +82,6 @@ def score(context: click.Context, /, run: Path | None, **flags: Any) -> None:
 
 def _score_rows(context: click.Context, run: Path, flags: Mapping[str, Any]) -> None:
     from dualeval.engine.rescoring import check_finished, rescore
-    from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS, write_text
     from dualeval.tasks.stored import metrics_of_run
 
     given = [f"--{name.replace('_', '-')}" for name in ("task", *_FIELDS, "fresh") if flags[name]]

@@ -18,6 +18,7 @@ from dualeval.engine.ending import say
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError, text_of
 from dualeval.process_start import unwritten
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
+from dualeval.result import JOB, RESULT, STATUS, json_text, sha256_of_json, write_text
 from dualeval.several import TABLES, Candidate, candidates_of, fingerprint_of, found_models
 
 if TYPE_CHECKING:
@@ -170,7 +171,6 @@ class Models:
         """The folder of all models: the one that was asked for, that of this launch, or a new one."""
         from dualeval.engine.folder.layout import check_path
         from dualeval.engine.folder.process import launch_of
-        from dualeval.result import JOB, RESULT, STATUS, sha256_of_json
 
         self._launch = launch_of(session.world)
         if self._out is not None:
@@ -192,8 +192,6 @@ class Models:
 
     def _write(self, session: Session, folder: Path, rows: Sequence[ModelRow]) -> None:
         """Write the table anew, so that it is there whatever ends the run."""
-        from dualeval.result import write_text
-
         if not session.world.is_main:
             return
         session.control.progress.step("write")
@@ -201,7 +199,7 @@ class Models:
         self._written = folder, table
         content = {**json.loads(table.to_json(whole=False)), "launch": self._launch}
         texts = (
-            json.dumps(content, indent=2, ensure_ascii=False) + "\n",
+            json_text(content),
             table.to_csv(),
             table.to_markdown(),
             table.to_latex(),
@@ -232,7 +230,7 @@ class Models:
         table = ModelsTable(rows)
         if self._as_json:
             content = {**json.loads(table.to_json(whole=True)), "exit_code": exit_code_of(rows)}
-            click.echo(json.dumps(content, indent=2, ensure_ascii=False))
+            click.echo(json_text(content), nl=False)
         else:
             table.print()
             click.echo(f"files  {folder}: {', '.join(TABLES)}, and a folder for each model")

@@ -16,6 +16,8 @@ from dualeval.job import COMMON, MODEL, RUN, Job, asked_task, refuse_foreign, te
 from dualeval.plugins import DEFAULT_TASK, TASK_GROUP, TASKS, TaskKind, entry_points_of, task_kind
 
 _OF_TASK = "of_task_"
+# Options of every run that only 'dualeval run' has: they divide the model over its ranks.
+_OF_DIVIDED_MODELS = ("shard", "offload")
 _TASK = "dualeval.task"
 
 
@@ -29,7 +31,10 @@ class TaskCommand(GroupedCommand):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            refuse_foreign(error.option_name.lstrip("-").replace("-", "_"), kind.name)
+            name = error.option_name.lstrip("-").replace("-", "_")
+            refuse_foreign(name, kind.name)
+            if name in _OF_DIVIDED_MODELS:
+                raise _takes_whole_models(f"dualeval {self.name}", error.option_name) from error
             raise
 
     def _asked(self, ctx: click.Context, args: list[str]) -> tuple[TaskKind, bool]:
@@ -133,11 +138,16 @@ def whole_job_of(flags: Mapping[str, Any], command: str) -> Job:
     """
     job = job_of(flags)
     if job.shard is not None:
-        raise UsageError(
-            f"shard belongs to 'dualeval run', and '{command}' looks at models that each rank has all of. "
-            "Leave shard out of the job file."
-        )
+        raise _takes_whole_models(command, f"--config {flags['config']}: shard")
     return job
+
+
+def _takes_whole_models(command: str, what: str) -> UsageError:
+    return UsageError(
+        f"{what} belongs to 'dualeval run', and '{command}' looks at models that each rank has all of. Leave "
+        "it out: a divided model has the numbers of the whole one, and 'dualeval run --shard fsdp' shows its "
+        "speed."
+    )
 
 
 def jobs_of(flags: Mapping[str, Any]) -> list[tuple[str | None, Job]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from dualeval.errors import EXIT_DONE, EXIT_FAILED
+from dualeval.result import JOB, json_text
 
 
 @click.command()
@@ -25,7 +25,6 @@ def verify(context: click.Context, run: Path, as_json: bool) -> None:
     """
     from dualeval.engine import verification
     from dualeval.engine.rescoring import check_finished
-    from dualeval.result import JOB
     from dualeval.tasks.stored import metrics_of_run
 
     check_finished(run)
@@ -39,7 +38,7 @@ def verify(context: click.Context, run: Path, as_json: bool) -> None:
     differing = [check.name for check in found if check.differences]
     if as_json:
         content = {"verified": not differing, "checks": [asdict(check) for check in found]}
-        click.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        click.echo(json_text(content), nl=False)
     else:
         click.echo(f"not verified: {', '.join(differing)}" if differing else "verified")
     context.exit(EXIT_FAILED if differing else EXIT_DONE)

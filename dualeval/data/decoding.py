@@ -21,7 +21,7 @@ import PIL
 from PIL import Image, features
 
 from dualeval.data.jpeg import JpegKind, kind_of
-from dualeval.errors import named
+from dualeval.errors import with_type
 
 # Pictures that are decoded by both: of each kind, and of all.
 _CHECKED_OF_A_KIND = 2
@@ -67,7 +67,7 @@ class Decoder:
         except ValueError:
             return None
         except Exception as error:  # noqa: BLE001 - whatever it is, Pillow can do without
-            self._turn_off(f"raised {named(error)}")
+            self._turn_off(f"raised {with_type(error)}")
             return None
         if image.mode == "L":
             pixels = pixels[..., 0]

@@ -27,8 +27,8 @@ from dualeval.errors import (
     PeerError,
     Stopped,
     exit_code_of,
-    named,
     text_of,
+    with_type,
 )
 
 # Until rank 0 waits no longer for what the others have saved, and these no longer for rank 0 to write that
@@ -278,11 +278,11 @@ class Conclusion:
             if recorder is None or recorder.flush(_FLUSH_WITHIN_S):
                 return None
         except OSError as error:
-            return named(error)
+            return with_type(error)
         except Exception as error:  # noqa: BLE001 - a metric of the user's folds what is to be saved
-            problem = named(error)
+            problem = with_type(error)
             # What the metric has broken the run with is said already.
-            if first is not None and problem not in (named(first), text_of(first)):
+            if first is not None and problem not in (with_type(first), text_of(first)):
                 say(f"dualeval: note: cannot save what is finished: {problem}")
             return problem
         return "writing hangs"
@@ -294,4 +294,4 @@ def _surviving(step: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the first error is the one to report
-        say(f"dualeval: note: cannot {step}: {named(error)}")
+        say(f"dualeval: note: cannot {step}: {with_type(error)}")

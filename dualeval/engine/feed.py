@@ -25,7 +25,7 @@ from dualeval.engine.progress import Stage
 from dualeval.engine.storages import own_storages
 from dualeval.engine.transfer import Uploads
 from dualeval.engine.worker_state import pack, unpack
-from dualeval.errors import DualevalError, UsageError, named, text_of
+from dualeval.errors import DualevalError, UsageError, text_of, with_type
 from dualeval.own_code import keep_own_code, own_code
 from dualeval.process_start import end_with_parent
 from dualeval.tasks import Dataset, Task
@@ -133,7 +133,7 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             except Exception as error:  # noqa: BLE001 - reported with the sample's id; the run decides
                 # Of samples that are left out there may be many.
                 lines = "" if self._fill else own_code(error)
-                failed.append(FailedSample(index=index, error=named(error), own_code=lines))
+                failed.append(FailedSample(index=index, error=with_type(error), own_code=lines))
         if self._ready_batches or (not self._fill and _is_of_batch(first, samples, failed)):
             return self._read_ready_batch_again(indices, first, failed), ()
         if not samples or (failed and not self._fill):
@@ -164,7 +164,7 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             refusal = UsageError(
                 f"the batch of samples {self._dataset.id(indices[0])} to {self._dataset.id(indices[-1])} "
                 f"(indices {index_of(self._dataset, indices[0])} to "
-                f"{index_of(self._dataset, indices[-1])}) cannot be read: {named(first)}.{alone} "
+                f"{index_of(self._dataset, indices[-1])}) cannot be read: {with_type(first)}.{alone} "
                 f"{type(self._dataset).__name__} returns ready batches, so no single sample can be left out "
                 "(--on-error skip): repair or remove the bad one, or let __getitems__ return a list of "
                 "samples and the task's collate make the batch."
@@ -243,7 +243,7 @@ class _Returning(torch.utils.data.Dataset[Any]):
             if not own_code(error):
                 raise
             # Of the user's own, as a collate: torch would raise another one, with this process's traceback.
-            return _with_own_code(DualevalError(f"a reading process: {named(error)}"), error)
+            return _with_own_code(DualevalError(f"a reading process: {with_type(error)}"), error)
 
 
 def _with_own_code(said: DualevalError, error: BaseException | None = None) -> DualevalError:

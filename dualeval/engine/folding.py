@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from dualeval.engine.compute import copy_sharing_tensors
-from dualeval.errors import UsageError, named
+from dualeval.errors import UsageError, with_type
 
 # What torch.fx.experimental.optimization.fuse folds. Exactly these: a class of one's own may do more.
 _PAIRS: dict[type[nn.Module], type[nn.Module]] = {
@@ -77,9 +77,9 @@ def _traced(model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
         return tracer.trace(copy_sharing_tensors(model), concrete_args=arguments)
     except Exception as error:
         raise UsageError(
-            f"--optimize fold: torch.fx cannot follow the forward of {type(model).__name__}: {named(error)}. "
-            "It may not branch on values or sizes of tensors. Leave --optimize fold out, or give a model "
-            "whose batch norms are folded already."
+            f"--optimize fold: torch.fx cannot follow the forward of {type(model).__name__}: "
+            f"{with_type(error)}. It may not branch on values or sizes of tensors. Leave --optimize fold "
+            "out, or give a model whose batch norms are folded already."
         ) from error
 
 

@@ -30,7 +30,7 @@ from dualeval.engine.progress import Stage
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.sharding.gathers import gathers_watched
 from dualeval.engine.transfer import Pending
-from dualeval.errors import DualevalError, named
+from dualeval.errors import DualevalError, with_type
 from dualeval.tasks import Dataset, Task
 
 # Samples that show which columns there are; and batches that are tried for some that can be read.
@@ -229,7 +229,7 @@ def _on_all_ranks(
     except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know of it
         failure = error
     context.control.meet()
-    everyone = context.backend.all_gather_json(None if failure is None else named(failure))
+    everyone = context.backend.all_gather_json(None if failure is None else with_type(failure))
     if failure is not None:
         raise failure
     if (said := next((each for each in everyone if each is not None), None)) is not None:

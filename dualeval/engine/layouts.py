@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dualeval.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
 from dualeval.columns import Ragged
 from dualeval.engine.sharding.detect import class_of, is_sharded
-from dualeval.errors import UsageError, named, text_of
+from dualeval.errors import UsageError, text_of, with_type
 
 # Of a weight of a convolution in two dimensions: channels out, channels in, height, width; and of images.
 _IMAGE_DIMENSIONS = 4
@@ -128,7 +128,7 @@ def layout_by_trial(
         except Exception as error:  # noqa: BLE001 - whatever it is but the layout, the first batch raises it again
             if tried == CONTIGUOUS or not _is_of_layout(error):
                 return layout, None
-            return CONTIGUOUS, f"layout {CONTIGUOUS}: channels-last, the model fails ({named(error)})"
+            return CONTIGUOUS, f"layout {CONTIGUOUS}: channels-last, the model fails ({with_type(error)})"
     problem = _difference(*found)
     if problem is None:
         return layout, None

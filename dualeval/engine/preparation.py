@@ -24,7 +24,7 @@ from dualeval.engine.nests import NestError, map_values
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.sharding.reads import NOT_GATHERED
-from dualeval.errors import UsageError, named, text_of
+from dualeval.errors import UsageError, text_of, with_type
 
 _Convert = Callable[[Tensor], Tensor]
 
@@ -166,7 +166,7 @@ def why_preparation_failed(error: BaseException, options: RunOptions) -> str | N
                 f"--optimize compile: batches come in more than {_MOST_SHAPES} shapes, and each is compiled. "
                 "Leave it out, or pad the samples"
             )
-        return f"--optimize compile: torch.compile failed: {named(error)}. Leave it out"
+        return f"--optimize compile: torch.compile failed: {with_type(error)}. Leave it out"
     if options.precision in numerics.CASTS and any(words in said for words in _OF_DTYPES):
         return (
             f"--precision {options.precision}: {said}. The model's weights and the inputs of model(...) are "

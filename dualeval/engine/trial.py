@@ -22,7 +22,7 @@ from dualeval.engine.folder.predictions import json_entries, parquet_bytes
 from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.parts import texts_of
-from dualeval.errors import DualevalError, RefusedSamples, UsageError, named, text_of
+from dualeval.errors import DualevalError, RefusedSamples, UsageError, text_of, with_type
 from dualeval.metrics import Measured, Metric, RowMetric
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
     except DualevalError:
         raise
     except Exception as error:  # raised on with the metric's name; what it is, its own frames show
-        raise RuntimeError(f"metric {metric.name!r} fails on the first batch: {named(error)}") from error
+        raise RuntimeError(f"metric {metric.name!r} fails on the first batch: {with_type(error)}") from error
     if slots.shape != (metric.size,):
         raise UsageError(
             f"metric {metric.name!r} has changed the shape of its ledger from ({metric.size},) to "
@@ -217,7 +217,7 @@ def _try_compute(name: str, compute: Callable[[], Measured]) -> tuple[Measured |
         return None, [f"on the first batch alone, {text_of(error)} It is computed on all samples at the end"]
     except Exception as error:  # noqa: BLE001 - some need all classes, or many samples; the note says what it was
         return None, [
-            f"metric {name!r} fails on the first batch alone ({named(error)}); it is "
+            f"metric {name!r} fails on the first batch alone ({with_type(error)}); it is "
             "computed on all samples at the end"
         ]
     found = plain(name, measured)

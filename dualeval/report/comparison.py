@@ -11,9 +11,8 @@ from rich.table import Table
 
 from dualeval.comparison.compared import Comparison, Gate, MetricComparison
 from dualeval.comparison.statistics import LEVEL
-from dualeval.report.table import make_console, shown_numbers
+from dualeval.report.table import LABEL_WIDTH, labelled, make_console, print_line, shown_numbers
 
-_LABEL_WIDTH = 16
 # Ids of flipped samples that are shown.
 _NAMED = 3
 _HEAD = ("metric", "A", "B", "B - A", "95 % interval", "p", "shown")
@@ -35,18 +34,17 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     console = console or make_console(_WIDTH)
     lines = _lines(comparison)
     for line in (*_title(comparison), *lines[:2]):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        print_line(console, line)
     table = Table(*_HEAD)
     for row in _rows(comparison):
         table.add_row(*row)
     console.print(table)
     for line in lines[2:]:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        print_line(console, line)
     for gate, line in zip(comparison.gates, _gates(comparison), strict=True):
-        style = "green" if gate.passed else "red"
-        console.print(line, soft_wrap=True, highlight=False, markup=False, style=style)
+        print_line(console, line, style="green" if gate.passed else "red")
     for note in comparison.notes:
-        console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+        print_line(console, f"note: {note}", style="yellow")
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -55,8 +53,7 @@ def as_markdown(comparison: Comparison) -> str:
     table = [f"| {' | '.join(_escaped(entry) for entry in row)} |" for row in rows]
     lines = [*_title(comparison), *_lines(comparison), *_gates(comparison)]
     listed = [
-        f"- {line[:_LABEL_WIDTH].rstrip()}: {_escaped(' '.join(line[_LABEL_WIDTH:].split()))}"
-        for line in lines
+        f"- {line[:LABEL_WIDTH].rstrip()}: {_escaped(' '.join(line[LABEL_WIDTH:].split()))}" for line in lines
     ]
     return "\n".join([*table, "", *listed, *(f"- Note: {note}" for note in comparison.notes)]) + "\n"
 
@@ -65,16 +62,12 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _labelled(label: str, text: str) -> str:
-    return f"{label:<{_LABEL_WIDTH}}{text}"
-
-
 def _title(comparison: Comparison) -> list[str]:
-    return [_labelled(name, run["folder"]) for name, run in (("A", comparison.a), ("B", comparison.b))]
+    return [labelled(name, run["folder"]) for name, run in (("A", comparison.a), ("B", comparison.b))]
 
 
 def _lines(comparison: Comparison) -> list[str]:
-    return [_labelled(label, text) for label, text in _facts(comparison)]
+    return [labelled(label, text) for label, text in _facts(comparison)]
 
 
 def _facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
@@ -185,7 +178,7 @@ def _shown_p(value: float) -> str:
 
 
 def _gates(comparison: Comparison) -> list[str]:
-    return [_labelled("gate", _gate(gate, comparison.metrics[gate.metric])) for gate in comparison.gates]
+    return [labelled("gate", _gate(gate, comparison.metrics[gate.metric])) for gate in comparison.gates]
 
 
 def _gate(gate: Gate, metric: MetricComparison) -> str:

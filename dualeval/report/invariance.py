@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from dualeval.report.table import make_console
+from dualeval.report.table import labelled, make_console, print_line
 
-_LABEL_WIDTH = 16
 # Of a table that a file takes.
 _WIDTH = 120
 # Modules that are named of one shape; --json has all.
@@ -29,12 +29,9 @@ def print_invariance(found: Mapping[str, Any], console: Console | None = None) -
         console: where; None takes standard output.
     """
     console = console or make_console(_WIDTH)
-
-    def line(text: str, style: str | None = None) -> None:
-        console.print(text, soft_wrap=True, highlight=False, markup=False, style=style)
-
+    line = partial(print_line, console)
     for label, text in _facts(found):
-        line(f"{label:<{_LABEL_WIDTH}}{text}")
+        line(labelled(label, text))
     for setting in found["settings"]:
         if setting["problem"] is not None:
             continue
@@ -45,7 +42,7 @@ def print_invariance(found: Mapping[str, Any], console: Console | None = None) -
             line(f"note: {note}", style="yellow")
     line("")
     for reason, names in _not_tried(found["settings"]).items():
-        line(f"{'not tried':<{_LABEL_WIDTH}}{'; '.join(names)}: {reason}")
+        line(labelled("not tried", f"{'; '.join(names)}: {reason}"))
     for note in found["notes"]:
         line(f"note: {note}", style="yellow")
     line(_NO_LICENCE)

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dualeval.report.table import make_console, shown_numbers
-from dualeval.result import Result
+from dualeval.report.table import make_console, print_line, shown_numbers
+from dualeval.result import Result, json_text
 
 DONE, FAILED, NOT_DONE = "done", "failed", "not done"
 # Of the screen: the name, the speed and the status of each model, and a metric with its interval.
@@ -206,7 +206,7 @@ class ModelsTable:
                 }
             models.append(entry)
         content = {"models": models, "best": self.best}
-        return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return json_text(content, allow_nan=False)
 
     # -- screen ------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class ModelsTable:
             table.add_row(Text(row.name), *cells, _speed(row), row.status)
         console.print(table)
         for line in self._notes(len(metrics)):
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+            print_line(console, line)
 
     def _notes(self, shown: int) -> list[str]:
         lines = [f"{row.name}: {row.said}" for row in self.rows if row.status == FAILED]

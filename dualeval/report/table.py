@@ -14,7 +14,7 @@ from dualeval.report.screen import on_screen
 from dualeval.result import ALL_SAMPLES, DRAWN_SAMPLES, Result, described_part
 
 # Of the lines around the table.
-_LABEL_WIDTH = 16
+LABEL_WIDTH = 16
 # Of a table that a launcher or a file takes, however wide the terminals of this process are.
 _WIDTH = 80
 _DIGITS = 6
@@ -28,28 +28,35 @@ def print_result(result: Result, console: Console | None = None) -> None:
     """Print what was evaluated, the scalar metrics with their intervals, and where the files are."""
     console = console or make_console()
     if result.earlier:
-        _print_line(console, _of_earlier_run(result))
+        print_line(console, _of_earlier_run(result))
     for label, text in result.description.items():
-        _print_line(console, f"{label:<{_LABEL_WIDTH}}{text}")
+        print_line(console, labelled(label, text))
     console.print(_metrics(result))
-    world, timing = result.world, result.timing
-    lines = [
-        f"samples         {_samples(result)}",
-        *([f"clusters        {_clusters(result)}"] if result.clusters else []),
-        f"ranks           {world['size']} ({world['launcher']}, {world['backend']}, "
-        f"{result.device['device']}{_sharded(result)})",
-        *([f"machine         {_machine(result)}"] if result.device.get("bits") else []),
-        *([f"resumed         {_resumed(result)}"] if result.chunks["resumed"] else []),
-        f"speed           {result.samples_per_s:,.0f} samples/s, {timing['evaluate_s']:.2f} s of "
-        f"{timing['total_s']:.2f} s",
-        *([f"work            {_work(result)}"] if result.work else []),
-        f"metrics_digest  {result.metrics_digest}{_comparable(result)}",
-        *([] if result.folder is None else [f"files           {result.folder}"]),
-    ]
-    for line in [*lines, *_reference(result)]:
-        _print_line(console, line)
+    for label, text in (*_facts(result), *_reference(result)):
+        print_line(console, labelled(label, text))
     for warning in result.warnings:
-        console.print(f"warning: {warning}", soft_wrap=True, highlight=False, markup=False, style="yellow")
+        print_line(console, f"warning: {warning}", style="yellow")
+
+
+def _facts(result: Result) -> Iterator[tuple[str, str]]:
+    """The lines below the metrics: label and text."""
+    world, timing = result.world, result.timing
+    yield "samples", _samples(result)
+    if result.clusters:
+        yield "clusters", _clusters(result)
+    ranks = f"{world['launcher']}, {world['backend']}, {result.device['device']}{_sharded(result)}"
+    yield "ranks", f"{world['size']} ({ranks})"
+    if result.device.get("bits"):
+        yield "machine", _machine(result)
+    if result.chunks["resumed"]:
+        yield "resumed", _resumed(result)
+    seconds = f"{timing['evaluate_s']:.2f} s of {timing['total_s']:.2f} s"
+    yield "speed", f"{result.samples_per_s:,.0f} samples/s, {seconds}"
+    if result.work:
+        yield "work", _work(result)
+    yield "metrics_digest", f"{result.metrics_digest}{_comparable(result)}"
+    if result.folder is not None:
+        yield "files", result.folder
 
 
 def _metrics(result: Result) -> Table:
@@ -99,9 +106,14 @@ def _of_earlier_run(result: Result) -> str:
     return f"Finished before{when} and shown again{proof}."
 
 
-def _print_line(console: Console, line: str) -> None:
-    # Whole, however narrow the terminal, to be copied.
-    console.print(line, soft_wrap=True, highlight=False, markup=False)
+def print_line(console: Console, line: str, style: str | None = None) -> None:
+    """Print a line as it is, and whole, however narrow the terminal: to be copied."""
+    console.print(line, soft_wrap=True, highlight=False, markup=False, style=style)
+
+
+def labelled(label: str, text: str) -> str:
+    """A line around a table: a label, and the text in a column of its own."""
+    return f"{label:<{LABEL_WIDTH}}{text}"
 
 
 def _samples(result: Result) -> str:
@@ -139,29 +151,29 @@ def _work(result: Result) -> str:
     return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in result.work.items())
 
 
-def _reference(result: Result) -> Iterator[str]:
+def _reference(result: Result) -> Iterator[tuple[str, str]]:
     """How the predictions differ from those of another run; nothing where none was named."""
     found = result.reference
     if not found:
         return
-    yield f"reference       {found['folder']}"
+    yield "reference", found["folder"]
     if "problem" in found:
         return
     differs = ", ".join(f"{name} {_beside(*values)}" for name, values in found["differs_in"].items())
     if differs:
-        yield f"  differs in    {differs}"
+        yield "  differs in", differs
     failed = ", ".join(f"{count:,} {_FAILED[name]}" for name, count in found["failed"].items() if count)
-    yield f"  samples       {found['samples']:,} in both" + (f"; failed: {failed}" if failed else "")
-    yield f"  agreement     {_agreement(found)}"
+    yield "  samples", f"{found['samples']:,} in both" + (f"; failed: {failed}" if failed else "")
+    yield "  agreement", _agreement(found)
     if found["loss"] is not None:
-        yield f"  loss          {_difference(found['loss'])}"
+        yield "  loss", _difference(found["loss"])
     if found["same_bits"]:
-        yield f"  columns       all {len(found['columns'])} others have the same bits"
+        yield "  columns", f"all {len(found['columns'])} others have the same bits"
     for name, column in found["columns"].items():
         if column["rows_differ"]:
-            yield f"  {name:<14}{_difference(column)}"
+            yield f"  {name}", _difference(column)
     for name, reason in found["not_compared"].items():
-        yield f"  {name:<14}not compared: {reason}"
+        yield f"  {name}", f"not compared: {reason}"
 
 
 _FAILED = {"here": "in this run only", "there": "in the reference only", "both": "in both"}
