@@ -25,6 +25,7 @@ from dualeval.engine.identity import ModelIdentity, job_identity, metric_fingerp
 from dualeval.engine.measured import plain
 from dualeval.errors import UsageError
 from dualeval.metrics import Confusion, IoU, Mean, Measured, Metric, PrecisionRecall, RowMetric, Rows, TopK
+from dualeval.metrics.classification import BY_NAME
 from tests.conftest import ROOT
 from tests.measuring import measure
 from tests.tiny import TinyTask
@@ -79,6 +80,11 @@ def test_the_page_shows_every_metric_as_it_is_written() -> None:
     assert {type(metric).__name__ for metric in made} >= {
         *("Mean", "Ratio", "Count", "TopK", "Confusion", "PrecisionRecall", "IoU", "Rows")
     }
+
+
+def test_the_page_has_every_metric_by_name() -> None:
+    table = PAGE.partition("## Metrics by name")[2].partition("\n\nA value")[0]
+    assert set(re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)) == {"top<k>", *BY_NAME}
 
 
 @pytest.mark.parametrize("number", [0, 1])
