@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from dualeval.metrics import in_two
 from dualeval.metrics.by_name import chosen_metrics
 from dualeval.metrics.classification import BY_NAME, classification_metric
 from dualeval.option_fields import check_fields, fields_of
-from dualeval.plugins import BUILT_IN, TASKS, made_task, task_kind
+from dualeval.plugins import BUILT_IN, SCORED, TASKS, made_task, task_kind
 from dualeval.vision_library import torchvision
 from tests.conftest import ROOT
 
@@ -389,6 +390,17 @@ def test_built_in_metrics_are_listed_by_their_names() -> None:
     assert set(task_kind("image-classification").source.known_metrics) == {"top1", *BY_NAME}
     questions = {metric.name for metric in _all_metrics(True)}
     assert set(task_kind("question-answering").source.known_metrics) == questions
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_built_in_task_has_a_page(name: str) -> None:
+    assert (ROOT / f"docs/{name}.md").is_file()
+
+
+@pytest.mark.parametrize("options", [*TASKS.values(), *SCORED.values()])
+def test_runs_of_a_built_in_task_can_be_scored(options: str) -> None:
+    module, _, _ = options.partition("_options:")
+    assert callable(importlib.import_module(module).stored_metrics)
 
 
 def test_models_are_listed() -> None:

@@ -349,6 +349,13 @@ def test_job_files_that_say_nothing(tmp_path: Path, content: str, said: str) -> 
         metrics_of_run(tmp_path / "job.json")
 
 
+@pytest.mark.parametrize("task", ["json.Gone", "dualeval.tasks.gone.Gone", "dualeval.tasks.own_model.Gone"])
+def test_runs_whose_metrics_only_other_code_knows(tmp_path: Path, task: str) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"task_class": task}))
+    with pytest.raises(UsageError, match=f"a run of the task {task}, whose metrics only its own code knows"):
+        metrics_of_run(tmp_path / "job.json")
+
+
 def test_what_job_json_says(tmp_path: Path) -> None:
     """Names and number of classes are what the metrics are made of again, whatever else is there."""
     evaluate(ImageClassification(metrics=["top1"]), tmp_path, limit=5)
