@@ -327,11 +327,12 @@ def test_list_alone_shows_its_help() -> None:
 def test_lists_name_what_is_broken_and_go_on(package: Path) -> None:
     done = CliRunner().invoke(dualeval, ["list", "tasks"])
     assert done.exit_code == 0
-    for line in (
-        "even-numbers          Tells even numbers from odd ones (package dualeval-test-plugin 1.2)",
-        "broken                cannot be imported: ModuleNotFoundError: No module named 'no_such_library'",
+    width = max(map(len, TASKS))
+    for name, said in (
+        ("even-numbers", "Tells even numbers from odd ones (package dualeval-test-plugin 1.2)"),
+        ("broken", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
     ):
-        assert line in done.stdout
+        assert f"{name:<{width}}  {said}" in done.stdout
     assert all(f"\n{name} " in f"\n{done.stdout}" for name in TASKS)
     assert "dualeval: note: broken (" in done.stderr
     assert "has a built-in task's name: it is not used" in done.stderr
