@@ -29,9 +29,8 @@ from dualeval.launch import detect
 from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.result import Result
 from tests.ragged_task import RaggedTask
-from tests.tiny import TinyDataset, TinyTask
+from tests.tiny import EVERY_METRIC, TinyDataset, TinyTask
 
-TEN = ["loss", *(f"top{k}" for k in range(1, 7)), "precision_recall", "confusion", "ece"]
 _PRIMITIVES = ("_all_reduce", "_broadcast", "_gather_headers", "_gather")
 
 
@@ -65,7 +64,7 @@ def collectives(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
     """Collectives of whole runs, and how many of them fell between the first and the last forward."""
     calls = count_collectives(backend)
     found: dict[str, Any] = {}
-    for samples, metrics in ((10, ["loss"]), (10, TEN), (10_000, ["loss"]), (10_000, TEN)):
+    for samples, metrics in ((10, ["loss"]), (10, EVERY_METRIC), (10_000, ["loss"]), (10_000, EVERY_METRIC)):
         calls.clear()
         seen: list[int] = []
         task = WatchedTask(samples, lambda seen=seen: seen.append(calls.total()), metrics=metrics)  # type: ignore[misc]

@@ -26,8 +26,7 @@ from dualeval.metrics.classification import (
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.vision_library import torchvision
 from tests.kernels import CountedKernels
-
-ALL_TEN = ("loss", "top1", "top3", "top5", "precision_recall", "confusion", "ece", "nonfinite_logits")
+from tests.tiny import EVERY_METRIC
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +217,7 @@ def test_deterministic_algorithms_and_an_empty_batch(monkeypatch: pytest.MonkeyP
         logits, target = sample_logits(8, 10)
         for samples in (8, 0):
             columns = observe_logits(logits[:samples], target[:samples], 5)
-            for name in ALL_TEN:
+            for name in EVERY_METRIC:
                 measure(name, 10, columns)
     finally:
         torch.use_deterministic_algorithms(before)
@@ -408,7 +407,7 @@ def test_no_samples_give_none() -> None:
         assert confusion == {"confusion_matrix": {"classes": 10, "entries": []}}
 
 
-@pytest.mark.parametrize("name", ALL_TEN)
+@pytest.mark.parametrize("name", EVERY_METRIC)
 def test_any_partition_and_order_give_the_same_result(name: str) -> None:
     logits, target = sample_logits(211, 10, seed=11)
     if name != "ece" and name != "loss":

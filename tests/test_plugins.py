@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from dualeval.errors import EXIT_USAGE, LibraryError, UsageError
 from dualeval.job import Job
 from dualeval.metrics import split_by_kind
 from dualeval.metrics.by_name import chosen_metrics
-from dualeval.metrics.classification import classification_metric
+from dualeval.metrics.classification import BY_NAME, classification_metric
 from dualeval.option_fields import check_fields, fields_of
-from dualeval.plugins import BUILT_IN, TASKS, made_task, task_kind
+from dualeval.plugins import BUILT_IN, SCORED, TASKS, made_task, task_kind
 from dualeval.vision_library import torchvision
 from tests.conftest import ROOT
 
@@ -326,11 +327,12 @@ def test_list_alone_shows_its_help() -> None:
 def test_lists_name_what_is_broken_and_go_on(package: Path) -> None:
     done = CliRunner().invoke(dualeval, ["list", "tasks"])
     assert done.exit_code == 0
-    for line in (
-        "even-numbers          Tells even numbers from odd ones (package dualeval-test-plugin 1.2)",
-        "broken                cannot be imported: ModuleNotFoundError: No module named 'no_such_library'",
+    width = max(map(len, TASKS))
+    for name, said in (
+        ("even-numbers", "Tells even numbers from odd ones (package dualeval-test-plugin 1.2)"),
+        ("broken", "cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
     ):
-        assert line in done.stdout
+        assert f"{name:<{width}}  {said}" in done.stdout
     assert all(f"\n{name} " in f"\n{done.stdout}" for name in TASKS)
     assert "dualeval: note: broken (" in done.stderr
     assert "has a built-in task's name: it is not used" in done.stderr
@@ -384,12 +386,22 @@ def test_which_metrics_the_task_chooses_itself(package: Path, mine: str) -> None
 
 
 def test_built_in_metrics_are_listed_by_their_names() -> None:
-    from dualeval.metrics.classification import default_metrics
     from dualeval.tasks.question_answering import _all_metrics
 
-    images, questions = (task_kind(name).source.known_metrics for name in TASKS)
-    assert set(default_metrics(10)) - {"top5"} == set(images)
-    assert {metric.name for metric in _all_metrics(True)} == set(questions)
+    assert set(task_kind("image-classification").source.known_metrics) == {"top1", *BY_NAME}
+    questions = {metric.name for metric in _all_metrics(True)}
+    assert set(task_kind("question-answering").source.known_metrics) == questions
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_built_in_task_has_a_page(name: str) -> None:
+    assert (ROOT / f"docs/{name}.md").is_file()
+
+
+@pytest.mark.parametrize("options", [*TASKS.values(), *SCORED.values()])
+def test_runs_of_a_built_in_task_can_be_scored(options: str) -> None:
+    module, _, _ = options.partition("_options:")
+    assert callable(importlib.import_module(module).stored_metrics)
 
 
 def test_models_are_listed() -> None:

@@ -25,6 +25,7 @@ from dualeval.engine.identity import ModelIdentity, job_identity, metric_fingerp
 from dualeval.engine.measured import plain
 from dualeval.errors import UsageError
 from dualeval.metrics import Confusion, IoU, Mean, Measured, Metric, PrecisionRecall, RowMetric, Rows, TopK
+from dualeval.metrics.classification import BY_NAME
 from tests.conftest import ROOT
 from tests.measuring import measure
 from tests.tiny import TinyTask
@@ -75,10 +76,14 @@ def test_the_page_shows_every_metric_as_it_is_written() -> None:
         for example in re.findall(r"^\|[^|]*\| `([^`]+)` \|", table, re.MULTILINE)
         if "torchmetrics" not in example  # docs/torchmetrics.md is about those
     ]
-    assert len(made) == 10
-    assert {type(metric).__name__ for metric in made} >= {
-        *("Mean", "Ratio", "Count", "TopK", "Confusion", "PrecisionRecall", "IoU", "Rows")
-    }
+    assert len(made) == table.count("\n| ") - 2  # without the head, and TorchMetrics
+    no_metrics = {"Measured", "Metric", "RowMetric", "Score", "Value", "from_torchmetrics"}
+    assert {type(metric).__name__ for metric in made} == {*dualeval.metrics.__all__} - no_metrics
+
+
+def test_the_page_has_every_metric_by_name() -> None:
+    table = PAGE.partition("## Metrics by name")[2].partition("\n\nA value")[0]
+    assert set(re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)) == {"top<k>", *BY_NAME}
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -109,7 +109,12 @@ def test_make_targets_exist(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+    "page",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+    ],
 )
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")

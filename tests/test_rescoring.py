@@ -21,23 +21,20 @@ from dualeval.engine import stored_rows
 from dualeval.engine.folder import windows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
-from dualeval.metrics.classification import LARGEST_CONFUSION, TopK, classification_metric, default_metrics
+from dualeval.metrics.classification import (
+    BY_NAME,
+    LARGEST_CONFUSION,
+    TopK,
+    classification_metric,
+    default_metrics,
+)
 from dualeval.tasks.given_answers import GivenAnswers
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.question_answering import QuestionAnswering
 from dualeval.tasks.stored import metrics_of_run
 from tests import questions
 from tests.test_evaluator import evaluate, rows
-from tests.tiny import CLASSES, TinyTask
-
-EVERY = [
-    "loss",
-    *(f"top{k}" for k in range(1, 7)),
-    "precision_recall",
-    "confusion",
-    "ece",
-    "nonfinite_logits",
-]
+from tests.tiny import CLASSES, EVERY_METRIC, TinyTask
 
 
 def named(*names: str, classes: int = CLASSES) -> list[Metric]:
@@ -121,7 +118,7 @@ class ManyColumns(TinyTask):
 def test_every_built_in_metric_comes_to_the_same_bits(tmp_path: Path) -> None:
     """With samples that could not be read, and windows of rows that do not end where batches do."""
     broken = [3, 8, 9, 10, 11, 500]
-    task = OddTask(1000, broken, EVERY)
+    task = OddTask(1000, broken, EVERY_METRIC)
     wanted = evaluate(task, tmp_path, batch_size=7, on_error="skip")
     assert wanted.metrics["loss"] is None
     assert wanted.metrics["nonfinite_logits"] != {"nan": 0, "inf": 0}
@@ -261,13 +258,13 @@ def test_a_row_metric_gets_its_columns_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("classes", [3, CLASSES, LARGEST_CONFUSION, LARGEST_CONFUSION + 1])
 def test_a_classifier_keeps_what_any_of_its_metrics_reads(classes: int) -> None:
-    known = [*default_metrics(classes), "top2"]
+    known = [*default_metrics(classes), "top2", *(set(BY_NAME) - {"confusion"})]
     columns = {name for metric in named(*known, classes=classes) for name in metric.columns}
     assert columns <= set(ImageClassification.rows)
 
 
 def test_the_embedded_job(tmp_path: Path) -> None:
-    wanted = evaluate(ImageClassification(metrics=EVERY), tmp_path, limit=700)
+    wanted = evaluate(ImageClassification(metrics=EVERY_METRIC), tmp_path, limit=700)
     found = metrics_of_run(tmp_path / "job.json")
     assert dualeval.rescore(tmp_path, metrics=found).metrics_digest == wanted.metrics_digest
 
@@ -349,6 +346,13 @@ def test_runs_that_cannot_be_scored(tmp_path: Path) -> None:
 def test_job_files_that_say_nothing(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "job.json").write_text(content)
     with pytest.raises(DualevalError, match=said):
+        metrics_of_run(tmp_path / "job.json")
+
+
+@pytest.mark.parametrize("task", ["json.Gone", "dualeval.tasks.gone.Gone", "dualeval.tasks.own_model.Gone"])
+def test_runs_whose_metrics_only_other_code_knows(tmp_path: Path, task: str) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"task_class": task}))
+    with pytest.raises(UsageError, match=f"a run of the task {task}, whose metrics only its own code knows"):
         metrics_of_run(tmp_path / "job.json")
 
 

@@ -10,10 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
+from dualeval.metrics.classification import (
+    BY_NAME,
+    classification_metric,
+    default_metrics,
+    observe_logits,
+)
 from dualeval.tasks import Task
 
 CLASSES = 7
+# All metrics of classification, for the tests that each of them has to pass.
+EVERY_METRIC = (*(f"top{k}" for k in range(1, CLASSES)), *BY_NAME)
 FEATURES = 12
 
 

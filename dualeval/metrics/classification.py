@@ -121,11 +121,11 @@ def classification_metric(name: str, num_classes: int) -> Metric:
             f"metric 'confusion' is kept for at most {LARGEST_CONFUSION} classes, found {num_classes}: "
             "ask for 'precision_recall', which keeps the counts of each class"
         )
-    if make := _BY_NAME.get(name):
+    if make := BY_NAME.get(name):
         return make(num_classes)
-    known = ["top1", "top5", *_BY_NAME]
+    known = ["top1", "top5", *BY_NAME]
     raise UsageError(
-        f"there is no metric {name!r}.{nearest(name, known)} Metrics: {', '.join(_BY_NAME)}, "
+        f"there is no metric {name!r}.{nearest(name, known)} Metrics: {', '.join(BY_NAME)}, "
         f"and top<k> for k from 1 to {num_classes}"
     )
 
@@ -292,7 +292,8 @@ class NonfiniteWarning(NonfiniteLogits):
         return Measured(values={}, warnings=super().compute(ledger).warnings)
 
 
-_BY_NAME: dict[str, Callable[[int], Metric]] = {
+# Besides top<k>: each is made for a number of classes.
+BY_NAME: dict[str, Callable[[int], Metric]] = {
     "loss": lambda num_classes: Mean("loss", higher_is_better=False),
     "precision_recall": PrecisionRecall,
     "confusion": Confusion,

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dualeval import tasks
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.by_name import named, of_no_task
-
-# Whose metrics follow from their options; each module has a function ``stored_metrics``.
-_TASKS = {
-    "dualeval.tasks.image_classification.ImageClassification": "dualeval.tasks.image_classification",
-    "dualeval.tasks.question_answering.QuestionAnswering": "dualeval.tasks.question_answering",
-    "dualeval.tasks.given_answers.GivenAnswers": "dualeval.tasks.given_answers",
-}
 
 
 def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | RowMetric]:
@@ -49,7 +44,8 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
     others = of_no_task(asked)
     if others and len(others) == len(asked):
         return _of_no_task(others, content)
-    if task_class not in _TASKS:
+    make = _stored_metrics(task_class)
+    if make is None:
         raise UsageError(
             f"{job_file.parent} is a run of the task {task_class}, whose metrics only its own code knows. In "
             f"Python: dualeval.rescore({str(job_file.parent)!r}, metrics=[...]) computes "
@@ -62,7 +58,6 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
                 "say with which arguments. Name the metrics, as in 'dualeval score "
                 f"{job_file.parent} --metric torchmetrics:...', or in Python dualeval.rescore."
             )
-    make = importlib.import_module(_TASKS[task_class]).stored_metrics
     try:
         own = [name for name in asked if name not in others]
         metrics = [*make(content["job"]["task_options"], own or content["metrics"])]
@@ -70,6 +65,15 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
         raise DualevalError(f"{job_file} is damaged: {type(error).__name__}: {error}") from error
     metrics = [metric for metric in metrics if asked or is_of_rows(metric) or keeps_rows(metric)]
     return [*metrics, *_of_no_task(others, content)]
+
+
+def _stored_metrics(task_class: str) -> Callable[[Any, Sequence[str]], Sequence[Metric | RowMetric]] | None:
+    """The function of that name beside a built-in task; None where the metrics do not follow from options."""
+    module = task_class.rpartition(".")[0]
+    # What job.json names is imported only if it is here.
+    if module not in {f"{tasks.__name__}.{found.name}" for found in pkgutil.iter_modules(tasks.__path__)}:
+        return None
+    return getattr(importlib.import_module(module), "stored_metrics", None)
 
 
 def _of_no_task(texts: Sequence[str], content: Mapping[str, Any]) -> list[Metric | RowMetric]:
