@@ -23,8 +23,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.serialization import get_safe_globals, safe_globals
 
 from dualeval.errors import UsageError
-from dualeval.models.candidates import KNOWN_KEYS
 from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints.candidates import KNOWN_KEYS
 from dualeval.models.weights import LoadedWeights, load_state_dict, notes_of
 from tests.test_weights import CANARY, Canary, assert_equal, small
 

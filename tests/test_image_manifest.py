@@ -339,7 +339,7 @@ def test_names_of_files() -> None:
     found = FileNames(names)
     assert [*found] == names
     assert found.shown(2) == "\\xff\\xfe.png"
-    assert [*found.taken([3, 0])] == ["ä/b.png", "a"]
+    assert [*found.select([3, 0])] == ["ä/b.png", "a"]
     with pytest.raises(IndexError):
         found[4]
     with pytest.raises(UnicodeEncodeError):

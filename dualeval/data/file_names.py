@@ -48,7 +48,7 @@ class FileNames:
         """A name for text files: bytes that are no UTF-8 as ``\\xNN``."""
         return self.stored(index).decode("utf-8", "backslashreplace")
 
-    def taken(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> FileNames:
+    def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> FileNames:
         """Some of the names, in this order."""
         found = FileNames()
         for index in np.asarray(indices, np.int64).tolist():

@@ -46,8 +46,8 @@ def size_and_time(file: Path | str | int) -> tuple[int, int]:
 
 
 def digest_of_file(path: Path | str, *, whole: bool) -> bytes:
-    """sha256 over a file's size and its first and last 4 KiB, or over all its bytes; of one that cannot be
-    read over that."""
+    """sha256 over a file's size and its first and last 4 KiB, or over all its bytes; one digest for all files
+    that cannot be read."""
     for _ in range(2):
         try:
             return _digest_of_file(path, whole)

@@ -33,7 +33,7 @@ class ImageFiles:
         targets: the class of each sample, int64 (samples,).
         labels: which class each label is.
         preprocessing: resize and crop are done here; normalisation is the task's, on the device.
-        whole_files: take all bytes of a file for its contents; else its size, its head and its tail.
+        whole_files: whether a content fingerprint covers all bytes of a file; else its size and its ends.
         cache: what other tasks of the run have read: files that have not changed are read for their contents
             once.
 
@@ -77,7 +77,7 @@ class ImageFiles:
         """The same data with some of its images alone, in this order; classes and ids stay."""
         found = copy.copy(self)
         chosen = np.asarray(indices, np.int64)
-        found._paths = self._paths.taken(chosen)
+        found._paths = self._paths.select(chosen)
         found._targets = self._targets[chosen]
         found._first_seen = np.empty((0, 2), np.int64)
         return found

@@ -77,7 +77,7 @@ class ManifestImages(ImageFiles):
             kept = np.flatnonzero(targets != _LEFT_OUT)
             if not len(kept):
                 raise UsageError(f"{path}: the class map leaves out all labels that rows have.")
-            paths, targets, hashes = paths.taken(kept), targets[kept], hashes[kept]
+            paths, targets, hashes = paths.select(kept), targets[kept], hashes[kept]
         self._repeats = _repeats(path, paths, hashes)
         super().__init__(
             path.parent if image_root is None else image_root,

@@ -77,9 +77,9 @@ class Score:
         return y, x, counts
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without those that say nothing."""
-        silent = {field.name: field.default for field in fields(self)}
-        return {name: value for name, value in asdict(self).items() if value != silent[name]}
+        """Plain values, without those at their defaults."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
 
 
 def score_from(content: Mapping[str, Any]) -> Score:

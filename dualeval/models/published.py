@@ -110,7 +110,7 @@ def checked_cached_file(entry: Any, weights: str) -> Path:
 
 
 def recognise(model: str, path: Path) -> Any:
-    """The entry of a model whose file this is, whatever its name; None where it is none of them.
+    """The entry of a model that a file's bytes are, whatever its name; None where it is none of them.
 
     Raises:
         UsageError: it cannot be read, or has the name of such a file and other bytes.

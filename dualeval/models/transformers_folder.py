@@ -27,7 +27,7 @@ _SAVED = (
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 _ADAPTERS = ("adapter_config.json",)
-# What is never done: a look at the hub, and the code of a repository.
+# dualeval never looks at the hub, and never runs the code of a repository.
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -50,7 +50,7 @@ def transformers_for(what: str) -> Any:
 
 
 def missing_library(what: str) -> UsageError:
-    """What is said where transformers is not installed, and ``what`` needs it."""
+    """The error where transformers is not installed, and ``what`` needs it."""
     return UsageError(
         f"{what} needs the transformers library, which is not installed. Type: pip install transformers"
     )

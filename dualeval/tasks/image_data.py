@@ -31,7 +31,7 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What of a job's options says which images there are.
+    """The options of a job that say which images are evaluated.
 
     Attributes:
         data: a folder, a manifest or ``NAME:DIR``; None is the embedded job's test set.
@@ -49,7 +49,7 @@ class DataOptions:
 
 
 class DataSource:
-    """Where a job's images are; nothing is read but the names of files.
+    """Where a job's images are. Making one reads only the names of files.
 
     Args:
         options: what was asked for.

@@ -78,7 +78,7 @@ class FolderLabels:
 
 
 def agreed_classes(labels: Labels, asked: int | None, class_map: Path | None) -> int | None:
-    """The number of classes that data and options say; None where they say none.
+    """The number of classes by data and options; None where neither tells.
 
     Args:
         labels: of the data.

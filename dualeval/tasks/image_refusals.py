@@ -1,4 +1,4 @@
-"""What is said where a model does not take the images, or model and data are of another task."""
+"""Errors where a model does not take the images, or model and data are of another task."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refuse_other_task(model: str | None, data: Path | None) -> None:
 
 
 def refused_images(error: Exception, name: str, model: nn.Module, images: Tensor) -> DualevalError:
-    """What is said where a model has failed on a few images, that one and its own code tell apart.
+    """The error of a model that failed on a few images: they do not fit it, or its own code is wrong.
 
     Args:
         error: what it has raised.
@@ -84,7 +84,7 @@ def _of_channels(own: int) -> str:
 
 
 def no_logits(name: str, outputs: object, images: int) -> UsageError:
-    """What is said where a model has returned no logits.
+    """The error of a model that returned no logits.
 
     Args:
         name: of the model.

@@ -1,4 +1,4 @@
-"""What is said where a caller's model, functions and samples do not fit together."""
+"""Errors where a caller's model, functions and samples do not fit together."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def refuse_probabilities(model: str, outputs: Tensor, hint: str = "") -> None:
 
 
 def no_tensor(outputs: Any, batch: Any, *, names: Collection[str], targets: Collection[str]) -> UsageError:
-    """What is said where none of a model's outputs is known to be the one that is meant.
+    """The error of a model with several outputs, none of which has a known name.
 
     Args:
         outputs: what the model has returned.

@@ -55,7 +55,7 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
         if saved.name == METADATA:
             content = DistributedFolder(path)
             found, tensors = choose(path, content.tree, key)
-            return StateDict(path=path, key=found, tensors=content.taken(tensors))
+            return StateDict(path=path, key=found, tensors=content.late_state_dict(tensors))
     _check_file(saved)
     if is_index(saved):
         found, tensors = choose(path, read_shards(saved, trust=trust), key)
@@ -65,7 +65,7 @@ def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) 
         return StateDict(path=path, key=found, tensors=OrderedDict(tensors))
     file = TorchFile(saved, trust=trust)
     found, tensors = choose(path, file.tree, key)
-    return StateDict(path=path, key=found, tensors=file.taken(found, tensors))
+    return StateDict(path=path, key=found, tensors=file.late_state_dict(found, tensors))
 
 
 def _check_file(path: Path) -> None:

@@ -67,7 +67,7 @@ class DistributedFolder:
         self.tree = self._nested()
         self._files: dict[str, StampedFile] = {}
 
-    def taken(self, tensors: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    def late_state_dict(self, tensors: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """A state_dict of the tree, with tensors that are read when they are used.
 
         Raises:

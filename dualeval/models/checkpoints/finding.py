@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.models.candidates import (
+from dualeval.models.checkpoints.candidates import (
     KNOWN_KEYS,
     Candidate,
-    at,
     candidates,
     is_of_an_optimizer,
     is_state_dict,
     listed,
-    said_twice,
+    repeated_keys,
     state_dicts,
+    values_under,
 )
 from dualeval.models.passed_over import PassedOver
 
@@ -67,8 +67,8 @@ def _only_one(path: Path, content: object, above: str = "") -> tuple[str, Mappin
 
 
 def _several(path: Path, found: list[Candidate]) -> UsageError:
-    twice = said_twice(found)
-    clear = next((place.key for place in found if place.whole and place.key not in twice), None)
+    twice = repeated_keys(found)
+    clear = next((each.key for each in found if each.has_only_tensors and each.key not in twice), None)
     saved = "the one that is meant alone, with torch.save(model.state_dict(), PATH)."
     advice = (
         f"Save {saved}"
@@ -77,7 +77,7 @@ def _several(path: Path, found: list[Candidate]) -> UsageError:
     )
     if twice:
         advice = f"Two things answer to {', '.join(twice)}. {advice}"
-    if clear is not None and not all(place.whole for place in found):
+    if clear is not None and not all(each.has_only_tensors for each in found):
         advice = f"{advice} One with other things than tensors cannot be taken: save it alone."
     return UsageError(
         f"{path} holds {len(found)} state_dicts: {listed(found)}. They can give different results. {advice}"
@@ -86,10 +86,10 @@ def _several(path: Path, found: list[Candidate]) -> UsageError:
 
 def _under(path: Path, content: object, key: str) -> tuple[str, Mapping[str, Any]]:
     """The state_dict that a key leads to, or the only one below it."""
-    found = at(content, key)
+    found = values_under(content, key)
     if not found:
         # Those of an optimizer are many, and not meant.
-        elsewhere = [place for place in state_dicts(content) if not is_of_an_optimizer(place.key)]
+        elsewhere = [other for other in state_dicts(content) if not is_of_an_optimizer(other.key)]
         hint = f" State_dicts lie under {listed(elsewhere)}." if elsewhere else ""
         raise UsageError(f"--weights-key {key}: {path} holds no such key ({_keys_of(content)}).{hint}")
     if len(found) > 1:

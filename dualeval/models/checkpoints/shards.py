@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dualeval.errors import UsageError
-from dualeval.models.candidates import is_state_dict
+from dualeval.models.checkpoints.candidates import is_state_dict
 from dualeval.models.checkpoints.safetensors_files import read_safetensors
 from dualeval.models.checkpoints.torch_files import TorchFile
 
@@ -58,7 +58,7 @@ def _tensors_of(path: Path, trust: bool) -> OrderedDict[str, Any]:
     file = TorchFile(path, trust=trust)
     if not is_state_dict(file.tree):
         raise UsageError(f"{path} is one of several files with weights, and holds more than tensors by name.")
-    return file.taken("", file.tree)
+    return file.late_state_dict("", file.tree)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -61,7 +61,7 @@ class TorchFile:
         if self.tree is None:
             self._records, self.tree = {}, self._with_values()
 
-    def taken(self, key: str, tensors: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    def late_state_dict(self, key: str, tensors: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """A state_dict of the tree, with tensors that are read when they are used.
 
         Args:

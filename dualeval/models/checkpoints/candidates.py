@@ -41,7 +41,7 @@ class Candidate:
     content: Mapping[Any, Any]
 
     @property
-    def whole(self) -> bool:
+    def has_only_tensors(self) -> bool:
         """Whether it is a state_dict, and not a mapping with other things too."""
         return is_state_dict(self.content)
 
@@ -72,66 +72,66 @@ def candidates(content: object, above: str = "") -> list[Candidate]:
     """
     known = list(_mappings(content, above, known_only=True))
     found: list[Candidate] = []
-    for place in known:
-        if place.whole and not _is_among(place, found):
-            found.append(place)
+    for candidate in known:
+        if candidate.has_only_tensors and not _is_among(candidate, found):
+            found.append(candidate)
     if not found:
         return []
-    layouts = [_layout(place.content) for place in found]
-    keys = [place.key for place in found]
-    for place in known:
-        around = place.key == above or any(key.startswith(f"{place.key}.") for key in keys)
-        if not place.whole and not around and _holds_weights(place.content):
-            found.append(place)
-    for place in _mappings(content, above):
-        if not _is_among(place, found) and not is_of_an_optimizer(place.key):
-            shapes = _shapes(place.content)
+    layouts = [_layout(candidate.content) for candidate in found]
+    keys = [candidate.key for candidate in found]
+    for candidate in known:
+        around = candidate.key == above or any(key.startswith(f"{candidate.key}.") for key in keys)
+        if not candidate.has_only_tensors and not around and _holds_weights(candidate.content):
+            found.append(candidate)
+    for candidate in _mappings(content, above):
+        if not _is_among(candidate, found) and not is_of_an_optimizer(candidate.key):
+            shapes = _shapes(candidate.content)
             if any(_could_replace(shapes, layout) for layout in layouts):
-                found.append(place)
+                found.append(candidate)
     return found
 
 
 def state_dicts(content: object, above: str = "") -> list[Candidate]:
     """All state_dicts in nested mappings, lists and tuples, the outer ones first."""
-    return [place for place in _mappings(content, above) if place.whole]
+    return [candidate for candidate in _mappings(content, above) if candidate.has_only_tensors]
 
 
-def at(content: object, key: str) -> list[object]:
+def values_under(content: object, key: str) -> list[object]:
     """The different things that keys with dots between lead to; a key may have dots of its own."""
     found: list[object] = []
-    for value in _at(content, key):
+    for value in _values_under(content, key):
         if not any(value is other for other in found):
             found.append(value)
     return found
 
 
-def _at(content: object, key: str) -> Iterator[object]:
+def _values_under(content: object, key: str) -> Iterator[object]:
     for name, value in _items(content):
         if str(name) == key:
             yield value
         elif key.startswith(f"{name}."):
-            yield from _at(value, key.removeprefix(f"{name}."))
+            yield from _values_under(value, key.removeprefix(f"{name}."))
 
 
-def said_twice(found: list[Candidate]) -> list[str]:
+def repeated_keys(found: list[Candidate]) -> list[str]:
     """Keys that more than one of them has."""
-    return [key for key, count in Counter(place.key for place in found).items() if count > 1]
+    return [key for key, count in Counter(candidate.key for candidate in found).items() if count > 1]
 
 
 def listed(found: list[Candidate]) -> str:
     """Keys and numbers of tensors, for messages."""
-    shown = [_described(place) for place in found]
+    shown = [_described(candidate) for candidate in found]
     more = f" and {len(shown) - _LISTED_AT_MOST} more" if len(shown) > _LISTED_AT_MOST else ""
     return ", ".join(shown[:_LISTED_AT_MOST]) + more
 
 
-def _described(place: Candidate) -> str:
-    tensors = sum(isinstance(value, Tensor) for value in place.content.values())
-    if place.whole:
-        return f"{place.key} ({tensors} tensors)"
-    others = [str(name) for name, value in place.content.items() if not isinstance(value, Tensor)]
+def _described(candidate: Candidate) -> str:
+    tensors = sum(isinstance(value, Tensor) for value in candidate.content.values())
+    if candidate.has_only_tensors:
+        return f"{candidate.key} ({tensors} tensors)"
+    others = [str(name) for name, value in candidate.content.items() if not isinstance(value, Tensor)]
     named = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-    return f"{place.key or 'the file itself'} ({tensors} tensors, and {named})"
+    return f"{candidate.key or 'the file itself'} ({tensors} tensors, and {named})"
 
 
 # -- walking ---------------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ def _mappings(content: object, above: str, *, known_only: bool = False) -> Itera
             ]
 
 
-def _is_among(place: Candidate, found: list[Candidate]) -> bool:
-    return any(place.content is other.content for other in found)
+def _is_among(candidate: Candidate, found: list[Candidate]) -> bool:
+    return any(candidate.content is other.content for other in found)
 
 
 # -- comparing -------------------------------------------------------------------------------------------
