@@ -151,7 +151,7 @@ def test_a_folder_that_is_away_for_a_moment_ends_nothing(
     kept = opened._lease
     assert kept is not None
     moved = opened.path.rename(opened.path.with_name("moved"))
-    await_that(lambda: kept._looks_without_folder > 1)
+    await_that(lambda: kept._renewals_without_folder > 1)
     moved.rename(opened.path)
     assert goes_on(opened, lost)
 

@@ -123,12 +123,8 @@ def taken(array: Any, rows: npt.NDArray[np.int64]) -> Any:
     """Rows of a ``pyarrow.Array``; the array itself where they are all of it, in order."""
     import pyarrow
 
-    whole = len(rows) == len(array) and (not len(rows) or _in_order(rows))
-    return array if whole else array.take(pyarrow.array(rows))
-
-
-def _in_order(rows: npt.NDArray[np.int64]) -> bool:
-    return bool((rows == np.arange(len(rows))).all())
+    is_whole = len(rows) == len(array) and bool((rows == np.arange(len(rows))).all())
+    return array if is_whole else array.take(pyarrow.array(rows))
 
 
 def pair(a: ComparedRun, b: ComparedRun, *, trust_ids: bool = False) -> Pairs:

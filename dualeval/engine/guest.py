@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dualeval.engine.accelerator import random_states, set_random_states
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.identity.hasher import Hasher
-from dualeval.engine.sharding.detect import divide, is_unit
+from dualeval.engine.sharding.detect import is_unit, reshard
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
 from dualeval.tasks import Task
@@ -60,7 +60,7 @@ class Snapshot:
 
     def remember(self, model: nn.Module) -> None:
         """Note the state of a model, if it is not known yet; of a sharded one with its parameters divided."""
-        divide(model.modules())
+        reshard(model.modules())
         for module in model.modules():
             if id(module) not in self._modules:
                 self._modules[id(module)] = _Module.of(module)
@@ -143,7 +143,7 @@ class Snapshot:
 
     def put_back(self) -> None:
         """Put every model back as it was when it was remembered."""
-        divide(module.module for module in self._modules.values())
+        reshard(module.module for module in self._modules.values())
         for module in self._modules.values():
             module.put_back()
         for owner, name, buffer in self._buffers:

@@ -402,7 +402,7 @@ class RunFolder:
         return result
 
     def _check_lease(self) -> None:
-        reason = None if self._lease is None else self._lease.look()
+        reason = None if self._lease is None else self._lease.renew()
         if reason is None and not self._is_own():
             reason = gone(self.path)
         if reason is not None:

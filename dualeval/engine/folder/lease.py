@@ -32,7 +32,7 @@ RENEW_EVERY_S = 2.0
 # A lease that stands still for so long is a dead run's, or that of a run that hangs.
 TAKE_OVER_AFTER_S = 20.0
 LOOK_EVERY_S = 0.25
-# Looks for the folder, ``RENEW_EVERY_S`` apart: a network disk may be away for a moment.
+# Renewals that do not find the folder, ``RENEW_EVERY_S`` apart: a network disk may be away for a moment.
 _GONE_AFTER = 3
 # Bytes: two host names of 64 letters, each written as \uXXXX. Every rewriting covers the one before it.
 _LENGTH = 1024
@@ -145,7 +145,7 @@ class KeptLease:
         self._lease = lease
         self._is_there = is_there
         self._folder = lease.path.parent
-        self._looks_without_folder = 0
+        self._renewals_without_folder = 0
         self._telling = threading.Lock()
         self._lost: Callable[[str], None] | None = None
         self._reason: str | None = None
@@ -169,7 +169,7 @@ class KeptLease:
 
     def _keep(self) -> None:
         while not self._closing.wait(RENEW_EVERY_S):
-            reason = self.look()
+            reason = self.renew()
             if reason is not None:
                 with self._telling:
                     self._reason, lost = reason, self._lost
@@ -177,18 +177,18 @@ class KeptLease:
                     lost(reason)
                 return
 
-    def look(self) -> str | None:
-        """Renew the lease; returns what has happened where the run cannot go on in the folder."""
+    def renew(self) -> str | None:
+        """Renew the lease; returns why the run cannot go on in the folder, None where it can."""
         try:
             if self._lease.renew():
-                self._looks_without_folder = 0
+                self._renewals_without_folder = 0
                 return None
         except FileNotFoundError:
             status = read_status(self._folder)
             if status is None or status.run in (None, self._lease.token):
                 if not self._is_there():
-                    self._looks_without_folder += 1
-                    return gone(self._folder) if self._looks_without_folder >= _GONE_AFTER else None
+                    self._renewals_without_folder += 1
+                    return gone(self._folder) if self._renewals_without_folder >= _GONE_AFTER else None
                 with suppress(OSError):
                     self._lease.restore()
                 return None

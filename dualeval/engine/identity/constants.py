@@ -18,7 +18,7 @@ from torch import Tensor
 from dualeval.engine.identity.attributes import ignored_by, is_incidental
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.plain import has_path, is_device, short_hex
-from dualeval.engine.identity.source import has_source, is_own, is_own_function, names_in
+from dualeval.engine.identity.source import has_source, is_own, names_in
 from dualeval.engine.sharding.detect import class_of
 
 # Longer ones are hashed: nobody wants a password or a token in job.json.
@@ -46,16 +46,16 @@ def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any
         where there are more than 128 values.
     """
     kinds = {kind: None for item in objects for kind in class_of(item).__mro__}
-    read: list[tuple[type | FunctionType, Iterable[tuple[str, Any]], Container[str]]] = [
-        (kind, _read_by(kind), ignored_by(kind)) for kind in kinds if is_own(kind) and has_source(kind)
-    ]
-    for function in map(_innermost, functions):
-        if isinstance(function, FunctionType) and is_own_function(function) and has_source(function):
-            read.append((function, _constants_of([function]), ()))
+    items: list[type | FunctionType] = list(kinds)
+    items += [function for function in map(_innermost, functions) if isinstance(function, FunctionType)]
     found: dict[str, dict[str, Any]] = {}
-    for item, pairs, ignored in read:
+    for item in items:
+        if not is_own(item) or not has_source(item):
+            continue
+        pairs = _read_by(item) if isinstance(item, type) else _constants_of([item])
+        left_out = ignored_by(item) if isinstance(item, type) else ()
         ordered = sorted(pairs, key=itemgetter(0))
-        kept = {name: value for name, value in ordered if not _is_left_out(name, ignored)}
+        kept = {name: value for name, value in ordered if not _is_left_out(name, left_out)}
         name = f"{item.__module__}.{item.__qualname__}"
         while kept and name in found:  # classes that one function has made, or lambdas of one place
             name += "'"

@@ -77,6 +77,7 @@ _DESCRIPTORS = (
     *(MethodDescriptorType, ClassMethodDescriptorType, WrapperDescriptorType),
     *(GetSetDescriptorType, MemberDescriptorType),
 )
+_WRAPPERS = (staticmethod, classmethod, functools._lru_cache_wrapper)
 _OPERATORS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 
 
@@ -246,12 +247,6 @@ class Hasher:
             "builtin", name_of(value), b"" if isinstance(owner, ModuleType) else self.digest(owner)
         )
 
-    def _method(self, value: MethodType) -> bytes:
-        return self.combined("method", [value.__func__, value.__self__])
-
-    def _partial(self, value: functools.partial[Any]) -> bytes:
-        return self.combined("partial", [value.func, value.args, value.keywords])
-
     def _class(self, value: type) -> bytes:
         kinds = value.__mro__
         self.modules |= {kind.__module__ for kind in kinds}
@@ -263,12 +258,6 @@ class Hasher:
         left_out = {*_NOT_OF_A_BODY, *ignored_by(kind)}
         body = {name: value for name, value in vars(kind).items() if name not in left_out}
         return sha256_of("body", name_of(kind), self.attributes(body))
-
-    def _property(self, value: property) -> bytes:
-        return self.combined("property", [value.fget, value.fset])
-
-    def _wrapped(self, value: Any) -> bytes:
-        return sha256_of("wrapped", self.digest(value.__wrapped__))
 
     def _script_object(self, value: Any) -> bytes:
         try:
@@ -286,19 +275,22 @@ class Hasher:
         ((dict, MappingProxyType), _mapping),
         ((np.ndarray, np.generic), _array),
         (FunctionType, _function),
-        (MethodType, _method),
+        (MethodType, lambda self, value: self.combined("method", [value.__func__, value.__self__])),
         (MethodWrapperType, lambda self, value: self.combined("slot", [value.__name__, value.__self__])),
         (
             _DESCRIPTORS,
             lambda self, value: sha256_of("slot", name_of(value.__objclass__), value.__name__.encode()),
         ),
         (BuiltinFunctionType, _builtin),
-        (functools.partial, _partial),
+        (
+            functools.partial,
+            lambda self, value: self.combined("partial", [value.func, value.args, value.keywords]),
+        ),
         (CodeType, _code),
         (type, _class),
         (ModuleType, lambda self, value: sha256_of("module", value.__name__.encode())),
-        (property, _property),
-        ((staticmethod, classmethod, functools._lru_cache_wrapper), _wrapped),
+        (property, lambda self, value: self.combined("property", [value.fget, value.fset])),
+        (_WRAPPERS, lambda self, value: sha256_of("wrapped", self.digest(value.__wrapped__))),
         (_OPERATORS, lambda self, value: self.combined("operator", value.__reduce__()[1])),
         (slice, lambda self, value: self.combined("slice", [value.start, value.stop, value.step])),
         (re.Pattern, lambda self, value: self.combined("pattern", [value.pattern, value.flags])),
@@ -320,10 +312,10 @@ class Hasher:
 _EXACT = {
     *(tuple, list, deque, set, frozenset, dict, OrderedDict, MappingProxyType, np.ndarray, torch.Size, slice),
     *(Tensor, torch.nn.Parameter, torch.nn.Buffer, FunctionType, MethodType, BuiltinFunctionType, CodeType),
-    *(type, ModuleType, property, staticmethod, classmethod, functools._lru_cache_wrapper, functools.partial),
+    *(type, ModuleType, property, functools.partial),
     *(re.Pattern, weakref.ref, io.BytesIO, np.ufunc, torch.jit.ScriptFunction, torch.ScriptObject),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, MethodWrapperType),
-    *(*_OPERATORS, *_DESCRIPTORS, *_WITH_SAFE_REPR),
+    *(*_WRAPPERS, *_OPERATORS, *_DESCRIPTORS, *_WITH_SAFE_REPR),
 }
 
 

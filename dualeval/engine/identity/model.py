@@ -309,17 +309,13 @@ def _hooks(module: nn.Module) -> list[Any]:
 
     Nor FSDP's own: a sharded model is the model that it was.
     """
-    pre = [
-        (hook, number in module._forward_pre_hooks_with_kwargs)
-        for number, hook in module._forward_pre_hooks.items()
-        if not is_of_fsdp(hook)
+    return [
+        [(hook, number in with_kwargs) for number, hook in hooks.items() if not is_of_fsdp(hook)]
+        for hooks, with_kwargs in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_with_kwargs),
+        )
     ]
-    post = [
-        (hook, number in module._forward_hooks_with_kwargs)
-        for number, hook in module._forward_hooks.items()
-        if not is_of_fsdp(hook)
-    ]
-    return [pre, post]
 
 
 def _hooks_of_all() -> list[Any]:

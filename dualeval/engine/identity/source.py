@@ -51,19 +51,11 @@ def has_source(item: type | FunctionType) -> bool:
     )
 
 
-def is_own(kind: type) -> bool:
-    """Whether a class is the user's: of no installed library, not Python's, not dualeval's."""
-    if not kind.__flags__ & _HEAP_TYPE:
+def is_own(item: type | FunctionType) -> bool:
+    """Whether a class or function is the user's: of no installed library, not Python's, not dualeval's."""
+    if isinstance(item, type) and not item.__flags__ & _HEAP_TYPE:
         return False
-    return _is_users(str(kind.__module__))
-
-
-def is_own_function(function: FunctionType) -> bool:
-    """Whether a function is the user's, as ``is_own`` says it of a class."""
-    return _is_users(function.__module__ or "builtins")
-
-
-def _is_users(module: str) -> bool:
+    module = str(item.__module__ or "builtins")
     group, name = _place(module, source_file(module))
     return group == "source" and name != _OWN_PACKAGE
 

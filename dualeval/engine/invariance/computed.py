@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.columns import Column, Ragged, RaggedRows, Rows, each_part, to_rows
-from dualeval.engine.compute import Compute, copy_sharing_tensors
+from dualeval.engine.compute import Compute
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.invariance.digests import tensors_in
 from dualeval.engine.invariance.findings import ColumnDifference, ShapeDiagnosis
-from dualeval.engine.invariance.settings import can_be_copied
+from dualeval.engine.invariance.settings import copy_if_possible
 from dualeval.engine.loop import unreadable
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
@@ -121,8 +121,8 @@ class Computed:
         self, task: Task, model: nn.Module, batches: Batches, options: RunOptions, device: torch.device
     ) -> None:
         self.notes: list[str] = []
-        own = copy_sharing_tensors(model) if can_be_copied(model) else model
-        self.model = prepare(own, options, device, note=self.notes.append)
+        own = copy_if_possible(model)
+        self.model = prepare(model if own is None else own, options, device, note=self.notes.append)
         self._task, self._batches = task, batches
         self._beside = _WithOutputs(task)
         self._compute = Compute(
@@ -133,6 +133,7 @@ class Computed:
             1,
             explain=partial(why_preparation_failed, options=options),
         )
+        # The rows in the job's own batch, with which all others are compared.
         self.job = self.columns(range(batches.rows))
 
     def columns(self, samples: range) -> dict[str, Rows]:
@@ -181,6 +182,15 @@ class Computed:
 
 @dataclass
 class ColumnRows:
+    """The rows of one column, or output of the model, that differ from those of the job's batch.
+
+    Attributes:
+        is_output: whether it is an output of the model, and no column that the task observes.
+        rows: their numbers.
+        largest: the largest absolute difference of finite floats so far; None where there is none.
+        largest_at: the number of its row.
+    """
+
     is_output: bool = False
     rows: set[int] = field(default_factory=set)
     largest: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,31 +72,32 @@ def settings_of(
     numerics.check_precision(options.precision, device)
     check_model(model, options)
     found = [Setting(precision=own[0], layout=own[1], of_job=True)]
-    may_be_copied = can_be_copied(model)
+    can_be_copied = copy_if_possible(model) is not None
     for precision in precisions or PRECISIONS:
         for layout in layouts or (CONTIGUOUS, CHANNELS_LAST):
             if (precision, layout) != own:
                 setting = Setting(precision=precision, layout=layout, of_job=False)
-                reasons = _reasons(setting, model, options, device)
-                refused = next(reasons, None) if may_be_copied else "the model cannot be copied"
+                refused: str | None = "the model cannot be copied"
+                if can_be_copied:
+                    refused = _why_refused(setting, model, options, device)
                 found.append(replace(setting, refused=refused))
     return found
 
 
-def _reasons(setting: Setting, model: nn.Module, options: RunOptions, device: torch.device) -> Iterator[str]:
-    """Why a setting cannot be tried."""
+def _why_refused(setting: Setting, model: nn.Module, options: RunOptions, device: torch.device) -> str | None:
+    """Why a setting cannot be tried; None where it can."""
     try:
         numerics.check_precision(setting.precision, device)
         layout_of(model, setting.layout)
         check_model(model, setting.options(options))
     except UsageError as error:
-        yield str(error)
+        return str(error)
+    return None
 
 
-def can_be_copied(model: nn.Module) -> bool:
-    """Whether each setting can have modules of its own, which share the model's tensors."""
+def copy_if_possible(model: nn.Module) -> nn.Module | None:
+    """Modules of a setting's own, which share the model's tensors; None where the model cannot be copied."""
     try:
-        copy_sharing_tensors(model)
+        return copy_sharing_tensors(model)
     except Exception:  # noqa: BLE001 - whatever stands in the way, the job's own setting needs no copy
-        return False
-    return True
+        return None

@@ -81,8 +81,8 @@ def whole(
     return gathered
 
 
-def divide(modules: Iterable[nn.Module]) -> None:
-    """Have each unit hold its part of its parameters alone, as it does before a forward; no collective."""
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Have each unit free what it has gathered, and keep its own part alone; no collective."""
     for module in modules:
         if is_unit(module):
             unit: Any = module

@@ -76,13 +76,14 @@ class Gathers:
         self.is_complete = False
         self._handles: list[Any] = []
         self._units: dict[str, Any] = {}
-        # Those of the first forward, which are the same on all ranks.
+        # The calls of the first forward, which are the same on all ranks.
         self._first: list[_Call] = []
         self._is_first = True
-        # The calls of the present forward, and the units that the last of them has called.
+        # The number of calls of the present forward, and the units that the last of them has called.
         self._calls = 0
         self._seen: list[str] = []
-        self._stands_in = False
+        # Whether this rank calls the model only because others do.
+        self._is_filling_in = False
         # The unit that is gathered at this moment, and what the rank was at before.
         self._gathered: str | None = None
         self._before = Position()
@@ -128,34 +129,29 @@ class Gathers:
     def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a call of the model: all ranks call it."""
         self._check_end_of_call()
-        if not self._stands_in:
-            self._one_calls(here=True)
+        if not self._is_filling_in:
+            self._another_call(here=True)
             if self._is_first:
                 self._first.append(_Call(args=args, kwargs=kwargs))
         self._calls += 1
         self._seen.clear()
 
-    def _begin_parts(self) -> None:
-        self._calls = 1
-        if self._is_first:
-            self._first.append(_Call(args=(), kwargs={}))
-
-    def _one_calls(self, *, here: bool) -> bool:
-        """Whether a rank calls the model once more; a collective."""
+    def _another_call(self, *, here: bool) -> bool:
+        """Whether any rank calls the model once more; a collective."""
         if self._world.size == 1:
             return here
         return bool(self._backend.all_reduce(torch.tensor([here], dtype=torch.int64), "max"))
 
-    def _stand_in(self) -> None:
-        """Call the model as long as another rank has calls left in this forward."""
-        self._stands_in = True
+    def _fill_in(self) -> None:
+        """Call the model, with inputs of the first forward, as long as another rank has calls left."""
+        self._is_filling_in = True
         try:
-            while self._one_calls(here=False):
+            while self._another_call(here=False):
                 call = self._next_call
                 self._model(*call.args, **call.kwargs)
             self._check_end_of_call()
         finally:
-            self._stands_in = False
+            self._is_filling_in = False
 
     @property
     def _next_call(self) -> _Call:
@@ -177,10 +173,12 @@ class Gathers:
             wanted = _shown(order[len(self._seen)])
             raise UsageError(_other_order("this one ends", f"the first one calls {wanted}"))
 
-    def _take_part(self) -> bool:
-        """After a forward that has raised, take part in the gathers that the other ranks' has; False if not.
+    def _join_gathers_left(self) -> bool:
+        """After a forward that has raised, take part in the gathers that the other ranks still do.
 
-        In the first forward their order is not known yet; but there all ranks have the same samples.
+        Returns:
+            False where that cannot be done, as in the first forward: the order of its gathers is not known
+            yet. But there all ranks have the same samples, and raise as well.
         """
         knows = bool(self._handles) and not self._is_first and self._gathered is None
         if not knows or not all(map(_gathers_at_its_call, self._units.values())):
@@ -188,7 +186,7 @@ class Gathers:
         try:
             if self._calls:
                 self._gather((self._order or [])[len(self._seen) :])
-            while self._one_calls(here=False):
+            while self._another_call(here=False):
                 call = self._next_call
                 self._calls += 1
                 self._gather(call.order)
@@ -208,8 +206,10 @@ class Gathers:
         if not name:
             self._begin_call(module, args, kwargs)
         elif not self._calls:
-            # The task calls parts of the model, and not the model.
-            self._begin_parts()
+            # The task calls parts of the model, and not the model: all of them count as one call.
+            self._calls = 1
+            if self._is_first:
+                self._first.append(_Call(args=(), kwargs={}))
         self._check_order(name)
         self._gathered, self._before = _shown(name), self._progress.position
         self._progress.step("collective", self._before.chunk)
@@ -245,13 +245,13 @@ class Gathers:
                 yield
                 if self._handles:
                     self._check_end_of_call()
-                    self._stand_in()
+                    self._fill_in()
         except (BackendError, PeerError):
             raise
         except Exception as error:
             if self._gathered is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
                 _end_forward(self._units.values())
-                self.is_complete = self._take_part()
+                self.is_complete = self._join_gathers_left()
                 if self._handles and not self.is_complete:
                     self._control.fails_everywhere(error)
                 raise
