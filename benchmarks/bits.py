@@ -59,9 +59,7 @@ def main() -> None:
         f"{'each of one goes with one of the other' if agree else 'THEY DO NOT GO TOGETHER'}.\n\n"
         f"{table(['precision', 'variables', 'bits', 'digest'], rows)}"
     )
-    print(body)
-    page = write_results("bits", "Bits of a machine and digests", body, {"runs": found}, host)
-    print(f"written to {page}")
+    write_results("bits", "Bits of a machine and digests", body, {"runs": found}, host)
 
 
 if __name__ == "__main__":

@@ -93,15 +93,13 @@ def main() -> None:
     rows = [row for of in measured for row in _rows(of)]
     left_out = "".join(f"Left out: {name}: {reason}.\n\n" for name, reason in absent.items())
     body = left_out + _text(rows, perf_counter() - start)
-    print(body)
     figures = {
         "wanted_at_most": WANTED,
         "wanted_from_bytes": WANTED_FROM_BYTES,
         "left_out": absent,
         "groups": measured,
     }
-    page = write_results("collectives", "Collectives through `Backend` over bare calls", body, figures, host)
-    print(f"written to {page}")
+    write_results("collectives", "Collectives through `Backend` over bare calls", body, figures, host)
 
 
 def measure(group: Group, size: int, budget_s: float) -> list[dict[str, Any]]:

@@ -134,6 +134,11 @@ def torchrun(processes: int, *arguments: str) -> list[str]:
     return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(processes), *arguments]
 
 
+def python_or_torchrun(processes: int, *arguments: str) -> list[str]:
+    """As ``torchrun``; one process is started as a script is."""
+    return [sys.executable, *arguments] if processes == 1 else torchrun(processes, *arguments)
+
+
 def horovodrun(processes: int, *arguments: str) -> list[str]:
     """As ``torchrun``; the ranks meet over gloo."""
     return _horovodrun("--gloo", processes, arguments)
@@ -230,8 +235,8 @@ def _processor() -> str:
     return platform.machine()
 
 
-def write_results(name: str, title: str, body: str, figures: Mapping[str, Any], host: dict[str, Any]) -> Path:
-    """Write results/NAME-DATE.md for people and .json for programs; returns the first.
+def write_results(name: str, title: str, body: str, figures: Mapping[str, Any], host: dict[str, Any]) -> None:
+    """Print the page, and write it to results/NAME-DATE.md for people and .json for programs.
 
     Args:
         name: of the benchmark.
@@ -240,6 +245,7 @@ def write_results(name: str, title: str, body: str, figures: Mapping[str, Any], 
         figures: all that was measured, as plain values.
         host: what ``machine`` said before the first measurement.
     """
+    print(body)
     now = datetime.now(timezone.utc)
     command = " ".join(["python", *sys.argv])
     content = {"command": command, "utc": now.isoformat(timespec="seconds"), "machine": host, **figures}
@@ -254,7 +260,7 @@ def write_results(name: str, title: str, body: str, figures: Mapping[str, Any], 
     page = RESULTS / f"{name}-{now:%Y-%m-%d}.md"
     page.with_suffix(".json").write_text(_record_a_line(content), "utf-8")
     page.write_text(text, "utf-8")
-    return page
+    print(f"written to {page}")
 
 
 def _record_a_line(content: Mapping[str, Any]) -> str:

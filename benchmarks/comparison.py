@@ -259,12 +259,11 @@ def main() -> None:
         "Clusters": (("clusters",), list(of_clusters(rounds, (5, 10, 20, 48, 100)))),
     }
     body = "\n".join(f"## {title}\n\n{as_table(names, rates)}" for title, (names, rates) in found.items())
-    print(body)
     figures = {
         title: [{"case": list(one.case), **one.rates} for one in rates] for title, (_, rates) in found.items()
     }
     title = f"How often 'dualeval compare' is wrong, of {rounds:,} comparisons a line"
-    print(write_results("comparison", title, body, figures, host))
+    write_results("comparison", title, body, figures, host)
 
 
 if __name__ == "__main__":

@@ -95,10 +95,8 @@ def main() -> None:
     host = machine()
     measured = {size: [measure(size) for _ in range(arguments.rounds)] for size in arguments.ranks}
     body = _report(measured, arguments.rounds)
-    print(body)
     figures = {"rounds": measured, "wanted": {"heard": HEARD_WITHIN_S, "stopped": STOPPED_WITHIN_S}}
-    page = write_results("control-plane", "The control plane of many ranks", body, figures, host)
-    print(f"written to {page}")
+    write_results("control-plane", "The control plane of many ranks", body, figures, host)
     broken = [
         f"{size} ranks: {name} after {found:.2f} s, wanted {limit:g}"
         for size, turns in measured.items()

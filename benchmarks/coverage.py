@@ -364,11 +364,12 @@ def main() -> None:
             cells.append(measure(population, size, arguments.rounds))
             print(f"{cells[-1].population}, {size}: {_shown(cells[-1])}", file=sys.stderr, flush=True)
     body = report(cells, arguments.rounds)
-    print(body)
     if arguments.docs:
         write_page(body)
     found = short(cells)
-    if not arguments.only_check:
+    if arguments.only_check:
+        print(body)
+    else:
         _write(cells, body, arguments.rounds, host)
     if found:
         sys.exit("\n".join(found))
@@ -376,8 +377,7 @@ def main() -> None:
 
 def _write(cells: Sequence[Cell], body: str, rounds: int, host: dict[str, Any]) -> None:
     figures = {"rounds": rounds, "cells": [vars(cell) for cell in cells]}
-    page = write_results("coverage", "How often 95 % intervals hold the value", body, figures, host)
-    print(f"written to {page}")
+    write_results("coverage", "How often 95 % intervals hold the value", body, figures, host)
 
 
 if __name__ == "__main__":

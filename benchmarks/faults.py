@@ -55,10 +55,8 @@ def main() -> int:
     bad = [played for played in rounds if not played.went_well]
     if arguments.only is None:
         body = _report(seed, rounds, minutes)
-        print(body)
         figures = {"seed": seed, "rounds": [asdict(played) for played in rounds]}
-        page = write_results("faults", "Runs that are killed, and gone on with", body, figures, host)
-        print(f"written to {page}")
+        write_results("faults", "Runs that are killed, and gone on with", body, figures, host)
     for played in rounds if arguments.only is not None else bad:
         print(f"\n{played}", file=sys.stderr)
     return 1 if bad else 0

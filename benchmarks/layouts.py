@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from common import machine, spread, table, take_turns, write_results
+from engine import Engine
 from torch import nn
 
-from dualeval import Backend, ModelTask, World, connect
-from dualeval.engine.control.plane import ControlPlane, open_control_plane
-from dualeval.engine.evaluator import Evaluator
-from dualeval.engine.options import RunOptions
+from dualeval import ModelTask
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.vision_library import torchvision
 
@@ -58,22 +56,21 @@ def problem(name: str, images: int) -> ModelTask:
     return ModelTask(model=model.eval(), data=data, metrics=["top1", "loss"], name=name)
 
 
-def seconds(task: ModelTask, backend: Backend, control: ControlPlane, options: Mapping[str, Any]) -> float:
+def seconds(task: ModelTask, engine: Engine, options: Mapping[str, Any]) -> float:
     """Wall seconds of one evaluation's loop."""
-    run = RunOptions(batch_size=_BATCH, workers=0, **options)
     # As a guest: the model is evaluated again, another way.
-    return float(Evaluator(task, backend, control, run, guest=True).run().timing["evaluate_s"])
+    result = engine.evaluate(task, {"guest": True}, batch_size=_BATCH, workers=0, **options)
+    return float(result.timing["evaluate_s"])
 
 
-def measure(
-    names: Mapping[str, int], rounds: int, backend: Backend, control: ControlPlane
-) -> dict[str, dict[str, list[float]]]:
+def measure(names: Mapping[str, int], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Images per second by model and way, a value a round; all ways of all models take turns."""
+    engine = Engine()
     entries: dict[str, Callable[[], float]] = {}
     for name, images in names.items():
         task = problem(name, images)
         for way, options in ways_of(name).items():
-            entries[f"{name}\0{way}"] = partial(seconds, task, backend, control, options)
+            entries[f"{name}\0{way}"] = partial(seconds, task, engine, options)
     take_turns(1, entries)
     measured = take_turns(rounds, entries)
     found: dict[str, dict[str, list[float]]] = {name: {} for name in names}
@@ -115,12 +112,10 @@ def main() -> None:
     names = {name: arguments.images or _IMAGES[name] for name in arguments.models.split(",")}
     host = machine()
     torch.set_num_threads(1)
-    backend = connect("single", World.alone(), "cpu")
-    measured = measure(names, arguments.rounds, backend, open_control_plane(backend))
+    measured = measure(names, arguments.rounds)
     body = report(measured)
-    print(body)
     figures = {"images_per_s": measured, "wanted_at_least": _WANTED}
-    print(f"written to {write_results('layouts', 'Layouts and precisions', body, figures, host)}")
+    write_results("layouts", "Layouts and precisions", body, figures, host)
 
 
 if __name__ == "__main__":

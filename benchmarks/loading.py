@@ -17,7 +17,6 @@ import argparse
 import importlib
 import json
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ONE_THREAD, machine, run_process, table, torchrun, write_results
+from common import ONE_THREAD, machine, python_or_torchrun, run_process, table, write_results
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -121,7 +120,7 @@ def measure(weights: Path, size: int) -> float:
     for path in weights.parent.glob(f"{weights.name}.[0-9]*"):
         path.unlink()
     arguments = [str(Path(__file__).resolve()), "--rank-of", str(weights)]
-    command = [sys.executable, *arguments] if size == 1 else torchrun(size, *arguments)
+    command = python_or_torchrun(size, *arguments)
     run_process(command, timeout_s=_TIMEOUT_S, environ={**os.environ, **ONE_THREAD})
     found = [json.loads(path.read_text()) for path in weights.parent.glob(f"{weights.name}.[0-9]*")]
     assert len(found) == size, f"{len(found)} of {size} ranks wrote their peak"
@@ -167,9 +166,7 @@ def main() -> None:
         f"({arguments.megabytes} "
         f"MB; linear layers of 4 MB). Private and resident file pages count (VmHWM).\n\n{table(head, rows)}"
     )
-    print(body)
-    page = write_results("loading", "Memory while loading weights", body, {"factors": factors}, host)
-    print(f"written to {page}")
+    write_results("loading", "Memory while loading weights", body, {"factors": factors}, host)
 
 
 if __name__ == "__main__":

@@ -13,21 +13,18 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import ONE_THREAD, machine, run_process, table, torchrun, write_results
+from common import ONE_THREAD, machine, python_or_torchrun, run_process, table, write_results
+from engine import Engine
 from torch import Tensor, nn
 
 from dualeval import connect, detect
 from dualeval.bench.peaks import peak_of_process
-from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
-from dualeval.engine.options import RunOptions
 from dualeval.metrics import Metric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.tasks import Task
@@ -112,12 +109,11 @@ class TinyTask(Task):
 def evaluate(count: int, folder: Path) -> None:
     """Be one rank: evaluate ``count`` samples and write this rank's peak in bytes to folder/RANK.peak."""
     world = detect(os.environ)
-    backend = connect(None, world, "cpu")
-    control = open_control_plane(backend)
-    result = Evaluator(TinyTask(count), backend, control, RunOptions(out=folder / "out")).run()
+    engine = Engine(connect(None, world, "cpu"))
+    result = engine.evaluate(TinyTask(count), out=folder / "out")
     assert result.samples["evaluated"] == count
-    control.leave()
-    backend.close()
+    engine.control.leave()
+    engine.backend.close()
     (folder / f"{world.rank}.peak").write_text(str(peak_of_process()))
 
 
@@ -125,7 +121,7 @@ def measure(size: int, count: int) -> int:
     """Evaluate ``count`` samples on ``size`` new processes; returns the largest peak of a rank in bytes."""
     with tempfile.TemporaryDirectory(prefix="dualeval-memory-") as folder:
         arguments = [str(Path(__file__).resolve()), "--rank-of", folder, "--samples", str(count)]
-        command = [sys.executable, *arguments] if size == 1 else torchrun(size, *arguments)
+        command = python_or_torchrun(size, *arguments)
         run_process(command, timeout_s=_TIMEOUT_S, environ=ONE_THREAD)
         peaks = [int(path.read_text()) for path in Path(folder).glob("*.peak")]
     assert len(peaks) == size, f"{len(peaks)} of {size} ranks wrote their peak"
@@ -156,9 +152,7 @@ def main() -> None:
         f"Wanted: a difference of at most {WANTED / 1e6:.0f} MB. Largest peak of a rank (VmHWM), each run in "
         f"new processes; generated 28x28 images, a linear model, rows to Parquet.\n\n{table(head, rows)}"
     )
-    print(body)
-    page = write_results("memory", "Peak memory of a rank", body, {"peaks": peaks}, host)
-    print(f"written to {page}")
+    write_results("memory", "Peak memory of a rank", body, {"peaks": peaks}, host)
 
 
 if __name__ == "__main__":

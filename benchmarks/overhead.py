@@ -19,18 +19,14 @@ from time import process_time
 import loops
 import torch
 from common import machine, median_ratio, spread, table, take_turns, write_results
+from engine import Engine
 from problems import Problem, fashion_cnn, resnet18
-
-from dualeval import Backend, World, connect
-from dualeval.engine.control.plane import ControlPlane, open_control_plane
-from dualeval.engine.evaluator import Evaluator
-from dualeval.engine.options import RunOptions
 
 WANTED = {"fashion-cnn": 0.95, "resnet18": 0.98}
 _RESNET_IMAGES, _RESNET_BATCH = 96, 32
 
 
-def evaluate(problem: Problem, backend: Backend, control: ControlPlane, folder: Path) -> tuple[float, float]:
+def evaluate(problem: Problem, engine: Engine, folder: Path) -> tuple[float, float]:
     """Run the engine; wall and processor seconds of its loop. An earlier run in ``folder`` is removed."""
     reported_cpu_s = 0.0
 
@@ -40,8 +36,8 @@ def evaluate(problem: Problem, backend: Backend, control: ControlPlane, folder: 
         reported_cpu_s = process_time()
 
     watch = problem.start()
-    options = RunOptions(out=folder, batch_size=problem.batch_size, workers=0, fresh=True)
-    result = Evaluator(problem.task(), backend, control, options, show=show).run()
+    options = {"out": folder, "batch_size": problem.batch_size, "workers": 0, "fresh": True}
+    result = engine.evaluate(problem.task(), {"show": show}, **options)
     assert result.chunks["resumed"] == 0, "the folder was emptied"
     assert watch.began is not None, "no problem is empty"
     return result.timing["evaluate_s"], reported_cpu_s - watch.began[1]
@@ -49,12 +45,11 @@ def evaluate(problem: Problem, backend: Backend, control: ControlPlane, folder: 
 
 def against_bare(problem: Problem, pairs: int) -> dict[str, dict[str, list[float]]]:
     """By loop: wall and processor seconds, a value a pair."""
-    backend = connect("single", World.alone(), "cpu")
-    control = open_control_plane(backend)
+    engine = Engine()
     with tempfile.TemporaryDirectory(prefix="dualeval-overhead-") as folder:
 
         def ours() -> tuple[float, float]:
-            return evaluate(problem, backend, control, Path(folder) / "out")
+            return evaluate(problem, engine, Path(folder) / "out")
 
         def bare() -> tuple[float, float]:
             outcome = loops.bare(problem)
@@ -82,7 +77,6 @@ def main() -> None:
         for name, problem in problems.items()
     }
     body = _pairs_text(pairs, arguments.pairs)
-    print(body)
     figures = {
         "ratios": {
             name: {clock: median_ratio(of["bare"][clock], of["dualeval"][clock]) for clock in of["bare"]}
@@ -91,8 +85,7 @@ def main() -> None:
         "wanted_at_least": WANTED,
         "pairs": pairs,
     }
-    page = write_results("overhead", "Speed of the evaluation loop", body, figures, host)
-    print(f"written to {page}")
+    write_results("overhead", "Speed of the evaluation loop", body, figures, host)
 
 
 def _pairs_text(pairs: dict[str, dict[str, dict[str, list[float]]]], count: int) -> str:

@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -29,11 +28,11 @@ from common import (
     end_on_sigterm,
     machine,
     median_ratio,
+    python_or_torchrun,
     run_process,
     spread,
     table,
     take_turns,
-    torchrun,
     write_results,
 )
 from loops import BARE, LOOPS, world
@@ -51,6 +50,7 @@ LEAST_IMAGES = _READY_PART * max(SIZES) * 64
 LEAST_RESNET_IMAGES = max(SIZES) * _RESNET_BATCH
 _WARM_UP_BATCHES = 8
 _TIMEOUT_S = 1200
+_SCRIPT = str(Path(__file__).resolve())
 
 PROBLEMS = SMALL, READY, RESNET = "small CNN", "small CNN, ready batches", "ResNet-18"
 
@@ -116,18 +116,12 @@ def _leave_group() -> None:
 # -- starting them ------------------------------------------------------------------------------------
 
 
-def _command(size: int, *arguments: str) -> list[str]:
-    """One process is started as a script is, several by torchrun."""
-    script = [str(Path(__file__).resolve()), *arguments]
-    return [sys.executable, *script] if size == 1 else torchrun(size, *script)
-
-
 def timed(size: int, options: argparse.Namespace) -> dict[str, Any]:
     """Time all loops on ``size`` processes; by problem, what ``be_timed`` has measured."""
     arguments = [f"--rounds={options.rounds}", f"--images={options.images}"]
     arguments.append(f"--resnet-images={options.resnet_images}")
     with tempfile.TemporaryDirectory(prefix="dualeval-peers-") as folder:
-        command = _command(size, "--rank-of", folder, *arguments)
+        command = python_or_torchrun(size, _SCRIPT, "--rank-of", folder, *arguments)
         run_process(command, timeout_s=_TIMEOUT_S, environ=ONE_THREAD)
         measured: dict[str, Any] = json.loads((Path(folder) / "measured.json").read_text())
     return measured
@@ -136,7 +130,7 @@ def timed(size: int, options: argparse.Namespace) -> dict[str, Any]:
 def started(size: int, loop: str) -> dict[str, Any]:
     """Start a loop in new processes: start-up, the largest peak of a rank, its result and exit code."""
     with tempfile.TemporaryDirectory(prefix="dualeval-peers-") as folder:
-        command = _command(size, "--rank-of", folder, "--loop", loop)
+        command = python_or_torchrun(size, _SCRIPT, "--rank-of", folder, "--loop", loop)
         finished = run_process(command, timeout_s=_TIMEOUT_S, environ=ONE_THREAD, any_exit_code=True)
         paths = [Path(folder) / f"{rank}.json" for rank in range(size)]
         # A process may abort after it has its result: that is counted. One without a result is an error.
@@ -197,9 +191,7 @@ def main() -> None:
         print(json.dumps(figures))
         return
     body = report(figures)
-    print(body)
-    page = write_results("peers", "dualeval beside other ways to evaluate", body, figures, host)
-    print(f"written to {page}")
+    write_results("peers", "dualeval beside other ways to evaluate", body, figures, host)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -27,16 +27,13 @@ from typing import Any
 
 import torch
 from common import machine, median_ratio, spread, table, take_turns, write_results
+from engine import Engine
 from PIL import Image
 from torch import Tensor, nn
 
-from dualeval import Backend, World, connect
 from dualeval.data import decoding
 from dualeval.data.image_folder import ImageFolder
 from dualeval.data.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
-from dualeval.engine.control.plane import ControlPlane, open_control_plane
-from dualeval.engine.evaluator import Evaluator
-from dualeval.engine.options import RunOptions
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.vision_library import torchvision
 
@@ -186,14 +183,12 @@ def plain(setting: Setting, model: nn.Module) -> tuple[float, float]:
     return perf_counter() - start, hits / len(data)
 
 
-def ours(
-    setting: Setting, backend: Backend, control: ControlPlane, out: Path, *, fast: bool
-) -> tuple[float, float]:
+def ours(setting: Setting, engine: Engine, out: Path, *, fast: bool) -> tuple[float, float]:
     """Seconds of the loop of a whole run, with all metrics, journal and rows, and its top-1."""
-    options = RunOptions(out=out, batch_size=_BATCH, workers=setting.workers, fresh=True)
+    options = {"out": out, "batch_size": _BATCH, "workers": setting.workers, "fresh": True}
     notes: list[str] = []
     with _decoder(fast=fast):
-        result = Evaluator(setting.task(), backend, control, options, note=notes.append).run()
+        result = engine.evaluate(setting.task(), {"note": notes.append}, **options)
     assert not [note for note in notes if "simplejpeg" in note], notes
     top1 = result.metrics["top1"]
     assert isinstance(top1, float)
@@ -213,15 +208,14 @@ def _decoder(*, fast: bool) -> Iterator[None]:
 
 def measure(setting: Setting, rounds: int) -> dict[str, list[float]]:
     """Pictures per second by loop, one value a round."""
-    backend = connect("single", World.alone(), "cpu")
-    control = open_control_plane(backend)
+    engine = Engine()
     model = setting.task().build_model(torch.device("cpu")).eval()
     with tempfile.TemporaryDirectory(prefix="dualeval-pictures-") as folder:
         out = Path(folder) / "out"
         entries: dict[str, Callable[[], tuple[float, float]]] = {
             PLAIN: lambda: plain(setting, model),
-            PILLOW: lambda: ours(setting, backend, control, out, fast=False),
-            SIMPLEJPEG: lambda: ours(setting, backend, control, out, fast=True),
+            PILLOW: lambda: ours(setting, engine, out, fast=False),
+            SIMPLEJPEG: lambda: ours(setting, engine, out, fast=True),
         }
         take_turns(1, entries)
         measured = take_turns(rounds, entries)
@@ -254,13 +248,11 @@ def main() -> None:
                 setting = Setting(network=network, folder=files, count=count, workers=workers)
                 found[f"{network}, {workers} reading processes"] = measure(setting, arguments.rounds)
     body = _text(found, alone, arguments.rounds, arguments.files)
-    print(body)
     ratios = {
         name: {of: median_ratio(rates, by[PLAIN]) for of, rates in by.items()} for name, by in found.items()
     }
     figures = {"ratios": ratios, "alone_ms": alone, "wanted_at_least": WANTED, "pictures_per_s": found}
-    page = write_results("pictures", "Reading JPEG files", body, figures, host)
-    print(f"written to {page}")
+    write_results("pictures", "Reading JPEG files", body, figures, host)
 
 
 def _text(found: dict[str, dict[str, list[float]]], alone: dict[str, float], rounds: int, files: int) -> str:

@@ -49,12 +49,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from common import end_on_sigterm, machine, median_ratio, table, take_turns, write_results
+from engine import Engine
 
-from dualeval import Backend, World, connect
 from dualeval.data.squad import Question, Questions, read_questions
-from dualeval.engine.control.plane import ControlPlane, open_control_plane
-from dualeval.engine.evaluator import Evaluator
-from dualeval.engine.options import RunOptions
 from dualeval.tasks.question_answering import PREDICTIONS, QuestionAnswering
 from dualeval.vision_library import torchvision
 
@@ -247,7 +244,7 @@ def _candidates(
     return found
 
 
-def ours(model: Path, data: Path, backend: Backend, control: ControlPlane, out: Path) -> Outcome:
+def ours(model: Path, data: Path, engine: Engine, out: Path) -> Outcome:
     """A run of the engine, less its setup; an earlier one in ``out`` is removed."""
     task = QuestionAnswering(
         model=model,
@@ -258,7 +255,7 @@ def ours(model: Path, data: Path, backend: Backend, control: ControlPlane, out: 
         max_answer_length=MOST_TOKENS,
     )
     began = perf_counter()
-    result = Evaluator(task, backend, control, RunOptions(out=out, fresh=True), started=began).run()
+    result = engine.evaluate(task, {"started": began}, out=out, fresh=True)
     seconds = perf_counter() - began - result.timing["setup_s"]
     answers = json.loads((out / PREDICTIONS).read_text("utf-8"))
     return Outcome(seconds=seconds, answers=answers, work=result.work)
@@ -307,8 +304,7 @@ def _name(padding: str, size: int) -> str:
 def measure(count: int, rounds: int) -> Measured:
     """Make data and model, compare the loops' answers, and measure the loops in turns."""
     threads = torch.get_num_threads()
-    backend = connect("single", World.alone(), "cpu")
-    control = open_control_plane(backend)
+    engine = Engine()
     with tempfile.TemporaryDirectory(prefix="dualeval-question-answering-") as folder:
         home = Path(folder)
         data, saved = home / "questions.json", home / "model"
@@ -322,7 +318,7 @@ def measure(count: int, rounds: int) -> Measured:
             return loop()
 
         entries: dict[str, Callable[[], Outcome]] = {
-            OURS: partial(run, partial(ours, saved, data, backend, control, home / "out"))
+            OURS: partial(run, partial(ours, saved, data, engine, home / "out"))
         }
         for words, padding in PADDINGS.items():
             for size in BATCHES:
@@ -411,7 +407,6 @@ def main() -> None:
     host = machine()
     measured = measure(arguments.questions, arguments.rounds)
     body = _report(measured, arguments.rounds)
-    print(body)
     plain_loops = [name for name in measured.seconds if name != OURS]
     figures = {
         "ratios": {
@@ -426,8 +421,7 @@ def main() -> None:
         "work": {name: outcome.work for name, outcome in measured.compared.items()},
         "seconds": measured.seconds,
     }
-    page = write_results("question-answering", "Speed of question answering", body, figures, host)
-    print(f"written to {page}")
+    write_results("question-answering", "Speed of question answering", body, figures, host)
     broken = [
         f"{name}: {measured.equal(name)} of {measured.questions} answers are dualeval's, wanted at least "
         f"{WANTED_EQUAL:.0%}"

@@ -37,13 +37,11 @@ from common import (
     torchrun,
     write_results,
 )
+from engine import Engine
 from memory import TinyTask
 from torch import Tensor
 
 from dualeval import connect, detect
-from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
-from dualeval.engine.options import RunOptions
 from dualeval.tasks.image_classification import ImageClassification
 
 SCHEDULES = ("static", "dynamic")
@@ -104,16 +102,13 @@ def be_rank(kind: str, chunks: int, rounds: int, folder: Path) -> None:
     torch.set_num_threads(1)
     world = detect(os.environ)
     backend = connect("torch", world, "cpu")
-    control = open_control_plane(backend, _TIMEOUT_S)
+    engine = Engine(backend, timeout_s=_TIMEOUT_S)
 
     def evaluate(make: Callable[[], Sleeping | Computing], batch_size: int, schedule: str) -> dict[str, Any]:
         task = make()
-        result = Evaluator(
-            task,
-            backend,
-            control,
-            RunOptions(out=folder / "out", batch_size=batch_size, schedule=schedule, fresh=True),
-        ).run()
+        result = engine.evaluate(
+            task, out=folder / "out", batch_size=batch_size, schedule=schedule, fresh=True
+        )
         batches = backend.all_gather_json(task.batches)
         assert sum(batches) == result.chunks["total"], "a chunk is a batch here"
         return {
@@ -144,7 +139,7 @@ def be_rank(kind: str, chunks: int, rounds: int, folder: Path) -> None:
         measured = take_turns(rounds, entries)
         if world.is_main:
             (folder / "measured.json").write_text(json.dumps(measured))
-        control.leave()
+        engine.control.leave()
     finally:
         backend.close()
 
@@ -292,15 +287,13 @@ def main() -> None:
     broken = _broken(measured, ratios)
     body = _slowed_text(measured, chunks, rounds) + _equal_text(measured, rounds, pairs)
     body += f"\nMetrics are the same in all runs of a job: {'no' if 'differ' in str(broken) else 'yes'}.\n"
-    print(body)
     figures = {
         "ratios": ratios,
         "wanted_at_most": {"over_ideal": WANTED_OVER_IDEAL, "over_static": WANTED_OVER_STATIC},
         "ideal_s": ideal_s(chunks),
         "runs": measured,
     }
-    page = write_results("schedules", "Static and dynamic schedule", body, figures, host)
-    print(f"written to {page}")
+    write_results("schedules", "Static and dynamic schedule", body, figures, host)
     if broken:
         sys.exit("\n".join(broken))
 

@@ -157,11 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(memory))
         return
     body = _report(memory, times)
-    print(body)
-    page = write_results(
+    write_results(
         "sharding", "Memory and time of sharded models", body, {"memory": memory, "times": times}, host
     )
-    print(f"written to {page}")
 
 
 if __name__ == "__main__":

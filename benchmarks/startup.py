@@ -137,15 +137,13 @@ def main() -> None:
     measured = take_turns(arguments.rounds, entries)
     body, ratios = _report(evaluations, measured, arguments.rounds)
     body += "".join(f"\nLeft out: `{name}`: {reason}.\n" for name, reason in absent.items())
-    print(body)
     figures = {
         "ratios": ratios,
         "wanted_at_most": WANTED,
         "left_out": absent,
         "starts": {name: [asdict(start) for start in starts] for name, starts in measured.items()},
     }
-    page = write_results("startup", "Start-up of `dualeval run` over a bare script's", body, figures, host)
-    print(f"written to {page}")
+    write_results("startup", "Start-up of `dualeval run` over a bare script's", body, figures, host)
 
 
 def _bare(command: list[str]) -> Start:

@@ -37,23 +37,22 @@ from common import (
     end_on_sigterm,
     machine,
     median_ratio,
+    python_or_torchrun,
     run_process,
     spread,
     table,
     take_turns,
-    torchrun,
     write_results,
 )
+from engine import Engine
 from problems import Problem, fashion_cnn
 from torch import Tensor
 
 from dualeval import Backend, Result, connect, detect
-from dualeval.engine.control.plane import ControlPlane, open_control_plane
-from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalWriter
 from dualeval.engine.folder.layout import file_name
-from dualeval.engine.options import RunOptions
 from dualeval.engine.progress import Progress, Stage
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.watch import Watch
@@ -134,23 +133,16 @@ def _loop_clocks() -> Iterator[dict[str, float]]:
         yield taken
 
 
-def _evaluate(
-    problem: Problem,
-    backend: Backend,
-    control: ControlPlane,
-    out: Path,
-    watch: Watch | None = None,
-    **options: Any,
-) -> Result:
-    run_options = RunOptions(out=out, batch_size=problem.batch_size, workers=0, fresh=True, **options)
-    return Evaluator(problem.task(), backend, control, run_options, watch=watch).run()
+def _evaluate(problem: Problem, engine: Engine, out: Path, watch: Watch | None = None) -> Result:
+    options = {"out": out, "batch_size": problem.batch_size, "workers": 0, "fresh": True}
+    return engine.evaluate(problem.task(), {"watch": watch}, **options)
 
 
 def _with(problem: Problem, backend: Backend, out: Path) -> Result:
-    control = open_control_plane(backend, _TIMEOUT_S)
-    watch = Watch(control, lambda: 1)
-    result = _evaluate(problem, backend, control, out, watch=watch)
-    control.leave()
+    engine = Engine(backend, timeout_s=_TIMEOUT_S)
+    watch = Watch(engine.control, lambda: 1)
+    result = _evaluate(problem, engine, out, watch=watch)
+    engine.control.leave()
     watch.stop()
     # It ends after one more look, which would be part of the next evaluation.
     watch._thread.join()
@@ -159,9 +151,9 @@ def _with(problem: Problem, backend: Backend, out: Path) -> Result:
 
 def _without(problem: Problem, backend: Backend, out: Path) -> Result:
     with _without_upkeep():
-        control = open_control_plane(backend)
-        result = _evaluate(problem, backend, control, out)
-        control.leave()
+        engine = Engine(backend)
+        result = _evaluate(problem, engine, out)
+        engine.control.leave()
     return result
 
 
@@ -216,7 +208,7 @@ def measure(size: int, samples: int, rounds: int) -> dict[str, list[dict[str, An
     with tempfile.TemporaryDirectory(prefix="dualeval-upkeep-") as folder:
         arguments = [str(Path(__file__).resolve()), "--rank-of", folder]
         arguments += ["--samples", str(samples), "--rounds", str(rounds)]
-        command = [sys.executable, *arguments] if size == 1 else torchrun(size, *arguments)
+        command = python_or_torchrun(size, *arguments)
         run_process(command, timeout_s=_START_S + rounds * _ROUND_S, environ=ONE_THREAD)
         measured: dict[str, list[dict[str, Any]]] = json.loads((Path(folder) / "measured.json").read_text())
     return measured
@@ -289,7 +281,6 @@ def main() -> None:
     file_system = _file_system(Path(tempfile.gettempdir()).resolve())
     measured = {size: measure(size, arguments.samples, arguments.rounds) for size in SIZES}
     body = _report(measured, arguments.samples, arguments.rounds, file_system)
-    print(body)
     figures = {
         "ratios": {
             size: {
@@ -302,8 +293,7 @@ def main() -> None:
         "file_system": file_system,
         "rounds": measured,
     }
-    page = write_results("upkeep", "Cost of the journal and the heartbeats", body, figures, host)
-    print(f"written to {page}")
+    write_results("upkeep", "Cost of the journal and the heartbeats", body, figures, host)
     broken = _broken(measured)
     if broken:
         sys.exit("\n".join(broken))

@@ -1,4 +1,4 @@
-"""The lines of a user's own code that an error came through: what is shown of a traceback.
+"""A user's own code: how it is found, and the lines of it that an error came through, for a traceback.
 
 Own code is what lies neither in this package nor among installed packages and the standard library.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import site
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,13 @@ _NAME = __name__.split(".")[0]
 _TYPED = ("<string>", "<stdin>", "<ipython-input", "<python-input")
 _CYTHON = (".pyx", ".pxi")
 _ATTRIBUTE = "_dualeval_own_code"
+
+
+def importable(folder: Path) -> None:
+    """Let modules in a folder be imported, as ``python -m`` and ``python FILE`` do: first of all places."""
+    here = str(folder.resolve())
+    if here not in sys.path and not (folder.resolve() == Path.cwd() and "" in sys.path):
+        sys.path.insert(0, here)
 
 
 def wants_debug(environ: Mapping[str, str]) -> bool:

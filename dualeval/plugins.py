@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualeval.errors import DualevalError, LibraryError, UsageError, with_type
 from dualeval.option_fields import OptionField, fields_of, options_of_call
+from dualeval.own_code import importable
 from dualeval.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:
@@ -222,13 +223,6 @@ def _load(reference: str) -> tuple[Any, str]:
         tasks = f" Tasks there: {', '.join(found)}." if found else " There is no class of a task in it."
         raise UsageError(f"--task {reference}: {place} has no {attribute!r}.{hint}{tasks}")
     return getattr(module, attribute), origin
-
-
-def importable(folder: Path) -> None:
-    """Let modules in a folder be imported, as ``python -m`` and ``python FILE`` do: first of all places."""
-    here = str(folder.resolve())
-    if here not in sys.path and not (folder.resolve() == Path.cwd() and "" in sys.path):
-        sys.path.insert(0, here)
 
 
 def _module(name: str, reference: str) -> ModuleType:

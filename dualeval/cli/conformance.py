@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from dualeval.cli import node_facts
+from dualeval.cli import node_facts, options
 from dualeval.cli.sweep import check_new_folder, check_no_rank, counts_of, make_folders, words_of
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, UsageError
 from dualeval.launch.starts import LAUNCHERS, Site, child_environ, choose_launchers
@@ -83,7 +83,7 @@ class _Asked:
 )
 @click.option("--self-tests/--no-self-tests", default=True, help="Also test every operation of each backend.")
 @click.option("--with-host-names", is_flag=True, help="Keep names and addresses of hosts in the report.")
-@click.option("--json", "as_json", is_flag=True, help="Print only JSON on standard output.")
+@options.ONLY_JSON
 @click.option("--dry-run", is_flag=True, help="Inspect the nodes and print the commands; run nothing.")
 @click.option("--facts", is_flag=True, hidden=True)
 @click.pass_context

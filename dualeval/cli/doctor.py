@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dualeval.cli import options
 from dualeval.cli.invariance import FLAG, DoctorCommand
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError
 from dualeval.launch import PROBES, Detection, examine
@@ -75,7 +76,7 @@ class _Findings:
 @click.command(cls=DoctorCommand)
 @click.option("--backend", help="Backend to try.  [default: by launcher]")
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU if any]")
-@click.option("--allow-shared-gpu", is_flag=True, help="Let several ranks of a node share a GPU.")
+@options.ALLOW_SHARED_GPU
 @click.option("--launcher", help=f"Launcher of the ranks: {', '.join(PROBES)}.  [default: detected]")
 @click.option(
     "--out",
@@ -90,7 +91,7 @@ class _Findings:
     show_default=True,
     help="Time limit for ranks that do not join or hang, in seconds.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print only JSON on standard output.")
+@options.ONLY_JSON
 @click.option(
     FLAG,
     is_flag=True,

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from dualeval.choices import AUTO
+from dualeval.cli import options
 from dualeval.cli.grouped import grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.errors import EXIT_DONE, LaunchError
@@ -24,7 +25,7 @@ FLAG = "--invariance"
 @config_flag
 @job_flags("batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "on_error")
 @grouped(FLAG, group=RUN, is_flag=True, expose_value=False, help="This diagnosis.")
-@grouped("--json", "as_json", group=RUN, is_flag=True, help="Print only JSON on standard output.")
+@options.ONLY_JSON
 @job_flags("device")
 @click.pass_context
 def invariance(context: click.Context, /, *, as_json: bool, **flags: Any) -> None:

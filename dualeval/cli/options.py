@@ -1,4 +1,4 @@
-"""Options, and what they do, that commands with a result have in common."""
+"""Options that several commands have, and what they do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from dualeval.cli.grouped import grouped
 from dualeval.errors import EXIT_DONE, DualevalError
+from dualeval.job import LAUNCH
 from dualeval.process_start import end_with, unwritten
 
 if TYPE_CHECKING:
@@ -31,6 +33,10 @@ FRESH = click.option(
 )
 AS_JSON = click.option(
     "--json", "as_json", is_flag=True, help="Print result.json, and nothing else, on standard output."
+)
+ONLY_JSON = click.option("--json", "as_json", is_flag=True, help="Print only JSON on standard output.")
+ALLOW_SHARED_GPU = grouped(
+    "--allow-shared-gpu", group=LAUNCH, is_flag=True, help="Let several ranks of a node share a GPU."
 )
 
 

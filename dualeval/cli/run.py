@@ -104,7 +104,7 @@ class _Invocation:
     type=Words(tuple(PROBES), "NAME"),
     help="Launcher of the ranks.  [default: detected]",
 )
-@grouped("--allow-shared-gpu", group=LAUNCH, is_flag=True, help="Let several ranks of a node share a GPU.")
+@options.ALLOW_SHARED_GPU
 @grouped("--mix-machines", group=LAUNCH, is_flag=True, help="Let devices or versions differ between ranks.")
 @grouped(
     "--heartbeat-timeout",

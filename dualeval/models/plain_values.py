@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dualeval.models.tied import are_equal
+
 # Of a module's attributes: what holds tensors by name, or only what a training needs.
 _BOOKKEEPING = {"_parameters", "_buffers", "_modules"}
 
@@ -58,16 +60,11 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, nn.Parameter):
         return isinstance(other, nn.Parameter)
     if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and _same_bits(one, other)
+        return isinstance(other, Tensor) and _has_bits(one) and _has_bits(other) and are_equal(one, other)
     if isinstance(one, np.ndarray):
         return isinstance(other, np.ndarray) and one.dtype == other.dtype and one.tobytes() == other.tobytes()
     return bool(one == other) or (one != one and other != other)  # NaN
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype or one.is_meta or other.is_meta:
-        return False
-    if one.layout != torch.strided:
-        return False
-    first, second = (value.detach().contiguous().view(-1).view(torch.uint8) for value in (one, other))
-    return torch.equal(first, second)
+def _has_bits(value: Tensor) -> bool:
+    return value.layout == torch.strided and not value.is_meta

@@ -14,6 +14,7 @@ from torch import nn
 
 from dualeval.errors import UsageError
 from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource, weights_of_file
+from dualeval.own_code import importable
 from dualeval.weights_name import is_published_name
 from dualeval.wording import nearest
 
@@ -110,10 +111,7 @@ def _import_factory(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise UsageError(f"--model {name}: expected package.module:factory")
-    # The folder a person stands in, as for `python -m`: a console script does not look there.
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    importable(Path.cwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
