@@ -21,19 +21,7 @@ STAGES = ("forward", "backward", "all_reduce", "optimiser")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The options of ``dualeval bench``, beside those of the job.
-
-    Attributes:
-        mode: of ``MODES``; None takes all. Likewise ``processes``, ``precision`` and ``batch_size``: numbers
-            and names that are combined.
-        rounds: starts of each cell.
-        min_seconds: measured in each start, at least.
-        warmup: batches a process before that.
-        cores_per_process: the same in all cells; None divides those that are here.
-        timeout_s: limit of each start.
-        train: time training steps in place of evaluations.
-        plots: draw the plots.
-        as_json: print bench.json.
+    """The options of ``dualeval bench`` beside those of the job, as docs/bench.md has them; None is open.
 
     Raises:
         UsageError: one has a value that it cannot have.

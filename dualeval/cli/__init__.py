@@ -62,15 +62,8 @@ def dualeval(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-dualeval.add_command(run)
-dualeval.add_command(score)
-dualeval.add_command(verify)
-dualeval.add_command(compare)
-dualeval.add_command(export)
-dualeval.add_command(bench)
-dualeval.add_command(list_names)
-dualeval.add_command(doctor)
-dualeval.add_command(conformance)
+for _command in (run, score, verify, compare, export, bench, list_names, doctor, conformance):
+    dualeval.add_command(_command)
 dualeval.add_command(setup_horovod)
 dualeval.add_command(submit)
 

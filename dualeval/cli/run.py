@@ -179,17 +179,9 @@ def run(context: click.Context, /, **flags: Any) -> None:
     # The ranks that it starts read the same file.
     if nproc is None and may_start_ranks(world):
         nproc = of_file.get("nproc")
-    invocation = _Invocation(
-        started=started,
-        stop_signals=tuple(flags["stop_signals"].split(",")),
-        **{
-            name: flags[name]
-            for name in (
-                *("out", "reference", "fresh", "backend", "allow_shared_gpu", "progress", "as_json", "debug"),
-                *("schedule", "heartbeat_timeout", "forward_timeout", "replay", "mix_machines", "loggers"),
-            )
-        },
-    )
+    flags["stop_signals"] = tuple(flags["stop_signals"].split(","))
+    of_invocation = _Invocation.__dataclass_fields__.keys() & flags.keys()
+    invocation = _Invocation(started=started, **{name: flags[name] for name in of_invocation})
     jobs = jobs_of(flags)
     job = jobs[0][1]
     for _, each in jobs:

@@ -164,8 +164,7 @@ class Models:
         session.control.meet()
         message = session.backend.broadcast_json(message, src=0)
         assert message is not None
-        found = [(name, number, path) for name, number, path in message["found"]]
-        return Path(message["folder"]), candidates_of(self._jobs, found), lease
+        return Path(message["folder"]), candidates_of(self._jobs, message["found"]), lease
 
     def _folder(self, session: Session) -> Path:
         """The folder of all models: the one that was asked for, that of this launch, or a new one."""

@@ -130,25 +130,18 @@ class ModelsTable:
             for name in self.metrics:
                 ends = () if row.result is None else row.result.intervals.get(name, ())
                 values += [_number(row.result, name), *((ends or ("", "")) if name in ranged else ())]
-            found = row.result
-            of_result = (
-                ("", "", "", "")
-                if found is None
-                else (
-                    found.samples_per_s,
-                    found.samples["evaluated"],
-                    found.samples["failed"],
-                    found.metrics_digest,
-                )
-            )
-            writer.writerow([*values, *of_result, row.folder or "", row.reason or ""])
+            if (found := row.result) is None:
+                values += ["", "", "", ""]
+            else:
+                counts = found.samples
+                values += [found.samples_per_s, counts["evaluated"], counts["failed"], found.metrics_digest]
+            writer.writerow([*values, row.folder or "", row.reason or ""])
         return text.getvalue()
 
     def to_markdown(self) -> str:
         """As a table of Markdown; the best values are bold."""
         head = ["model", *self.metrics, "samples/s", "status"]
-        lines = [head, ["---", *["---:"] * (len(self.metrics) + 1), "---"]]
-        lines = [[_markdown(text) for text in head], lines[1]]
+        lines = [[_markdown(text) for text in head], ["---", *["---:"] * (len(self.metrics) + 1), "---"]]
         lines += self._lines(_markdown, lambda text: f"**{text}**", str)
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -12,8 +12,8 @@ from dualeval.errors import UsageError
 
 # By kind: what stands behind the colon.
 KINDS = {"tensorboard": "DIR", "wandb": "PROJECT", "mlflow": "URI", "jsonl": "FILE"}
-# By kind: the module that it needs, and what pip calls the extra.
-_MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+# Kinds that need the package of their name, which is pip's extra of that name, too.
+_OF_PACKAGES = ("tensorboard", "wandb", "mlflow")
 # Those that keep several runs in one place, so that the steps of a training need a name.
 _NAMED = ("wandb", "mlflow")
 _FILES = ("tensorboard", "jsonl")
@@ -122,10 +122,9 @@ def check_installed(targets: Sequence[Target], option: str = "loggers") -> None:
         UsageError: one is not installed; says what to type.
     """
     for target in targets:
-        module = _MODULES.get(target.kind)
-        if module is not None and not _is_there(module):
+        if target.kind in _OF_PACKAGES and not _is_there(target.kind):
             raise UsageError(
-                f"{option} {target.text!r} needs the package {module}, which is not installed here. "
+                f"{option} {target.text!r} needs the package {target.kind}, which is not installed here. "
                 f"Type: pip install 'dualeval[{target.kind}]'"
             )
         scheme = target.where.partition(":")[0].partition("+")[0]
