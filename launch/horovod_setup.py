@@ -182,7 +182,7 @@ def set_up(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
     if wheel is None:
         say("\n".join(plan.description))
         minutes = "3 to 20" if build.nccl else "1 to 9"
-        say(f"This takes {minutes} min, by cores and load; from the cache it is seconds.")
+        say(f"This takes {minutes} min, and more on a busy machine; from the cache it is seconds.")
     else:
         say(f"Installing the wheel in {folder}.")
     for number in (signal.SIGTERM, signal.SIGHUP):
