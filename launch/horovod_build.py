@@ -1,484 +1,390 @@
-"""Build Horovod for the installed torch and install it, or take it from a cache: ``dualeval setup-horovod``.
+"""What ``dualeval setup-horovod`` builds on this machine: edits of Horovod's source, variables, and the key.
 
-A wheel in the cache has a folder of its own, named by what it was built for, with ``build.json`` (all that
-the wheel depends on, and its sha256) and ``build.log`` beside it. The folder gets its name when it is whole.
+Horovod 0.28.1, its last version, comes as source alone and asks for C++14. The headers of every torch since
+2.1 need more, so that a plain ``pip install horovod`` does not compile. The edits make it compile.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
-import os
+import platform
 import re
+import runpy
+import shlex
 import shutil
-import signal
 import subprocess
-import tarfile
-import tempfile
-import uuid
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import datetime, timezone
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import monotonic
-from types import FrameType
+from typing import Any
 
 from dualeval.errors import DualevalError, UsageError
-from dualeval.launch.cores import usable_cores
-from dualeval.launch.horovod_machine import inspect
-from dualeval.launch.horovod_plan import (
-    HOROVOD,
-    Plan,
-    build_variables,
-    commands,
-    compile_command,
-    description,
-    edited,
-    edits_for,
-    fetch_command,
-    install_command,
-    make_plan,
-    minutes,
-    requirements_command,
-    summary,
+
+HOROVOD = "0.28.1"
+OLDEST_CMAKE = (3, 13)
+USUAL_CUDA = "/usr/local/cuda"
+
+# Variables of the user's that change what is compiled: they are passed on, and are part of the key.
+COMPILER_VARIABLES = (
+    *("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"),
+    *("HOROVOD_BUILD_ARCH_FLAGS", "HOROVOD_BUILD_CUDA_CC_LIST"),
+)
+# All others of Horovod's and CMake's are left out: they would make another wheel under the same key. What a
+# make that calls us says to its own children is not for ours.
+_DROPPED_PREFIXES = ("HOROVOD_", "CMAKE_")
+_DROPPED = ("MAKELEVEL", "MFLAGS", "MAKEFLAGS", "MAKEOVERRIDES", "CCL_ROOT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """One change of a file of the source: ``old``, which is in it once, becomes ``new``."""
+
+    file: str
+    old: str
+    new: str
+
+
+_STANDARD = "set(CMAKE_CXX_STANDARD 14)"
+_PROCESS_SET = "assert(global_context.IsEnabled());"
+_FLAGS = "CMAKE_CXX_FLAGS_RELWITHDEBINFO"
+EDITS = (
+    Edit(file="CMakeLists.txt", old=_STANDARD, new="set(CMAKE_CXX_STANDARD {standard})"),
+    Edit(file="horovod/torch/CMakeLists.txt", old=_STANDARD, new="set(CMAKE_CXX_STANDARD {standard})"),
+    # Without debug symbols: they are nine tenths of the wheel and a third of the time.
+    Edit(
+        file="CMakeLists.txt",
+        old=f'string(REPLACE "-O2" "-O3" {_FLAGS} "${{{_FLAGS}}}")',
+        new=f'set({_FLAGS} "-O2 -g0 -DNDEBUG")',
+    ),
+    # For any CPU of this kind, not for this one: machines of several generations may share a cache.
+    Edit(file="CMakeLists.txt", old='set(ARCH_FLAGS "-mf16c" "-mavx" "-mfma")', new="set(ARCH_FLAGS)"),
+    # What all ranks talk over forgets HOROVOD_GLOO_IFACE and takes the address of the host's own name, which
+    # on many hosts is 127.0.1.1: no other host can connect to that.
+    Edit(
+        file="horovod/common/gloo/gloo_context.cc",
+        old=_PROCESS_SET,
+        new=f"{_PROCESS_SET} gloo_iface_ = global_context.gloo_iface_;",
+    ),
+    # pip's NCCL has the library under this name alone.
+    Edit(
+        file="cmake/Modules/FindNCCL.cmake",
+        old='set(NCCL_LIBNAME "nccl")',
+        new='set(NCCL_LIBNAME "nccl" "libnccl.so.2")',
+    ),
+)
+# Six sources a compiler call: torch's headers are most of each.
+_NAME = 'OUTPUT_NAME "mpi_lib_v2"'
+UNITY = Edit(
+    file="horovod/torch/CMakeLists.txt", old=_NAME, new=f"{_NAME} UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 6"
+)
+# Beside a CUDA torch, without NCCL. Horovod would compile its CUDA parts wherever torch finds a folder of
+# CUDA's, and fail where that has no compiler (images for running alone). Without NCCL they only copy to the
+# host, which the backend does itself.
+WITHOUT_CUDA = (
+    Edit(
+        file="CMakeLists.txt",
+        old="include(CheckLanguage)\ncheck_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)",
+        new="if(FALSE)",
+    ),
+    Edit(
+        file="cmake/Modules/FindPytorch.cmake",
+        old="print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
+        new="print(False)",
+    ),
 )
 
-# The compiled part: in the wheel, and where the wheel is installed.
-LIBRARY = re.compile(r"horovod/torch/mpi_lib_v2\.[^/]*\.so")
-# Seconds that what was started gets to end, once it has been told to.
-GRACE = 5.0
-_ASK = """
-import json
-import horovod.torch as hvd
-built = {"gloo": hvd.gloo_built(), "MPI": hvd.mpi_built(), "NCCL": hvd.nccl_built()}
-print(json.dumps({name: bool(value) for name, value in built.items()}))
-"""
-_ASK_TIMEOUT = 120.0
-
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What the caller of ``set_up`` chose.
+class Torch:
+    """The installed torch, read from its files: importing it takes a second.
 
     Attributes:
-        with_mpi: whether to build with MPI; None: where there is one. ``with_nccl`` likewise.
-        cache: the folder of the cache; None: the user's own.
-        rebuild: build even where the cache has the wheel.
-        constraint: a file of versions for pip.
+        cuda: the CUDA that it was built with; None without.
+        abi: "1" where its strings are C++11's, "0" where they are the older ones; None where not told.
+        standard: the C++ standard that its headers need, such as 20.
     """
 
-    with_mpi: bool | None = None
-    with_nccl: bool | None = None
-    cache: Path | None = None
-    rebuild: bool = False
-    constraint: Path | None = None
+    version: str
+    cuda: str | None
+    abi: str | None
+    standard: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A wheel in the cache, and the sha256 of the library in it."""
+class Mpi:
+    """An MPI: its compiler wrapper, what that passes to the compiler, and its name with its version."""
 
-    wheel: Path
-    library_sha256: str
-
-
-class _StepError(DualevalError):
-    """A command failed; ``str()`` is its step, its exit code and the lines of its log that tell why."""
+    wrapper: str
+    version: str
+    link: str
 
 
-def set_up(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
-    """Install the Horovod that fits this machine, from the cache or built, where it is not installed yet.
+@dataclass(frozen=True, kw_only=True)
+class Nccl:
+    """NCCL, in the folder with ``include/nccl.h`` and ``lib``, and the CUDA toolkit to compile for it."""
 
-    Args:
-        wishes: what to build, and where to keep it.
-        environ: the user's variables.
-        say: takes each line for the user.
+    home: str
+    version: str
+    cuda_home: str
+    cuda_version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """All that a wheel of Horovod depends on.
+
+    Attributes:
+        compiler: its version; empty where there is none.
+        mpi: what it is built with; None for without. ``nccl`` likewise.
+        compiler_variables: the user's, of ``COMPILER_VARIABLES``.
+        python: the binary interface of Python's extensions, with the platform.
+    """
+
+    torch: Torch
+    compiler: str
+    mpi: Mpi | None
+    nccl: Nccl | None
+    compiler_variables: Mapping[str, str] = field(default_factory=dict)
+    python: str = str(sysconfig.get_config_var("SOABI"))
+    libc: str = " ".join(platform.libc_ver())
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """The edits of the source; with NCCL each source stays a compiler call of its own."""
+        if self.nccl is not None:
+            return EDITS
+        return (*EDITS, UNITY, *(WITHOUT_CUDA if self.torch.cuda else ()))
+
+    @property
+    def switches(self) -> dict[str, str]:
+        """The variables by which Horovod's build is told what to build."""
+        chosen = ["WITH_PYTORCH", "WITHOUT_TENSORFLOW", "WITHOUT_MXNET", "WITHOUT_NVTX", "WITH_GLOO"]
+        chosen.append("WITH_MPI" if self.mpi else "WITHOUT_MPI")
+        switches = {f"HOROVOD_{name}": "1" for name in chosen}
+        if self.mpi is not None:
+            switches["MPI_HOME"] = str(Path(self.mpi.wrapper).parent.parent)
+        if self.nccl is not None:
+            switches |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED"}
+            switches |= {"HOROVOD_NCCL_HOME": self.nccl.home}
+            switches |= {"HOROVOD_CUDA_HOME": self.nccl.cuda_home, "CUDA_HOME": self.nccl.cuda_home}
+        return switches
+
+    @property
+    def components(self) -> dict[str, Any]:
+        edits = [asdict(edit) for edit in self.edits]
+        return {"horovod": HOROVOD, "edits": edits, "switches": self.switches, **asdict(self)}
+
+    @property
+    def key(self) -> str:
+        """The sha256 of the components as canonical JSON."""
+        text = json.dumps(self.components, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """The name of the wheel's folder in the cache."""
+        words = f"{HOROVOD} torch {self.torch.version} {self.python} {self.summary} {self.key[:16]}"
+        return re.sub(r"[^a-z0-9.+_]+", "-", words.lower())
+
+    @property
+    def summary(self) -> str:
+        """What it is built with, in a few words."""
+        mpi = self.mpi.version if self.mpi else "no MPI"
+        return f"gloo, {mpi}, {f'NCCL {self.nccl.version}' if self.nccl else 'no NCCL'}"
+
+    def variables(self, environ: Mapping[str, str], cores: int) -> dict[str, str]:
+        """All variables of the process that compiles."""
+        kept = {
+            name: value
+            for name, value in environ.items()
+            if name in COMPILER_VARIABLES or not (name in _DROPPED or name.startswith(_DROPPED_PREFIXES))
+        }
+        # Horovod's copy of gloo asks for CMake 2.8, which CMake 4 refuses without the policy.
+        own = {"CMAKE_POLICY_VERSION_MINIMUM": "3.5", "MAKEFLAGS": makeflags(environ, cores)}
+        return {**kept, **self.switches, **own}
+
+
+def find_torch() -> Torch:
+    """Read the installed torch.
 
     Raises:
-        UsageError: something is missing; nothing was begun.
-        DualevalError: a step failed, or the Horovod that was installed is not what was wanted.
+        UsageError: there is none.
     """
-    plan = _plan(wishes, environ)
-    folder = _folder(plan, wishes, environ)
-    entry = None if wishes.rebuild else find(folder, plan, say)
-    lacks = plan.lacks(cached=entry is not None)
-    installed = entry is not None and _is_installed(entry) and not plan.absent
-    if installed and not lacks and difference(plan, environ) is None:
-        say(f"Nothing to do: Horovod {HOROVOD} is installed as wanted ({summary(plan)}).")
-        return
-    _require(lacks)
-    _make_cache(folder.parent)
-    if entry is None:
-        for line in description(plan):
-            say(line)
-        say(f"  cache  {folder}")
-        say(_time_needed(usable_cores(), plan))
-    else:
-        say(f"Installing the wheel in {folder}.")
-    _install(plan, entry, folder, wishes, environ, say)
-    wrong = difference(plan, environ)
-    if wrong is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise DualevalError(f"Horovod was installed, but {wrong}\nIts wheel was taken out of the cache.")
-    say(f"Horovod {HOROVOD} is installed ({summary(plan)}).")
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise UsageError("Horovod is built for the installed torch, and there is none: 'pip install torch'.")
+    return read_torch(Path(spec.origin).parent)
 
 
-def _time_needed(cores: int, plan: Plan) -> str:
-    least, most = minutes(cores, nccl=plan.nccl is not None)
-    return (
-        f"This takes {least} to {most} min on {cores} core{'s' if cores > 1 else ''}, the more the busier "
-        f"the machine is; from the cache it is seconds."
+def read_torch(folder: Path) -> Torch:
+    """Read a torch from its folder."""
+    named = runpy.run_path(str(folder / "version.py"))
+    # The flags that torch gives to extensions; what is said of older standards is in examples.
+    flags = re.findall(r"-std=c\+\+(\d+)", _text(folder / "utils/cpp_extension.py"))
+    library = folder / "lib/libc10.so"
+    return Torch(
+        version=named["__version__"],
+        cuda=named.get("cuda"),
+        # Each function that takes one of the newer strings has this in its name.
+        abi=str(int(b"NSt7__cxx1112basic_string" in library.read_bytes())) if library.is_file() else None,
+        # 20: torch 2.13's.
+        standard=max(map(int, flags), default=20),
     )
 
 
-def dry_run(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
-    """Say what ``set_up`` would do, and do nothing.
+def find_compiler(environ: Mapping[str, str]) -> tuple[list[str], str]:
+    """The C++ compiler that CXX names, with its flags, else the first on the PATH; and its version."""
+    words = shlex.split(environ.get("CXX", ""))
+    path = _which(environ, words[0]) if words else _which(environ, "c++", "g++", "clang++")
+    command = [path, *words[1:]] if path else []
+    return command, _said([*command, "--version"], environ).partition("\n")[0]
 
-    Raises:
-        UsageError: something is missing, as in ``set_up``.
+
+def missing_tools(environ: Mapping[str, str], torch: Torch) -> Iterator[str]:
+    """What a build lacks, each with what to type. CMake itself reports what else it needs."""
+    command, version = find_compiler(environ)
+    # Its macros are never none.
+    macros = ["-x", "c++", "-dM", "-E", "/dev/null"]
+    if not version:
+        yield "a C++ compiler: type 'apt install g++' (conda: 'conda install cxx-compiler'), or set CXX"
+    elif not _said([*command, f"-std=c++{torch.standard}", *macros], environ):
+        yield (
+            f"a compiler for C++{torch.standard}, which torch {torch.version} needs (found {version}): "
+            f"install a later one, and set CC and CXX to it"
+        )
+    cmake = re.search(r"cmake version ((\d+)\.(\d+)[\w.]*)", _said(["cmake", "--version"], environ))
+    least = ".".join(map(str, OLDEST_CMAKE))
+    if cmake is None:
+        yield f"cmake {least} or later: type 'pip install cmake'"
+    elif (int(cmake[2]), int(cmake[3])) < OLDEST_CMAKE:
+        found = f"{cmake[1]} in {_which(environ, 'cmake')}"
+        yield f"cmake {least} or later (found {found}): type 'pip install cmake'"
+
+
+def find_mpi(environ: Mapping[str, str]) -> Mpi | str:
+    """Find the MPI whose compiler wrapper is first on the PATH; else the reason why there is none."""
+    wrapper = _which(environ, "mpicxx", "mpic++")
+    if wrapper is None:
+        return (
+            "found no mpicxx on the PATH; type 'apt install openmpi-bin libopenmpi-dev', or load your "
+            "cluster's MPI module"
+        )
+    # Open MPI answers the first, MPICH and its family the second, some wrappers neither.
+    said = _said([wrapper, "--showme:version"], environ) or _said([wrapper, "-v"], environ)
+    # "mpicxx: Open MPI 4.1.4 (Language: C++)", "mpicxx for MPICH version 5.0.2"
+    version = re.sub(r"^\S+:? (for (the )?)?| \(.*", "", said.partition("\n")[0])
+    return Mpi(wrapper=wrapper, version=version or "MPI", link=_said([wrapper, "-show"], environ).strip())
+
+
+def find_nccl(environ: Mapping[str, str], cuda: str | None) -> Nccl | str:
+    """Find NCCL and a toolkit for torch's CUDA; else the reason why it cannot be built with.
+
+    NCCL is where the user says it is, else the one that pip installed for that CUDA.
     """
-    plan = _plan(wishes, environ)
-    folder = _folder(plan, wishes, environ)
-    for line in description(plan):
-        say(line)
-    say(f"  cache  {folder}")
-    say(f"key: {plan.key}, of")
-    say(json.dumps(plan.components, indent=2, sort_keys=True))
-    entry = None if wishes.rebuild else find(folder, plan, say)
-    say(f"in the cache: {'yes' if entry else 'no'}")
-    say(f"installed: {'yes' if entry and _is_installed(entry) else 'no'}")
-    say("commands:")
-    wheel = str(entry.wheel if entry else folder / f"horovod-{HOROVOD}-*.whl")
-    for command in commands(plan, cached=entry is not None, wheel=wheel, constraint=wishes.constraint):
-        say(f"  {' '.join(command)}")
-    _require(plan.lacks(cached=entry is not None))
+    if cuda is None:
+        return "torch is not built with CUDA"
+    major = cuda.partition(".")[0]
+    toolkit = find_toolkit(environ)
+    if toolkit is None:
+        return (
+            f"found no nvcc on the PATH or in CUDA_HOME; install NVIDIA's CUDA toolkit {major}, set CUDA_HOME"
+        )
+    cuda_home, cuda_version = toolkit
+    if cuda_version.partition(".")[0] != major:
+        return (
+            f"the CUDA toolkit in {cuda_home} is {cuda_version}, and torch is built with CUDA {cuda}; "
+            f"set CUDA_HOME to a toolkit {major}"
+        )
+    home, package = environ.get("NCCL_HOME"), f"nvidia-nccl-cu{major}"
+    if home is None and is_installed(package):
+        home = str(importlib.metadata.distribution(package).locate_file("nvidia/nccl"))
+    header = _text(Path(home, "include/nccl.h")) if home else ""
+    parts = re.findall(r"#define\s+NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header)
+    if home is None or len(parts) != 3:
+        return f"found no nccl.h; type 'pip install {package}', or set NCCL_HOME"
+    return Nccl(home=home, version=".".join(parts), cuda_home=cuda_home, cuda_version=cuda_version)
 
 
-def _plan(wishes: Wishes, environ: Mapping[str, str]) -> Plan:
-    return make_plan(inspect(environ), environ, with_mpi=wishes.with_mpi, with_nccl=wishes.with_nccl)
+def find_toolkit(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """(folder, version) of the first nvcc that works: by variables, on the PATH, in its usual place.
 
-
-def _install(
-    plan: Plan, entry: Entry | None, folder: Path, wishes: Wishes, environ: Mapping[str, str], say: Say
-) -> None:
-    """Install a wheel of the cache; where ``entry`` is None, build it first."""
-    interpreter, absent = plan.machine.interpreter, plan.absent
-    with _ended_by_signals(), _work_beside(folder) as log:
-        if absent:
-            say(f"Installing {', '.join(absent)}.")
-            command = requirements_command(interpreter, absent, wishes.constraint)
-            _run("installing Horovod's requirements", command, environ, log)
-        if entry is None:
-            started = monotonic()
-            entry = build(plan, folder, environ, log, replace=wishes.rebuild)
-            say(f"Built in {monotonic() - started:.0f} s.")
-        command = install_command(interpreter, str(entry.wheel), wishes.constraint)
-        _run("installing the wheel", command, environ, log)
-
-
-@contextmanager
-def _work_beside(folder: Path) -> Iterator[Path]:
-    """Give a log in a new folder to work in. Where a step fails, the log is kept beside ``folder``."""
-    with tempfile.TemporaryDirectory(prefix="dualeval-horovod-") as work:
-        log = Path(work) / "build.log"
-        try:
-            yield log
-        except _StepError as error:
-            kept = folder.with_name(f"{folder.name}.failed.log")
-            shutil.copy(log, kept)
-            raise DualevalError(f"{error}\nThe whole log: {kept}\n{hint(_read(log))}") from error
-
-
-def _require(missing: Sequence[str]) -> None:
-    if missing:
-        items = "".join(f"\n  - {item}" for item in missing)
-        raise UsageError(f"Horovod cannot be set up yet; nothing was begun. What is missing:{items}")
-
-
-def _folder(plan: Plan, wishes: Wishes, environ: Mapping[str, str]) -> Path:
-    """The plan's folder in the cache."""
-    return (wishes.cache or cache_folder(environ)).absolute() / plan.name
-
-
-def _make_cache(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"The cache {folder} cannot be made ({error}). Name another with --cache."
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"The cache {folder} cannot be written to. Name another with --cache.")
-
-
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """The user's cache, where no other was named."""
-    home = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or Path.home()) / ".cache")
-    return Path(home) / "dualeval/horovod"
-
-
-# The cache.
-
-
-def find(folder: Path, plan: Plan, say: Say) -> Entry | None:
-    """Find the plan's wheel in its folder of the cache; None where there is none, or a damaged one."""
-    if not folder.exists():
-        return None
-    try:
-        record = json.loads(_read(folder / "build.json"))
-        wheel = folder / record["wheel"]
-        if record["key"] == plan.key and sha256(wheel.read_bytes()) == record["wheel_sha256"]:
-            return Entry(wheel=wheel, library_sha256=record["library_sha256"])
-        fault = "the files are not those that build.json lists"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        fault = f"{type(error).__name__}: {error}"
-    say(f"The wheel in {folder} is damaged ({fault}); it is not used.")
+    An nvcc may be a script or a link in a folder of programs: what it would do says where the true one lies.
+    Called through a link it looks beside the link and finds no settings (TOP), so what the link leads to is
+    asked next; but not first, for that may be a ccache, which goes by the name under which it is called.
+    """
+    homes = [environ.get("CUDA_HOME"), environ.get("CUDA_PATH")]
+    named = [f"{home}/bin/nvcc" for home in homes if home]
+    for nvcc in filter(None, [*named, _which(environ, "nvcc"), f"{USUAL_CUDA}/bin/nvcc"]):
+        for path in dict.fromkeys([nvcc, str(Path(nvcc).resolve())]):
+            said = _said([path, "--dryrun", "-x", "cu", "-c", "/dev/null"], environ)
+            home = re.search(r"^#\$ _HERE_=(/.*)/bin/?$", said, re.MULTILINE)
+            version = re.search(r"release (\d+\.\d+)", _said([path, "--version"], environ))
+            if home and version and "#$ TOP=" in said and Path(home[1], "bin/nvcc").is_file():
+                return home[1], version[1]
     return None
 
 
-def place(files: Sequence[Path], folder: Path) -> None:
-    """Make ``folder`` hold copies of some files: all at once, in place of what is there."""
-    staging = folder.with_name(f".{uuid.uuid4().hex}")
-    staging.mkdir()
-    try:
-        for file in files:
-            shutil.copy(file, staging)
-        while True:
-            try:
-                staging.rename(folder)
-                return
-            except OSError as error:
-                # A folder with files in it cannot be replaced, only moved away.
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                _remove(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _remove(folder: Path) -> None:
-    away = folder.with_name(f".{uuid.uuid4().hex}")
-    with suppress(FileNotFoundError):  # another build was faster
-        folder.rename(away)
-    shutil.rmtree(away, ignore_errors=True)
-
-
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-# The build.
-
-
-def build(plan: Plan, folder: Path, environ: Mapping[str, str], log: Path, *, replace: bool) -> Entry:
-    """Fetch, edit and compile Horovod beside ``log``, and put the wheel into its folder of the cache.
-
-    Where another build has put one there meanwhile, that one stays (it may be being installed), unless
-    ``replace``.
-    """
-    work, interpreter, started = log.parent, plan.machine.interpreter, monotonic()
-    variables = build_variables(plan, environ, usable_cores())
-    _run("fetching the source of Horovod", fetch_command(interpreter, str(work)), variables, log)
-    archive = work / f"horovod-{HOROVOD}.tar.gz"
-    source = unpack(archive, work)
-    edit(source, plan)
-    _run("compiling Horovod", compile_command(interpreter, str(source), str(work)), variables, log)
-    (wheel,) = work.glob("*.whl")
-    library = library_in(wheel)
-    record = {
-        "key": plan.key,
-        "components": plan.components,
-        "source_sha256": sha256(archive.read_bytes()),
-        "wheel": wheel.name,
-        "wheel_sha256": sha256(wheel.read_bytes()),
-        "library_sha256": sha256(library),
-        "built": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "seconds": round(monotonic() - started, 1),
-    }
-    described = work / "build.json"
-    described.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", "utf-8")
-    other = None if replace else find(folder, plan, lambda _: None)
-    if other is not None:
-        return other
-    place([wheel, described, log], folder)
-    return Entry(wheel=folder / wheel.name, library_sha256=sha256(library))
-
-
-def unpack(archive: Path, folder: Path) -> Path:
-    """Unpack a source archive; returns the folder of the source."""
-    with tarfile.open(archive) as packed:
-        if hasattr(tarfile, "data_filter"):
-            packed.extractall(folder, filter="data")
-        else:  # Python 3.11.2, as in Debian 12
-            packed.extractall(folder)
-    return folder / archive.name.removesuffix(".tar.gz")
-
-
-def edit(source: Path, plan: Plan) -> None:
-    """Apply the plan's edits to an unpacked source."""
-    assert plan.machine.torch is not None
-    assert plan.machine.torch.standard is not None
-    for change in edits_for(plan.machine.torch, plan.nccl):
-        file = source / change.file
-        file.write_text(edited(_read(file), change, plan.machine.torch.standard), "utf-8")
-
-
-def library_in(wheel: Path) -> bytes:
-    """The compiled part in a wheel."""
-    with zipfile.ZipFile(wheel) as packed:
-        names = [name for name in packed.namelist() if LIBRARY.fullmatch(name)]
-        if len(names) != 1:
-            raise DualevalError(f"The wheel {wheel.name} has {len(names)} libraries for torch, expected one.")
-        return packed.read(names[0])
-
-
-def _run(step: str, command: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
-    """Run a command into the log; where it is interrupted, end all that it started.
+def edit(source: Path, build: Build) -> None:
+    """Apply a build's edits to an unpacked source.
 
     Raises:
-        _StepError: it failed.
+        DualevalError: what is to be replaced is not there exactly once.
     """
-    with log.open("ab") as sink:
-        sink.write(f"\n--- {step}: {' '.join(command)}\n".encode())
-        sink.flush()
-        begin = sink.tell()
-        process = subprocess.Popen(
-            command,
-            env=dict(variables),
-            cwd=log.parent,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait()
-        except BaseException:
-            _end(process)
-            raise
-    if code != 0:
-        output = log.read_bytes()[begin:].decode(errors="replace")
-        raise _StepError(f"{step} ended with exit code {code}:\n{excerpt(output)}")
+    for change in build.edits:
+        text = (source / change.file).read_text("utf-8")
+        found = text.count(change.old)
+        if found != 1:
+            raise DualevalError(
+                f"What pip fetched is not the source of Horovod {HOROVOD}: its {change.file} has "
+                f"'{change.old.splitlines()[0]}' {found} times, expected once. "
+                f"'pip config list' shows where pip looks; point it to a true copy."
+            )
+        new = change.new.replace("{standard}", str(build.torch.standard))
+        (source / change.file).write_text(text.replace(change.old, new), "utf-8")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group: first by asking, then by force."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
-    # Compilers may outlive the pip that is their parent; a group is there as long as one member is.
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def makeflags(environ: Mapping[str, str], cores: int) -> str:
+    """The user's own MAKEFLAGS, else a job a core; called by a make, the number of jobs that it was given."""
+    flags = environ.get("MAKEFLAGS", "")
+    if flags and "MAKELEVEL" not in environ:
+        return flags
+    jobs = re.search(r"(?:^|\s)-j\s*(\d+)", flags)
+    return f"-j{jobs[1] if jobs else cores}"
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this as Ctrl-C does: with nothing left behind. For the main thread."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    numbers = [
-        number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL
-    ]
-    for number in numbers:
-        signal.signal(number, interrupt)
+def is_installed(distribution: str) -> bool:
     try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-
-
-# Whether it is there, and is what was wanted.
-
-
-def _is_installed(entry: Entry) -> bool:
-    """Tell whether the Horovod that is installed is the one in the cache."""
-    try:
-        files = importlib.metadata.distribution("horovod").files or []
+        importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
         return False
-    paths = [Path(str(file.locate())) for file in files if LIBRARY.fullmatch(str(file))]
-    return any(path.is_file() and sha256(path.read_bytes()) == entry.library_sha256 for path in paths)
+    return True
 
 
-def difference(plan: Plan, environ: Mapping[str, str]) -> str | None:
-    """What is wrong with the installed Horovod, asked in a process of its own; None where nothing is."""
+def _which(environ: Mapping[str, str], *names: str) -> str | None:
+    """The path of the first of some programs that is there."""
+    return next(filter(None, (shutil.which(name, path=environ["PATH"]) for name in names)), None)
+
+
+def _said(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """What a program prints; empty where it cannot be started or fails."""
     try:
         done = subprocess.run(
-            [plan.machine.interpreter, "-c", _ASK],
+            command,
             env=dict(environ),
-            # Not where the user is: a clone of Horovod there would be imported instead.
-            cwd=Path(plan.machine.interpreter).parent,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_ASK_TIMEOUT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+            check=True,
         )
-    except subprocess.TimeoutExpired:
-        return f"importing it did not end in {_ASK_TIMEOUT:.0f} s."
-    if done.returncode != 0:
-        return f"it cannot be imported:\n{excerpt(done.stderr)}"
-    found = json.loads(done.stdout.splitlines()[-1])
-    wanted = {"gloo": True, "MPI": plan.mpi is not None, "NCCL": plan.nccl is not None}
-    wrong = [
-        f"{name}: {found[name]}, expected {wanted[name]}" for name in wanted if found[name] != wanted[name]
-    ]
-    return f"it is built with other parts than wanted ({'; '.join(wrong)})." if wrong else None
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode(errors="replace")
 
 
-# What a log tells.
-
-
-def excerpt(output: str) -> str:
-    """The lines of a log that tell why: its first error with what follows, and its end."""
-    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
-    first = next(
-        (n for n, line in enumerate(lines) if re.search(r"(?i)\berror: |CMake Error", line)), len(lines)
-    )
-    begin, end = lines[first : first + 8], lines[max(first + 8, len(lines) - 8) :]
-    if first == len(lines):
-        end = lines[-8:]
-    return "\n".join(f"  | {line}" for line in [*begin, *(["..."] if begin and end else []), *end])
-
-
-_HINTS = (
-    (r"No space left on device", "The disk is full: set TMPDIR to a folder with 1 GB free."),
-    (
-        r"Killed signal|cc1plus.*killed|out of memory|virtual memory exhausted",
-        "The compiler ran out of memory: type 'MAKEFLAGS=-j1 dualeval setup-horovod'.",
-    ),
-    (
-        r"No matching distribution found|Could not find a version|Connection|Temporary failure in name",
-        f"pip cannot reach its package index: 'pip download --no-deps horovod=={HOROVOD}' must work first.",
-    ),
-    (
-        r"Could NOT find MPI",
-        "CMake does not find the MPI: type 'dualeval setup-horovod --without-mpi' to do without.",
-    ),
-    (
-        r"Could NOT find NCCL",
-        "CMake does not find NCCL: type 'dualeval setup-horovod --without-nccl' to do without.",
-    ),
-)
-
-
-def hint(log: str) -> str:
-    """What to try after a failure."""
-    for pattern, advice in _HINTS:
-        if re.search(pattern, log):
-            return advice
-    return "Nothing was installed over what was there. The first error in the log is the one to look at."
-
-
-def _read(path: Path) -> str:
-    return path.read_text("utf-8", errors="replace")
+def _text(path: Path) -> str:
+    return path.read_text("utf-8", errors="replace") if path.is_file() else ""

@@ -1,418 +1,352 @@
-"""``dualeval setup-horovod``: the cache, the steps, what is said; with a false pip, and with the true one."""
+"""What is found for a build of Horovod, its edits and variables, and what its key depends on."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import signal
-import sys
-import sysconfig
-import textwrap
-import threading
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from time import monotonic, sleep
 
 import pytest
 import torch
 
+from dualeval.errors import DualevalError
 from dualeval.launch import horovod_build
-from dualeval.launch.horovod_build import Wishes, cache_folder, excerpt, find, hint, place, sha256
-from dualeval.launch.horovod_plan import Plan
-from tests.conftest import Launch
-from tests.horovod_bench import COMMAND, MACHINE, Bench, plan_for, programs
+from dualeval.launch.horovod_build import (
+    COMPILER_VARIABLES,
+    EDITS,
+    UNITY,
+    WITHOUT_CUDA,
+    Build,
+    Edit,
+    Mpi,
+    Nccl,
+    Torch,
+)
+from tests.horovod_bench import (
+    BUILD,
+    CUDA_BUILD,
+    CUDA_TORCH,
+    NCCL,
+    OPEN_MPI,
+    TORCH,
+    programs,
+    source_tree,
+)
 
-# Where these tests run under nohup or in a shell's background, some signals come to them ignored.
-HEARD = ["env", "--default-signal=HUP,INT,TERM"]
+TORCH_FOLDER = Path(torch.__file__).parent / "share/cmake"
 
-# The cache.
+# What torch and the tools say.
+
+
+def test_the_installed_torch_is_read_right() -> None:
+    """What its files tell is what it says itself."""
+    found = horovod_build.find_torch()
+    assert found.version == torch.__version__
+    assert found.cuda == torch.version.cuda
+    assert found.abi == str(int(torch.compiled_with_cxx11_abi()))
+    [stated] = set(re.findall(r" CXX_STANDARD (\d+)", (TORCH_FOLDER / "Torch/TorchConfig.cmake").read_text()))
+    assert found.standard == int(stated)
+
+
+@pytest.mark.parametrize(
+    ("version_file", "expected"),
+    [
+        (
+            "from typing import Optional\n"
+            "__version__ = '2.14.1+cu130'\ncuda: Optional[str] = '13.0'\ngit_version = 'abc'\nhip = None\n",
+            Torch(version="2.14.1+cu130", cuda="13.0", abi=None, standard=20),
+        ),
+        (
+            '__version__ = "2.9.0"\ncuda: str | None = None\n',
+            Torch(version="2.9.0", cuda=None, abi=None, standard=20),
+        ),
+    ],
+)
+def test_read_torch(version_file: str, expected: Torch, tmp_path: Path) -> None:
+    (tmp_path / "version.py").write_text(version_file)
+    assert horovod_build.read_torch(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("extension", "standard"),
+    [("e.g. '-std=c++17' ... flags = ['-std=c++20']", 20), ("['-std=c++17']", 17), ("['-std=c++23']", 23)],
+)
+def test_the_standard_is_the_one_of_extensions(extension: str, standard: int, tmp_path: Path) -> None:
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils/cpp_extension.py").write_text(extension)
+    (tmp_path / "version.py").write_text("__version__ = '2.9.0'\n")
+    assert horovod_build.read_torch(tmp_path).standard == standard
+
+
+@pytest.mark.parametrize(("content", "abi"), [(b"_ZN3c10NSt7__cxx1112basic_stringE", "1"), (b"Ss", "0")])
+def test_abi_is_read_from_the_library(content: bytes, abi: str, tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libc10.so").write_bytes(content)
+    (tmp_path / "version.py").write_text("__version__ = '2.9.0'\n")
+    assert horovod_build.read_torch(tmp_path).abi == abi
+
+
+# What mpicxx says of its version, and to which question: Open MPI's, MPICH's, Intel's, and one that is mute.
+ANSWERS = {
+    "Open MPI 4.1.4": "[ $1 = --showme:version ] && echo 'mpicxx: Open MPI 4.1.4 (Language: C++)'",
+    "Open MPI v4.0.3rc4": "[ $1 = --showme:version ] && echo 'mpicxx: Open MPI v4.0.3rc4 (Language: C++)'",
+    "MPICH version 5.0.2": "[ $1 = -v ] && echo 'mpicxx for MPICH version 5.0.2' && echo specs",
+    "MVAPICH2 version 2.3.7": "[ $1 = -v ] && echo 'mpicxx for MVAPICH2 version 2.3.7'",
+    "Intel(R) MPI Library 2021.10 for Linux*": (
+        "[ $1 = -v ] && echo 'mpigxx for the Intel(R) MPI Library 2021.10 for Linux*'"
+    ),
+    "MPI": "false",
+}
+
+
+@pytest.mark.parametrize("version", ANSWERS)
+def test_mpi_is_found(version: str, tmp_path: Path) -> None:
+    programs(tmp_path, mpicxx=f"if [ $1 = -show ]; then echo link; else {ANSWERS[version]}; fi")
+    found = horovod_build.find_mpi({"PATH": str(tmp_path)})
+    assert found == Mpi(wrapper=str(tmp_path / "mpicxx"), version=version, link="link")
+
+
+def test_no_mpi(tmp_path: Path) -> None:
+    programs(tmp_path, mpirun="echo 'mpirun (Open MPI) 5.0.1'")
+    found = horovod_build.find_mpi({"PATH": str(tmp_path)})
+    assert found == (
+        "found no mpicxx on the PATH; type 'apt install openmpi-bin libopenmpi-dev', or load your cluster's "
+        "MPI module"
+    )
+
+
+def test_compilers_that_the_user_names(tmp_path: Path) -> None:
+    """With their flags; one that is not there is not silently another."""
+    path = programs(tmp_path, **{"my-c++": "echo mine $1 $2", "c++": "echo other"})
+    found = horovod_build.find_compiler({"PATH": str(path), "CXX": "my-c++ -pipe"})
+    assert found == ([f"{tmp_path}/my-c++", "-pipe"], "mine -pipe --version")
+    assert horovod_build.find_compiler({"PATH": str(path), "CXX": "gone"}) == ([], "")
+    assert horovod_build.find_compiler({"PATH": str(path)}) == ([f"{tmp_path}/c++"], "other")
+
+
+# Says its version; of a dry run where it is, and what it has read in its settings beside it.
+NVCC = """
+here=${0%/*}
+case $1 in --version) echo 'Cuda compilation tools, release 12.8, V12.8.93'; exit;; esac
+echo "#\\$ _HERE_=$here"
+if [ -f "$here/nvcc.profile" ]; then echo "#\\$ TOP=$here/.."; fi
+"""
+
+
+def cuda(folder: Path) -> Path:
+    """A false toolkit in a folder."""
+    programs(folder / "bin", nvcc=NVCC)
+    (folder / "bin/nvcc.profile").touch()
+    return folder
+
+
+@pytest.fixture
+def no_usual_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing in /usr/local/cuda, whatever this machine has there."""
+    monkeypatch.setattr(horovod_build, "USUAL_CUDA", str(tmp_path / "nothing"))
+
+
+@pytest.mark.usefixtures("no_usual_toolkit")
+def test_cuda_toolkit_and_nccl_are_found(tmp_path: Path) -> None:
+    cuda(tmp_path / "cuda")
+    header = tmp_path / "nccl/include/nccl.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 3\n")
+    home = str(tmp_path / "cuda")
+    expected = Nccl(home=str(tmp_path / "nccl"), version="2.27.3", cuda_home=home, cuda_version="12.8")
+    for place in ({"PATH": "", "CUDA_HOME": home}, {"PATH": f"{home}/bin"}):
+        environ = {**place, "NCCL_HOME": str(tmp_path / "nccl")}
+        assert horovod_build.find_nccl(environ, "12.6") == expected
+
+
+@pytest.mark.usefixtures("no_usual_toolkit")
+def test_nccl_that_cannot_be_had(tmp_path: Path) -> None:
+    with_toolkit = {"PATH": str(cuda(tmp_path / "cuda") / "bin")}
+    for environ, of_torch, words in (
+        (with_toolkit, None, "torch is not built with CUDA"),
+        ({"PATH": ""}, "13.0", "install NVIDIA's CUDA toolkit 13"),
+        (with_toolkit, "13.0", "set CUDA_HOME to a toolkit 13"),
+        ({**with_toolkit, "NCCL_HOME": str(tmp_path)}, "12.6", "pip install nvidia-nccl-cu12"),
+    ):
+        found = horovod_build.find_nccl(environ, of_torch)
+        assert isinstance(found, str)
+        assert words in found
+
+
+@pytest.mark.usefixtures("no_usual_toolkit")
+@pytest.mark.parametrize(
+    "kind", ["a script", "a link", "a link to a script", "a compiler cache", "its own folder"]
+)
+def test_nvcc_itself_tells_where_its_toolkit_is(kind: str, tmp_path: Path) -> None:
+    """As conda, Debian and administrators put it on the PATH; nothing else of CUDA is beside it."""
+    nvcc = cuda(tmp_path / "opt/cuda") / "bin/nvcc"
+    path = tmp_path / "prefix/bin"
+    call = f'exec {nvcc} "$@"'
+    if kind == "a script":
+        programs(path, nvcc=call)
+    elif kind == "its own folder":
+        path = nvcc.parent
+    else:
+        path.mkdir(parents=True)
+        target = nvcc
+        if kind == "a link to a script":
+            target = programs(tmp_path / "scripts", **{"nvcc-12": call}) / "nvcc-12"
+        elif kind == "a compiler cache":
+            # It calls the program whose name it was called by, the next on the PATH.
+            cache = f'case $0 in */nvcc) exec {nvcc} "$@";; *) exit 1;; esac'
+            target = programs(tmp_path / "ccache", ccache=cache) / "ccache"
+        (path / "nvcc").symlink_to(target)
+    expected = (str(tmp_path / "opt/cuda"), "12.8")
+    assert horovod_build.find_toolkit({"PATH": f"{path}:/usr/bin:/bin"}) == expected
+    in_home = {"PATH": "/usr/bin:/bin", "CUDA_HOME": str(path.parent)}
+    assert horovod_build.find_toolkit(in_home) == expected
+
+
+@pytest.mark.usefixtures("no_usual_toolkit")
+def test_a_folder_without_nvcc_is_no_toolkit(tmp_path: Path) -> None:
+    """CUDA_HOME in an image made for running alone; and an nvcc that finds nothing of what it needs."""
+    (tmp_path / "runtime/lib64").mkdir(parents=True)
+    variables = {"PATH": "/usr/bin:/bin", "CUDA_HOME": str(tmp_path / "runtime")}
+    assert horovod_build.find_toolkit(variables) is None
+    path = programs(tmp_path / "bin", nvcc=NVCC)
+    assert horovod_build.find_toolkit({**variables, "PATH": f"{path}:/usr/bin:/bin"}) is None
+    found = horovod_build.find_toolkit({**variables, "PATH": f"{cuda(tmp_path / 'cuda')}/bin:/usr/bin:/bin"})
+    assert found == (str(tmp_path / "cuda"), "12.8")
+
+
+# The edits.
+
+
+@pytest.mark.parametrize("build", [BUILD, CUDA_BUILD], ids=["cpu", "cuda"])
+def test_edits_raise_the_standard(build: Build, tmp_path: Path) -> None:
+    horovod_build.edit(source_tree(tmp_path), build)
+    top = (tmp_path / "CMakeLists.txt").read_text()
+    inner = (tmp_path / "horovod/torch/CMakeLists.txt").read_text()
+    for text in (top, inner):
+        assert "  set(CMAKE_CXX_STANDARD 20)\n" in text
+        assert "STANDARD 14" not in text
+    assert "-mavx" not in top
+    assert ("UNITY_BUILD ON" in inner) == (build is BUILD), "with NCCL, sources are compiled one by one"
+
+
+@pytest.mark.parametrize(
+    ("build", "without_cuda"),
+    [
+        (CUDA_BUILD, False),
+        (replace(CUDA_BUILD, nccl=None), True),
+        # A torch without CUDA has nothing of it compiled anyway.
+        (BUILD, False),
+    ],
+    ids=["with NCCL", "without NCCL", "no CUDA in torch"],
+)
+def test_without_nccl_nothing_of_cuda_is_compiled(build: Build, without_cuda: bool, tmp_path: Path) -> None:
+    horovod_build.edit(source_tree(tmp_path), build)
+    top = (tmp_path / "CMakeLists.txt").read_text()
+    search = (tmp_path / "cmake/Modules/FindPytorch.cmake").read_text()
+    assert ("check_language(CUDA)" in top) is not without_cuda
+    assert ("torch.version.cuda" in search) is not without_cuda
+    if build.nccl is not None:
+        assert build.switches["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+        assert build.switches["HOROVOD_CUDA_HOME"] == build.switches["CUDA_HOME"] == "/opt/cuda"
+    else:
+        assert not any("CUDA" in name or "GPU" in name for name in build.switches)
+
+
+@pytest.mark.parametrize(
+    "edit", [*EDITS, UNITY, *WITHOUT_CUDA], ids=lambda edit: f"{edit.file} {edit.old[:24]}"
+)
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_changed_source_is_refused(edit: Edit, times: int, tmp_path: Path) -> None:
+    build = BUILD if edit in BUILD.edits else replace(CUDA_BUILD, nccl=None)
+    file = source_tree(tmp_path) / edit.file
+    file.write_text(file.read_text().replace(edit.old, f"{edit.old}\n{edit.old}" if times else "nothing"))
+    with pytest.raises(
+        DualevalError, match=rf"not the source of Horovod 0\.28\.1.*{times} times, expected once"
+    ):
+        horovod_build.edit(tmp_path, build)
+
+
+# The key.
+
+
+CHANGES: dict[str, Build] = {
+    "as it is": BUILD,
+    "torch": replace(BUILD, torch=replace(TORCH, version="2.13.1+cpu")),
+    "abi": replace(BUILD, torch=replace(TORCH, abi="0")),
+    "standard": replace(BUILD, torch=replace(TORCH, standard=23)),
+    "cuda": replace(BUILD, torch=CUDA_TORCH),
+    "python": replace(BUILD, python="cpython-312-x86_64-linux-gnu"),
+    "platform": replace(BUILD, python="cpython-311-aarch64-linux-gnu"),
+    "libc": replace(BUILD, libc="glibc 2.41"),
+    "compiler": replace(BUILD, compiler="c++ 14.2.0"),
+    "MPI": replace(BUILD, mpi=replace(OPEN_MPI, version="MPICH version 4.1.4")),
+    "MPI's version": replace(BUILD, mpi=replace(OPEN_MPI, version="Open MPI 5.0.1")),
+    "MPI's place": replace(BUILD, mpi=replace(OPEN_MPI, wrapper="/usr/bin/mpicxx")),
+    "MPI's libraries": replace(BUILD, mpi=replace(OPEN_MPI, link="c++ -L/usr/lib/mpi -lmpi")),
+    "no MPI": replace(BUILD, mpi=None),
+    "NCCL": CUDA_BUILD,
+    "NCCL's version": replace(CUDA_BUILD, nccl=replace(NCCL, version="2.31.0")),
+    "toolkit": replace(CUDA_BUILD, nccl=replace(NCCL, cuda_version="13.1")),
+    **{name: replace(BUILD, compiler_variables={name: "1"}) for name in COMPILER_VARIABLES},
+}
+
+
+def test_each_component_changes_the_key() -> None:
+    keys = {name: build.key for name, build in CHANGES.items()}
+    assert len(set(keys.values())) == len(keys), "two of these would share a wheel"
+
+
+def test_edits_and_version_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = BUILD.key
+    for name, value in (("HOROVOD", "0.28.2"), ("UNITY", replace(UNITY, new="set(ANYTHING ON)"))):
+        with monkeypatch.context() as changed:
+            changed.setattr(horovod_build, name, value)
+            assert BUILD.key != before
+    assert BUILD.key == before
+
+
+def test_the_folder_tells_what_it_is_for() -> None:
+    words = "0.28.1-torch-2.13.0+cpu-cpython-311-x86_64-linux-gnu-gloo-open-mpi-4.1.4-no-nccl"
+    assert BUILD.name == f"{words}-{BUILD.key[:16]}"
+    assert "no-mpi" in replace(BUILD, mpi=None).name
+
+
+# The variables.
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"HOME": "/me"}, "/me/.cache/dualeval/horovod"),
-        ({"HOME": "/me", "XDG_CACHE_HOME": "/cache"}, "/cache/dualeval/horovod"),
-        ({"HOME": "/me", "XDG_CACHE_HOME": ""}, "/me/.cache/dualeval/horovod"),
+        ({}, "-j2"),
+        ({"MAKEFLAGS": "-j1"}, "-j1"),
+        ({"MAKEFLAGS": "-j 4 -l 8"}, "-j 4 -l 8"),
+        ({"MAKEFLAGS": "", "MAKELEVEL": "1"}, "-j2"),
+        ({"MAKEFLAGS": "s", "MAKELEVEL": "1"}, "-j2"),
+        ({"MAKEFLAGS": " -j8 --jobserver-auth=3,4", "MAKELEVEL": "1"}, "-j8"),
     ],
 )
-def test_cache_folder(environ: dict[str, str], expected: str) -> None:
-    assert cache_folder(environ) == Path(expected)
+def test_makeflags(environ: dict[str, str], expected: str) -> None:
+    assert horovod_build.makeflags(environ, 2) == expected
 
 
-def entry_files(folder: Path, plan: Plan, content: bytes) -> list[Path]:
-    """A wheel and its build.json, outside the cache."""
-    folder.mkdir()
-    wheel, record = folder / "horovod.whl", folder / "build.json"
-    wheel.write_bytes(content)
-    said = {"key": plan.key, "wheel": wheel.name, "wheel_sha256": sha256(content), "library_sha256": "a"}
-    record.write_text(json.dumps(said))
-    return [wheel, record]
-
-
-def test_a_wheel_is_placed_and_found(tmp_path: Path) -> None:
-    plan, folder = plan_for(MACHINE), tmp_path / "cache" / "entry"
-    folder.parent.mkdir()
-    said: list[str] = []
-    assert find(folder, plan, said.append) is None
-    for content in (b"first", b"second"):
-        place(entry_files(tmp_path / content.decode(), plan, content), folder)
-        entry = find(folder, plan, said.append)
-        assert entry is not None
-        assert entry.wheel.read_bytes() == content
-    assert said == []
-    assert list(folder.parent.iterdir()) == [folder], "nothing is left beside it"
-    assert find(folder, plan_for(MACHINE, with_mpi=False), said.append) is None
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda folder: (folder / "horovod.whl").write_bytes(b"whee"),
-        lambda folder: (folder / "horovod.whl").unlink(),
-        lambda folder: (folder / "build.json").write_text("{"),
-        lambda folder: (folder / "build.json").write_text("[]"),
-        lambda folder: (folder / "build.json").unlink(),
-    ],
-)
-def test_a_damaged_wheel_is_not_used(damage: Callable[[Path], object], tmp_path: Path) -> None:
-    plan, folder, said = plan_for(MACHINE), tmp_path / "entry", list[str]()
-    place(entry_files(tmp_path / "new", plan, b"wheel"), folder)
-    damage(folder)
-    assert find(folder, plan, said.append) is None
-    assert len(said) == 1
-    assert f"The wheel in {folder} is damaged" in said[0]
-
-
-def test_two_builds_at_once_leave_one_whole_wheel(tmp_path: Path) -> None:
-    """Each places its wheel again and again; whoever looks finds a whole one, or none for a moment."""
-    plan, folder, said = plan_for(MACHINE), tmp_path / "cache" / "entry", list[str]()
-    folder.parent.mkdir()
-    contents = [b"one" * 1000, b"two" * 1000]
-    files = [entry_files(tmp_path / str(number), plan, content) for number, content in enumerate(contents)]
-    failures: list[BaseException] = []
-
-    def build(own: list[Path]) -> None:
-        try:
-            for _ in range(300):
-                place(own, folder)
-        except BaseException as error:  # noqa: BLE001 - shown in the test's thread
-            failures.append(error)
-
-    builders = [threading.Thread(target=build, args=(own,)) for own in files]
-    for builder in builders:
-        builder.start()
-    for builder in builders:
-        builder.join()
-    assert failures == []
-    entry = find(folder, plan, said.append)
-    assert entry is not None
-    assert entry.wheel.read_bytes() in contents
-    assert list(folder.parent.iterdir()) == [folder]
-
-
-# What is said of a failure.
-
-
-def test_excerpt_has_the_first_error_and_the_end() -> None:
-    noise = [f"line {number}" for number in range(50)]
-    lines = excerpt("\n".join(["fine", "a.cc:1: error: no such thing", "  detail", *noise])).splitlines()
-    assert lines[:2] == ["  | a.cc:1: error: no such thing", "  |   detail"]
-    assert lines[-1] == "  | line 49"
-    assert len(lines) < 20
-    assert excerpt("\n".join(noise)).splitlines() == [f"  | {line}" for line in noise[-8:]]
-    assert excerpt("CMake Error at x\n  reason") == "  | CMake Error at x\n  |   reason"
-
-
-@pytest.mark.parametrize(
-    ("log", "words"),
-    [
-        ("cc1plus: fatal: No space left on device", "TMPDIR"),
-        ("g++: fatal error: Killed signal terminated program cc1plus", "MAKEFLAGS=-j1"),
-        ("ERROR: No matching distribution found for horovod==0.28.1", "pip download"),
-        ("Could NOT find MPI (missing: MPI_CXX_FOUND)", "--without-mpi"),
-        ("something else", "first error"),
-    ],
-)
-def test_hint(log: str, words: str) -> None:
-    assert words in hint(log)
-
-
-# The command, with a false pip that takes no time.
-
-
-@pytest.fixture
-def bench(tmp_path: Path, launch: Launch) -> Bench:
-    return Bench(tmp_path, launch)
-
-
-def test_built_then_nothing_then_from_the_cache(bench: Bench) -> None:
-    built = bench()
-    assert built.returncode == 0, built.stderr
-    assert re.search(r"MPI +Open MPI 4\.1\.4", built.stdout)
-    assert re.search(r"takes \d+ to \d+ min on \d+ cores?, the more the busier", built.stdout)
-    assert "Horovod 0.28.1 is installed (gloo, Open MPI 4.1.4, no NCCL)." in built.stdout
-    assert bench.calls() == ["download", "wheel", "install"]
-    [entry] = bench.entries()
-    assert {file.name for file in entry.iterdir()} >= {"build.json", "build.log"}
-    record = json.loads((entry / "build.json").read_text())
-    assert record["components"]["torch"]["version"] == torch.__version__
-    assert (bench.site / "horovod/torch/__init__.py").exists()
-
-    again = bench()
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.startswith("Nothing to do")
-    assert bench.calls() == []
-
-    shutil.rmtree(bench.site / "horovod")
-    shutil.rmtree(bench.site / "horovod-0.28.1.dist-info")
-    cached = bench()
-    assert cached.returncode == 0, cached.stderr
-    assert f"Installing the wheel in {entry}" in cached.stdout
-    assert bench.calls() == ["install"]
-    assert list(bench.temporary.iterdir()) == []
-
-
-def test_another_horovod_is_replaced(bench: Bench) -> None:
-    """Whether it is another build of the same version, or one that does not load."""
-    assert bench().returncode == 0
-    [library] = bench.site.glob("horovod/torch/*.so")
-    bench.calls()
-    for damaged in (library, bench.site / "horovod/torch/__init__.py"):
-        damaged.write_text("not it")
-        assert bench().returncode == 0
-        assert bench.calls() == ["install"]
-        assert bench().stdout.startswith("Nothing to do")
-
-
-def test_what_its_ranks_need_is_installed_with_it(bench: Bench) -> None:
-    """And again where it was taken away since, by the same command."""
-    bench.hide("mpi4py")
-    assert bench("--without-mpi").returncode == 0
-    assert bench.calls() == ["download", "wheel", "install"]
-    for expected in (["install", "download", "wheel", "install"], ["install", "install"]):
-        done = bench()
-        assert done.returncode == 0, done.stderr
-        assert "Installing mpi4py." in done.stdout
-        assert bench.calls() == expected
-        assert bench().stdout.startswith("Nothing to do")
-        (bench.site / "mpi4py-1.dist-info").rmdir()
-
-
-def test_other_options_build_another_wheel(bench: Bench) -> None:
-    assert bench().returncode == 0
-    without = bench("--without-mpi")
-    assert "installed (gloo, no MPI, no NCCL)" in without.stdout
-    assert bench.calls() == ["download", "wheel", "install"] * 2
-    assert len(bench.entries()) == 2
-    assert bench("--without-mpi", "--rebuild").returncode == 0
-    assert bench.calls() == ["download", "wheel", "install"]
-    assert len(bench.entries()) == 2
-    # Found again without asking: there is an MPI.
-    assert "Installing the wheel in" in bench().stdout
-
-
-def test_a_damaged_wheel_is_built_again(bench: Bench) -> None:
-    bench()
-    [entry] = bench.entries()
-    [wheel] = entry.glob("*.whl")
-    wheel.write_bytes(wheel.read_bytes()[:-10])
-    bench.calls()
-    again = bench()
-    assert again.returncode == 0, again.stderr
-    assert "is damaged" in again.stdout
-    assert bench.calls() == ["download", "wheel", "install"]
-    assert "Nothing to do" in bench().stdout
-
-
-def test_constraint_reaches_every_install(bench: Bench) -> None:
-    (bench.folder / "pins.txt").write_text("cffi==2\n")
-    assert bench("--constraint", "pins.txt").returncode == 0
-    calls = [json.loads(line)[0] for line in (bench.site / "calls").read_text().splitlines()]
-    installs = [call for call in calls if "install" in call]
-    assert installs
-    for call in installs:
-        assert call[call.index("--constraint") + 1] == str(bench.folder / "pins.txt")
-    assert bench("--constraint", "none.txt").returncode == 2
-
-
-def test_a_dry_run_does_nothing(bench: Bench) -> None:
-    done = bench("--dry-run")
-    assert done.returncode == 0, done.stderr
-    key = re.search(r"^key: ([0-9a-f]{64})", done.stdout, re.MULTILINE)
-    assert key is not None
-    for word in (
-        "pip",
-        "download",
-        "wheel",
-        "--force-reinstall",
-        '"compiler": "c++ 12.2"',
-        "in the cache: no",
-    ):
-        assert word in done.stdout
-    assert bench.calls() == []
-    assert bench.entries() == []
-    assert not bench.cache.exists()
-    bench()
-    after = bench("--dry-run").stdout
-    assert "in the cache: yes" in after
-    assert "installed: yes" in after
-    assert key[0] in after
-
-
-def test_all_that_is_missing_is_named_at_once(bench: Bench) -> None:
-    """Before anything is begun; also by a dry run."""
-    empty = programs(bench.folder / "empty", cmake="echo cmake version 3.12.4")
-    for option in ("--rebuild", "--dry-run"):
-        done = bench(option, "--with-mpi", "--with-nccl", variables={"PATH": str(empty)})
-        assert done.returncode == 2
-        for words in ("apt install g++", "apt install gcc", f"3.12.4 in {empty}/cmake", "apt install make"):
-            assert words in done.stderr
-        for words in ("apt install openmpi-bin libopenmpi-dev", "--with-nccl: ", "nothing was begun"):
-            assert words in done.stderr
-        assert bench.calls() == []
-        assert not bench.cache.exists()
-
-
-def test_a_compiler_too_old_for_torch(bench: Bench) -> None:
-    programs(bench.programs, **{"c++": 'case $1 in --version) echo "c++ 7.5";; *) exit 1;; esac'})
-    done = bench()
-    assert done.returncode == 2
-    assert re.search(r"a compiler for C\+\+\d+, which torch .* needs \(found c\+\+ 7\.5\)", done.stderr)
-
-
-def test_a_cache_that_cannot_be_made(bench: Bench) -> None:
-    bench.cache.touch()
-    done = bench()
-    assert done.returncode == 2
-    assert "--cache" in done.stderr
-    (bench.folder / ".cache").touch()
-    done = bench.launch(COMMAND, variables=bench.variables)
-    assert done.returncode == 2
-    assert f"The cache {bench.folder}/.cache/dualeval/horovod cannot be made" in done.stderr
-
-
-@pytest.mark.parametrize("step", ["download", "wheel", "install"])
-def test_a_failing_step(step: str, bench: Bench) -> None:
-    (bench.site / "fail").write_text(step)
-    done = bench()
-    assert done.returncode == 1
-    assert "ended with exit code 3" in done.stderr
-    assert "x.cc:7: error: 'at' is not a member of 'torch'" in done.stderr
-    log = re.search(r"^The whole log: (.+)$", done.stderr, re.MULTILINE)
-    assert log is not None
-    assert "not a member" in Path(log[1]).read_text()
-    assert list(bench.temporary.iterdir()) == []
-    folders = [entry for entry in bench.entries() if entry.is_dir()]
-    assert len(folders) == (step == "install"), "a wheel that was built is kept"
-
-
-def test_another_source_is_refused(bench: Bench) -> None:
-    tree = bench.folder / "horovod-0.28.1"
-    (tree / "CMakeLists.txt").write_text("set(CMAKE_CXX_STANDARD 17)\n")
-    bench.source(tree)
-    done = bench()
-    assert done.returncode == 1
-    assert "not the source of Horovod 0.28.1: its CMakeLists.txt" in done.stderr
-    assert bench.calls() == ["download"]
-    assert bench.entries() == []
-    assert list(bench.temporary.iterdir()) == []
-
-
-def test_a_build_without_what_was_wanted_is_found_out(bench: Bench) -> None:
-    """And its wheel is not kept: the next set-up would take it for right."""
-    pip = bench.site / "pip/__main__.py"
-    pip.write_text(pip.read_text().replace('os.environ.get("HOROVOD_WITH_MPI", "0")', '"0"'))
-    done = bench()
-    assert done.returncode == 1
-    assert "MPI: False, expected True" in done.stderr
-    assert bench.entries() == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_interrupted(number: signal.Signals, bench: Bench) -> None:
-    """All that was started ends (``launch`` looks), and no folder stays."""
-    (bench.site / "wait").write_text("wheel")
-    command = [*HEARD, *COMMAND, "--cache", bench.cache]
-    with bench.launch.started(command, variables=bench.variables) as process:
-        deadline = monotonic() + 60
-        while not (bench.site / "waiting").exists():
-            assert process.poll() is None
-            assert monotonic() < deadline
-            sleep(0.05)
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "interrupted" in stderr
-    assert list(bench.temporary.iterdir()) == []
-    assert bench.entries() == []
-
-
-# The true pip and the true source.
-
-
-@pytest.fixture
-def environment(tmp_path: Path, launch: Launch) -> Path:
-    """A new virtual environment with links to all packages of this one, save Horovod; returns its Python."""
-    folder = tmp_path / "environment"
-    assert launch([sys.executable, "-m", "venv", "--without-pip", folder]).returncode == 0
-    [packages] = folder.glob("lib/python*/site-packages")
-    for package in Path(sysconfig.get_path("purelib")).iterdir():
-        if not package.name.startswith("horovod"):
-            (packages / package.name).symlink_to(package)
-    return folder / "bin/python"
-
-
-HOROVOD_IS_WHERE = textwrap.dedent("""
-    import horovod.torch as hvd
-    hvd.init()
-    assert hvd.size() == 1
-    print(hvd.__file__, hvd.gloo_built(), hvd.mpi_built())
-""")
-
-
-@pytest.mark.needs("horovod")
-def test_a_second_environment_takes_seconds(environment: Path, tmp_path: Path, launch: Launch) -> None:
-    """From the user's own cache, where ``make horovod`` has put it."""
-    told: list[str] = []
-    horovod_build.dry_run(Wishes(), os.environ, told.append)
-    if "in the cache: yes" not in told:
-        pytest.skip("the cache has no wheel for this machine; type: make horovod")
-    begin = monotonic()
-    done = launch([environment, "-m", "dualeval", "setup-horovod"], cwd=tmp_path)
-    seconds = monotonic() - begin
-    assert done.returncode == 0, done.stderr
-    assert "Installing the wheel in" in done.stdout
-    assert seconds < 60
-    found = launch([environment, "-c", HOROVOD_IS_WHERE], cwd=tmp_path)
-    assert str(tmp_path / "environment") in found.stdout, found.stderr
-    again = launch([environment, "-m", "dualeval", "setup-horovod"], cwd=tmp_path)
-    assert again.stdout.startswith("Nothing to do")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "mpi", [pytest.param(True, marks=pytest.mark.needs("mpi")), False], ids=["with MPI", "without MPI"]
-)
-def test_built_from_source(mpi: bool, environment: Path, tmp_path: Path, launch: Launch) -> None:
-    command: list[str | Path] = [
-        environment,
-        "-m",
-        "dualeval",
-        "setup-horovod",
-        "--cache",
-        tmp_path / "cache",
-    ]
-    command.append("--with-mpi" if mpi else "--without-mpi")
-    done = launch(command, timeout=1500, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = launch([environment, "-c", HOROVOD_IS_WHERE], cwd=tmp_path)
-    assert found.stdout.split() == [
-        str(next(environment.parent.parent.glob("lib/python*/site-packages/horovod/torch/__init__.py"))),
-        "True",
-        str(mpi),
-    ], found.stderr
-    assert launch(command, cwd=tmp_path).stdout.startswith("Nothing to do")
+def test_variables_of_the_build() -> None:
+    environ = {
+        "PATH": "/bin",
+        "HOME": "/me",
+        "HOROVOD_BUILD_CUDA_CC_LIST": "90",
+        "CXXFLAGS": "-pipe",
+        "HOROVOD_WITH_MXNET": "1",
+        "CMAKE_GENERATOR": "Ninja",
+        "MFLAGS": "x",
+    }
+    variables = CUDA_BUILD.variables(environ, 2)
+    kept = ("PATH", "HOME", "HOROVOD_BUILD_CUDA_CC_LIST", "CXXFLAGS")
+    assert {name: variables[name] for name in kept} == {name: environ[name] for name in kept}
+    assert not {"HOROVOD_WITH_MXNET", "CMAKE_GENERATOR", "MFLAGS"} & set(variables)
+    assert variables["HOROVOD_WITH_MPI"] == variables["HOROVOD_WITH_GLOO"] == "1"
+    assert variables["MPI_HOME"] == "/opt/mpi"
+    assert variables["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert (variables["HOROVOD_NCCL_HOME"], variables["HOROVOD_CUDA_HOME"]) == ("/opt/nccl", "/opt/cuda")
+    without = replace(BUILD, mpi=None).variables({}, 2)
+    assert without["HOROVOD_WITHOUT_MPI"] == "1"
+    assert not {"HOROVOD_WITH_MPI", "MPI_HOME", "HOROVOD_GPU_OPERATIONS"} & set(without)

@@ -34,9 +34,9 @@ def setup_horovod(
     dry_run: bool,
 ) -> None:
     """Build Horovod for the installed torch and install it; a cache keeps the wheel."""
-    from dualeval.launch import horovod_build
+    from dualeval.launch import horovod_setup
 
-    wishes = horovod_build.Wishes(
+    wishes = horovod_setup.Wishes(
         with_mpi=with_mpi, with_nccl=with_nccl, cache=cache, rebuild=rebuild, constraint=constraint
     )
-    (horovod_build.dry_run if dry_run else horovod_build.set_up)(wishes, os.environ, click.echo)
+    (horovod_setup.dry_run if dry_run else horovod_setup.set_up)(wishes, os.environ, click.echo)
