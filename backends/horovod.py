@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
-from dualeval.backends.mpi import MPI_LAUNCHERS, awaited_by_mpi, start_mpi, stop_mpi
+from dualeval.backends.mpi import awaited_by_mpi, start_mpi, stop_mpi
 from dualeval.backends.rendezvous import (
     interface_between_nodes,
     joining,
@@ -25,6 +25,7 @@ from dualeval.backends.rendezvous import (
     shared_store,
 )
 from dualeval.errors import BackendError, LaunchError, LibraryError
+from dualeval.launch.launchers import LAUNCHERS
 from dualeval.network import LATE_S, LOOPBACK, at
 from dualeval.waiting import CONNECTED, STARTED, waiting
 from dualeval.world import World
@@ -359,7 +360,7 @@ def _meets_over_mpi(hvd: Any, world: World) -> bool:
     Raises:
         LaunchError: Horovod lacks the library that it takes.
     """
-    if world.launcher in MPI_LAUNCHERS:
+    if LAUNCHERS[world.launcher].starts_mpi:
         if not hvd.mpi_built():
             raise LibraryError(
                 "mpirun started this process, but Horovod is built without MPI. Type 'dualeval setup-horovod "

@@ -58,7 +58,7 @@ ALLOWED = {
     "job": {"plugins", "tasks", "data.opened"},
     "plugins": {"tasks", "data.opened"},
     "several": {"job", "plugins"},
-    "backends": set(),
+    "backends": {"launch.launchers"},
     "launch": set(),
     "choices": set(),
     "errors": set(),
@@ -82,7 +82,7 @@ ENGINE_TASK_NAMES = {"Task", "Dataset"}
 
 def sources() -> list[Path]:
     """Every module of the package, those behind the two links included."""
-    linked = [path for name in ("backends", "launch") for path in sorted((PACKAGE / name).glob("*.py"))]
+    linked = [path for name in ("backends", "launch") for path in sorted((PACKAGE / name).rglob("*.py"))]
     own = [
         path
         for path in sorted(PACKAGE.rglob("*.py"))

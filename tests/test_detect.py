@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dualeval.errors import LaunchError, UsageError
-from dualeval.launch import PROBES, detect, examine
-from dualeval.launch.variables import Variable
+from dualeval.launch import detect, examine
+from dualeval.launch.launchers import LAUNCHERS
+from dualeval.launch.launchers.base import Variable
 from dualeval.world import World
 from tests.conftest import ROOT, Launch
 from tests.launchers import needs, start
@@ -185,7 +186,7 @@ def test_torchruns_whole_set_that_torchrun_did_not_set() -> None:
 
 def test_what_was_found_is_listed() -> None:
     found = examine({**SRUN, "RANK": "3", "HOME": "/root"})
-    assert list(found.found) == [name for name in PROBES if name != "none"]
+    assert list(found.found) == [name for name in LAUNCHERS if name != "none"]
     assert found.found["torchrun"] == (Variable(name="RANK", value="3", meaning="rank"),)
     assert {variable.name: variable.value for variable in found.found["srun"]} == {
         name: SRUN[name] for name in list(SRUN)[:8]

@@ -38,7 +38,8 @@ from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_fl
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, LaunchError, UsageError
 from dualeval.job import COMMON, DATA, LAUNCH, MODEL, RUN, Job, start_of
 from dualeval.launch import detect
-from dualeval.launch.starts import Site, child_environ, default_ranks, may_start_ranks, why_not
+from dualeval.launch.site import Site, default_ranks
+from dualeval.launch.starts import child_environ, may_start_ranks, why_not
 from dualeval.launch.supervise import Ended, Interrupted, Interrupts, ask, run_supervised
 from dualeval.plugins import DEFAULT_TASK
 

@@ -22,7 +22,9 @@ import click
 from dualeval.cli import node_facts
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, LaunchError, UsageError
 from dualeval.launch import detect
-from dualeval.launch.starts import LAUNCHERS, Site, child_environ, choose_launchers, may_start_ranks
+from dualeval.launch.launchers import WAYS
+from dualeval.launch.site import Site
+from dualeval.launch.starts import child_environ, choose_ways, may_start_ranks
 from dualeval.launch.supervise import Ended, Interrupted, Interrupts, ask, run_supervised
 from dualeval.launch.trials import Trial, command_of, plan_trials
 from dualeval.report import conformance as judging
@@ -74,7 +76,7 @@ class _Asked:
 @click.option(
     "--launchers",
     callback=_listed,
-    help=f"Only these; a missing one is a failure: {', '.join(list(LAUNCHERS)[1:])}.  [default: all]",
+    help=f"Only these; a missing one is a failure: {', '.join(list(WAYS)[1:])}.  [default: all]",
 )
 @click.option(
     "--ranks",
@@ -117,7 +119,7 @@ def conformance(
         click.echo(node_facts.facts_line(os.environ))
         return
     asked = _Asked(**flags)
-    launchers = choose_launchers(asked.launchers or list(LAUNCHERS))
+    launchers = choose_ways(asked.launchers or list(WAYS))
     _check_place()
     started = datetime.now(timezone.utc)
     folder = (out or Path("runs", f"conformance-{started:%Y%m%dT%H%M%S}")).absolute()

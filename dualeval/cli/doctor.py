@@ -20,8 +20,9 @@ import click
 
 from dualeval.cli.invariance import FLAG, DoctorCommand
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError
-from dualeval.launch import PROBES, Detection, examine
+from dualeval.launch import Detection, examine
 from dualeval.launch.cores import Cores, own_cores, share_of_cores
+from dualeval.launch.launchers import LAUNCHERS
 from dualeval.network import interface_towards
 from dualeval.report.diagnosis import BLOCKING, diagnosis, differences, problems
 from dualeval.world import World
@@ -76,7 +77,7 @@ class _Findings:
 @click.option("--backend", help="Backend to try.  [default: by launcher]")
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU if any]")
 @click.option("--allow-shared-gpu", is_flag=True, help="Let several ranks of a node share a GPU.")
-@click.option("--launcher", help=f"Launcher of the ranks: {', '.join(PROBES)}.  [default: detected]")
+@click.option("--launcher", help=f"Launcher of the ranks: {', '.join(LAUNCHERS)}.  [default: detected]")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
