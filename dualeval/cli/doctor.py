@@ -260,13 +260,11 @@ def _try_together(findings: _Findings, facts: dict[str, Any], world: World, aske
     Returns:
         the exit code, the same on every rank; rank 0 has shown the report by then.
     """
-    from dualeval.backends.rendezvous import placed_on_hosts, shared_store
+    from dualeval.backends.rendezvous import placed_on_hosts
     from dualeval.store import join_store, serve_store
 
-    # The backend's own meeting comes later, at the same place.
-    apart = replace(world, run_id=f"{world.run_id}.doctor") if world.run_id else world
     with ExitStack() as stack:
-        store, _, _ = stack.enter_context(shared_store(apart, "the doctor"))
+        store, _, _ = stack.enter_context(world.meeting.open(world, "the doctor"))
         world = placed_on_hosts(world, store)
         facts |= {name: getattr(world, name) for name in ("local_rank", "local_size", "node_rank")}
         # A second one, as the control plane has it; the first may be the launcher's.

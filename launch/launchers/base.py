@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from dualeval.errors import LaunchError
 from dualeval.launch.site import Site
+from dualeval.meetings import Meeting
+from dualeval.meetings.mpi import OverMpi
 from dualeval.world import World
 
 # torchrun's names are those of other tools and shells, too. This one it alone sets.
@@ -108,6 +110,7 @@ class Variables:
             node_rank=None,
             launcher=source.name,
             mpi=source.starts_mpi,
+            meeting=OverMpi() if source.starts_mpi else Meeting(),
         )
 
     def number(self, name: str, default: int | None = None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dualeval.launch.launchers.base import Launcher, Variables
+from dualeval.meetings.master import AtMaster
 from dualeval.world import World
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -20,8 +21,8 @@ def _read(variables: Variables) -> World | None:
         return None
     rank, size = variables.number("RANK"), variables.number("WORLD_SIZE")
     _refuse_missing_ranks(variables)
-    master = variables.address()
-    world = replace(variables.world(rank, size, 0, 1), master=master)
+    meeting = AtMaster(address=variables.address())
+    world = variables.world(rank, size, 0, 1)
     local_rank, local_size = (
         variables.number(name) if name in variables.environ else default
         for name, default in zip(_OPTIONAL, (0, size), strict=True)
@@ -29,7 +30,7 @@ def _read(variables: Variables) -> World | None:
     variables.world(rank, size, local_rank, local_size)
     if size == 1:
         return replace(world, node_rank=0, node_sizes=(1,))
-    return replace(world, local_rank=local_rank, placed=False)
+    return replace(world, local_rank=local_rank, placed=False, meeting=meeting)
 
 
 def _refuse_missing_ranks(variables: Variables) -> None:

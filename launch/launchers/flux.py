@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from dualeval.launch.launchers.base import Launcher, Variables
+from dualeval.meetings.address import AtAddress
+from dualeval.meetings.pmi import OverPmi
 from dualeval.world import World
 
 # Those of the task; Flux's own PMI sets PMI_RANK, PMI_SIZE and PMI_FD besides. It tells no number of tasks on
@@ -28,9 +30,10 @@ def _read(variables: Variables) -> World | None:
     world = replace(world, placed=False)
     pmi = {_RANK: "PMI_RANK", _SIZE: "PMI_SIZE"}
     if "PMI_FD" in environ and all(environ.get(own) == environ[name] for name, own in pmi.items()):
-        return replace(world, pmi_fd=variables.number("PMI_FD"))
+        return replace(world, meeting=OverPmi(descriptor=variables.number("PMI_FD")))
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        return replace(world, master=variables.address(), run_id=f"flux.{environ[_JOB]}")
+        host, port = variables.address()
+        return replace(world, meeting=AtAddress(host=host, port=port, run_id=f"flux.{environ[_JOB]}"))
     raise variables.error(
         "Flux gave this process no PMI (PMI_FD is missing), by which the ranks would meet",
         "Leave out '-o pmi=none', or add '--env=MASTER_ADDR=FIRST_HOST --env=MASTER_PORT=29500' to 'flux "

@@ -8,13 +8,14 @@ from dataclasses import replace
 from dualeval.launch.launchers.base import Launcher, Variables, Way
 from dualeval.launch.launchers.slurm import under_srun
 from dualeval.launch.site import Site
+from dualeval.meetings.horovodrun import AtHorovodrun
 from dualeval.world import World
 
 _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
 def _read(variables: Variables) -> World | None:
-    """Where the ranks meet is the rendezvous of the host where horovodrun was typed, not rank 0's: no master.
+    """Where the ranks meet is the rendezvous of the host where horovodrun was typed, not rank 0's.
 
     HOROVOD_CROSS_RANK numbers the nodes that have this local rank, which is not all of them.
     """
@@ -24,7 +25,7 @@ def _read(variables: Variables) -> World | None:
             "horovodrun started this process in its elastic mode, in which ranks come and go",
             f"Start a fixed number of them with '{variables.launcher.start}'",
         )
-    return world and replace(world, rendezvous=variables.address(*_RENDEZVOUS))
+    return world and replace(world, meeting=AtHorovodrun(address=variables.address(*_RENDEZVOUS)))
 
 
 def _words_gloo(site: Site, on_nodes: Sequence[int], number: int) -> list[str]:

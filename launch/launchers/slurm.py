@@ -9,6 +9,7 @@ from dataclasses import replace
 from dualeval.launch.hostlist import expand_hosts, expand_tasks, node_addresses, order_by_component
 from dualeval.launch.launchers.base import Launcher, Variables, Way
 from dualeval.launch.site import Site
+from dualeval.meetings.address import AtAddress
 from dualeval.world import World
 
 _SIZE, _TASKS = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"
@@ -62,12 +63,15 @@ def _read(variables: Variables) -> World | None:
     return replace(
         variables.world(rank, size, local_rank, sizes[node]),
         node_rank=node,
-        master=(hosts[0], _FIRST_PORT + (131 * job + number) % _PORTS),
-        master_addresses=node_addresses(environ, hosts[0]),
-        run_id=f"{environ.get('SLURM_CLUSTER_NAME', '')}.{job}.{number}.{restarts}",
+        meeting=AtAddress(
+            host=hosts[0],
+            port=_FIRST_PORT + (131 * job + number) % _PORTS,
+            others=node_addresses(environ, hosts[0]),
+            run_id=f"{environ.get('SLURM_CLUSTER_NAME', '')}.{job}.{number}.{restarts}",
+            restarts=restarts,
+        ),
         node_sizes=sizes,
         mpi=_has_way_into_mpi(environ, f"{job}.{number}"),
-        restarts=restarts,
     )
 
 

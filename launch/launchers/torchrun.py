@@ -8,6 +8,7 @@ from dataclasses import replace
 from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Launcher, Variables, Way
 from dualeval.launch.launchers.slurm import one_a_node
 from dualeval.launch.site import Site
+from dualeval.meetings.master import AtTorchrun
 from dualeval.world import World
 
 _TRACE = (MARK_OF_TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -29,9 +30,11 @@ def _read(variables: Variables) -> World | None:
     return world and replace(
         world,
         node_rank=variables.number("GROUP_RANK"),
-        master=variables.address(),
-        restarts=variables.number(_RESTARTS, default=0),
-        launch_id=variables.environ.get(MARK_OF_TORCHRUN),
+        meeting=AtTorchrun(
+            address=variables.address(),
+            restarts=variables.number(_RESTARTS, default=0),
+            launch_id=variables.environ.get(MARK_OF_TORCHRUN),
+        ),
     )
 
 
