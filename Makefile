@@ -14,7 +14,7 @@ APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-instal
 EXTRAS := dev,qa
 HOROVOD_OPTIONS :=
 
-.PHONY: run test test-long check format bench bench-peers picture horovod stack system clean
+.PHONY: run test test-long check format bench bench-peers picture tables horovod stack system clean
 # Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core.
 TEST_WORKERS := -n logical --maxprocesses 4 --dist loadgroup
 # Two pips at once in one environment would be in each other's way.
@@ -60,6 +60,10 @@ bench-peers: $(PEERS)/.ready
 # The picture of the table in the README.
 picture: $(VENV)/.ready
 	$(BIN)/python docs/picture_of_run.py
+
+# The tables of docs/launchers.md, from launch/launchers/.
+tables: $(VENV)/.ready
+	$(BIN)/python docs/launcher_tables.py
 
 # Builds Horovod for the installed torch: minutes at first, seconds from the cache outside this clone. Called each
 # time: it looks for itself, in a second or two, whether torch, MPI or anything else has changed.

@@ -1,6 +1,6 @@
 """Backends: collectives between the ranks of a run, one interface over several libraries.
 
-``connect`` is the way in; the table below says which backend goes with which launcher.
+``connect`` is the way in; ``dualeval.launch.launchers`` says which backend goes with which launcher.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import sys
 from dataclasses import dataclass
 
 from dualeval.backends.base import Backend, no_mesh
-from dualeval.backends.mpi import MPI_LAUNCHERS
 from dualeval.errors import LaunchError, UsageError
+from dualeval.launch.launchers import LAUNCHERS, Launcher
 from dualeval.wording import did_you_mean
 from dualeval.world import World
 
@@ -31,41 +31,33 @@ class _Entry:
     Attributes:
         module: where it is implemented; imported when it is chosen.
         class_name: the subclass of Backend there.
-        launchers: the launchers under which it can run.
         start: what to type to run it.
     """
 
     module: str
     class_name: str
-    launchers: tuple[str, ...]
     start: str
 
 
-# Their ranks take torch where --backend does not say otherwise.
-_TORCH_BY_DEFAULT = ("torchrun", "srun", "env", "flux")
 _BACKENDS = {
     "single": _Entry(
         module="dualeval.backends.single",
         class_name="SingleBackend",
-        launchers=("none",),
         start="'dualeval run'",
     ),
     "torch": _Entry(
         module="dualeval.backends.torch_distributed",
         class_name="TorchBackend",
-        launchers=(*_TORCH_BY_DEFAULT, *MPI_LAUNCHERS),
         start="'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'",
     ),
     "horovod": _Entry(
         module="dualeval.backends.horovod",
         class_name="HorovodBackend",
-        launchers=("horovodrun", "srun", "env", "flux", *MPI_LAUNCHERS),
         start="'dualeval run --nproc N --backend horovod' or 'horovodrun -np N dualeval run'",
     ),
     "mpi": _Entry(
         module="dualeval.backends.mpi",
         class_name="MpiBackend",
-        launchers=("srun", *MPI_LAUNCHERS),
         start="'mpirun -np N dualeval run --backend mpi'",
     ),
 }
@@ -101,24 +93,25 @@ def choose_backend(name: str | None, world: World) -> str:
         UsageError: there is no such backend.
         LaunchError: this backend cannot run under this launcher, or Horovod is broken.
     """
+    launcher = _launcher_of(world)
     if name is None:
-        return _default(world)
+        return _default(launcher)
     if name not in _BACKENDS:
         hint = did_you_mean(name, _BACKENDS, most=3, cutoff=0.5)
         raise UsageError(
             f"There is no backend {name!r}.{hint} --backend takes one of: {', '.join(_BACKENDS)}."
         )
-    entry = _BACKENDS[name]
-    if world.launcher not in entry.launchers:
+    if name not in launcher.backends:
+        started_by = launcher.title or launcher.name
         raise LaunchError(
-            f"--backend {name} cannot run a world of {world.size} started by {_named(world.launcher)}. Start "
-            f"it with {entry.start}, or leave --backend out to take {_default(world)}."
+            f"--backend {name} cannot run a world of {world.size} started by {started_by}. Start it with "
+            f"{_BACKENDS[name].start}, or leave --backend out to take {_default(launcher)}."
         )
     if name == "mpi" and not world.mpi:
         raise LaunchError(
             f"{world.launcher} started these processes without a way into MPI. Type 'srun --mpi=pmix' for "
             f"Open MPI or 'srun --mpi=pmi2' for MPICH ('srun --mpi=list' shows what this Slurm has), or "
-            f"leave --backend out to take {_default(world)}."
+            f"leave --backend out to take {_default(launcher)}."
         )
     return name
 
@@ -171,26 +164,17 @@ def world_of_caller(name: str, found: World | None) -> World:
     return found
 
 
-def _default(world: World) -> str:
+def _launcher_of(world: World) -> Launcher:
+    if world.launcher not in LAUNCHERS:
+        known = ", ".join(LAUNCHERS)
+        raise LaunchError(f"There is no backend for the launcher {world.launcher!r}, only for: {known}.")
+    return LAUNCHERS[world.launcher]
+
+
+def _default(launcher: Launcher) -> str:
     """What a launcher's ranks use where --backend does not say otherwise."""
-    defaults = {"none": "single", "horovodrun": "horovod", **dict.fromkeys(_TORCH_BY_DEFAULT, "torch")}
-    if world.launcher in defaults:
-        return defaults[world.launcher]
-    if world.launcher in MPI_LAUNCHERS:
+    if launcher.starts_mpi:
         from dualeval.backends.horovod import runs_over_mpi
 
         return "horovod" if runs_over_mpi() else "mpi"
-    known = ", ".join([*defaults, *MPI_LAUNCHERS])
-    raise LaunchError(f"There is no backend for the launcher {world.launcher!r}, only for: {known}.")
-
-
-def _named(launcher: str) -> str:
-    """A launcher in a message to people."""
-    names = {
-        "none": "no launcher",
-        "openmpi": "mpirun (Open MPI)",
-        "mpich": "mpirun (MPICH)",
-        "flux": "Flux",
-        "env": "whoever set RANK and WORLD_SIZE",
-    }
-    return names.get(launcher, launcher)
+    return next(iter(launcher.backends))

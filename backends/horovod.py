@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
-from dualeval.backends.mpi import MPI_LAUNCHERS, awaited_by_mpi, start_mpi, stop_mpi
+from dualeval.backends.mpi import awaited_by_mpi, start_mpi, stop_mpi
 from dualeval.backends.rendezvous import (
     interface_between_nodes,
     joining,
-    missing_at_horovods,
     nccl_variables,
     placed_on_hosts,
-    shared_store,
 )
 from dualeval.errors import BackendError, LaunchError, LibraryError
+from dualeval.launch.launchers import LAUNCHERS
+from dualeval.meetings.horovodrun import AtHorovodrun, missing_at_horovods
 from dualeval.network import LATE_S, LOOPBACK, at
 from dualeval.waiting import CONNECTED, STARTED, waiting
 from dualeval.world import World
@@ -116,7 +116,8 @@ class HorovodBackend(Backend):
     @contextmanager
     def _spoken_of(self, variables: Mapping[str, str]) -> Iterator[None]:
         """Have a wait for the other ranks say which of them Horovod waits for, as far as it tells."""
-        place = self.world.rendezvous
+        meeting = self.world.meeting
+        place = meeting.address if isinstance(meeting, AtHorovodrun) else None
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in variables:
             host, port = (variables[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
             place = host, int(port)
@@ -137,7 +138,7 @@ class HorovodBackend(Backend):
             with awaited_by_mpi(self.world, "Horovod over MPI"):
                 sleep_until(self._mpi.COMM_WORLD.Ibarrier().Test)
             yield _SETTINGS_OVER_MPI
-        elif self.world.launcher != "horovodrun":
+        elif not isinstance(self.world.meeting, AtHorovodrun):
             with self._met_without_horovodrun() as variables:
                 yield {**_SETTINGS, **variables}
         else:
@@ -146,7 +147,7 @@ class HorovodBackend(Backend):
     @contextmanager
     def _met_without_horovodrun(self) -> Iterator[Mapping[str, str]]:
         """Serve on rank 0 what horovodrun would; yields what it would tell this rank."""
-        with shared_store(self.world, "Horovod's rendezvous") as (store, host, port):
+        with self.world.meeting.open(self.world, "Horovod's rendezvous") as (store, host, port):
             world = self.world = placed_on_hosts(self.world, store)
             _require_ipv4(host, world.rank)
             if world.is_main:
@@ -348,7 +349,7 @@ def _meets_over_mpi(hvd: Any, world: World) -> bool:
     Raises:
         LaunchError: Horovod lacks the library that it takes.
     """
-    if world.launcher in MPI_LAUNCHERS:
+    if LAUNCHERS[world.launcher].starts_mpi:
         if not hvd.mpi_built():
             raise LibraryError(
                 "mpirun started this process, but Horovod is built without MPI. Type 'dualeval setup-horovod "

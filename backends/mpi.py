@@ -14,9 +14,6 @@ from dualeval.errors import LaunchError, LibraryError
 from dualeval.waiting import waiting
 from dualeval.world import World
 
-# The launchers that start ranks of an MPI, and of nothing else. srun can start such ranks too.
-MPI_LAUNCHERS = ("openmpi", "mpich")
-
 # Open MPI's waits, which look without a pause, then let others have the core: threads of this rank that
 # compute, and other ranks where there are more of them than cores (8 ranks on 2 cores: twice as fast).
 _SETTINGS = {"OMPI_MCA_mpi_yield_when_idle": "1"}

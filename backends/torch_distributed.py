@@ -14,16 +14,15 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from dualeval.backends.base import Backend, Op, variables_set
 from dualeval.backends.rendezvous import (
-    PATIENCE,
     interface_beside,
     interface_between_nodes,
     joining,
     nccl_variables,
     own_place,
     placed_on_hosts,
-    shared_store,
 )
 from dualeval.errors import LaunchError, UsageError
+from dualeval.meetings import PATIENCE
 from dualeval.waiting import waiting
 from dualeval.world import World, place_by_hosts
 
@@ -76,7 +75,7 @@ class TorchBackend(Backend):
     def _join(self) -> None:
         with (
             self._translated("joining the group"),
-            shared_store(self.world, "torch.distributed") as (store, _, port),
+            self.world.meeting.open(self.world, "torch.distributed") as (store, _, port),
         ):
             with joining(self.world, store, "the comparison of their hosts and GPUs"):
                 self.world = placed_on_hosts(self.world, store)

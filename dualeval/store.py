@@ -74,11 +74,8 @@ def serve_store(world: World, connections: int = 1) -> tuple[TCPStore, dict[str,
     """
     allow_connections(connections * world.size)
     server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    master = world.master[0] if world.master else None
-    return server, {
-        "addresses": offered_addresses(one_node=world.is_one_node, master=master),
-        "port": server.port,
-    }
+    addresses = offered_addresses(one_node=world.is_one_node, master=world.meeting.host_of_rank_0)
+    return server, {"addresses": addresses, "port": server.port}
 
 
 def join_store(offer: dict[str, Any], rank: int, purpose: str, timeout: timedelta = _CONNECT) -> TCPStore:

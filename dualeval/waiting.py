@@ -13,8 +13,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
+from typing import TYPE_CHECKING
 
-from dualeval.world import World
+if TYPE_CHECKING:
+    from dualeval.world import World
 
 # What to look at where ranks are missing, and where they do not reach each other.
 STARTED = "Check that every rank has been started, and what the launcher and the ranks that are missing say."

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from dualeval.meetings import Meeting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,18 +19,11 @@ class World:
         local_size: number of processes on this node.
         node_rank: number of this node; None where the launcher does not tell.
         launcher: the name of the launcher that started the process (a name of ``launch.detect``).
-        master: host name or address and port where the ranks first meet; None where nobody has to.
-        master_addresses: other addresses at which ``master`` may be, where that name leads nowhere.
-        run_id: what tells this run from all others that might be met there; None where ``master`` is.
-        rendezvous: host and port where the launcher keeps what ranks send each other; None where it does not.
+        meeting: how it finds the others.
         node_sizes: number of ranks on each node, by its number; None where the launcher does not tell.
         mpi: whether the launcher gives its processes a way into MPI (mpirun; srun with --mpi=pmix or pmi2).
         promised_gpus: the variable by which a launcher says that this process was given GPUs, with its value;
             empty where none does.
-        restarts: how often the launcher has started the ranks again.
-        launch_id: what ranks that a launcher starts again have in common; None where it starts none again.
-        pmi_fd: file descriptor at which the launcher answers in the wire protocol of PMI-1; None where it is
-            not needed.
         placed: False where the launcher does not tell which ranks share a node. ``local_rank`` is then what
             it says of this rank, or 0, and ``local_size`` 1, until ``place_by_hosts`` has found them.
     """
@@ -39,16 +34,10 @@ class World:
     local_size: int
     node_rank: int | None
     launcher: str
-    master: tuple[str, int] | None = None
-    master_addresses: tuple[str, ...] = ()
-    run_id: str | None = None
-    rendezvous: tuple[str, int] | None = None
+    meeting: Meeting = field(default_factory=Meeting)
     node_sizes: tuple[int, ...] | None = None
     mpi: bool = False
     promised_gpus: str = ""
-    restarts: int = 0
-    launch_id: str | None = None
-    pmi_fd: int | None = None
     placed: bool = True
 
     @property

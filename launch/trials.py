@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dualeval.launch.starts import LAUNCHERS, Site, default_ranks, spread, start_words, why_not
+from dualeval.launch.launchers import WAYS
+from dualeval.launch.site import Site, default_ranks, spread
+from dualeval.launch.starts import start_words, why_not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +15,7 @@ class Trial:
     """One start of ``dualeval run`` or, as a self-test, of ``dualeval doctor``.
 
     Attributes:
-        launcher: a name of ``launch.starts.LAUNCHERS``.
+        launcher: a name of ``launch.launchers.WAYS``.
         backend: which backend is asked for.
         ranks: how many ranks, on how many ``nodes``.
         device: "cpu" or "cuda".
@@ -42,43 +44,33 @@ def plan_trials(
     Args:
         site: where.
         devices: of "cpu" and "cuda".
-        launchers: names of ``launch.starts.LAUNCHERS``; "none" is the reference, and always there.
+        launchers: names of ``launch.launchers.WAYS``; "none" is the reference, and always there.
         ranks: numbers of ranks; None takes the site's own for each device.
     """
     trials = []
     for device in devices:
-        trials.append(_trial(site, "none", "single", 1, device, is_reference=True))
+        trials.append(replace(_run(site, "none", "single", 1, device), is_reference=True))
         for launcher in launchers:
             if launcher == "none":
                 continue
-            for backend in LAUNCHERS[launcher].backends:
+            for backend in WAYS[launcher].backends:
                 sizes = default_ranks(site, device) if ranks is None else ranks
-                runs = [_trial(site, launcher, backend, size, device) for size in sizes]
-                startable = [trial.ranks for trial in runs if trial.reason is None]
+                runs = [_run(site, launcher, backend, size, device) for size in sizes]
+                startable = [trial for trial in runs if trial.reason is None]
                 trials += runs
-                if startable and LAUNCHERS[launcher].has_doctor:
-                    trials.append(_trial(site, launcher, backend, max(startable), device, is_self_test=True))
+                if startable and WAYS[launcher].has_doctor:
+                    largest = max(startable, key=lambda trial: trial.ranks)
+                    trials.append(replace(largest, is_self_test=True))
     return trials
 
 
-def _trial(
-    site: Site,
-    launcher: str,
-    backend: str,
-    ranks: int,
-    device: str,
-    *,
-    is_reference: bool = False,
-    is_self_test: bool = False,
-) -> Trial:
+def _run(site: Site, launcher: str, backend: str, ranks: int, device: str) -> Trial:
     return Trial(
         launcher=launcher,
         backend=backend,
         ranks=ranks,
         nodes=len(spread(ranks, len(site.nodes))),
         device=device,
-        is_reference=is_reference,
-        is_self_test=is_self_test,
         reason=why_not(launcher, backend, ranks, device, site),
     )
 
@@ -96,7 +88,7 @@ def command_of(
         arguments: options of ``dualeval run`` or ``dualeval doctor`` with a value each, beside those that
             follow from the trial.
     """
-    entry = LAUNCHERS[trial.launcher]
+    entry = WAYS[trial.launcher]
     own = [] if trial.backend == "single" else ["--backend", trial.backend]
     return [
         *start_words(trial.launcher, trial.ranks, site, number),

@@ -13,8 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dualeval.errors import LaunchError, UsageError
-from dualeval.launch import PROBES, detect, examine
-from dualeval.launch.variables import Variable
+from dualeval.launch import detect, examine
+from dualeval.launch.launchers import LAUNCHERS
+from dualeval.launch.launchers.base import Variable
+from dualeval.meetings.horovodrun import AtHorovodrun
+from dualeval.meetings.master import AtTorchrun
+from dualeval.meetings.mpi import OverMpi
 from dualeval.world import World
 from tests.conftest import ROOT, Launch
 from tests.launchers import needs, start
@@ -114,11 +118,11 @@ def test_torchrun() -> None:
         local_size=4,
         node_rank=1,
         launcher="torchrun",
-        master=("node0", 29500),
-        launch_id="none",
+        meeting=AtTorchrun(address=("node0", 29500), launch_id="none"),
     )
     assert detect(TORCHRUN) == world
-    assert detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}) == replace(world, restarts=2)
+    again = replace(world, meeting=replace(world.meeting, restarts=2))
+    assert detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}) == again
 
 
 @pytest.mark.parametrize("launcher", RECORDED)
@@ -132,7 +136,7 @@ def test_recorded(launcher: str) -> None:
         node_rank=None,
         launcher=launcher,
         mpi=launcher != "horovodrun",
-        rendezvous=("10.0.0.1", 29500) if launcher == "horovodrun" else None,
+        meeting=AtHorovodrun(address=("10.0.0.1", 29500)) if launcher == "horovodrun" else OverMpi(),
     )
     assert detect(environ) == expected
     assert detect(environ, launcher) == expected
@@ -185,7 +189,7 @@ def test_torchruns_whole_set_that_torchrun_did_not_set() -> None:
 
 def test_what_was_found_is_listed() -> None:
     found = examine({**SRUN, "RANK": "3", "HOME": "/root"})
-    assert list(found.found) == [name for name in PROBES if name != "none"]
+    assert list(found.found) == [name for name in LAUNCHERS if name != "none"]
     assert found.found["torchrun"] == (Variable(name="RANK", value="3", meaning="rank"),)
     assert {variable.name: variable.value for variable in found.found["srun"]} == {
         name: SRUN[name] for name in list(SRUN)[:8]

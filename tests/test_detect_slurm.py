@@ -8,6 +8,7 @@ import pytest
 
 from dualeval.errors import LaunchError
 from dualeval.launch import detect, examine
+from dualeval.meetings.address import AtAddress
 from dualeval.world import World
 from tests.test_detect import SRUN, TORCHRUN
 
@@ -49,12 +50,13 @@ def test_srun() -> None:
         local_size=4,
         node_rank=1,
         launcher="srun",
-        master=("h0", 16384 + 131 * 17 + 3),
-        run_id="big.17.3.0",
+        meeting=AtAddress(host="h0", port=16384 + 131 * 17 + 3, run_id="big.17.3.0"),
         node_sizes=(4, 4),
     )
     assert detect(SRUN, "srun") == world
-    assert detect({**SRUN, "SLURM_RESTART_COUNT": "2"}).run_id == "big.17.3.2"
+    assert detect({**SRUN, "SLURM_RESTART_COUNT": "2"}).meeting == AtAddress(
+        host="h0", port=16384 + 131 * 17 + 3, run_id="big.17.3.2", restarts=2
+    )
 
 
 def test_the_port_of_a_step_is_one_of_its_own() -> None:
@@ -62,9 +64,9 @@ def test_the_port_of_a_step_is_one_of_its_own() -> None:
     ports = {}
     for job in range(100_000, 100_050):
         for step in range(20):
-            master = detect({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master
-            assert master is not None
-            ports[job, step] = master[1]
+            meeting = detect({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).meeting
+            assert isinstance(meeting, AtAddress)
+            ports[job, step] = meeting.port
     assert len(set(ports.values())) == len(ports)
     assert min(ports.values()) > 1024
     assert max(ports.values()) + 16 < 32768
@@ -107,9 +109,7 @@ def test_tasks_of_uneven_nodes(
 )
 def test_the_first_host_of_a_list(text: str, first: str) -> None:
     environ = {**SRUN, "SLURM_STEP_NODELIST": text, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}
-    master = detect(environ).master
-    assert master is not None
-    assert master[0] == first
+    assert detect(environ).meeting.host_of_rank_0 == first
 
 
 @pytest.mark.parametrize(

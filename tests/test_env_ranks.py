@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dualeval.meetings.master import AtMaster
 from dualeval.world import World, place_by_hosts
 from tests.conftest import ROOT, Finished, Launch
 from tests.requirements import MPI_WHEELS
@@ -87,13 +88,15 @@ def test_places_follow_from_hosts(
             local_size=1,
             node_rank=None,
             launcher="env",
-            master=("a", 1),
+            meeting=AtMaster(address=("a", 1)),
             placed=False,
         )
         placed = place_by_hosts(world, hosts, claimed)
         assert (placed.local_rank, placed.node_rank, placed.node_sizes) == (local[rank], nodes[rank], sizes)
         assert placed.local_size == sizes[nodes[rank]]
-        assert (placed.rank, placed.size, placed.master, placed.placed) == (rank, len(hosts), ("a", 1), True)
+        assert (placed.rank, placed.size, placed.meeting, placed.placed) == (
+            *(rank, len(hosts), world.meeting, True),
+        )
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("horovod", marks=pytest.mark.needs("horovod"))])

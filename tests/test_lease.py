@@ -18,6 +18,7 @@ from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.lease import Lease
 from dualeval.engine.folder.process import launch_of
 from dualeval.errors import UsageError
+from dualeval.meetings import Meeting
 from dualeval.world import World
 from tests.conftest import Launch
 
@@ -238,7 +239,15 @@ def test_without_proc_the_count_decides(tmp_path: Path, monkeypatch: pytest.Monk
     assert (claim["space"], claim["start"]) == ("", "")
     with pytest.raises(InterruptedError):
         Lease.take(tmp_path, "second", waiting=watched)
-    world = World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="torchrun", launch_id="l")
+    world = World(
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        node_rank=0,
+        launcher="torchrun",
+        meeting=Meeting(launch_id="l"),
+    )
     assert str(launch_of(world)).startswith("l ")
 
 

@@ -16,13 +16,13 @@ import pytest
 
 from dualeval import network
 from dualeval.errors import BackendError
+from dualeval.meetings import address as at_address
+from dualeval.meetings.address import come_to_meeting, meeting
 from dualeval.network import (
     LOOPBACK,
     at,
-    come_to_meeting,
     interface_of,
     interface_towards,
-    meeting,
     offered_addresses,
     own_address_towards,
     reach,
@@ -38,7 +38,6 @@ OTHER = World(
     node_rank=1,
     launcher="srun",
     node_sizes=(1, 1),
-    run_id="c.1.0",
 )
 WORDS = {"port": 17, "addresses": ["10.0.0.1", "é" * 100_000]}
 LIMIT_S = 30
@@ -104,7 +103,7 @@ def test_who_comes_first_waits(port: int) -> None:
 def test_the_next_port_where_another_program_has_it(
     port: int, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(at_address, "_ANSWER_S", 0.2)
     with other_program(port, answer), meeting(port, "c.1.0", WORDS):
         assert come([LOOPBACK], port, "c.1.0") == WORDS
 
@@ -137,7 +136,7 @@ def test_a_silent_caller_holds_up_nobody(port: int) -> None:
 
 
 def test_no_free_port_is_an_error(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_PORTS_TRIED", 1)
+    monkeypatch.setattr(at_address, "_PORTS_TRIED", 1)
     with (
         other_program(port, b""),
         pytest.raises(BackendError, match=f"no port is free .* {port} to {port}"),
@@ -147,7 +146,7 @@ def test_no_free_port_is_an_error(port: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_unreachable_host_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_UNREACHABLE_S", 0.0)
+    monkeypatch.setattr(at_address, "_UNREACHABLE_S", 0.0)
     with pytest.raises(BackendError, match=r"host cannot be reached: nowhere\.invalid, ports") as caught:
         come(["nowhere.invalid"], port, "c.1.0")
     assert socket.gethostname() in str(caught.value)
@@ -155,8 +154,8 @@ def test_an_unreachable_host_is_named(port: int, monkeypatch: pytest.MonkeyPatch
 
 def test_a_meeting_that_never_is(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host answers, so it is only late, for as long as ranks may be."""
-    monkeypatch.setattr(network, "_UNREACHABLE_S", 0.0)
-    monkeypatch.setattr(network, "LATE_S", 0.0)
+    monkeypatch.setattr(at_address, "_UNREACHABLE_S", 0.0)
+    monkeypatch.setattr(at_address, "LATE_S", 0.0)
     with pytest.raises(BackendError, match=f"rank 0 has not come to {LOOPBACK}, ports {port} to"):
         come([LOOPBACK], port, "c.1.0")
 
@@ -169,7 +168,7 @@ def test_a_name_that_leads_nowhere_is_an_error_at_once(port: int) -> None:
     with pytest.raises(BackendError, match=r"h0\.invalid: no such name; h1\.invalid: no such name\)"):
         come(["h0.invalid", "h1.invalid"], port, "c.1.0")
     # A name server that is slow to say so takes its time, but nobody waits for a meeting.
-    assert monotonic() - start < network._UNRESOLVED_S
+    assert monotonic() - start < at_address._UNRESOLVED_S
 
 
 def test_a_name_that_leads_nowhere_and_another_address(port: int) -> None:
@@ -179,7 +178,7 @@ def test_a_name_that_leads_nowhere_and_another_address(port: int) -> None:
 
 def test_another_address_that_is_another_hosts(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers, but holds no meeting of this run: nobody waits half an hour for that."""
-    monkeypatch.setattr(network, "_UNRESOLVED_S", 0.2)
+    monkeypatch.setattr(at_address, "_UNRESOLVED_S", 0.2)
     with (
         meeting(port, "c.2.0", WORDS),
         pytest.raises(BackendError, match=r"127\.0\.0\.1: it answers, but no meeting of this run"),
@@ -189,9 +188,9 @@ def test_another_address_that_is_another_hosts(port: int, monkeypatch: pytest.Mo
 
 def test_another_address_where_rank_0_is_late_at_its_own(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name may lead to a host that is not its own."""
-    monkeypatch.setattr(network, "_OTHERS_AFTER_S", 0.0)
+    monkeypatch.setattr(at_address, "_OTHERS_AFTER_S", 0.0)
     # Two hosts are played: a meeting listens on all addresses of this one.
-    monkeypatch.setattr(network, "_ask_ports", asked := Asked())
+    monkeypatch.setattr(at_address, "_ask_ports", asked := Asked())
     assert come(["h0", "10.0.0.1"], port, "c.1.0") == WORDS
     assert asked.hosts == ["h0", "10.0.0.1"]
 
@@ -202,9 +201,9 @@ class Asked:
     def __init__(self) -> None:
         self.hosts: list[str] = []
 
-    def __call__(self, host: str, port: int, run_id: str, reach_s: float) -> network._Answer:
+    def __call__(self, host: str, port: int, run_id: str, reach_s: float) -> at_address._Answer:
         self.hosts.append(host)
-        return network._Answer(payload=None if host == "h0" else (WORDS,), reached=True)
+        return at_address._Answer(payload=None if host == "h0" else (WORDS,), reached=True)
 
 
 def test_interfaces() -> None:

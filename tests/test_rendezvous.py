@@ -6,6 +6,7 @@ import importlib
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from time import monotonic, sleep
 
@@ -16,6 +17,8 @@ from dualeval import waiting
 from dualeval.backends import horovod, rendezvous
 from dualeval.backends.horovod import gloo_variables
 from dualeval.errors import BackendError
+from dualeval.meetings.horovodrun import AtHorovodrun
+from dualeval.meetings.master import AtTorchrun
 from dualeval.network import LOOPBACK
 from dualeval.store import names_of_absent
 from dualeval.world import World
@@ -94,19 +97,20 @@ def test_an_unknown_network_is_left_to_horovod() -> None:
 def test_horovodruns_rendezvous_is_named_where_it_cannot_be_reached() -> None:
     with socket.create_server((LOOPBACK, 0)) as closed:
         place = (LOOPBACK, closed.getsockname()[1])
-    world = World(
-        rank=0, size=2, local_rank=0, local_size=2, node_rank=None, launcher="horovodrun", rendezvous=place
-    )
+    world = replace(world_of(0, (2,)), launcher="horovodrun", meeting=AtHorovodrun(address=place))
     with (
         pytest.raises(BackendError, match=f"rendezvous at {place[0]}:{place[1]} cannot be reached"),
-        rendezvous.payload_of_rank_0(world, {}),
+        world.meeting.open(world, "a test"),
     ):
         pass
 
 
-def test_a_rank_alone_tells_itself() -> None:
-    with rendezvous.payload_of_rank_0(World.alone(), {"a": 1}) as words:
-        assert words == {"a": 1}
+def test_a_rank_alone_meets_nobody() -> None:
+    world = World.alone()
+    with world.meeting.open(world, "a test") as (store, host, port):
+        store.set("a", "1")
+        assert (store.get("a"), host) == (b"1", LOOPBACK)
+        assert port is not None
 
 
 def test_an_address_of_torchruns_that_leads_nowhere_is_an_error_at_once() -> None:
@@ -118,11 +122,11 @@ def test_an_address_of_torchruns_that_leads_nowhere_is_an_error_at_once() -> Non
         local_size=1,
         node_rank=1,
         launcher="torchrun",
-        master=("h0.invalid", 29500),
+        meeting=AtTorchrun(address=("h0.invalid", 29500)),
     )
     with (
         pytest.raises(BackendError, match=r"meet the others at h0\.invalid:29500, .* --local-addr ADDRESS"),
-        rendezvous.shared_store(world, "a test"),
+        world.meeting.open(world, "a test"),
     ):
         pass
 

@@ -21,6 +21,7 @@ from dualeval.engine.folder import folder, opening
 from dualeval.engine.ledger import Ledger
 from dualeval.engine.options import NEW_FOLDER, RunOptions
 from dualeval.errors import DualevalError, Stopped, UsageError
+from dualeval.meetings import Meeting
 from dualeval.result import Result, Status, read_status
 from dualeval.world import World
 from tests.test_evaluator import evaluate, rows
@@ -344,8 +345,8 @@ def test_restarted_ranks_find_the_folder_of_their_launch(
         for module in (folder, opening):
             monkeypatch.setattr(module, "own_process", lambda: f"host {restarts}")
         world = World(
-            rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="none", restarts=restarts,
-            launch_id=launch_id,
+            rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="none",
+            meeting=Meeting(restarts=restarts, launch_id=launch_id),
         )  # fmt: skip
         with connect(None, world, "cpu") as backend:
             return Evaluator(

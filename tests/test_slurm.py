@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualeval.errors import UsageError
-from dualeval.launch.slurm import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
+from dualeval.launch.sbatch import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
 from dualeval.result import Status
 from tests.conftest import ROOT, Finished, Launch
 

@@ -8,19 +8,9 @@ from dataclasses import replace
 import pytest
 
 from dualeval.errors import UsageError
-from dualeval.launch.starts import (
-    LAUNCHERS,
-    Libraries,
-    Node,
-    Site,
-    child_environ,
-    choose_launchers,
-    default_ranks,
-    may_start_ranks,
-    spread,
-    start_words,
-    why_not,
-)
+from dualeval.launch.launchers import WAYS
+from dualeval.launch.site import Libraries, Node, Site, default_ranks, spread
+from dualeval.launch.starts import child_environ, choose_ways, may_start_ranks, start_words, why_not
 from dualeval.launch.trials import command_of, plan_trials
 from dualeval.world import World
 
@@ -205,9 +195,9 @@ def test_who_may_start_ranks(launcher: str, size: int, may: bool) -> None:
 
 
 def test_names_of_launchers() -> None:
-    assert choose_launchers(["srun", "nproc", "srun"]) == ["nproc", "srun"]
+    assert choose_ways(["srun", "nproc", "srun"]) == ["nproc", "srun"]
     with pytest.raises(UsageError, match=r"--launchers 'srum': expected some of none, nproc, torchrun"):
-        choose_launchers(["srum"])
+        choose_ways(["srum"])
 
 
 def test_trials_of_a_machine() -> None:
@@ -229,7 +219,7 @@ def test_trials_of_a_machine() -> None:
 
 
 def test_every_backend_is_tried_once() -> None:
-    trials = plan_trials(JOB, ["cpu"], list(LAUNCHERS), None)
+    trials = plan_trials(JOB, ["cpu"], list(WAYS), None)
     tests = [(trial.launcher, trial.backend, trial.ranks) for trial in trials if trial.is_self_test]
     assert len(tests) == len(set(tests)) == 11
     assert {ranks for _, _, ranks in tests} == {8}

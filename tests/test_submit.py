@@ -11,7 +11,7 @@ import pytest
 
 from dualeval.cli.submit import submit
 from dualeval.errors import EXIT_USAGE, DualevalError, LaunchError, UsageError
-from dualeval.launch.slurm import SlurmJob, directives, sbatch_text
+from dualeval.launch.sbatch import SlurmJob, directives, sbatch_text
 from tests.conftest import BIN, Launch
 
 STUB = """\

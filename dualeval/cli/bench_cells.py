@@ -34,7 +34,8 @@ from dualeval.cli.bench_cell import OWN_COMMAND
 from dualeval.cli.sweep import make_folders
 from dualeval.errors import EXIT_DONE, UsageError
 from dualeval.job import Job
-from dualeval.launch.starts import Site, child_environ, default_ranks, why_not
+from dualeval.launch.site import Site, default_ranks
+from dualeval.launch.starts import child_environ, why_not
 from dualeval.launch.supervise import Ended, Interrupted, Interrupts, ask, run_supervised
 from dualeval.result import json_text, write_text
 from dualeval.wording import counted

@@ -22,7 +22,9 @@ import click
 from dualeval.cli import node_facts, options
 from dualeval.cli.sweep import check_new_folder, check_no_rank, counts_of, make_folders, words_of
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, UsageError
-from dualeval.launch.starts import LAUNCHERS, Site, child_environ, choose_launchers
+from dualeval.launch.launchers import WAYS
+from dualeval.launch.site import Site
+from dualeval.launch.starts import child_environ, choose_ways
 from dualeval.launch.supervise import Ended, Interrupted, Interrupts, ask, run_supervised
 from dualeval.launch.trials import Trial, command_of, plan_trials
 from dualeval.report import conformance as judging
@@ -61,7 +63,7 @@ class _Asked:
 @click.option(
     "--launchers",
     callback=words_of,
-    help=f"Only these; a missing one is a failure: {', '.join(list(LAUNCHERS)[1:])}.  [default: all]",
+    help=f"Only these; a missing one is a failure: {', '.join(list(WAYS)[1:])}.  [default: all]",
 )
 @click.option(
     "--ranks",
@@ -104,7 +106,7 @@ def conformance(
         click.echo(node_facts.facts_line(os.environ))
         return
     asked = _Asked(**flags)
-    launchers = choose_launchers(asked.launchers or list(LAUNCHERS))
+    launchers = choose_ways(asked.launchers or list(WAYS))
     check_no_rank(
         None,
         "'dualeval conformance' starts all launchers itself: type it by itself, in the shell that salloc "

@@ -21,8 +21,9 @@ import click
 from dualeval.cli import options
 from dualeval.cli.invariance import FLAG, DoctorCommand
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError
-from dualeval.launch import PROBES, Detection, examine
+from dualeval.launch import Detection, examine
 from dualeval.launch.cores import Cores, own_cores, share_of_cores
+from dualeval.launch.launchers import LAUNCHERS
 from dualeval.network import interface_towards
 from dualeval.report.diagnosis import BLOCKING, diagnosis, differences, problems
 from dualeval.world import World
@@ -77,7 +78,7 @@ class _Findings:
 @click.option("--backend", help="Backend to try.  [default: by launcher]")
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: a GPU if any]")
 @options.ALLOW_SHARED_GPU
-@click.option("--launcher", help=f"Launcher of the ranks: {', '.join(PROBES)}.  [default: detected]")
+@click.option("--launcher", help=f"Launcher of the ranks: {', '.join(LAUNCHERS)}.  [default: detected]")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -260,13 +261,11 @@ def _try_together(findings: _Findings, facts: dict[str, Any], world: World, aske
     Returns:
         the exit code, the same on every rank; rank 0 has shown the report by then.
     """
-    from dualeval.backends.rendezvous import placed_on_hosts, shared_store
+    from dualeval.backends.rendezvous import placed_on_hosts
     from dualeval.store import join_store, serve_store
 
-    # The backend's own meeting comes later, at the same place.
-    apart = replace(world, run_id=f"{world.run_id}.doctor") if world.run_id else world
     with ExitStack() as stack:
-        store, _, _ = stack.enter_context(shared_store(apart, "the doctor"))
+        store, _, _ = stack.enter_context(world.meeting.open(world, "the doctor"))
         world = placed_on_hosts(world, store)
         facts |= {name: getattr(world, name) for name in ("local_rank", "local_size", "node_rank")}
         # A second one, as the control plane has it; the first may be the launcher's.

@@ -22,8 +22,9 @@ from dualeval.engine.session import Session
 from dualeval.engine.signals import numbers_of
 from dualeval.errors import EXIT_DONE
 from dualeval.job import DATA, LAUNCH, MODEL, RUN, Job, owners_of, start_of
-from dualeval.launch import PROBES, examine
+from dualeval.launch import examine
 from dualeval.launch.cores import own_cores, share_of_cores
+from dualeval.launch.launchers import LAUNCHERS
 from dualeval.launch.starts import may_start_ranks
 from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
@@ -101,7 +102,7 @@ class _Invocation:
 @grouped(
     "--launcher",
     group=LAUNCH,
-    type=Words(tuple(PROBES), "NAME"),
+    type=Words(tuple(LAUNCHERS), "NAME"),
     help="Launcher of the ranks.  [default: detected]",
 )
 @options.ALLOW_SHARED_GPU

@@ -19,7 +19,14 @@ from dualeval.cli.grouped import Words
 from dualeval.cli.run import is_flag, run
 from dualeval.cli.task_flags import jobs_of
 from dualeval.errors import DualevalError, LaunchError, UsageError
-from dualeval.launch import slurm
+from dualeval.launch.sbatch import (
+    SHIPPED,
+    SlurmJob,
+    directives,
+    log_path,
+    sbatch_environ,
+    sbatch_text,
+)
 
 # Options of 'dualeval run' that are the batch script's to give, and what to type in their place.
 _SCRIPTS_OWN = {
@@ -61,10 +68,10 @@ class _Submit(click.Command):
 )
 @click.option(
     "--backend",
-    type=Words(tuple(slurm.SHIPPED), "NAME"),
+    type=Words(tuple(SHIPPED), "NAME"),
     default="torch",
     show_default=True,
-    help=f"Backend: {', '.join(slurm.SHIPPED)}.",
+    help=f"Backend: {', '.join(SHIPPED)}.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the batch script and how to submit it; submit nothing.")
 @click.argument("arguments", metavar="[-- ARGS]", nargs=-1, type=click.UNPROCESSED)
@@ -75,16 +82,16 @@ def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:
     dualeval submit
     dualeval submit --nodes 2 --gpus-per-node 8 -- --model resnet18 --weights ckpt.pt --data /data/val
     """
-    job = slurm.SlurmJob(**asked)
+    job = SlurmJob(**asked)
     _check_arguments(arguments)
     folder = Path(sys.executable).parent
     if dry_run:
-        click.echo(slurm.sbatch_text(job), nl=False)
+        click.echo(sbatch_text(job), nl=False)
         command = shlex.join(_sbatch_command("sbatch", job, "FILE", arguments))
         click.echo(f"PATH={shlex.quote(str(folder))}:$PATH {command}", err=True)
         return
-    job_id = _submit(job, arguments, slurm.sbatch_environ(os.environ, folder))
-    click.echo(f"job {job_id}\nlog {slurm.log_path(job, Path.cwd(), job_id)}")
+    job_id = _submit(job, arguments, sbatch_environ(os.environ, folder))
+    click.echo(f"job {job_id}\nlog {log_path(job, Path.cwd(), job_id)}")
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
@@ -99,13 +106,13 @@ def _check_arguments(arguments: Sequence[str]) -> None:
     jobs_of(flags)
 
 
-def _sbatch_command(sbatch: str, job: slurm.SlurmJob, script: str, arguments: Sequence[str]) -> list[str]:
+def _sbatch_command(sbatch: str, job: SlurmJob, script: str, arguments: Sequence[str]) -> list[str]:
     # The directives stand in the script too, but there the user's SBATCH_ variables would win over them.
     # --export: what SBATCH_EXPORT says may keep the PATH from the job.
-    return [sbatch, "--parsable", "--export=ALL", *slurm.directives(job), script, *arguments]
+    return [sbatch, "--parsable", "--export=ALL", *directives(job), script, *arguments]
 
 
-def _submit(job: slurm.SlurmJob, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+def _submit(job: SlurmJob, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     """Hand a job to sbatch; returns the number that Slurm gave it."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
@@ -125,7 +132,7 @@ def _submit(job: slurm.SlurmJob, arguments: Sequence[str], environ: Mapping[str,
             f"Type 'mkdir -p {parent}' first."
         )
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".sbatch") as script:
-        script.write(slurm.sbatch_text(job))
+        script.write(sbatch_text(job))
         script.flush()
         command = _sbatch_command(sbatch, job, script.name, arguments)
         done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)

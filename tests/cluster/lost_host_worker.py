@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from dualeval import network
 from dualeval.cli import main
+from dualeval.meetings import address
 
 if __name__ == "__main__":
-    network._UNREACHABLE_S = 1.0
+    address._UNREACHABLE_S = 1.0
     if os.environ["SLURM_PROCID"] == "1":
         os.environ["SLURM_STEP_NODELIST"] = "nowhere,h1"
         # It would lead to h0.

@@ -15,6 +15,7 @@ import threading
 from contextlib import ExitStack
 
 from dualeval.launch import detect
+from dualeval.meetings.address import AtAddress
 
 # What the first rank of the step is going to find, but for the job's own number.
 STEP = {
@@ -40,9 +41,10 @@ class Other(socketserver.BaseRequestHandler):
 
 def main() -> None:
     world = detect({**STEP, "SLURM_JOB_ID": os.environ["SLURM_JOB_ID"]}, "srun")
-    assert world.master is not None
+    assert isinstance(world.meeting, AtAddress)
+    first = world.meeting.port
     with ExitStack() as stack:
-        for port in range(world.master[1], world.master[1] + int(sys.argv[1])):
+        for port in range(first, first + int(sys.argv[1])):
             server = stack.enter_context(socketserver.ThreadingTCPServer(("", port), Other))
             stack.callback(server.shutdown)
             threading.Thread(target=server.serve_forever, args=(0.05,)).start()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dualeval import network
+from dualeval.meetings import address
 from tests.cluster.hosts import Cluster
 from tests.conftest import ROOT, Finished, Launch
 from tests.test_waiting import WORKER, read_until
@@ -60,7 +61,7 @@ def test_a_name_that_leads_nowhere_is_an_error_at_once(
     with unknown_on(cluster, "h1", "h0"):
         start = time.monotonic()
         done = on(cluster, "h0", launch, tmp_path, *TASKS, "--output=rank-%t.log", "bash", "-c", task)
-    assert time.monotonic() - start < network._UNREACHABLE_S / 2
+    assert time.monotonic() - start < address._UNREACHABLE_S / 2
     assert done.returncode != 0
     said = (tmp_path / "rank-1.log").read_text()
     assert "dualeval: error: rank 0's host cannot be reached: h0, ports " in said

@@ -620,7 +620,7 @@ def open_control_plane(
         except LaunchError as error:
             payload = {"refused": str(error)}
         else:
-            token = f"{secrets.token_hex(8)}.{world.restarts}"
+            token = f"{secrets.token_hex(8)}.{world.meeting.restarts}"
             server.set(f"{token}/{VERDICT}", NO_VERDICT)
             payload = {"token": token, "offer": offer, "rank_0": asdict(own)}
     with waiting(world, "all ranks' first collective", STARTED):

@@ -83,12 +83,12 @@ def launch_of(world: World) -> str | None:
     Returns:
         the launch's name, and which process the agent is; None where nobody starts ranks again.
     """
-    if world.launch_id is None:
+    if world.meeting.launch_id is None:
         return None
     agent = _stat(os.getppid())
     # A process id may be another one's later; along with the time of its start it is not.
     start = "" if agent is None else f" {agent[_START_TIME]}"
-    return f"{world.launch_id} {socket.gethostname()} {os.getppid()}{start}"
+    return f"{world.meeting.launch_id} {socket.gethostname()} {os.getppid()}{start}"
 
 
 def _space() -> str:

@@ -1,4 +1,4 @@
-"""PMI-1, the Process Management Interface: a store of values that the launcher of a process serves to it.
+"""Over PMI-1, the Process Management Interface: a store of values that the launcher serves to its processes.
 
 Its wire protocol is lines of text over a file descriptor, as Flux (its RFC 13) and MPICH's Hydra speak it.
 """
@@ -11,12 +11,15 @@ import json
 import os
 import select
 import stat
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 from dualeval.errors import BackendError, LaunchError
+from dualeval.meetings import Meeting
 from dualeval.network import LATE_S
+from dualeval.waiting import STARTED, waiting
 from dualeval.world import World
 
 # A process may tell several times, and every rank tells as often: a name is never used again.
@@ -24,41 +27,41 @@ _numbers = itertools.count()
 _LEAVE_S = 5.0
 
 
-def payload_over_pmi(world: World, payload: Any) -> Any:
-    """Tell every rank what rank 0 knows. A collective.
+@dataclass(frozen=True, kw_only=True)
+class OverPmi(Meeting):
+    """Rank 0 puts into that store where its own is.
 
-    Args:
-        world: this process's place, with ``pmi_fd``.
-        payload: on rank 0 plain values, as JSON has them; ignored elsewhere.
-
-    Returns:
-        the payload.
-
-    Raises:
-        LaunchError: the launcher's file descriptor is not open here.
-        BackendError: the launcher does not answer, or refuses.
+    Attributes:
+        descriptor: the file descriptor at which the launcher answers.
     """
-    assert world.pmi_fd is not None
-    client = _Client(world.pmi_fd)
-    number = next(_numbers)
-    client.ask("init pmi_version=1 pmi_subversion=1")
-    if number == 0:
-        # A server may take a process for lost that ends without, and its last message with it.
-        atexit.register(client.leave)
-    store = client.ask("get_my_kvsname")["kvsname"]
-    longest = int(client.ask("get_maxes")["vallen_max"]) - 1
-    name = f"dualeval-{number}"
-    if world.is_main:
-        # In hexadecimal digits: a space or an equals sign may end a value.
-        text = json.dumps(payload).encode().hex()
-        parts = [text[start : start + longest] for start in range(0, len(text), longest)]
-        keys = ["parts", *range(len(parts))]
-        for key, value in zip(keys, [len(parts), *parts], strict=True):
-            client.ask(f"put kvsname={store} key={name}-{key} value={value}")
-    client.ask("barrier_in")
-    count = int(client.ask(f"get kvsname={store} key={name}-parts")["value"])
-    text = "".join(client.ask(f"get kvsname={store} key={name}-{part}")["value"] for part in range(count))
-    return json.loads(bytes.fromhex(text))
+
+    descriptor: int
+
+    def _pass_on(self, world: World, offer: Any, purpose: str) -> AbstractContextManager[Any]:
+        with waiting(world, "all ranks to come to the launcher's PMI", STARTED):
+            return nullcontext(self._exchange(world, offer))
+
+    def _exchange(self, world: World, payload: Any) -> Any:
+        client = _Client(self.descriptor)
+        number = next(_numbers)
+        client.ask("init pmi_version=1 pmi_subversion=1")
+        if number == 0:
+            # A server may take a process for lost that ends without, and its last message with it.
+            atexit.register(client.leave)
+        store = client.ask("get_my_kvsname")["kvsname"]
+        longest = int(client.ask("get_maxes")["vallen_max"]) - 1
+        name = f"dualeval-{number}"
+        if world.is_main:
+            # In hexadecimal digits: a space or an equals sign may end a value.
+            text = json.dumps(payload).encode().hex()
+            parts = [text[start : start + longest] for start in range(0, len(text), longest)]
+            keys = ["parts", *range(len(parts))]
+            for key, value in zip(keys, [len(parts), *parts], strict=True):
+                client.ask(f"put kvsname={store} key={name}-{key} value={value}")
+        client.ask("barrier_in")
+        count = int(client.ask(f"get kvsname={store} key={name}-parts")["value"])
+        read = (client.ask(f"get kvsname={store} key={name}-{part}")["value"] for part in range(count))
+        return json.loads(bytes.fromhex("".join(read)))
 
 
 class _Client:

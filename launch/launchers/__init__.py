@@ -1,0 +1,24 @@
+"""The launchers, one file each; a further one is a file beside these and an entry of ``LAUNCHERS``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dualeval.launch.launchers import env, flux, horovodrun, mpich, none, openmpi, slurm, torchrun
+from dualeval.launch.launchers.base import Launcher, Way
+
+__all__ = ["LAUNCHERS", "WAYS", "Launcher", "Way"]
+
+# In the order in which they are asked, innermost launcher first: torchrun may run inside a task of any other,
+# and horovodrun inside an allocation that sets MPI's variables. Flux may itself run in a step of Slurm's, and
+# may set a part of Open MPI's. In a job of Slurm's, mpirun starts its own ranks through a step of one process
+# a node. "env" is whoever sets such names, so launchers that have names of their own are asked before. "none"
+# stays last: it always answers.
+LAUNCHERS: Mapping[str, Launcher] = {
+    module.LAUNCHER.name: module.LAUNCHER
+    for module in (torchrun, horovodrun, flux, openmpi, mpich, slurm, env, none)
+}
+# How ranks can be started, one process first: it is what the others are compared with.
+WAYS: Mapping[str, Way] = {
+    way.name: way for launcher in (none.LAUNCHER, *LAUNCHERS.values()) for way in launcher.ways
+}

@@ -1,0 +1,242 @@
+"""What a launcher is: the names of its variables, what its ranks use, and how they are started and end.
+
+A probe reads the environment through ``Variables``, which raises the errors of what is missing or wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from dualeval.errors import LaunchError
+from dualeval.launch.site import Site
+from dualeval.meetings import Meeting
+from dualeval.meetings.mpi import OverMpi
+from dualeval.world import World
+
+# torchrun's names are those of other tools and shells, too. This one it alone sets.
+MARK_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+class LeftOver(LaunchError):
+    """Variables that are set in part, and may be another's than the launcher whose names they have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """A variable of a launcher's that is set.
+
+    Attributes:
+        name: its name.
+        value: its value.
+        meaning: which part of a World it tells, as "rank"; empty where it serves otherwise.
+    """
+
+    name: str
+    value: str
+    meaning: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to start ranks.
+
+    Attributes:
+        name: what ``--launchers`` of ``dualeval conformance`` takes.
+        backends: which backends its ranks can use.
+        words: the words before the command, for a site, the ranks on each node, and a number of this start.
+        program: what has to be on the PATH; None where the command starts its own ranks.
+        after: the words after the command, for so many ranks.
+        lacks: why it cannot start ranks of a backend, for a site and the ranks on each node; None: it can.
+        has_doctor: whether ``dualeval doctor`` can be its command.
+    """
+
+    name: str
+    backends: tuple[str, ...]
+    words: Callable[[Site, Sequence[int], int], list[str]]
+    program: str | None = None
+    after: Callable[[int], list[str]] = lambda ranks: []
+    lacks: Callable[[Site, Sequence[int], str], str | None]
+    has_doctor: bool = True
+
+
+@dataclass(frozen=True)
+class Variables:
+    """The environment, as the probe of one launcher reads it; what is wrong there is a LaunchError.
+
+    Attributes:
+        launcher: whose variables are read.
+        environ: all variables.
+    """
+
+    launcher: Launcher
+    environ: Mapping[str, str]
+
+    def are_whole(self) -> bool:
+        """Whether the launcher's variables are all set; False where it left no trace.
+
+        A rank or a size without the rest is an error and never rank 0: several processes that each took
+        themselves for the only one would all write the same result.
+        """
+        if not any(name in self.environ for name in self.launcher.trace or self.launcher.ranks):
+            return False
+        if missing := self.missing():
+            raise self.half_set(missing)
+        return True
+
+    def missing(self) -> list[str]:
+        """Those that are needed and not set."""
+        return [name for name in self.launcher.needed if name not in self.environ]
+
+    def place(self) -> World | None:
+        """Read the four numbers that every launcher gives; None where it left no trace."""
+        return self.world(*map(self.number, self.launcher.ranks)) if self.are_whole() else None
+
+    def world(self, rank: int, size: int, local_rank: int, local_size: int) -> World:
+        """Make a World of numbers that fit together."""
+        source = self.launcher
+        if not rank < size:
+            raise self.error(f"{source.rank}={rank} is not below {source.size}={size}")
+        if not local_rank < local_size:
+            limit = source.local_size if source.local_size in self.environ else source.size
+            raise self.error(f"{source.local_rank}={local_rank} is not below {limit}={local_size}")
+        if not local_size <= size:
+            raise self.error(f"{source.local_size}={local_size} is above {source.size}={size}")
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            node_rank=None,
+            launcher=source.name,
+            mpi=source.starts_mpi,
+            meeting=OverMpi() if source.starts_mpi else Meeting(),
+        )
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Read a whole number; ``default``, where there is one, stands for an empty or missing variable."""
+        text = self.environ.get(name, "")
+        if not text and default is not None:
+            return default
+        if not (text.isascii() and text.isdecimal()):
+            raise self.error(f"{name}={text!r} is not a whole number")
+        return int(text)
+
+    def address(self, host: str = "MASTER_ADDR", port: str = "MASTER_PORT") -> tuple[str, int]:
+        """Read a host and a port."""
+        if not self.environ[host]:
+            raise self.error(f"{host} is empty")
+        number = self.number(port)
+        if not 0 < number < 65536:
+            raise self.error(f"{port}={number} is not a port (1 to 65535)")
+        return self.environ[host], number
+
+    def half_set(self, missing: list[str]) -> LaunchError:
+        """Make the error of variables that are set in part."""
+        source = self.launcher
+        start = f"Start with '{source.start}'"
+        own = not source.is_shared or source.mark in self.environ
+        if own:
+            cause = (
+                f"{source.name} started this process, but something between removed a part of its variables"
+            )
+            remedy = start
+        else:
+            stale = " ".join(name for name in source.needed if name in self.environ)
+            cause = f"{MARK_OF_TORCHRUN} is not set either, so these are left over or another tool's"
+            remedy = (
+                f"{start}, set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or type 'unset {stale}'"
+            )
+        verb = "is" if len(missing) == 1 else "are"
+        problem = f"{source.name}'s variables are half set: {', '.join(missing)} {verb} missing"
+        return self.error(problem, f"{cause}. {remedy}", LaunchError if own else LeftOver)
+
+    def error(self, problem: str, advice: str = "", kind: type[LaunchError] = LaunchError) -> LaunchError:
+        """Make the error that shows what was found of the launcher's variables and what to type."""
+        source = self.launcher
+        found = ", ".join(f"{name}={self.environ[name]}" for name in source.all if name in self.environ)
+        start = f"Start with '{source.start}'"
+        return kind(
+            f"{problem} (found: {found}). {advice or start}, "
+            f"or pass --launcher none to run one process without them."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """One launcher; the tables of ``docs/launchers.md`` are made of these values.
+
+    Attributes:
+        name: what ``--launcher`` takes.
+        page: its page in ``docs/launchers``.
+        title: its name in sentences to people, where that is another.
+        rank: variable with this process's number; likewise ``size``, ``local_rank`` and ``local_size``. Empty
+            where it tells none.
+        others: further variables that it always sets, and that are needed.
+        optional: those of the four above that may be missing: the hosts of all ranks tell then.
+        mark: a variable that it alone sets; None where the names above are its own already.
+        is_shared: other tools set variables of these names, too.
+        trace: those of which one shows that it started this process; empty for the four above.
+        contradicts: launchers of which each may have started the other, and the variables do not show which.
+        start: what to type to start with it.
+        read: finds the World in the variables; None where this launcher left no trace there.
+        backends: the backends that its ranks can use, the default first, with a condition for the docs.
+        starts_mpi: it starts ranks of an MPI, and of nothing else: they take Horovod where that is built with
+            MPI, and else mpi.
+        may_start: a rank that it started alone may start ranks of its own: a shell that srun has opened on a
+            node is a step of one task, and a pod may be a job of one.
+        not_handed_on: those of its variables in an environment that the ranks of such a process must not see.
+        ways: how ``dualeval conformance`` starts it.
+        exit_codes: for the docs, by what is typed: its code after bad input, after SIGTERM or SIGINT to it,
+            after SIGUSR2 to it, and after anything else.
+    """
+
+    name: str
+    page: str
+    title: str = ""
+    rank: str = ""
+    size: str = ""
+    local_rank: str = ""
+    local_size: str = ""
+    others: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    mark: str | None = None
+    is_shared: bool = False
+    trace: tuple[str, ...] = ()
+    contradicts: tuple[str, ...] = ()
+    start: str
+    read: Callable[[Variables], World | None] = Variables.place
+    backends: Mapping[str, str]
+    starts_mpi: bool = False
+    may_start: bool = False
+    not_handed_on: Callable[[Mapping[str, str]], Collection[str]] = lambda environ: ()
+    ways: tuple[Way, ...] = ()
+    exit_codes: Mapping[str, tuple[str, str, str, str]]
+
+    def probe(self, environ: Mapping[str, str]) -> World | None:
+        """Find the World in the environment; None where this launcher left no trace there."""
+        return self.read(Variables(self, environ))
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """The four that every launcher has."""
+        return (self.rank, self.size, self.local_rank, self.local_size)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Those without which a process cannot be placed."""
+        return tuple(name for name in (*self.ranks, *self.others) if name and name not in self.optional)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Those that are needed, the optional ones, and the mark."""
+        return (*self.needed, *self.optional, *((self.mark,) if self.mark else ()))
+
+    def found(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
+        """Those that are set, with what they are read for."""
+        meanings = dict(zip(self.ranks, ("rank", "size", "local rank", "local size"), strict=True))
+        return tuple(
+            Variable(name=name, value=environ[name], meaning=meanings.get(name, ""))
+            for name in self.all
+            if name in environ
+        )

@@ -1,0 +1,199 @@
+"""Slurm's srun. A step's variables count: those of the job tell what was asked for, not what was started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from dualeval.launch.hostlist import expand_hosts, expand_tasks, node_addresses, order_by_component
+from dualeval.launch.launchers.base import Launcher, Variables, Way
+from dualeval.launch.site import Site
+from dualeval.meetings.address import AtAddress
+from dualeval.world import World
+
+_SIZE, _TASKS = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"
+# Slurm numbers from here on what is no step of tasks: a batch script, an salloc shell on a node.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# How often a job was requeued.
+_REQUEUES = "SLURM_RESTART_COUNT"
+# Ports for ranks to meet at: outside of what the kernel gives to clients (32768 and up).
+_FIRST_PORT, _PORTS = 16384, 16000
+# What a job was asked for with, which srun would take for what this step is asked for with; and the binding
+# of a step that this process is in itself.
+_OF_THE_JOB = re.compile(
+    "S(LURM|RUN)_(NTASKS_PER_NODE|NTASKS_PER_SOCKET|CPUS_PER_TASK|DISTRIBUTION|HOSTFILE"
+    "|(CPU|MEM)_BIND.*|OVERCOMMIT|EXCLUSIVE)"
+)
+
+
+def is_step_of_tasks(step: str) -> bool:
+    """Whether a value of SLURM_STEP_ID is the number of a step that srun started."""
+    return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _read(variables: Variables) -> World | None:
+    """A batch script and an salloc shell have a job's variables and SLURM_PROCID=0, but no step's."""
+    environ = variables.environ
+    step = environ.get("SLURM_STEP_ID", "")
+    if (step.isdecimal() and not is_step_of_tasks(step)) or not variables.are_whole():
+        return None
+    node, job, number = map(variables.number, ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID"))
+    try:
+        sizes = expand_tasks(environ[_TASKS])
+        hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
+    except ValueError as error:
+        raise variables.error(str(error)) from error
+    if len(hosts) != len(sizes):
+        raise variables.error(f"{len(hosts)} nodes are named, but tasks are given for {len(sizes)}")
+    if not node < len(sizes):
+        raise variables.error(f"SLURM_NODEID={node} is not below the number of nodes, {len(sizes)}")
+    rank, size, local_rank = map(variables.number, ("SLURM_PROCID", _SIZE, "SLURM_LOCALID"))
+    if sum(sizes) != size:
+        raise variables.error(f"the tasks a node are {sum(sizes)} together, and not {_SIZE}={size}")
+    # By the variable on every task, so that none waits for the one that finds it out.
+    if environ.get("SLURM_DISTRIBUTION") == "arbitrary" or (rank == 0 and node != 0):
+        raise variables.error(
+            f"with --distribution=arbitrary task 0 may run anywhere, and the ranks are to meet it on the "
+            f"step's first host, {hosts[0]}",
+            "Leave out --distribution=arbitrary, and SLURM_HOSTFILE",
+        )
+    hosts, sizes = _in_order_of_nodes(variables, hosts, sizes, node)
+    restarts = variables.number(_REQUEUES, default=0)
+    return replace(
+        variables.world(rank, size, local_rank, sizes[node]),
+        node_rank=node,
+        meeting=AtAddress(
+            host=hosts[0],
+            port=_FIRST_PORT + (131 * job + number) % _PORTS,
+            others=node_addresses(environ, hosts[0]),
+            run_id=f"{environ.get('SLURM_CLUSTER_NAME', '')}.{job}.{number}.{restarts}",
+            restarts=restarts,
+        ),
+        node_sizes=sizes,
+        mpi=_has_way_into_mpi(environ, f"{job}.{number}"),
+    )
+
+
+def _in_order_of_nodes(
+    variables: Variables, hosts: list[str], sizes: tuple[int, ...], node: int
+) -> tuple[list[str], tuple[int, ...]]:
+    """Put a step's hosts and their numbers of tasks in the order in which Slurm numbers its nodes.
+
+    In a heterogeneous step that is the order of its components, and the lists are in that of the names.
+
+    Raises:
+        LaunchError: this process's own host is not where it should be then.
+    """
+    ordered = order_by_component(variables.environ, hosts)
+    tasks = dict(zip(hosts, sizes, strict=True))
+    own = variables.environ.get("SLURMD_NODENAME")
+    if own in tasks and ordered[node] != own:
+        raise variables.error(
+            f"Slurm says that node {node} of this step is {own}, and lists {', '.join(hosts)}: a "
+            f"heterogeneous step ('srun ... : ...') numbers its nodes in another order, and nobody here "
+            f"knows on which of them rank 0 is",
+            "Start all ranks with one srun without ':', or ask for a heterogeneous job ('sbatch ... : ...') "
+            "and type 'srun --het-group=0,1 dualeval run'",
+        )
+    if len(tasks) < len(hosts):
+        return hosts, sizes
+    return ordered, tuple(tasks[host] for host in ordered)
+
+
+def _has_way_into_mpi(environ: Mapping[str, str], step: str) -> bool:
+    """Whether this very step was started with PMIx or PMI-2: its shell may have been, with another step's."""
+    if "PMIX_RANK" in environ:
+        return f".{environ.get('PMIX_NAMESPACE', step)}".endswith(f".{step}")
+    return "PMI_RANK" in environ and environ.get("PMI_JOBID", step) in (step, step.partition(".")[0])
+
+
+def under_srun(site: Site, on_nodes: Sequence[int], *, mpi: str = "none") -> list[str]:
+    """Give the words of an srun that starts so many tasks on each of the first nodes of its job."""
+    tasks, most = sum(on_nodes), max(on_nodes)
+    nodes = site.nodes[: len(on_nodes)]
+    cores = min(node.cores for node in nodes)
+    even = len(set(on_nodes)) == 1
+    return [
+        site.programs.get("srun", "srun"),
+        f"--nodes={len(nodes)}",
+        f"--nodelist={','.join(node.host for node in nodes)}",
+        f"--ntasks={tasks}",
+        *([f"--ntasks-per-node={most}"] if even else []),
+        # Said, for the job's own number may be for other tasks; more tasks than cores only when told so.
+        *([f"--cpus-per-task={cores // most}"] if most <= cores else ["--overcommit"]),
+        *(["--overlap"] if site.in_step else []),
+        "--kill-on-bad-exit=1",
+        f"--mpi={mpi}",
+    ]
+
+
+def one_a_node(site: Site, on_nodes: Sequence[int], number: int) -> list[str]:
+    """Give the words before what is itself, or starts by itself, the ranks of its node."""
+    return [] if site.job is None else under_srun(site, [1] * len(on_nodes))
+
+
+def _pmi_of(library: str) -> str:
+    """By which PMI an MPI library finds its ranks under srun."""
+    return "pmix" if "Open MPI" in library else "pmi2"
+
+
+def _lacks(site: Site, on_nodes: Sequence[int], backend: str) -> str | None:
+    if site.job is None:
+        return "this is no Slurm job: type 'salloc -N2 dualeval conformance'"
+    return site.libraries.lack_horovod("gloo") if backend == "horovod" else None
+
+
+def _lacks_mpi(site: Site, on_nodes: Sequence[int], backend: str) -> str | None:
+    if site.job is None or site.libraries.no_mpi is not None:
+        return _lacks(site, on_nodes, "torch") or site.libraries.no_mpi
+    wanted = _pmi_of(site.libraries.mpi)
+    if wanted not in site.srun_mpi:
+        offered = ", ".join(site.srun_mpi) or "nothing"
+        return f"mpi4py {site.libraries.mpi} needs srun --mpi={wanted}, and this Slurm offers {offered}"
+    return site.libraries.lack_horovod("mpi") if backend == "horovod" else None
+
+
+LAUNCHER = Launcher(
+    name="srun",
+    page="slurm",
+    rank="SLURM_PROCID",
+    size=_SIZE,
+    local_rank="SLURM_LOCALID",
+    local_size=_TASKS,
+    trace=(_SIZE, _TASKS, "SLURM_STEP_NODELIST", "SLURM_STEP_ID"),
+    others=("SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+    start="srun --ntasks-per-node N dualeval run",
+    read=_read,
+    backends={
+        "torch": "",
+        "horovod": "over gloo; with [`--mpi`](launchers/slurm.md#mpi) over MPI if built with it",
+        "mpi": "with [`--mpi=pmix` or `pmi2`](launchers/slurm.md#mpi)",
+    },
+    may_start=True,
+    not_handed_on=lambda environ: [name for name in environ if _OF_THE_JOB.fullmatch(name)],
+    ways=(
+        Way(
+            name="srun",
+            backends=("torch", "horovod"),
+            program="srun",
+            words=lambda site, on_nodes, number: under_srun(site, on_nodes),
+            lacks=_lacks,
+        ),
+        Way(
+            name="srun-mpi",
+            backends=("torch", "horovod", "mpi"),
+            program="srun",
+            words=lambda site, on_nodes, number: under_srun(site, on_nodes, mpi=_pmi_of(site.libraries.mpi)),
+            lacks=_lacks_mpi,
+        ),
+    ),
+    exit_codes={
+        "`srun`, `sbatch`, signalled by `scancel`": (
+            "2",
+            "75",
+            "75",
+            "1, or 75 or 143 ([why](launchers/slurm.md#exit-codes))",
+        )
+    },
+)

@@ -1,0 +1,83 @@
+"""torchrun, torch's own launcher, and its older form, ``python -m torch.distributed.launch``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Launcher, Variables, Way
+from dualeval.launch.launchers.slurm import one_a_node
+from dualeval.launch.site import Site
+from dualeval.meetings.master import AtTorchrun
+from dualeval.world import World
+
+_TRACE = (MARK_OF_TORCHRUN, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+# How often the ranks were started again, by --max-restarts.
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+# Variables that it takes for its options.
+_OPTIONS = "PET_"
+# Where its agents on several nodes meet; each start takes the next port.
+_FIRST_PORT, _PORTS = 29500, 100
+
+
+def _read(variables: Variables) -> World | None:
+    """All of torchrun's variables, or none of those that place a process.
+
+    MASTER_ADDR and MASTER_PORT alone are no trace of it: job scripts export them for any launcher, and an
+    address makes no process a rank.
+    """
+    world = variables.place()
+    return world and replace(
+        world,
+        node_rank=variables.number("GROUP_RANK"),
+        meeting=AtTorchrun(
+            address=variables.address(),
+            restarts=variables.number(_RESTARTS, default=0),
+            launch_id=variables.environ.get(MARK_OF_TORCHRUN),
+        ),
+    )
+
+
+def _words(site: Site, on_nodes: Sequence[int], number: int) -> list[str]:
+    # --standalone: a port that the kernel picks, where torchrun's own may be another run's.
+    meeting = ["--standalone"]
+    if len(on_nodes) > 1:
+        meeting = [
+            f"--nnodes={len(on_nodes)}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={site.nodes[0].host}:{_FIRST_PORT + number % _PORTS}",
+            f"--rdzv-id={site.job}-{number}",
+        ]
+    each = f"--nproc-per-node={max(on_nodes)}"
+    torchrun = site.programs.get("torchrun", "torchrun")
+    return [*one_a_node(site, on_nodes, number), torchrun, *meeting, each, "--no-python"]
+
+
+def _lacks(site: Site, on_nodes: Sequence[int], backend: str) -> str | None:
+    if len(set(on_nodes)) > 1:
+        return (
+            f"one command starts as many ranks on each node, and {sum(on_nodes)} on {len(on_nodes)} is uneven"
+        )
+    return None
+
+
+LAUNCHER = Launcher(
+    name="torchrun",
+    page="torchrun",
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    others=("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    mark=MARK_OF_TORCHRUN,
+    is_shared=True,
+    trace=_TRACE,
+    start="torchrun --nproc-per-node N -m dualeval run",
+    read=_read,
+    backends={"torch": ""},
+    not_handed_on=lambda environ: [name for name in environ if name in _TRACE or name.startswith(_OPTIONS)],
+    ways=(Way(name="torchrun", backends=("torch",), program="torchrun", words=_words, lacks=_lacks),),
+    exit_codes={
+        "`torchrun`": ("1", "1; it gives the ranks 30 s", "it dies, unless `--signals-to-handle` has it", "1")
+    },
+)
