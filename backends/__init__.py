@@ -13,7 +13,6 @@ if __name__ != "dualeval.backends":
 
 import importlib
 import sys
-from dataclasses import dataclass
 
 from dualeval.backends.base import Backend, no_mesh
 from dualeval.errors import LaunchError, UsageError
@@ -24,42 +23,18 @@ from dualeval.world import World
 __all__ = ["Backend", "check_mesh", "choose_backend", "connect", "group_of_caller", "world_of_caller"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """One backend of the table.
-
-    Attributes:
-        module: where it is implemented; imported when it is chosen.
-        class_name: the subclass of Backend there.
-        start: what to type to run it.
-    """
-
-    module: str
-    class_name: str
-    start: str
-
-
+# The module and class of each, which is imported when it is chosen, and what to type to run it.
 _BACKENDS = {
-    "single": _Entry(
-        module="dualeval.backends.single",
-        class_name="SingleBackend",
-        start="'dualeval run'",
+    "single": ("single", "SingleBackend", "'dualeval run'"),
+    "torch": (
+        *("torch_distributed", "TorchBackend"),
+        "'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'",
     ),
-    "torch": _Entry(
-        module="dualeval.backends.torch_distributed",
-        class_name="TorchBackend",
-        start="'dualeval run --nproc N' or 'torchrun --nproc-per-node N -m dualeval run'",
+    "horovod": (
+        *("horovod", "HorovodBackend"),
+        "'dualeval run --nproc N --backend horovod' or 'horovodrun -np N dualeval run'",
     ),
-    "horovod": _Entry(
-        module="dualeval.backends.horovod",
-        class_name="HorovodBackend",
-        start="'dualeval run --nproc N --backend horovod' or 'horovodrun -np N dualeval run'",
-    ),
-    "mpi": _Entry(
-        module="dualeval.backends.mpi",
-        class_name="MpiBackend",
-        start="'mpirun -np N dualeval run --backend mpi'",
-    ),
+    "mpi": ("mpi", "MpiBackend", "'mpirun -np N dualeval run --backend mpi'"),
 }
 
 
@@ -77,8 +52,10 @@ def connect(name: str | None, world: World) -> Backend:
         LaunchError: this backend cannot run under this launcher, or its library is missing or broken.
         BackendError: the group could not be joined.
     """
-    entry = _BACKENDS[choose_backend(name, world)]
-    implementation: type[Backend] = getattr(importlib.import_module(entry.module), entry.class_name)
+    module, class_name, _ = _BACKENDS[choose_backend(name, world)]
+    implementation: type[Backend] = getattr(
+        importlib.import_module(f"dualeval.backends.{module}"), class_name
+    )
     return implementation(world)
 
 
@@ -102,10 +79,10 @@ def choose_backend(name: str | None, world: World) -> str:
             f"There is no backend {name!r}.{hint} --backend takes one of: {', '.join(_BACKENDS)}."
         )
     if name not in launcher.backends:
-        started_by = launcher.title or launcher.name
+        started_by, start = launcher.title or launcher.name, _BACKENDS[name][-1]
         raise LaunchError(
             f"--backend {name} cannot run a world of {world.size} started by {started_by}. Start it with "
-            f"{_BACKENDS[name].start}, or leave --backend out to take {_default(launcher)}."
+            f"{start}, or leave --backend out to take {_default(launcher)}."
         )
     if name == "mpi" and not world.mpi:
         raise LaunchError(

@@ -18,7 +18,7 @@ class World:
         local_rank: number of this process on its node, 0 <= local_rank < local_size.
         local_size: number of processes on this node.
         node_rank: number of this node; None where the launcher does not tell.
-        launcher: the name of the launcher that started the process (a name of ``launch.detect``).
+        launcher: the name of the launcher that started the process (a name of ``LAUNCHERS``).
         meeting: how it finds the others.
         node_sizes: number of ranks on each node, by its number; None where the launcher does not tell.
         mpi: whether the launcher gives its processes a way into MPI (mpirun; srun with --mpi=pmix or pmi2).

@@ -63,7 +63,7 @@ class AtAddress(Meeting):
 
 
 @contextmanager
-def meeting(port: int, run_id: str, payload: Any) -> Iterator[None]:
+def meeting(port: int, run_id: str, payload: Any) -> Iterator[Any]:
     """Tell all who come to this host what they have to know; ``come_to_meeting`` is the other end.
 
     Args:
@@ -96,7 +96,7 @@ def meeting(port: int, run_id: str, payload: Any) -> Iterator[None]:
     serving = threading.Thread(target=serve, name="dualeval-meeting", daemon=True)
     serving.start()
     try:
-        yield
+        yield payload
     finally:
         over.set()
         # It ends the wait for the next caller; closing alone would not.

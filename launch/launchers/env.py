@@ -22,15 +22,14 @@ def _read(variables: Variables) -> World | None:
     rank, size = variables.number("RANK"), variables.number("WORLD_SIZE")
     _refuse_missing_ranks(variables)
     meeting = AtMaster(address=variables.address())
-    world = variables.world(rank, size, 0, 1)
     local_rank, local_size = (
         variables.number(name) if name in variables.environ else default
         for name, default in zip(_OPTIONAL, (0, size), strict=True)
     )
-    variables.world(rank, size, local_rank, local_size)
+    world = variables.world(rank, size, local_rank, local_size)
     if size == 1:
         return replace(world, node_rank=0, node_sizes=(1,))
-    return replace(world, local_rank=local_rank, placed=False, meeting=meeting)
+    return replace(world, local_size=1, placed=False, meeting=meeting)
 
 
 def _refuse_missing_ranks(variables: Variables) -> None:
