@@ -174,7 +174,7 @@ class Launcher:
             where it tells none.
         others: further variables that it always sets, and that are needed.
         optional: those of the four above that may be missing: the hosts of all ranks tell then.
-        mark: a variable that it alone sets; None where the names above are its own already.
+        mark: a variable that it alone sets; empty where the names above are its own already.
         is_shared: other tools set variables of these names, too.
         trace: those of which one shows that it started this process; empty for the four above.
         contradicts: launchers of which each may have started the other, and the variables do not show which.
@@ -200,7 +200,7 @@ class Launcher:
     local_size: str = ""
     others: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    mark: str | None = None
+    mark: str = ""
     is_shared: bool = False
     trace: tuple[str, ...] = ()
     contradicts: tuple[str, ...] = ()
