@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dualeval.launch.launchers import LAUNCHERS, Launcher
+from dualeval.launch.launchers import BACKENDS, LAUNCHERS, Launcher
 
 PAGE = Path(__file__).resolve().parent / "launchers.md"
-_BACKENDS = ("single", "torch", "horovod", "mpi")
 
 
 def tables() -> dict[str, str]:
@@ -17,11 +16,8 @@ def tables() -> dict[str, str]:
     numbers = range(1, len(LAUNCHERS) + 1)
     return {
         "backends": _table(
-            ("`--launcher`", "started by", *(f"`{name}`" for name in _BACKENDS)),
-            (
-                (_page(each), f"`{each.start}`", *(_backend(each, name) for name in _BACKENDS))
-                for each in rows
-            ),
+            ("`--launcher`", "started by", *(f"`{name}`" for name in BACKENDS)),
+            ((_page(each), f"`{each.start}`", *(_backend(each, name) for name in BACKENDS)) for each in rows),
         ),
         "variables": _table(
             ("", "`--launcher`", "rank, number of ranks, and both on the node", "also required"),

@@ -307,8 +307,13 @@ def test_every_part_of_torchruns_variables() -> None:
             assert detect(environ, "none") == World.alone()
 
 
-def test_left_over_or_cut_short() -> None:
+def test_left_over_or_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torchrun's mark the shell is to blame, and the message has the line that cleans it."""
+    for name in os.environ.keys() & TORCHRUN.keys():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(LaunchError, match=r"left over or another tool's.*'unset RANK'"):
+        detect(os.environ)
     with pytest.raises(LaunchError, match=r"left over or another tool's.*'unset RANK WORLD_SIZE'"):
         detect({"WORLD_SIZE": "8", "RANK": "3"})
     with pytest.raises(LaunchError, match="env's variables are half set: MASTER_PORT is missing"):

@@ -24,7 +24,7 @@ from dualeval.errors import EXIT_DONE
 from dualeval.job import DATA, LAUNCH, MODEL, RUN, Job, owners_of, start_of
 from dualeval.launch import examine
 from dualeval.launch.cores import own_cores, share_of_cores
-from dualeval.launch.launchers import LAUNCHERS
+from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.launch.starts import may_start_ranks
 from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
@@ -96,8 +96,8 @@ class _Invocation:
 @grouped(
     "--backend",
     group=LAUNCH,
-    type=Words(("single", "torch", "horovod", "mpi"), "NAME"),
-    help="single, torch, horovod, mpi.  [default: by launcher]",
+    type=Words(BACKENDS, "NAME"),
+    help=f"{', '.join(BACKENDS)}.  [default: by launcher]",
 )
 @grouped(
     "--launcher",

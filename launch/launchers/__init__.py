@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dualeval.launch.launchers import env, flux, horovodrun, mpich, none, openmpi, slurm, torchrun
 from dualeval.launch.launchers.base import Launcher, Way
 
-__all__ = ["LAUNCHERS", "WAYS", "Launcher", "Way"]
+__all__ = ["BACKENDS", "LAUNCHERS", "WAYS", "Launcher", "Way"]
 
 # In the order in which they are asked, innermost launcher first: torchrun may run inside a task of any other,
 # and horovodrun inside an allocation that sets MPI's variables. Flux may itself run in a step of Slurm's, and
@@ -18,7 +18,8 @@ LAUNCHERS: Mapping[str, Launcher] = {
     module.LAUNCHER.name: module.LAUNCHER
     for module in (torchrun, horovodrun, flux, openmpi, mpich, slurm, env, none)
 }
-# How ranks can be started, one process first: it is what the others are compared with.
-WAYS: Mapping[str, Way] = {
-    way.name: way for launcher in (none.LAUNCHER, *LAUNCHERS.values()) for way in launcher.ways
-}
+# One process first: it is what the others are compared with.
+_ONE_FIRST = (none.LAUNCHER, *LAUNCHERS.values())
+# How ranks can be started, and the backends that they can use.
+WAYS: Mapping[str, Way] = {way.name: way for launcher in _ONE_FIRST for way in launcher.ways}
+BACKENDS = tuple(dict.fromkeys(name for launcher in _ONE_FIRST for name in launcher.backends))

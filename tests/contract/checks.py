@@ -23,6 +23,7 @@ from dualeval.backends import base
 from dualeval.backends.base import BYTE_TYPES, OPS, WIRE_TYPES, Op
 from dualeval.devices import connect
 from dualeval.errors import BackendError
+from dualeval.launch.launchers import BACKENDS
 from tests.contract.bench import (
     SHAPES,
     Bench,
@@ -368,9 +369,7 @@ def check_context(bench: Bench) -> None:
 
 
 def check_attributes(bench: Bench) -> None:
-    bench.expect(
-        bench.backend.name in ("single", "torch", "horovod", "mpi"), f"the name is {bench.backend.name}"
-    )
+    bench.expect(bench.backend.name in BACKENDS, f"the name is {bench.backend.name}")
     bench.expect(0 <= bench.rank < bench.size, f"rank {bench.rank} of {bench.size}")
     ranks = bench.backend.all_gather_json(bench.rank)
     bench.expect(ranks == list(range(bench.size)), f"the ranks are {ranks}")

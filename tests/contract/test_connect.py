@@ -11,7 +11,7 @@ import torch
 from dualeval.backends import choose_backend, connect, horovod
 from dualeval.backends.torch_distributed import devices_of
 from dualeval.errors import LaunchError, UsageError
-from dualeval.launch.launchers import LAUNCHERS
+from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.world import World
 from tests.conftest import Launch
 
@@ -50,7 +50,7 @@ def world_of(launcher: str) -> World:
     )
 
 
-@pytest.mark.parametrize("backend", ["single", "torch", "horovod", "mpi"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_pair_of_launcher_and_backend(
     launcher: str, backend: str, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
+from dualeval.launch.launchers import BACKENDS
 from tests.conftest import Finished, Launch
 from tests.contract.checks import CHECKS
 from tests.launchers import needs, start, variables
@@ -90,6 +91,10 @@ GROUPS = [
     ),
     *(Group(backend="torch", launcher="torchrun", size=2, device="cuda:0") for _ in range(min(1, GPUS))),
 ]
+
+
+def test_every_backend_has_a_group() -> None:
+    assert {group.backend for group in GROUPS} == {*BACKENDS}
 
 
 @pytest.fixture(scope="session")
