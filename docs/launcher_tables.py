@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS, Launcher
@@ -28,7 +29,7 @@ def tables() -> dict[str, str]:
         ),
         "exit codes": _table(
             ("", "bad input", "SIGTERM, SIGINT", "SIGUSR2", "anything else"),
-            ((typed, *codes) for each in rows for typed, codes in each.exit_codes.items()),
+            ((typed, *astuple(codes)) for each in rows for typed, codes in each.exit_codes.items()),
         ),
     }
 

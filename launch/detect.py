@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.gpus import promised_gpus
 from dualeval.launch.launchers import LAUNCHERS
-from dualeval.launch.launchers.base import LeftOver, Variable, Variables
+from dualeval.launch.launchers.base import Environment, LeftOver, Variable
 from dualeval.launch.launchers.env import LAUNCHER as ENV
 from dualeval.launch.launchers.slurm import LAUNCHER as SRUN
 from dualeval.launch.launchers.torchrun import LAUNCHER as TORCHRUN
@@ -118,7 +118,7 @@ def _ask_all(environ: Mapping[str, str]) -> tuple[World, LeftOver | None]:
 def _unplaced(environ: Mapping[str, str]) -> LaunchError | None:
     """The error of a process that is one of several, by what is set, though no launcher's set is whole."""
     # A batch script and an salloc shell are number 0 of their job.
-    of_srun = Variables(SRUN, environ)
+    of_srun = Environment(SRUN, environ)
     missing = of_srun.missing()
     if missing and any(environ.get(name, "0") != "0" for name in (SRUN.rank, SRUN.local_rank)):
         return of_srun.half_set(missing)
@@ -150,7 +150,7 @@ def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
             if own and other and (other.rank, other.size) != (own.rank, own.size):
                 unmarked = f", without torchrun's own mark {TORCHRUN.mark}," if source is plain else ""
                 names = " ".join(name for name in source.all if name in environ)
-                raise Variables(source, environ).error(
+                raise Environment(source, environ).error(
                     f"{other.launcher} started this process as rank {other.rank} of {other.size}, and the "
                     f"variables of {own.launcher}{unmarked} say rank {own.rank} of {own.size}",
                     f"Type 'unset {names}', or choose with --launcher {other.launcher} or --launcher "

@@ -17,11 +17,13 @@ from typing import Any
 from dualeval.errors import DualevalError, LaunchError
 from dualeval.launch.cores import usable_cores
 from dualeval.launch.hostlist import expand_hosts, expand_tasks
+from dualeval.launch.launchers import WAYS
 from dualeval.launch.launchers.slurm import is_step_of_tasks, under_srun
 from dualeval.launch.site import Libraries, Node, Site
 from dualeval.network import interface_towards
 
-_PROGRAMS = ("torchrun", "horovodrun", "mpirun", "srun", "ssh")
+# Those of all ways to start ranks, and that by which some reach other nodes.
+_PROGRAMS = (*sorted({way.program for way in WAYS.values() if way.program}), "ssh")
 _ANSWER_S = 30.0
 # In a word: a site's modules may say something around it.
 _FACTS = "dualeval-facts "

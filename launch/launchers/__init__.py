@@ -1,10 +1,10 @@
-"""The launchers, one file each; a further one is a file beside these and an entry of ``LAUNCHERS``."""
+"""The launchers, one file each; a further one is a file beside these and a name in ``_FILES``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 
-from dualeval.launch.launchers import env, flux, horovodrun, mpich, none, openmpi, slurm, torchrun
 from dualeval.launch.launchers.base import Launcher, Way
 
 __all__ = ["BACKENDS", "LAUNCHERS", "WAYS", "Launcher", "Way"]
@@ -14,12 +14,11 @@ __all__ = ["BACKENDS", "LAUNCHERS", "WAYS", "Launcher", "Way"]
 # may set a part of Open MPI's. In a job of Slurm's, mpirun starts its own ranks through a step of one process
 # a node. "env" is whoever sets such names, so launchers that have names of their own are asked before. "none"
 # stays last: it always answers.
-LAUNCHERS: Mapping[str, Launcher] = {
-    module.LAUNCHER.name: module.LAUNCHER
-    for module in (torchrun, horovodrun, flux, openmpi, mpich, slurm, env, none)
-}
+_FILES = ("torchrun", "horovodrun", "flux", "openmpi", "mpich", "slurm", "env", "none")
+_ALL: list[Launcher] = [import_module(f"{__name__}.{file}").LAUNCHER for file in _FILES]
+LAUNCHERS: Mapping[str, Launcher] = {launcher.name: launcher for launcher in _ALL}
 # One process first: it is what the others are compared with.
-_ONE_FIRST = (none.LAUNCHER, *LAUNCHERS.values())
+_ONE_FIRST = (_ALL[-1], *_ALL)
 # How ranks can be started, and the backends that they can use.
 WAYS: Mapping[str, Way] = {way.name: way for launcher in _ONE_FIRST for way in launcher.ways}
 BACKENDS = tuple(dict.fromkeys(name for launcher in _ONE_FIRST for name in launcher.backends))

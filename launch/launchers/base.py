@@ -1,6 +1,6 @@
 """What a launcher is: the names of its variables, what its ranks use, and how they are started and end.
 
-A probe reads the environment through ``Variables``, which raises the errors of what is missing or wrong.
+A probe reads the environment through ``Environment``, which raises the errors of what is missing or wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MARK_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class LeftOver(LaunchError):
-    """Variables that are set in part, and may be another's than the launcher whose names they have."""
+    """Environment that are set in part, and may be another's than the launcher whose names they have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +60,36 @@ class Way:
     has_doctor: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExitCodes:
+    """What a launcher makes of its ranks' exit codes and of signals to it, as the docs say it.
+
+    Where nothing else is said, it passes on the signal, and the ranks' own code.
+
+    Attributes:
+        bad_input: after wrong usage or bad input, where the ranks exit with 2.
+        stop: after SIGTERM or SIGINT to it.
+        sigusr2: after SIGUSR2 to it.
+        otherwise: after anything else.
+    """
+
+    bad_input: str = "2"
+    stop: str = "75"
+    sigusr2: str = "75"
+    otherwise: str = "1"
+
+
 @dataclass(frozen=True)
-class Variables:
+class Environment:
     """The environment, as the probe of one launcher reads it; what is wrong there is a LaunchError.
 
     Attributes:
         launcher: whose variables are read.
-        environ: all variables.
+        variables: all that are set.
     """
 
     launcher: Launcher
-    environ: Mapping[str, str]
+    variables: Mapping[str, str]
 
     def are_whole(self) -> bool:
         """Whether the launcher's variables are all set; False where it left no trace.
@@ -78,7 +97,7 @@ class Variables:
         A rank or a size without the rest is an error and never rank 0: several processes that each took
         themselves for the only one would all write the same result.
         """
-        if not any(name in self.environ for name in self.launcher.trace or self.launcher.ranks):
+        if not any(name in self.variables for name in self.launcher.trace or self.launcher.ranks):
             return False
         if missing := self.missing():
             raise self.half_set(missing)
@@ -86,9 +105,9 @@ class Variables:
 
     def missing(self) -> list[str]:
         """Those that are needed and not set."""
-        return [name for name in self.launcher.needed if name not in self.environ]
+        return [name for name in self.launcher.needed if name not in self.variables]
 
-    def place(self) -> World | None:
+    def world_of_four(self) -> World | None:
         """Read the four numbers that every launcher gives; None where it left no trace."""
         return self.world(*map(self.number, self.launcher.ranks)) if self.are_whole() else None
 
@@ -98,7 +117,7 @@ class Variables:
         if not rank < size:
             raise self.error(f"{source.rank}={rank} is not below {source.size}={size}")
         if not local_rank < local_size:
-            limit = source.local_size if source.local_size in self.environ else source.size
+            limit = source.local_size if source.local_size in self.variables else source.size
             raise self.error(f"{source.local_rank}={local_rank} is not below {limit}={local_size}")
         if not local_size <= size:
             raise self.error(f"{source.local_size}={local_size} is above {source.size}={size}")
@@ -115,7 +134,7 @@ class Variables:
 
     def number(self, name: str, default: int | None = None) -> int:
         """Read a whole number; ``default``, where there is one, stands for an empty or missing variable."""
-        text = self.environ.get(name, "")
+        text = self.variables.get(name, "")
         if not text and default is not None:
             return default
         if not (text.isascii() and text.isdecimal()):
@@ -124,25 +143,25 @@ class Variables:
 
     def address(self, host: str = "MASTER_ADDR", port: str = "MASTER_PORT") -> tuple[str, int]:
         """Read a host and a port."""
-        if not self.environ[host]:
+        if not self.variables[host]:
             raise self.error(f"{host} is empty")
         number = self.number(port)
         if not 0 < number < 65536:
             raise self.error(f"{port}={number} is not a port (1 to 65535)")
-        return self.environ[host], number
+        return self.variables[host], number
 
     def half_set(self, missing: list[str]) -> LaunchError:
         """Make the error of variables that are set in part."""
         source = self.launcher
         start = f"Start with '{source.start}'"
-        own = not source.is_shared or source.mark in self.environ
+        own = not source.is_shared or source.mark in self.variables
         if own:
             cause = (
                 f"{source.name} started this process, but something between removed a part of its variables"
             )
             remedy = start
         else:
-            stale = " ".join(name for name in source.needed if name in self.environ)
+            stale = " ".join(name for name in source.needed if name in self.variables)
             cause = f"{MARK_OF_TORCHRUN} is not set either, so these are left over or another tool's"
             remedy = (
                 f"{start}, set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or type 'unset {stale}'"
@@ -154,7 +173,7 @@ class Variables:
     def error(self, problem: str, advice: str = "", kind: type[LaunchError] = LaunchError) -> LaunchError:
         """Make the error that shows what was found of the launcher's variables and what to type."""
         source = self.launcher
-        found = ", ".join(f"{name}={self.environ[name]}" for name in source.all if name in self.environ)
+        found = ", ".join(f"{name}={self.variables[name]}" for name in source.all if name in self.variables)
         start = f"Start with '{source.start}'"
         return kind(
             f"{problem} (found: {found}). {advice or start}, "
@@ -187,8 +206,7 @@ class Launcher:
             node is a step of one task, and a pod may be a job of one.
         not_handed_on: those of its variables in an environment that the ranks of such a process must not see.
         ways: how ``dualeval conformance`` starts it.
-        exit_codes: for the docs, by what is typed: its code after bad input, after SIGTERM or SIGINT to it,
-            after SIGUSR2 to it, and after anything else.
+        exit_codes: by what is typed; empty where they have not been tried.
     """
 
     name: str
@@ -205,17 +223,17 @@ class Launcher:
     trace: tuple[str, ...] = ()
     contradicts: tuple[str, ...] = ()
     start: str
-    read: Callable[[Variables], World | None] = Variables.place
+    read: Callable[[Environment], World | None] = Environment.world_of_four
     backends: Mapping[str, str]
     starts_mpi: bool = False
     may_start: bool = False
     not_handed_on: Callable[[Mapping[str, str]], Collection[str]] = lambda environ: ()
     ways: tuple[Way, ...] = ()
-    exit_codes: Mapping[str, tuple[str, str, str, str]]
+    exit_codes: Mapping[str, ExitCodes]
 
     def probe(self, environ: Mapping[str, str]) -> World | None:
         """Find the World in the environment; None where this launcher left no trace there."""
-        return self.read(Variables(self, environ))
+        return self.read(Environment(self, environ))
 
     @property
     def ranks(self) -> tuple[str, ...]:

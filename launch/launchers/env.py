@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualeval.launch.launchers.base import Launcher, Variables
+from dualeval.launch.launchers.base import Environment, ExitCodes, Launcher
 from dualeval.meetings.master import AtMaster
 from dualeval.world import World
 
@@ -16,27 +16,27 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPTIONAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def _read(variables: Variables) -> World | None:
-    if not variables.are_whole():
+def _read(environment: Environment) -> World | None:
+    if not environment.are_whole():
         return None
-    rank, size = variables.number("RANK"), variables.number("WORLD_SIZE")
-    _refuse_missing_ranks(variables)
-    meeting = AtMaster(address=variables.address())
+    rank, size = environment.number("RANK"), environment.number("WORLD_SIZE")
+    _refuse_missing_ranks(environment)
+    meeting = AtMaster(address=environment.address())
     local_rank, local_size = (
-        variables.number(name) if name in variables.environ else default
+        environment.number(name) if name in environment.variables else default
         for name, default in zip(_OPTIONAL, (0, size), strict=True)
     )
-    world = variables.world(rank, size, local_rank, local_size)
+    world = environment.world(rank, size, local_rank, local_size)
     if size == 1:
         return replace(world, node_rank=0, node_sizes=(1,))
     return replace(world, local_size=1, placed=False, meeting=meeting)
 
 
-def _refuse_missing_ranks(variables: Variables) -> None:
+def _refuse_missing_ranks(environment: Environment) -> None:
     """Raise in a pod of a PyTorchJob which is to start several ranks, by torchrun, and starts one."""
-    count = variables.environ.get("PET_NPROC_PER_NODE", "1")
-    if count.isdecimal() and int(count) > 1 and "LOCAL_RANK" not in variables.environ:
-        raise variables.error(
+    count = environment.variables.get("PET_NPROC_PER_NODE", "1")
+    if count.isdecimal() and int(count) > 1 and "LOCAL_RANK" not in environment.variables:
+        raise environment.error(
             f"this pod is to start {count} ranks (PET_NPROC_PER_NODE), and WORLD_SIZE counts all of them",
             "Start with 'torchrun -m dualeval run', which reads the PET_ variables, or leave out "
             "nprocPerNode",
@@ -59,5 +59,5 @@ LAUNCHER = Launcher(
     backends={"torch": "", "horovod": "over gloo"},
     may_start=True,
     not_handed_on=lambda environ: (*_NEEDED, *_OPTIONAL),
-    exit_codes={"variables alone: each rank's own": ("2", "75", "75", "1")},
+    exit_codes={"variables alone: each rank's own": ExitCodes()},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from dualeval.launch.launchers.base import Launcher, Variables
+from dualeval.launch.launchers.base import Environment, Launcher
 from dualeval.meetings.address import AtAddress
 from dualeval.meetings.pmi import OverPmi
 from dualeval.world import World
@@ -15,26 +15,26 @@ from dualeval.world import World
 _RANK, _SIZE, _LOCAL_RANK, _JOB = "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_ID"
 
 
-def _read(variables: Variables) -> World | None:
+def _read(environment: Environment) -> World | None:
     """Flux gives its tasks no address to meet at.
 
     Its PMI, which it serves to each task at a file descriptor, passes one on; without PMI the user has to.
     """
-    if not variables.are_whole():
+    if not environment.are_whole():
         return None
-    environ = variables.environ
-    rank, size, local_rank = map(variables.number, (_RANK, _SIZE, _LOCAL_RANK))
-    world = replace(variables.world(rank, size, local_rank, size), local_size=1)
+    environ = environment.variables
+    rank, size, local_rank = map(environment.number, (_RANK, _SIZE, _LOCAL_RANK))
+    world = replace(environment.world(rank, size, local_rank, size), local_size=1)
     if size == 1:
         return replace(world, node_rank=0, node_sizes=(1,))
     world = replace(world, placed=False)
     pmi = {_RANK: "PMI_RANK", _SIZE: "PMI_SIZE"}
     if "PMI_FD" in environ and all(environ.get(own) == environ[name] for name, own in pmi.items()):
-        return replace(world, meeting=OverPmi(descriptor=variables.number("PMI_FD")))
+        return replace(world, meeting=OverPmi(descriptor=environment.number("PMI_FD")))
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        host, port = variables.address()
+        host, port = environment.address()
         return replace(world, meeting=AtAddress(host=host, port=port, run_id=f"flux.{environ[_JOB]}"))
-    raise variables.error(
+    raise environment.error(
         "Flux gave this process no PMI (PMI_FD is missing), by which the ranks would meet",
         "Leave out '-o pmi=none', or add '--env=MASTER_ADDR=FIRST_HOST --env=MASTER_PORT=29500' to 'flux "
         "run', FIRST_HOST being the host of task 0",
@@ -62,5 +62,5 @@ LAUNCHER = Launcher(
     backends={"torch": "", "horovod": "over gloo"},
     may_start=True,
     not_handed_on=_not_handed_on,
-    exit_codes={},
+    exit_codes={},  # Flux itself was not at hand
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dualeval.launch.launchers.base import Launcher, Variables, Way
+from dualeval.launch.launchers.base import Environment, ExitCodes, Launcher, Way
 from dualeval.launch.launchers.slurm import under_srun
 from dualeval.launch.site import Site
 from dualeval.meetings.horovodrun import AtHorovodrun
@@ -14,18 +14,18 @@ from dualeval.world import World
 _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
-def _read(variables: Variables) -> World | None:
+def _read(environment: Environment) -> World | None:
     """Where the ranks meet is the rendezvous of the host where horovodrun was typed, not rank 0's.
 
     HOROVOD_CROSS_RANK numbers the nodes that have this local rank, which is not all of them.
     """
-    world = variables.place()
-    if world and variables.environ.get("HOROVOD_ELASTIC") == "1":
-        raise variables.error(
+    world = environment.world_of_four()
+    if world and environment.variables.get("HOROVOD_ELASTIC") == "1":
+        raise environment.error(
             "horovodrun started this process in its elastic mode, in which ranks come and go",
-            f"Start a fixed number of them with '{variables.launcher.start}'",
+            f"Start a fixed number of them with '{environment.launcher.start}'",
         )
-    return world and replace(world, meeting=AtHorovodrun(address=variables.address(*_RENDEZVOUS)))
+    return world and replace(world, meeting=AtHorovodrun(address=environment.address(*_RENDEZVOUS)))
 
 
 def _words_gloo(site: Site, on_nodes: Sequence[int], number: int) -> list[str]:
@@ -75,7 +75,7 @@ LAUNCHER = Launcher(
         )
     ),
     exit_codes={
-        "`horovodrun --gloo`": ("1", "1", "it dies; the ranks save", "1"),
-        "`horovodrun --mpi`": ("2", _SIGNALLED, _SIGNALLED, "1"),
+        "`horovodrun --gloo`": ExitCodes(bad_input="1", stop="1", sigusr2="it dies; the ranks save"),
+        "`horovodrun --mpi`": ExitCodes(stop=_SIGNALLED, sigusr2=_SIGNALLED),
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dualeval.launch.launchers.base import Launcher, Way
+from dualeval.launch.launchers.base import ExitCodes, Launcher, Way
 from dualeval.launch.launchers.slurm import one_a_node
 from dualeval.launch.site import Site
 from dualeval.world import World
@@ -21,7 +21,7 @@ LAUNCHER = Launcher(
     page="local",
     title="no launcher",
     start="dualeval run",
-    read=lambda variables: World.alone(),
+    read=lambda environment: World.alone(),
     backends={"single": ""},
     may_start=True,
     ways=(
@@ -41,5 +41,5 @@ LAUNCHER = Launcher(
             has_doctor=False,
         ),
     ),
-    exit_codes={"`dualeval run`, with `--nproc` too": ("2", "75", "75", "1")},
+    exit_codes={"`dualeval run`, with `--nproc` too": ExitCodes()},
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dualeval.launch.hostlist import expand_hosts, expand_tasks, node_addresses, order_by_component
-from dualeval.launch.launchers.base import Launcher, Variables, Way
+from dualeval.launch.launchers.base import Environment, ExitCodes, Launcher, Way
 from dualeval.launch.site import Site
 from dualeval.meetings.address import AtAddress
 from dualeval.world import World
@@ -32,36 +32,36 @@ def is_step_of_tasks(step: str) -> bool:
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
 
-def _read(variables: Variables) -> World | None:
+def _read(environment: Environment) -> World | None:
     """A batch script and an salloc shell have a job's variables and SLURM_PROCID=0, but no step's."""
-    environ = variables.environ
+    environ = environment.variables
     step = environ.get("SLURM_STEP_ID", "")
-    if (step.isdecimal() and not is_step_of_tasks(step)) or not variables.are_whole():
+    if (step.isdecimal() and not is_step_of_tasks(step)) or not environment.are_whole():
         return None
-    node, job, number = map(variables.number, ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID"))
+    node, job, number = map(environment.number, ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID"))
     try:
         sizes = expand_tasks(environ[_TASKS])
         hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
     except ValueError as error:
-        raise variables.error(str(error)) from error
+        raise environment.error(str(error)) from error
     if len(hosts) != len(sizes):
-        raise variables.error(f"{len(hosts)} nodes are named, but tasks are given for {len(sizes)}")
+        raise environment.error(f"{len(hosts)} nodes are named, but tasks are given for {len(sizes)}")
     if not node < len(sizes):
-        raise variables.error(f"SLURM_NODEID={node} is not below the number of nodes, {len(sizes)}")
-    rank, size, local_rank = map(variables.number, ("SLURM_PROCID", _SIZE, "SLURM_LOCALID"))
+        raise environment.error(f"SLURM_NODEID={node} is not below the number of nodes, {len(sizes)}")
+    rank, size, local_rank = map(environment.number, ("SLURM_PROCID", _SIZE, "SLURM_LOCALID"))
     if sum(sizes) != size:
-        raise variables.error(f"the tasks a node are {sum(sizes)} together, and not {_SIZE}={size}")
+        raise environment.error(f"the tasks a node are {sum(sizes)} together, and not {_SIZE}={size}")
     # By the variable on every task, so that none waits for the one that finds it out.
     if environ.get("SLURM_DISTRIBUTION") == "arbitrary" or (rank == 0 and node != 0):
-        raise variables.error(
+        raise environment.error(
             f"with --distribution=arbitrary task 0 may run anywhere, and the ranks are to meet it on the "
             f"step's first host, {hosts[0]}",
             "Leave out --distribution=arbitrary, and SLURM_HOSTFILE",
         )
-    hosts, sizes = _in_order_of_nodes(variables, hosts, sizes, node)
-    restarts = variables.number(_REQUEUES, default=0)
+    hosts, sizes = _in_order_of_nodes(environment, hosts, sizes, node)
+    restarts = environment.number(_REQUEUES, default=0)
     return replace(
-        variables.world(rank, size, local_rank, sizes[node]),
+        environment.world(rank, size, local_rank, sizes[node]),
         node_rank=node,
         meeting=AtAddress(
             host=hosts[0],
@@ -76,7 +76,7 @@ def _read(variables: Variables) -> World | None:
 
 
 def _in_order_of_nodes(
-    variables: Variables, hosts: list[str], sizes: tuple[int, ...], node: int
+    environment: Environment, hosts: list[str], sizes: tuple[int, ...], node: int
 ) -> tuple[list[str], tuple[int, ...]]:
     """Put a step's hosts and their numbers of tasks in the order in which Slurm numbers its nodes.
 
@@ -85,11 +85,11 @@ def _in_order_of_nodes(
     Raises:
         LaunchError: this process's own host is not where it should be then.
     """
-    ordered = order_by_component(variables.environ, hosts)
+    ordered = order_by_component(environment.variables, hosts)
     tasks = dict(zip(hosts, sizes, strict=True))
-    own = variables.environ.get("SLURMD_NODENAME")
+    own = environment.variables.get("SLURMD_NODENAME")
     if own in tasks and ordered[node] != own:
-        raise variables.error(
+        raise environment.error(
             f"Slurm says that node {node} of this step is {own}, and lists {', '.join(hosts)}: a "
             f"heterogeneous step ('srun ... : ...') numbers its nodes in another order, and nobody here "
             f"knows on which of them rank 0 is",
@@ -189,11 +189,8 @@ LAUNCHER = Launcher(
         ),
     ),
     exit_codes={
-        "`srun`, `sbatch`, signalled by `scancel`": (
-            "2",
-            "75",
-            "75",
-            "1, or 75 or 143 ([why](launchers/slurm.md#exit-codes))",
+        "`srun`, `sbatch`, signalled by `scancel`": ExitCodes(
+            otherwise="1, or 75 or 143 ([why](launchers/slurm.md#exit-codes))"
         )
     },
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Launcher, Variables, Way
+from dualeval.launch.launchers.base import MARK_OF_TORCHRUN, Environment, ExitCodes, Launcher, Way
 from dualeval.launch.launchers.slurm import one_a_node
 from dualeval.launch.site import Site
 from dualeval.meetings.master import AtTorchrun
@@ -20,20 +20,20 @@ _OPTIONS = "PET_"
 _FIRST_PORT, _PORTS = 29500, 100
 
 
-def _read(variables: Variables) -> World | None:
+def _read(environment: Environment) -> World | None:
     """All of torchrun's variables, or none of those that place a process.
 
     MASTER_ADDR and MASTER_PORT alone are no trace of it: job scripts export them for any launcher, and an
     address makes no process a rank.
     """
-    world = variables.place()
+    world = environment.world_of_four()
     return world and replace(
         world,
-        node_rank=variables.number("GROUP_RANK"),
+        node_rank=environment.number("GROUP_RANK"),
         meeting=AtTorchrun(
-            address=variables.address(),
-            restarts=variables.number(_RESTARTS, default=0),
-            launch_id=variables.environ.get(MARK_OF_TORCHRUN),
+            address=environment.address(),
+            restarts=environment.number(_RESTARTS, default=0),
+            launch_id=environment.variables.get(MARK_OF_TORCHRUN),
         ),
     )
 
@@ -78,6 +78,10 @@ LAUNCHER = Launcher(
     not_handed_on=lambda environ: [name for name in environ if name in _TRACE or name.startswith(_OPTIONS)],
     ways=(Way(name="torchrun", backends=("torch",), program="torchrun", words=_words, lacks=_lacks),),
     exit_codes={
-        "`torchrun`": ("1", "1; it gives the ranks 30 s", "it dies, unless `--signals-to-handle` has it", "1")
+        "`torchrun`": ExitCodes(
+            bad_input="1",
+            stop="1; it gives the ranks 30 s",
+            sigusr2="it dies, unless `--signals-to-handle` has it",
+        )
     },
 )
