@@ -21,7 +21,7 @@ def did_you_mean(name: object, known: Iterable[object], *, most: int = 1, cutoff
 
 def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> str:
     """As ``did_you_mean``, in the words of a list that all known names follow."""
-    near = difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
+    near = difflib.get_close_matches(name, dict.fromkeys(known), n=most, cutoff=cutoff)
     return f" Nearest: {', '.join(near)}." if near else ""
 
 

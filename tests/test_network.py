@@ -121,6 +121,17 @@ def test_two_runs_at_neighbouring_ports(port: int) -> None:
         assert come([LOOPBACK], port, "c.1.1") == "second"
 
 
+def test_two_meetings_of_one_run(port: int) -> None:
+    with meeting(port, "c.1.0", "first", "the doctor"), meeting(port, "c.1.0", "second", "torch"):
+        assert come_to_meeting([LOOPBACK], port, "c.1.0", OTHER, "torch") == "second"
+        assert come_to_meeting([LOOPBACK], port, "c.1.0", OTHER, "the doctor") == "first"
+    with meeting(port, "c.1.0", WORDS, "torch"):
+        # As where one rank was given another --backend: what it waits for has to say so.
+        answer = at_address._ask_ports(LOOPBACK, port, "c.1.0", "Horovod", 1.0)
+    assert answer.payload is None
+    assert answer.problem.startswith("rank 0 meets there for torch, and this rank has come for Horovod")
+
+
 def test_two_rank_0s_are_one_too_many(port: int) -> None:
     with (
         meeting(port, "c.1.0", WORDS),
@@ -201,7 +212,7 @@ class Asked:
     def __init__(self) -> None:
         self.hosts: list[str] = []
 
-    def __call__(self, host: str, port: int, run_id: str, reach_s: float) -> at_address._Answer:
+    def __call__(self, host: str, port: int, run_id: str, purpose: str, reach_s: float) -> at_address._Answer:
         self.hosts.append(host)
         return at_address._Answer(payload=None if host == "h0" else (WORDS,), reached=True)
 

@@ -191,7 +191,7 @@ def test_options_that_are_wrong(mine: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Mien", ["has no 'Mien'. Nearest: Mine", "Tasks there: Mine, "]),
+        ("Mien", ["has no 'Mien'. Nearest: Mine. ", "Tasks there: Mine, "]),
         ("Half", ["Half does not say forward, metrics, observe"]),
         ("Stranger", ["Stranger is not a task", "derived from object"]),
         ("number_of_classes", ["a int is not a task"]),

@@ -55,27 +55,26 @@ class AtAddress(Meeting):
         return self.host
 
     def _pass_on(self, world: World, offer: Any, purpose: str) -> AbstractContextManager[Any]:
-        # With what it is for: the doctor's meeting is still held when the backend's begins.
-        name = f"{self.run_id} for {purpose}"
         if world.is_main:
-            return meeting(self.port, name, offer)
-        return nullcontext(come_to_meeting((self.host, *self.others), self.port, name, world))
+            return meeting(self.port, self.run_id, offer, purpose)
+        return nullcontext(come_to_meeting((self.host, *self.others), self.port, self.run_id, world, purpose))
 
 
 @contextmanager
-def meeting(port: int, run_id: str, payload: Any) -> Iterator[Any]:
+def meeting(port: int, run_id: str, payload: Any, purpose: str = "") -> Iterator[Any]:
     """Tell all who come to this host what they have to know; ``come_to_meeting`` is the other end.
 
     Args:
         port: the agreed port. Where another program has it, the next one is taken, and so on.
         run_id: name of the run, so that one who comes to another's meeting can tell.
         payload: plain values, as JSON has them.
+        purpose: what the ranks meet for: the doctor's meeting is still held when the backend's begins.
 
     Raises:
         BackendError: no port is free, or another process holds this run's meeting already.
     """
-    server = _first_free(port, run_id)
-    text = json.dumps({"run": run_id, "payload": payload}).encode()
+    server = _first_free(port, run_id, purpose)
+    text = json.dumps({"run": run_id, "purpose": purpose, "payload": payload}).encode()
 
     over = threading.Event()
 
@@ -105,7 +104,7 @@ def meeting(port: int, run_id: str, payload: Any) -> Iterator[Any]:
         server.close()
 
 
-def come_to_meeting(hosts: Sequence[str], port: int, run_id: str, world: World) -> Any:
+def come_to_meeting(hosts: Sequence[str], port: int, run_id: str, world: World, purpose: str = "") -> Any:
     """Wait until rank 0 holds its meeting, and return its payload.
 
     Args:
@@ -114,12 +113,13 @@ def come_to_meeting(hosts: Sequence[str], port: int, run_id: str, world: World) 
         port: the agreed port; the next ones are tried as well.
         run_id: name of the run.
         world: this rank's place, for messages.
+        purpose: what the ranks meet for, as rank 0 says it.
 
     Raises:
         BackendError: the host's name leads nowhere, the host cannot be reached, or it has held no meeting for
             half an hour.
     """
-    search = _Search(hosts, port, run_id)
+    search = _Search(hosts, port, run_id, purpose)
     with waiting(
         world,
         f"rank 0 at {hosts[0]}, {search.ports}",
@@ -151,10 +151,11 @@ class _Answer:
 class _Search:
     """A rank on its way to rank 0's meeting."""
 
-    def __init__(self, hosts: Sequence[str], port: int, run_id: str) -> None:
+    def __init__(self, hosts: Sequence[str], port: int, run_id: str, purpose: str) -> None:
         self.ports = f"ports {port} to {port + _PORTS_TRIED - 1}"
         self._port = port
         self._run_id = run_id
+        self._purpose = purpose
         self._host, *self._others = dict.fromkeys(hosts)
         self._answers = {self._host: _Answer()}
 
@@ -195,16 +196,16 @@ class _Search:
         return "; ".join(f"{host}: {answer.problem}" for host, answer in list(self._answers.items()))
 
     def _ask(self, host: str, reach_s: float) -> _Answer:
-        answer = self._answers[host] = _ask_ports(host, self._port, self._run_id, reach_s)
+        answer = self._answers[host] = _ask_ports(host, self._port, self._run_id, self._purpose, reach_s)
         return answer
 
 
-def _ask_ports(host: str, port: int, run_id: str, reach_s: float) -> _Answer:
+def _ask_ports(host: str, port: int, run_id: str, purpose: str, reach_s: float) -> _Answer:
     """Ask a host for the payload of a run's meeting, at each port where that may be held."""
     answer = _Answer(problem="it answers, but no meeting of this run is held there yet")
     for number in range(port, port + _PORTS_TRIED):
         try:
-            payload = _ask(host, number, run_id, reach_s)
+            said = _ask(host, number, run_id, reach_s)
         except ConnectionRefusedError:
             # The host is there; whoever had this port may have left since the meeting took a later one.
             answer.reached = True
@@ -219,12 +220,17 @@ def _ask_ports(host: str, port: int, run_id: str, reach_s: float) -> _Answer:
             answer.problem = str(error)
             break
         answer.reached = True
-        if payload is not None:
-            return _Answer(payload=payload, reached=True)
+        if said is not None and said.get("purpose") == purpose:
+            return _Answer(payload=(said["payload"],), reached=True)
+        if said is not None:
+            answer.problem = (
+                f"rank 0 meets there for {said.get('purpose')}, and this rank has come for {purpose}; if that "
+                f"lasts, the ranks were not started with the same command"
+            )
     return answer
 
 
-def _first_free(port: int, run_id: str) -> socket.socket:
+def _first_free(port: int, run_id: str, purpose: str) -> socket.socket:
     """Listen on all interfaces of this host, on the first port that nobody else has.
 
     Raises:
@@ -242,7 +248,8 @@ def _first_free(port: int, run_id: str) -> socket.socket:
         except OSError as error:
             problem = error
         with suppress(OSError):
-            if _ask(LOOPBACK, number, run_id) is not None:
+            said = _ask(LOOPBACK, number, run_id)
+            if said is not None and said.get("purpose") == purpose:
                 raise BackendError(
                     f"another process on {socket.gethostname()} says that it is rank 0 of this run "
                     f"({run_id}) as well: a task of srun's has started several. Have srun start the ranks, "
@@ -254,8 +261,8 @@ def _first_free(port: int, run_id: str) -> socket.socket:
     )
 
 
-def _ask(host: str, port: int, run_id: str, reach_s: float = REACH_S) -> tuple[Any] | None:
-    """The payload of a run's meeting; None where something else listens on this port."""
+def _ask(host: str, port: int, run_id: str, reach_s: float = REACH_S) -> dict[str, Any] | None:
+    """What a run's meeting tells; None where something else listens on this port."""
     with socket.create_connection((host, port), timeout=reach_s) as connection:
         # One limit for all of it: another program may well send without end.
         end = monotonic() + _ANSWER_S
@@ -270,5 +277,5 @@ def _ask(host: str, port: int, run_id: str, reach_s: float = REACH_S) -> tuple[A
     with suppress(ValueError):
         answer = json.loads(text)
         if isinstance(answer, dict) and answer.get("run") == run_id:
-            return (answer["payload"],)
+            return answer
     return None
