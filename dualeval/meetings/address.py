@@ -224,8 +224,8 @@ def _ask_ports(host: str, port: int, run_id: str, purpose: str, reach_s: float) 
             return _Answer(payload=(said["payload"],), reached=True)
         if said is not None:
             answer.problem = (
-                f"rank 0 meets there for {said.get('purpose')}, and this rank has come for {purpose}; if that "
-                f"lasts, the ranks were not started with the same command"
+                f"rank 0 meets there for {said.get('purpose')}, and this rank has come for {purpose}; if "
+                f"that lasts, the ranks were not started with the same command"
             )
     return answer
 
