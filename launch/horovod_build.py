@@ -1,7 +1,8 @@
 """What ``dualeval setup-horovod`` builds on this machine: edits of Horovod's source, variables, and the key.
 
 Horovod 0.28.1, its last version, comes as source alone and asks for C++14. The headers of every torch since
-2.1 need more, so that a plain ``pip install horovod`` does not compile. The edits make it compile.
+2.1 need more, so that a plain ``pip install horovod`` does not compile. The edits make it compile, find
+NCCL and the network between hosts, and run on any CPU of this kind; each says why beside it.
 """
 
 from __future__ import annotations

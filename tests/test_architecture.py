@@ -69,7 +69,7 @@ ALLOWED = {
     "store": set(),
     "vision_library": set(),
     "waiting": set(),
-    # A broadcast, for which MPI's backend is there already.
+    # The one import that goes up: ranks that meet over MPI do so by the broadcast of MPI's backend.
     "meetings": {"backends.mpi"},
     "weights_name": set(),
     "option_fields": set(),
@@ -80,7 +80,7 @@ ALLOWED = {
     "assets": set(),
 }
 # What joins the rooms: the session opens all that a run needs, whatever the backend and the launcher.
-SESSION = {"backends", "devices", "launch", "local_ranks", "report.loggers"}
+SESSION = {"backends", "devices", "launch", "report.loggers"}
 # Of tasks, the engine knows the protocol alone.
 ENGINE_TASK_NAMES = {"Task", "Dataset"}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import dualeval
 from tests.conftest import ROOT, Launch
 
 
@@ -96,3 +97,8 @@ def test_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path, launch:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out/result.json").is_file()
+
+
+def test_the_changelog_has_this_version() -> None:
+    """A merge has emptied it once, and nothing noticed."""
+    assert f"\n## {dualeval.__version__}\n\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")

@@ -57,8 +57,8 @@ class Meeting:
             purpose: what the store is for, in messages; the same on all ranks.
 
         Yields:
-            the store, the host or address at which this rank has reached it and, on rank 0, the port where
-            it is served.
+            the store, the host or address at which this rank has reached it, and the port where it is served:
+            always on rank 0, and on the others where they know it.
 
         Raises:
             BackendError: the ranks have not met, for a reason that is named.
