@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from dualeval.data.image_folder import ImageFolder
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.job import Job
 from dualeval.models import classifiers, published
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.models.sources import WeightsSource
+from dualeval.tasks.image_classification_options import ImageClassificationOptions
 from dualeval.vision_library import torchvision
 from tests.published_weights import Publish, cache, publish
 
@@ -355,6 +357,17 @@ def test_nothing_is_downloaded_where_it_is_cached(cache: Path, monkeypatch: pyte
     published.download("resnet18", "IMAGENET1K_V1")
     published.download("fashion-cnn", "DEFAULT")
     assert [path.name for path in cache.iterdir()] == [cached_name("resnet18")]
+
+
+def test_nothing_is_downloaded_for_a_task_that_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: pytest.fail("downloaded"))
+    options = Job.of(model="resnet18", weights="DEFAULT", download=True).options
+    assert isinstance(options, ImageClassificationOptions)
+    options.fetch()
+    with pytest.raises(UsageError, match="without --data"):
+        options.make()
 
 
 # -- preprocessing -------------------------------------------------------------------------------------

@@ -144,12 +144,12 @@ class ImageClassification(Task):
         self._weights_key = weights_key
         self._weights_prefix = weights_prefix
         self.loaded_weights: LoadedWeights | None = None
-        self._source = self._model.find_weights(weights)
         if data is None and not embedded:
             raise UsageError(
                 f"--model {model} was given without --data. Give --data PATH, or --data {ASSETS} for the "
                 "10,000 images of the embedded job."
             )
+        self._source = self._model.find_weights(weights)
         self._data = DataSource(
             DataOptions(
                 data=data,

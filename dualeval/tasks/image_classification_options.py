@@ -149,7 +149,8 @@ class ImageClassificationOptions:
 
     def fetch(self) -> None:
         """Fetch the weights, where that is wanted; one process a node does."""
-        if self.download and self.model and self.weights:
+        # Without data the task is refused: nothing is fetched for that.
+        if self.download and self.model and self.weights and self.data:
             from dualeval.models.classifiers import source_of
 
             source_of(self.model).download(self.weights)
