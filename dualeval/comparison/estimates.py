@@ -21,6 +21,9 @@ from dualeval.errors import UsageError
 from dualeval.metrics.scores import Score
 from dualeval.wording import counted
 
+# Differences that vary by a smaller part of their size do so because float32 rounds.
+_ROUNDING = 2.0**-20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Flips:
@@ -184,6 +187,14 @@ def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None
         difference = mean_difference(values[1] - values[0], influences[chosen], clusters)
         if not math.isfinite(difference.error):
             raise _NotCompared(f"the {score.transform} of its mean has no finite standard error")
+        same = all(np.array_equal(*both) for both in ((one.y, other.y), (one.x, other.x)))
+        size = abs(difference.value) + float(np.abs(influences[chosen]).sum())
+        if not same and difference.error * math.sqrt(independent) <= _ROUNDING * size:
+            of = counted(independent, "sample" if clusters is None else "cluster")
+            raise _NotCompared(
+                f"the differences of its {of} are all equal ({difference.value:g}), and do not show how far "
+                "others may be"
+            )
         if of_samples is not None:
             difference = ClusteredProportionDifference(by_cluster=difference, independent=of_samples)
     return Estimate(

@@ -84,7 +84,8 @@ class MeanDifference:
         from scipy import stats
 
         if self.error == 0:
-            return 1.0 if self.value == 0 else 0.0
+            # Of equal runs; where all differences are equal and not 0, nothing is compared.
+            return 1.0
         t = self.value / self.error
         nearest = min(abs(t + a * t**2 / 3 + a**2 * t**3 / 27 + a / 6) for a in self._slants)
         return float(2 * stats.t.sf(nearest, self.units - 1))

@@ -25,14 +25,17 @@ from dualeval.metrics.intervals import (
 )
 from dualeval.metrics.scores import Score
 
-# Fewer clusters than these have not been shown to cover: of values of 0 to 1, and of others.
-_BOUNDED_SHOWN_FROM = 10
+# Fewer clusters than these have not been shown to cover: of values of 0 to 1 the effective number of those
+# with a wrong answer, of others all.
+_DIFFERING_SHOWN_FROM = 5
 _SHOWN_FROM = 30
 _PIECE = 1 << 20
 # Integers that lie closer together are numbered by a table.
 _WIDEST_TABLE = 1 << 26
 # A residual below so many units in the last place of what it is a difference of is 0.
 _NOISE = 8 * 2.0**-52
+# Means of 0 to 1 that differ by less differ by rounding alone.
+_ROUNDING = 2.0**-40
 
 _Floats = npt.NDArray[np.float64]
 
@@ -150,8 +153,8 @@ def cluster_intervals(
         if not (math.isfinite(low) and math.isfinite(high)):
             continue
         intervals[key] = (low, high)
-        if sums.count < sums.shown_from:
-            rough[key] = f"of {sums.count} clusters; with fewer than {sums.shown_from} it may be too short"
+        if sums.rough is not None:
+            rough[key] = sums.rough
     warnings = tuple(f"no interval of {', '.join(keys)} by {name}: {why}" for why, keys in without.items())
     return ClusterIntervals(count=clusters.count, intervals=intervals, rough=rough, warnings=warnings)
 
@@ -161,10 +164,10 @@ class _Sums:
 
     Attributes:
         count: of clusters with a sample that counts.
-        shown_from: so many clusters were shown to be enough; from ``interval`` on.
+        rough: why the interval may cover less; from ``interval`` on.
     """
 
-    shown_from: int
+    rough: str | None = None
 
     def __init__(self, clusters: Clusters, rows: Mapping[str, Any], score: Score) -> None:
         """Two passes: sums of y and x, and then of the residuals, which cancel in no sum."""
@@ -207,7 +210,6 @@ class _Sums:
             bounded: each sample's ratio is of 0 to 1, if its own numbers say so, too.
         """
         bounded = bounded and self._lies_between
-        self.shown_from = _BOUNDED_SHOWN_FROM if bounded else _SHOWN_FROM
         if self.count < 2:
             return "all samples are of one cluster"
         if not self._is_known:
@@ -219,8 +221,7 @@ class _Sums:
         # Pustejovsky and Tipton's way of writing what Bell and McCaffrey call bias-reduced linearisation.
         square = _sum(self._residuals**2 / (1 - shares))
         if bounded:
-            variance = math.ldexp(square, 2 * self._power)
-            return clustered_interval(self._ratio, variance, self._samples, degrees)
+            return self._bounded_interval(math.ldexp(square, 2 * self._power), degrees)
         if square == 0:
             return f"its {self.count} clusters are all equal, and do not show how far others may be"
         skewness = (
@@ -233,7 +234,38 @@ class _Sums:
             degrees=degrees,
         )
         low, high = skewed_ends(spread)
+        if self.count < _SHOWN_FROM:
+            self.rough = f"of {self.count} clusters; with fewer than {_SHOWN_FROM} it may be too short"
         return self._ratio + low, self._ratio + high
+
+    def _bounded_interval(self, variance: float, degrees: float) -> Ends:
+        """That of values of 0 to 1."""
+        mean, shares, squares = self._ratio, self._shares, _sum(self._shares**2)
+        above = mean * shares + np.ldexp(self._residuals, self._power)
+        differing, which = min(
+            (_effective(shares - above, 1 - mean), "below 100 %"), (_effective(above, mean), "above 0 %")
+        )
+        if differing < _DIFFERING_SHOWN_FROM:
+            tenths = math.floor(10 * differing) / 10
+            self.rough = (
+                f"of {self.count} clusters, of which effectively {tenths:g} have values {which}; with fewer "
+                f"than {_DIFFERING_SHOWN_FROM} it may be too short"
+            )
+        return clustered_interval(
+            mean,
+            # Means of clusters that only rounding tells apart do not differ.
+            variance if variance > _ROUNDING * _ROUNDING * squares else 0.0,
+            samples=self._samples,
+            clusters=1 / squares,
+            differing=differing,
+            degrees=degrees,
+        )
+
+
+def _effective(parts: _Floats, whole: float) -> float:
+    """How many equal parts of the same sum would have the same sum of squares (Kish); 0 of nothing."""
+    squares = _sum(parts * parts)
+    return whole * whole / squares if squares > 0 else 0.0
 
 
 def degrees_of_freedom(shares: _Floats) -> float:
