@@ -67,7 +67,7 @@ class Ragged:
 
     def __getitem__(self, chosen: Any) -> Any:
         """One sample's tensor by an ``int``; a column by a mask, a slice, or a list or tensor of places."""
-        if isinstance(chosen, int):
+        if isinstance(chosen, (int, np.integer)):
             start, stop = self._ends(chosen)
             return self.values[start:stop]
         ends = self.offsets
@@ -88,7 +88,7 @@ class Ragged:
         """The samples' values as Python lists."""
         return [row.tolist() for row in self]
 
-    def _ends(self, sample: int) -> tuple[int, int]:
+    def _ends(self, sample: int | np.integer[Any]) -> tuple[int, int]:
         if not -len(self) <= sample < len(self):
             raise IndexError(f"sample {sample} of a column of {len(self)} samples")
         ends = self.offsets
@@ -132,7 +132,7 @@ class Text(Ragged):
     def __getitem__(self, chosen: Any) -> Any:
         """One sample's string by an ``int``; a column by a mask, a slice, or a list or tensor of places."""
         found = super().__getitem__(chosen)
-        return _string(found.numpy()) if isinstance(chosen, int) else found
+        return _string(found.numpy()) if isinstance(chosen, (int, np.integer)) else found
 
     def __iter__(self) -> Iterator[str]:
         return (_string(row.numpy()) for row in super().__iter__())

@@ -166,9 +166,9 @@ class StoredRows:
 
     def _evaluated(self, batch: Any, names: Sequence[str], start: int) -> npt.NDArray[np.bool_]:
         """Whether each row has values: in all columns, or in none."""
-        evaluated = np.asarray(batch.column(names[0]).is_valid())
+        evaluated = _there(batch.column(names[0]))
         for name in names[1:]:
-            differing = np.flatnonzero(np.asarray(batch.column(name).is_valid()) != evaluated)
+            differing = np.flatnonzero(_there(batch.column(name)) != evaluated)
             if len(differing):
                 raise DualevalError(
                     f"{self.path} is damaged: row {start + int(differing[0])} has a value in only one of the "
@@ -210,36 +210,45 @@ def _is_of_texts(field: Any) -> bool:
     return pyarrow.types.is_string(field.type) and not COLUMN_OF_TEXT.items() <= metadata.items()
 
 
+# From the buffers: ``to_numpy`` and the like import pandas, where that is installed, which takes a second.
+_NUMPYS = {"halffloat": "float16", "float": "float32", "double": "float64"}
+
+
 def _rows(array: Any) -> Rows:
     """The rows that are there, of the column's own dtype; a copy of its own."""
     import pyarrow
 
-    kind = array.type
-    if pyarrow.types.is_string(kind):
-        lengths, encoded = _encoded(array.drop_null())
-        return rows_of("text", encoded, offsets_of(lengths))
-    if pyarrow.types.is_list(kind):
-        # Without the lists that are null; of the others the values that belong to these rows.
-        lengths = array.drop_null().value_lengths().to_numpy(zero_copy_only=False)
-        return rows_of("ragged", _numbers(array.flatten()), offsets_of(lengths))
-    return _numbers(array)
+    kind, there = array.type, _there(array)
+    if not (is_text := pyarrow.types.is_string(kind)) and not pyarrow.types.is_list(kind):
+        return _numbers(array)[there]
+    buffers = array.buffers()
+    ends = np.frombuffer(buffers[1], np.int32)[array.offset : array.offset + len(array) + 1]
+    # What is null has no values.
+    offsets = offsets_of(np.diff(ends)[there])
+    if not is_text:
+        return rows_of("ragged", _numbers(array.values)[ends[0] : ends[-1]], offsets)
+    data = np.empty(0, np.uint8) if buffers[2] is None else np.frombuffer(buffers[2], np.uint8)
+    return rows_of("text", data[ends[0] : ends[-1]].copy(), offsets)
 
 
-def _encoded(strings: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-    """The lengths of strings in bytes, and their UTF-8."""
-    _, offsets, data = strings.buffers()
-    ends = np.frombuffer(offsets, np.int32)[strings.offset : strings.offset + len(strings) + 1]
-    if not len(strings) or data is None:
-        return np.zeros(len(strings), np.int32), np.empty(0, np.uint8)
-    return np.diff(ends), np.frombuffer(data, np.uint8)[ends[0] : ends[-1]].copy()
+def _there(array: Any) -> npt.NDArray[np.bool_]:
+    """Which entries are not null, bool of shape (entries,)."""
+    if not array.null_count:
+        return np.ones(len(array), np.bool_)
+    return _bits(array.buffers()[0], array)
+
+
+def _bits(buffer: Any, array: Any) -> npt.NDArray[np.bool_]:
+    bits = np.unpackbits(np.frombuffer(buffer, np.uint8), bitorder="little")
+    return bits[array.offset : array.offset + len(array)].astype(np.bool_)
 
 
 def _numbers(array: Any) -> npt.NDArray[Any]:
-    import pyarrow
-
-    if pyarrow.types.is_fixed_size_list(array.type):
-        width = array.type.list_size
-        # Without the lists that are null.
-        values = array.flatten().to_numpy(zero_copy_only=False)
-        return np.array(values).reshape(-1, width)
-    return np.array(array.drop_null().to_numpy(zero_copy_only=False))
+    """All entries, also in place of those that are null; a copy."""
+    here, kind = slice(array.offset, array.offset + len(array)), str(array.type)
+    if kind.startswith("fixed_size_list"):
+        return _numbers(array.values).reshape(-1, array.type.list_size)[here]
+    buffer = array.buffers()[1]
+    if kind == "bool":
+        return _bits(buffer, array)
+    return np.frombuffer(buffer, _NUMPYS.get(kind, kind))[here].copy()

@@ -124,11 +124,11 @@ def _table(
     missing = None if evaluated.all() else ~evaluated
     table = pyarrow.table(
         {
-            "id": pyarrow.array([dataset.id(i) for i in range(start, stop)], pyarrow.string()),
-            "index": pyarrow.array(indices_of(dataset, start, stop)),
+            "id": _texts(pyarrow, [dataset.id(i) for i in range(start, stop)], None),
+            "index": _plain(pyarrow, indices_of(dataset, start, stop), None),
             **{name: _arrow(pyarrow, rows[name], missing) for name in kept},
             **{
-                name: pyarrow.array(texts, pyarrow.string(), mask=missing)
+                name: _texts(pyarrow, texts, missing)
                 for name, texts in texts_of(task, dataset, rows, start).items()
             },
         }
@@ -204,19 +204,45 @@ def _arrow(pyarrow: Any, rows: Rows, missing: npt.NDArray[np.bool_] | None) -> A
     if isinstance(rows, RaggedRows):
         return _ragged_arrow(pyarrow, rows, missing)
     if rows.ndim == 1:
-        return pyarrow.array(rows, mask=missing)
-    mask = None if missing is None else pyarrow.array(missing)
-    return pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows.reshape(-1)), rows.shape[1], mask=mask)
+        return _plain(pyarrow, rows, missing)
+    mask = None if missing is None else _plain(pyarrow, missing, None)
+    values = _plain(pyarrow, rows.reshape(-1), None)
+    return pyarrow.FixedSizeListArray.from_arrays(values, rows.shape[1], mask=mask)
 
 
 def _ragged_arrow(pyarrow: Any, rows: RaggedRows, missing: npt.NDArray[np.bool_] | None) -> Any:
     # What a failed sample's placeholder has in a row that is null, Arrow does not write.
     offsets = rows.offsets.astype(np.int32)
     if isinstance(rows, TextRows):
-        valid = None if missing is None else pyarrow.py_buffer(np.packbits(~missing, bitorder="little"))
         data = pyarrow.py_buffer(np.ascontiguousarray(rows.values))
+        valid = _valid(pyarrow, missing)
         return pyarrow.StringArray.from_buffers(len(rows), pyarrow.py_buffer(offsets), data, valid)
-    mask = None if missing is None else pyarrow.array(missing)
-    return pyarrow.ListArray.from_arrays(
-        pyarrow.array(offsets), _arrow(pyarrow, rows.values, None), mask=mask
+    mask = None if missing is None else _plain(pyarrow, missing, None)
+    values = _arrow(pyarrow, rows.values, None)
+    return pyarrow.ListArray.from_arrays(_plain(pyarrow, offsets, None), values, mask=mask)
+
+
+# From their buffers: ``pyarrow.array`` imports pandas, where that is installed, which takes a second.
+
+
+def _plain(pyarrow: Any, values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | None) -> Any:
+    is_bool = values.dtype == np.bool_
+    data = np.packbits(values, bitorder="little") if is_bool else np.ascontiguousarray(values)
+    kind = pyarrow.from_numpy_dtype(values.dtype)
+    return pyarrow.Array.from_buffers(kind, len(values), [_valid(pyarrow, missing), pyarrow.py_buffer(data)])
+
+
+def _texts(pyarrow: Any, texts: Sequence[str | None], missing: npt.NDArray[np.bool_] | None) -> Any:
+    absent = np.array([text is None for text in texts], np.bool_) | (False if missing is None else missing)
+    encoded = [b"" if text is None else text.encode() for text in texts]
+    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    return pyarrow.StringArray.from_buffers(
+        len(texts), pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"".join(encoded)), _valid(pyarrow, absent)
     )
+
+
+def _valid(pyarrow: Any, missing: npt.NDArray[np.bool_] | None) -> Any:
+    """The bits of the rows that are not null; None where all are."""
+    if missing is None or not missing.any():
+        return None
+    return pyarrow.py_buffer(np.packbits(~missing, bitorder="little"))
