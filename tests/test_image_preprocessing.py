@@ -148,7 +148,6 @@ def test_what_is_given_and_what_is_not(folder: Path, given: dict[str, Any], line
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        ("package.models:make", f"256 bilinear, crop 224, {IMAGENET} (assumed, the model names none)"),
         ("resnet50", f"256 bilinear, crop 224, {IMAGENET} (the model's defaults, as for IMAGENET1K_V1)"),
         ("efficientnet_v2_l", "480 bicubic, crop 480, mean 0.5, std 0.5 (the model's defaults)"),
     ],

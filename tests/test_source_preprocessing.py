@@ -63,14 +63,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_timm(path: Path, config: dict[str, Any]) -> None:
     whole = timm_data.resolve_data_config(pretrained_cfg=config, args={"chans": 3} if not config else {})
-    wanted = timm_models._preprocessing_of(whole, "timm:any")
+    wanted = timm_models.preprocessing_of(whole, "timm:any")
     assert torch.equal(ours(path, wanted), timm_data.create_transform(**whole)(picture(path)))
 
 
 def test_an_interpolation_that_only_timm_has() -> None:
     config = timm_data.resolve_data_config(pretrained_cfg={"interpolation": "random"})
     with pytest.raises(UsageError, match="interpolation 'random'"):
-        timm_models._preprocessing_of(config, "timm:any")
+        timm_models.preprocessing_of(config, "timm:any")
 
 
 PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {

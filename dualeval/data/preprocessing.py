@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from torch import Tensor
+
 from dualeval.choices import check_choice, check_count, check_mean, check_std
+from dualeval.errors import UsageError, with_type
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 CHANNELS = (1, 3)
@@ -123,6 +127,35 @@ class Preprocessing(Normalisation):
         return {
             name: value for name, value in asdict(self).items() if name not in _LATER or value != _LATER[name]
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPreprocessing(Normalisation):
+    """A function of the user's, from a PIL picture (RGB) to a tensor (channels, height, width)."""
+
+    function: Callable[[Any], Tensor]
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def __str__(self) -> str:
+        """The function's name, or its class's."""
+        return str(getattr(self.function, "__qualname__", type(self.function).__name__))
+
+
+def shape_of(wanted: Normalisation, name: str, read: Callable[[], Tensor]) -> tuple[int, int, int]:
+    """Channels, height and width of every picture; where ``wanted`` sets no size, those of the first one."""
+    if isinstance(wanted, Preprocessing):
+        return (wanted.channels, *wanted.crop_size)
+    try:
+        channels, height, width = read().shape
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the first picture, {name}, cannot be prepared ({with_type(error)}). Expected a tensor of shape "
+            "(channels, height, width)."
+        ) from error
+    return channels, height, width
 
 
 def _size(size: tuple[int, int]) -> str:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from dualeval.data.cache import DataCache
 from dualeval.data.image_data import ImageData
 from dualeval.data.labels import KnownClasses
-from dualeval.data.preprocessing import Normalisation, Preprocessing
-from dualeval.data.small_images import ResizedImages
+from dualeval.data.preprocessing import Normalisation, OwnPreprocessing
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import (
+    SCORES,
     classification_metric,
     default_metrics,
     observe_logits,
@@ -37,12 +37,19 @@ from dualeval.tasks import Task
 from dualeval.tasks.image_data import ASSETS, DataOptions, DataSource
 from dualeval.tasks.image_labels import FolderLabels, agreed_classes, hint_for, names_of
 from dualeval.tasks.image_preprocessing import (
+    NEEDED,
     ChosenPreprocessing,
     choose_for_files,
     choose_for_small,
+    named_preprocessing,
     wants_resizing,
 )
-from dualeval.tasks.image_refusals import no_logits, refuse_other_task, refused_images
+from dualeval.tasks.image_refusals import (
+    no_logits,
+    refuse_other_shapes,
+    refuse_other_task,
+    refused_images,
+)
 from dualeval.tasks.refusals import refuse_probabilities
 
 NAME = "image-classification"
@@ -77,8 +84,9 @@ class ImageClassification(Task):
         class_order: "name" or "number", which puts the folder 2 before 10; None takes the names of known
             classes, or else the order of names.
         metrics: names of metrics; empty for the default ones.
-        preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``. For small
-            images in their own size mean and std, which only the embedded weights and the embedded data know.
+        preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``, and
+            ``preprocessing``, as for ``named_preprocessing``. For small images in their own size mean and
+            std, which only the embedded weights and the embedded data know.
         data_fingerprint: what of image files tells one data set from another: "ends" (size, first and last
             4 KiB) or "content" (all bytes); of small images it is always all.
         cache: what other tasks of the run have read of their data, which is not read again.
@@ -94,8 +102,8 @@ class ImageClassification(Task):
     name = NAME
     # All that any metric reads, so that each can be computed later.
     rows = ("target", "prediction", "confidence", "loss", "top", "rank", "nan_logits", "inf_logits")
-    thread_safe = True
     libraries = ("torchvision", "pillow")
+    on_request = SCORES
 
     def __init__(
         self,
@@ -163,11 +171,10 @@ class ImageClassification(Task):
         self._class_order = class_order
         self._asked_classes = num_classes
         self._preprocessing, self._dataset = self._open_data(
-            preprocessing or {}, data_fingerprint == "content", cache or DataCache()
+            preprocessing or {}, num_classes, data_fingerprint == "content", cache or DataCache()
         )
         self._data_fingerprint = "content" if self._data.is_small else data_fingerprint
         self._metric_names = tuple(metrics)
-        self._num_classes = agreed_classes(self._dataset.labels, num_classes, self._class_map)
         self._scale: tuple[Tensor, Tensor] | None = None
         self._model_detail = ""
         self._late_notes: list[str] = []
@@ -178,24 +185,31 @@ class ImageClassification(Task):
         return not self._dataset.in_memory
 
     def _open_data(
-        self, asked: Mapping[str, Any], whole_files: bool, cache: DataCache
+        self, asked: Mapping[str, Any], num_classes: int | None, whole_files: bool, cache: DataCache
     ) -> tuple[ChosenPreprocessing, ImageData]:
-        """What is done to the images, and the images."""
-        data = self._data
-        if not data.is_small:
-            chosen = choose_for_files(self._model, self._source, asked)
-            label = self._labeler()
-            return chosen, data.open_files(chosen.of_files, label, whole_files=whole_files, cache=cache)
-        data.check_labels({"--class-map": self._class_map, "--class-order": self._class_order})
-        images = data.read_small(cache, self._classes_of_weights)
-        if wants_resizing(asked):
-            chosen = choose_for_files(self._model, self._source, asked)
+        """What is done to the images, and the images; sets the number of classes."""
+        data, flags = self._data, dict(asked)
+        named = flags.pop("preprocessing", None)
+        images: ImageData
+        if data.is_small:
+            data.check_labels({"--class-map": self._class_map, "--class-order": self._class_order})
+            images = data.read_small(cache, self._classes_of_weights)
         else:
-            known = self._known_normalisation()
-            chosen = choose_for_small(data.described_small, images.sample_shape, known, asked)
-        if isinstance(chosen.values, Preprocessing):
-            return chosen, ResizedImages(images, chosen.values)
-        return chosen, images
+            images = data.open_files(self._labeler(), whole_files=whole_files, cache=cache)
+        self._num_classes = agreed_classes(images.labels, num_classes, self._class_map)
+        base = named_preprocessing(named, f"--preprocessing {named}")
+        keeps_size = data.is_small and not wants_resizing(flags)
+        known = self._known_normalisation() if keeps_size else None
+        needed = {"mean", "std"} if keeps_size else {*NEEDED}
+        if base is None and known is None and not needed <= flags.keys():
+            carried = self._model.carried_preprocessing(self._source, self._num_classes)
+            base = named_preprocessing(*carried)
+        if keeps_size and (base is None or type(base.values) is Normalisation):
+            known = known if base is None else (base.values, base.origin)
+            chosen = choose_for_small(data.described_small, images.sample_shape, known, flags)
+        else:
+            chosen = choose_for_files(self._model, self._source, base, flags)
+        return chosen, images.prepared(chosen.values)
 
     def _labeler(self) -> FolderLabels:
         return FolderLabels(
@@ -233,10 +247,11 @@ class ImageClassification(Task):
         return self._dataset
 
     def collate(self, samples: Any) -> dict[str, Tensor]:
-        """Stack samples to images uint8 (n, channels, height, width) and targets int64 (n,)."""
+        """Stack samples to images (n, channels, height, width) and targets int64 (n,)."""
         if isinstance(samples, dict):
             return samples
         images, targets = zip(*samples, strict=True)
+        refuse_other_shapes(images, self._dataset.sample_shape)
         return {"images": torch.stack(images), "targets": torch.tensor(targets)}
 
     def build_model(self, device: torch.device) -> nn.Module:
@@ -305,8 +320,8 @@ class ImageClassification(Task):
         return [*of_weights, *self._dataset.notes()]
 
     def data_warnings(self) -> list[str]:
-        """Where classes may be others than the model's, and where pictures are no samples."""
-        return self._dataset.warnings()
+        """Where preprocessing or classes may be others than the model's, and what pictures are no samples."""
+        return [*filter(None, [self._preprocessing.warning]), *self._dataset.warnings()]
 
     def labels_used(self) -> dict[str, Any]:
         """How labels became classes, and the classes' names; empty where there is nothing to say."""
@@ -349,10 +364,13 @@ class ImageClassification(Task):
         return classes
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Normalise uint8 images on their device and return the logits (n, classes)."""
+        """Normalise uint8 images on their device, float32 ones are ready; return the logits (n, classes)."""
         assert self._scale is not None, "build_model comes first"
         mean, std = self._scale
-        outputs = model(batch["images"].float().div_(255).sub_(mean).div_(std))
+        images = batch["images"]
+        if images.dtype == torch.uint8:
+            images = images.float().div_(255).sub_(mean).div_(std)
+        outputs = model(images)
         # Models of transformers return them among other things.
         logits: Tensor = getattr(outputs, "logits", outputs)
         return logits
@@ -363,17 +381,19 @@ class ImageClassification(Task):
 
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Loss, confidence, prediction, rank of the target and the five likeliest classes of each image."""
-        return observe_logits(outputs, batch["targets"], _TOP)
+        return observe_logits(outputs, batch["targets"], _TOP, self.requested)
 
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[Metric | RowMetric]:
         """The metrics asked for, or the default ones for this number of classes."""
         assert self._num_classes is not None, "build_model comes first"
         names = self._metric_names or default_metrics(self._num_classes)
         return _metrics(names, self._num_classes)
 
     def sources(self) -> list[Any]:
-        """The factory that made the model, where it has one."""
-        return self._model.sources()
+        """The factory that made the model, where it has one, and the user's preprocessing."""
+        wanted = self._preprocessing.values
+        own = [wanted.function] if isinstance(wanted, OwnPreprocessing) else []
+        return [*self._model.sources(), *own]
 
     def options(self) -> dict[str, Any]:
         """The options as they are used; null for steps that are not done."""
@@ -395,7 +415,8 @@ class ImageClassification(Task):
 
     def description(self) -> dict[str, str]:
         """Model, weights, data and preprocessing."""
-        size = "{1} x {2} as stored, ".format(*self._dataset.sample_shape) if self._dataset.in_memory else ""
+        as_stored = type(self._preprocessing.values) is Normalisation
+        size = "{1} x {2} as stored, ".format(*self._dataset.sample_shape) if as_stored else ""
         return {
             "model": self._model.shown + self._model_detail,
             "weights": self._described_weights(),
@@ -437,7 +458,7 @@ def _for_a_trial(model: nn.Module) -> nn.Module:
         return model
 
 
-def _metrics(names: Sequence[str], num_classes: int) -> list[Metric]:
+def _metrics(names: Sequence[str], num_classes: int) -> list[Metric | RowMetric]:
     return [classification_metric(name, num_classes) for name in names]
 
 

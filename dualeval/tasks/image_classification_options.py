@@ -11,7 +11,7 @@ from dualeval.choices import CLASS_ORDERS, DATA_FINGERPRINTS, SPLITS, check_mean
 from dualeval.data.set_names import data_beside
 from dualeval.errors import UsageError
 from dualeval.option_fields import check_fields, option
-from dualeval.weights_name import is_path_of_weights, is_published_name, model_beside
+from dualeval.weights_name import function_beside, is_path_of_weights, is_published_name, model_beside
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MODEL = "Model"
 _DATA = "Data"
 _IMAGES = "Images"
-_PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
+_PIXELS = ("preprocessing", "resize", "crop", "interpolation", "channels", "mean", "std")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,9 @@ class ImageClassificationOptions:
     known_metrics: ClassVar[Mapping[str, str]] = {
         "loss": "mean cross entropy",
         "top1": "fraction of images whose class is the first prediction; also top2, top3, ...",
+        "accuracy": "the same as top1",
+        "f1": "mean of the F1 of each class (macro_f1 of precision_recall)",
+        "auroc": "area under the ROC curve of each class against the rest, averaged",
         "precision_recall": "precision, recall and F1, for each class and averaged",
         "confusion": "counts of each class predicted as each other class",
         "ece": "expected calibration error, 15 bins",
@@ -107,6 +110,13 @@ class ImageClassificationOptions:
         group=_MODEL,
         metavar="NAME=VALUE",
         is_repeated=True,
+    )
+    preprocessing: str | None = option(
+        None,
+        "none, imagenet or FILE.py:function.",
+        group=_IMAGES,
+        shown="the model's",
+        resolve=function_beside,
     )
     resize: int | None = option(
         None,

@@ -13,6 +13,7 @@ from dualeval.data.idx import IdxImages
 from dualeval.data.labels import indices_of_classes
 from dualeval.data.manifest_rows import SUFFIXES, is_manifest
 from dualeval.data.named_sets import FASHION_MNIST_CLASSES, read_small
+from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import IMAGENET, named_set
 from dualeval.data.small_images import SmallImages
 from dualeval.data.wnids import imagenet_wnids
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
     from dualeval.data.image_data import ImageData
     from dualeval.data.labels import KnownClasses
-    from dualeval.data.preprocessing import Preprocessing
     from dualeval.tasks.image_labels import FolderLabels
 
 # What the embedded job evaluates: files that ship with this package.
@@ -110,14 +110,7 @@ class DataSource:
         )
 
     def check_labels(self, given: Mapping[str, object]) -> None:
-        """Check that options about labels have a meaning for this data.
-
-        Args:
-            given: values by flag; None where nobody gave one.
-
-        Raises:
-            UsageError: one has none.
-        """
+        """Check that options about labels have a meaning for this data."""
         if not self.is_small:
             return
         for flag, value in given.items():
@@ -138,15 +131,7 @@ class DataSource:
         return len(imagenet_wnids()) if is_imagenet and asked is None else asked
 
     def read_small(self, cache: DataCache, known: KnownClasses | None) -> SmallImages:
-        """Read small images.
-
-        Args:
-            cache: what other tasks of the run have read; the files are read once for all of them.
-            known: the model's classes, whose names are taken where the data has none.
-
-        Raises:
-            UsageError: a file is missing or damaged.
-        """
+        """Read small images."""
         images = cache.once(("small images", self.text, self._options.split), self._small)
         return images if images.labels.names else images.with_labels(indices_of_classes((), known))
 
@@ -156,20 +141,8 @@ class DataSource:
         split = None if self._options.split is None else IDX_SPLITS[self._options.split]
         return IdxImages(self._path, split, classes=FASHION_MNIST_CLASSES if self.is_embedded else ())
 
-    def open_files(
-        self, preprocessing: Preprocessing, label: FolderLabels, *, whole_files: bool, cache: DataCache
-    ) -> ImageData:
-        """Open pictures in files.
-
-        Args:
-            preprocessing: what is done to each.
-            label: decides which class each label is.
-            whole_files: as for ``ImageFiles``.
-            cache: as there.
-
-        Raises:
-            UsageError: as those of ``ImageFolder`` and ``ManifestImages``.
-        """
+    def open_files(self, label: FolderLabels, *, whole_files: bool, cache: DataCache) -> ImageData:
+        """Open pictures in files; what is done to each is decided afterwards (``prepared``)."""
         # With Pillow, which small images do without.
         from dualeval.data.image_folder import ImageFolder
         from dualeval.data.manifest import ManifestImages
@@ -178,7 +151,7 @@ class DataSource:
             options = self._options
             return ManifestImages(
                 self._path,
-                preprocessing,
+                Preprocessing(),
                 label=label,
                 image_root=None if options.image_root is None else Path(options.image_root),
                 path_column=options.path_column,
@@ -186,7 +159,7 @@ class DataSource:
                 whole_files=whole_files,
                 cache=cache,
             )
-        return ImageFolder(self._folder(), preprocessing, label=label, whole_files=whole_files, cache=cache)
+        return ImageFolder(self._folder(), Preprocessing(), label=label, whole_files=whole_files, cache=cache)
 
     def _folder(self) -> Path:
         if self._named is None:

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from dualeval.data.preprocessing import STEPS, Normalisation, Preprocessing
+from dualeval.data.preprocessing import STEPS, Normalisation, OwnPreprocessing, Preprocessing
 from dualeval.errors import UsageError
 from dualeval.models.sources import ModelSource, WeightsSource
+from dualeval.own_code import own_module
+from dualeval.wording import nearest
+
+# What decides the numbers of picture files, and is never assumed.
+NEEDED = ("resize", "crop", "mean", "std")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,53 +23,113 @@ class ChosenPreprocessing:
     Attributes:
         values: what is done; more than normalisation for image files alone.
         origin: where the values come from, in words for people.
+        warning: why others may be right; "" where somebody has named these.
     """
 
     values: Normalisation
     origin: str
-
-    @property
-    def of_files(self) -> Preprocessing:
-        """The values for image files."""
-        assert isinstance(self.values, Preprocessing), "these images are taken in their own size"
-        return self.values
+    warning: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """What is done, by the fields of ``Preprocessing``; None for what is not."""
         values = self.values
+        if isinstance(values, OwnPreprocessing):
+            return {**dict.fromkeys(STEPS), "function": str(values)}
         done = values.to_json() if isinstance(values, Preprocessing) else asdict(values)
         return {**dict.fromkeys(STEPS), **done}
 
 
+def named_preprocessing(named: Any, origin: str) -> ChosenPreprocessing | None:
+    """What ``--preprocessing`` or a model names: a word, FILE.py:function, a function, or fields."""
+    values: Normalisation
+    if named is None:
+        return None
+    if isinstance(named, str) and ":" in named:
+        named = _function_at(named)
+    if named == "none":
+        values = Normalisation(mean=(0.0,), std=(1.0,))
+    elif named == "imagenet":
+        values = Preprocessing()
+    elif isinstance(named, Preprocessing):
+        values = named
+    elif isinstance(named, Mapping) and {*NEEDED} <= named.keys() <= {*_names(Preprocessing)}:
+        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
+        values = Preprocessing(**given)
+    elif callable(named):
+        values = OwnPreprocessing(function=named)
+    else:
+        raise UsageError(
+            f"{origin}: found {named!r}, expected none, imagenet or FILE.py:FUNCTION; in Python also a "
+            f"function, or a dict with {', '.join(NEEDED)}, and perhaps interpolation and channels."
+        )
+    return ChosenPreprocessing(values=values, origin=origin)
+
+
+def _function_at(named: str) -> Any:
+    place, _, name = named.rpartition(":")
+    said = f"--preprocessing {named}"
+    module = own_module(place, said)
+    if not hasattr(module, name):
+        raise UsageError(f"{said}: {place} has no {name!r}.{nearest(name, dir(module))}")
+    return getattr(module, name)
+
+
 def choose_for_files(
-    model: ModelSource, source: WeightsSource, asked: Mapping[str, Any]
+    model: ModelSource, source: WeightsSource, base: ChosenPreprocessing | None, asked: Mapping[str, Any]
 ) -> ChosenPreprocessing:
-    """Choose for image files: what was asked for, and else what belongs to weights and model.
-
-    Args:
-        model: where the model comes from.
-        source: its weights.
-        asked: fields of ``Preprocessing``.
-
-    Raises:
-        UsageError: there is no such interpolation; the crop is larger than what it is cut from, and not both
-            were asked for; or images are grey, and mean and standard deviation were not asked for.
-    """
-    if asked.get("channels") == 1 and not {"mean", "std"} <= asked.keys():
+    """Choose for image files: what was asked for, and else what was named or is published for the model."""
+    own = model.preprocessing(source) if base is None else None
+    given = asked
+    if base is not None:
+        if isinstance(base.values, OwnPreprocessing):
+            if asked:
+                flag = f"--{next(iter(asked))}"
+                raise UsageError(f"{flag}: the function {base.values} does it all. Leave {flag} out.")
+            return base
+        if isinstance(base.values, Preprocessing):
+            own = base.values
+        elif asked.keys() <= {*_names(Normalisation)}:
+            origin = _origin(Normalisation, asked, base.origin)
+            return ChosenPreprocessing(values=replace(base.values, **asked), origin=origin)
+        else:
+            given = {**asdict(base.values), **asked}
+    if given.get("channels") == 1 and not {"mean", "std"} <= given.keys():
         raise UsageError(
             "--channels 1 needs --mean and --std: ImageNet's are those of three colours. Give the values of "
             "the model's training, for grey pixels scaled to [0, 1], as in --mean 0.5 --std 0.5."
         )
-    own = model.preprocessing(source)
+    missing = [f"--{name}" for name in NEEDED if name not in given]
+    if missing and base is not None and own is None:
+        raise UsageError(
+            f"--{next(iter(asked))}: {base.origin} leaves pictures in their own size and colours. Give "
+            f"{' and '.join(missing)}, too, as in --resize 64 --crop 64."
+        )
+    if missing and own is None:
+        raise UsageError(
+            f"--model {model.name}: nothing says how its pictures are prepared (missing: "
+            f"{', '.join(missing)}). Wrong values give wrong metrics: give those of the model's training. "
+            "Type --preprocessing none (pictures as they are, scaled to [0, 1]), --preprocessing imagenet "
+            "(resize 256, crop 224, ImageNet's mean and std), --preprocessing FILE.py:FUNCTION (from a PIL "
+            "picture to a tensor), or each value, as in --resize 64 --crop 64 --mean 0 --std 1."
+        )
+    own = own or Preprocessing()
     if "resize" in asked:  # of the shorter side, whatever the model's is of
         own = replace(own, resize_mode="shorter", resize_width=None, padding=None)
     if "crop" in asked:
         own = replace(own, crop_width=None)
-    values = replace(own, **asked)
-    if not {"resize", "crop"} <= asked.keys() and values.padding is None:
+    values = replace(own, **given)
+    if len({"resize", "crop"} & asked.keys()) == 1 and values.padding is None:
         _refuse_borders(values, "crop" if "resize" in asked else "resize")
-    origin = _origin(Preprocessing, asked, model.preprocessing_origin(source))
-    return ChosenPreprocessing(values=values, origin=origin)
+    others = model.preprocessing_origin(source) if base is None else base.origin
+    warning = ""
+    # Weights that came under a name, or with the model, have their own; random ones need none.
+    if missing and base is None and source.text and source.seed is None and source.entry is None:
+        warning = (
+            f"the preprocessing is the default of {model.name} ({values}): nothing says what {source.text} "
+            "was trained with. Other values change the metrics: give --resize, --crop, --mean and --std of "
+            "its training, also where they are the default's."
+        )
+    return ChosenPreprocessing(values=values, origin=_origin(Preprocessing, asked, others), warning=warning)
 
 
 def _refuse_borders(values: Preprocessing, other: str) -> None:
@@ -90,20 +155,7 @@ def choose_for_small(
     known: tuple[Normalisation, str] | None,
     asked: Mapping[str, Any],
 ) -> ChosenPreprocessing:
-    """Choose for small images, such as idx files, that are taken in their own size.
-
-    Args:
-        described: the images, for messages.
-        shape: channels, height and width of each.
-        known: the values where they are known, and why; None where they have to be asked for.
-        asked: fields of ``Preprocessing``, without resize and crop.
-
-    Returns:
-        Normalisation alone; where other channels are asked for, a ``Preprocessing`` that keeps the size.
-
-    Raises:
-        UsageError: a field has no meaning here, or mean or standard deviation are not known.
-    """
+    """Choose for small images, such as idx files, that are taken in their own size."""
     channels, height, width = shape
     if "interpolation" in asked:
         raise UsageError(
@@ -115,8 +167,8 @@ def choose_for_small(
         raise UsageError(
             f"the {described} need {' and '.join(missing)}: these belong to the weights, and "
             "nothing tells which ones this model was trained with. Give the values of its training, for "
-            "pixels scaled to [0, 1], as in --mean 0.5 --std 0.5. (With --resize and --crop they are "
-            "prepared as picture files are.)"
+            "pixels scaled to [0, 1], as in --mean 0.5 --std 0.5; --preprocessing none stands for 0 and 1. "
+            "(With --resize and --crop they are prepared as picture files are.)"
         )
     base, why = known or (Normalisation(), "")
     others = {name: value for name, value in asked.items() if name != "channels"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,15 +17,7 @@ _QUESTIONS = "question-answering"
 
 
 def refuse_other_task(model: str | None, data: Path | None) -> None:
-    """Refuse what is meant for question answering.
-
-    Args:
-        model: as given with --model.
-        data: as given with --data.
-
-    Raises:
-        UsageError: the data is a JSON file, or the model a folder as transformers writes it.
-    """
+    """Refuse what is meant for question answering."""
     found = []
     if data is not None and data.suffix == ".json" and not data.is_dir():
         found.append(f"--data {data} is a JSON file, expected a folder of images or a manifest (.jsonl)")
@@ -40,15 +33,19 @@ def refuse_other_task(model: str | None, data: Path | None) -> None:
         )
 
 
-def refused_images(error: Exception, name: str, model: nn.Module, images: Tensor) -> DualevalError:
-    """The error of a model that failed on a few images: they do not fit it, or its own code is wrong.
+def refuse_other_shapes(images: Iterable[Tensor], shape: tuple[int, int, int]) -> None:
+    """Refuse pictures that are not as large as the first one of the data, where nothing makes them so."""
+    for image in images:
+        if image.shape != shape:
+            raise UsageError(
+                f"pictures have several sizes: the first one gives {tuple(shape)}, another one "
+                f"{tuple(image.shape)} (channels, height, width). Give --resize and --crop, as in --resize "
+                "64 --crop 64, or a preprocessing function that brings all of them to one size."
+            )
 
-    Args:
-        error: what it has raised.
-        name: of the model.
-        model: on the images' device.
-        images: uint8 of shape (n, channels, height, width).
-    """
+
+def refused_images(error: Exception, name: str, model: nn.Module, images: Tensor) -> DualevalError:
+    """The error of a model that failed on a few images: they do not fit it, or its own code is wrong."""
     shape = tuple(images.shape[1:])
     said = first_line(error)
     # torch says by these what shapes and dtypes do not fit; any other is an error of the code.
@@ -84,13 +81,7 @@ def _of_channels(own: int) -> str:
 
 
 def no_logits(name: str, outputs: object, images: int) -> UsageError:
-    """The error of a model that returned no logits.
-
-    Args:
-        name: of the model.
-        outputs: what it has returned.
-        images: how many it was given.
-    """
+    """The error of a model that returned no logits."""
     begin = f"the model {name} returned {described(outputs)} for {images} images, expected logits of shape "
     places = tensors_in(outputs)
     if not places:

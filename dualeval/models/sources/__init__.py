@@ -86,11 +86,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def find_weights(self, weights: str | None) -> WeightsSource:
-        """Find out what a value of ``--weights`` stands for, and that it is there.
-
-        Raises:
-            UsageError: there are no such weights.
-        """
+        """Find out what a value of ``--weights`` stands for, and that it is there."""
 
     @abstractmethod
     def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
@@ -136,11 +132,7 @@ class ModelSource(ABC):
             ) from error
 
     def load(self, weights: WeightsSource, num_classes: int | None, loading: Loading) -> nn.Module:
-        """Make the model with weights that are in a file.
-
-        Raises:
-            UsageError: model and weights do not fit.
-        """
+        """Make the model with weights that are in a file."""
         assert weights.path is not None, "weights are in a file or drawn"
         found = read_state_dict(weights.path, loading.key, trust=self.trust)
         model = self.create(num_classes, entry=weights.entry)
@@ -179,31 +171,24 @@ class ModelSource(ABC):
         *,
         note: Callable[[str], object],
     ) -> nn.Module:
-        """As ``build``, without memory for the parameters: their values stay in the file.
-
-        Args:
-            weights: as for ``build``.
-            num_classes: as for ``build``.
-            loading: as for ``build``.
-            note: called with a sentence where the model was built whole.
-        """
+        """As ``build``, without memory for the parameters: their values stay in the file."""
         return late_or_whole(lambda: self.build(weights, num_classes, loading), note, self.why_whole(weights))
 
     def why_whole(self, weights: WeightsSource) -> str | None:
         """Why a model is always built whole, in words that follow "because"; None where it is not."""
         return "its weights are drawn at random" if weights.path is None else None
 
-    def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
-        """What is done to this model's images; here what is usual for ImageNet.
-
-        Args:
-            weights: as ``find_weights`` found them; None for those that the model has by default.
-        """
-        return Preprocessing()
+    def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing | None:
+        """What is done to the images of a model by this name; None where nobody has published it."""
+        return None
 
     def preprocessing_origin(self, weights: WeightsSource | None = None) -> str:
         """Where ``preprocessing`` takes its values from, in words for people."""
-        return "assumed, the model names none"
+        return "the default"
+
+    def carried_preprocessing(self, weights: WeightsSource, num_classes: int | None) -> tuple[Any, str]:
+        """The preprocessing that the user's model or its files name, unchecked, and where it stands."""
+        return None, ""
 
     def known_classes(self, weights: WeightsSource) -> KnownClasses | None:
         """The names of the classes that model and weights tell apart; None where nobody knows."""
@@ -218,33 +203,16 @@ class ModelSource(ABC):
         return []
 
     def download(self, weights: str) -> None:
-        """Fetch weights by their name into a cache of this machine; nothing where none can be fetched.
-
-        Raises:
-            UsageError: there are none of this name.
-            DualevalError: they could not be fetched.
-        """
+        """Fetch weights by their name into a cache of this machine; nothing where none can be fetched."""
         return
 
     def check_batches(self, batch_size: int, samples: int) -> None:
-        """Check that the model takes batches of these sizes; called after the model was built.
-
-        Raises:
-            UsageError: it does not; says which sizes it takes.
-        """
+        """Check that the model takes batches of these sizes; called after the model was built."""
         return
 
 
 def weights_of_file(weights: str, hint: str = "") -> WeightsSource:
-    """Weights drawn at random or in a file, as most sources take them.
-
-    Args:
-        weights: the value of ``--weights``.
-        hint: a sentence behind the message where there is no such file.
-
-    Raises:
-        UsageError: it is no seed, or there is no such file or folder.
-    """
+    """Weights drawn at random or in a file, as most sources take them."""
     seed = seed_of(weights)
     if seed is not None:
         return WeightsSource(text=weights, seed=seed)
@@ -258,11 +226,7 @@ def weights_of_file(weights: str, hint: str = "") -> WeightsSource:
 
 
 def refuse_arguments(name: str, arguments: Mapping[str, Any], why: str) -> None:
-    """Refuse ``--model-arg`` where nothing takes it.
-
-    Raises:
-        UsageError: there are some.
-    """
+    """Refuse ``--model-arg`` where nothing takes it."""
     if arguments:
         raise UsageError(
             f"--model-arg {' '.join(arguments)}: {name} takes no arguments, {why}. Leave --model-arg out."

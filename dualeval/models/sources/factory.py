@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from dualeval.errors import UsageError
 from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource, weights_of_file
+from dualeval.models.sources.processors import preprocessing_beside
 from dualeval.own_code import importable
 from dualeval.weights_name import is_published_name
 from dualeval.wording import nearest
@@ -69,6 +71,22 @@ class FactoryModel(ModelSource):
                 f"--model {self.name} returned a {type(model).__name__}, expected a torch.nn.Module"
             )
         return model
+
+    def carried_preprocessing(self, weights: WeightsSource, num_classes: int | None) -> tuple[Any, str]:
+        factory = _import_factory(self.name)
+        if (own := getattr(factory, "preprocessing", None)) is not None:
+            return own, f"{self.name}.preprocessing"
+        with torch.random.fork_rng(devices=[]):
+            model = self.create(num_classes)
+        if (own := getattr(model, "preprocessing", None)) is not None:
+            return own, "model.preprocessing"
+        from dualeval.models.sources.timm_models import DATA_CONFIG, preprocessing_of
+
+        for name in ("pretrained_cfg", "default_cfg"):
+            config = getattr(model, name, None)
+            if isinstance(config, Mapping) and config.keys() >= {*DATA_CONFIG}:
+                return preprocessing_of(config, self.name), f"model.{name}"
+        return preprocessing_beside(weights.path, self.name)
 
     def sources(self) -> list[Any]:
         """The factory and its module."""

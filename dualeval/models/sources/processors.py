@@ -10,7 +10,8 @@ from typing import Any
 
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
-from dualeval.models.transformers_folder import LOCAL, transformers_for
+from dualeval.model_errors import first_line
+from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 
 PROCESSOR = "preprocessor_config.json"
 # Pillow's numbers.
@@ -25,31 +26,27 @@ _SCALES = 1 / 255
 
 
 def preprocessing_of_folder(folder: Path, model: str) -> Preprocessing:
-    """The preprocessing that a folder's image processor stands for.
-
-    Args:
-        folder: with preprocessor_config.json.
-        model: its name, for messages.
-
-    Raises:
-        UsageError: it does what dualeval does not.
-    """
+    """The preprocessing that a folder's image processor stands for."""
     processor = transformers_for("--model hf:DIR").AutoImageProcessor.from_pretrained(folder, **LOCAL)
     kind = type(processor).__name__.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
     said = {**processor.to_dict(), "kind": kind}
     return preprocessing_of(said, f"--model {model}: its image processor, {kind}ImageProcessor,")
 
 
+def preprocessing_beside(path: Path | None, model: str) -> tuple[Any, str]:
+    """The preprocessing of a processor's file beside a file of weights, and where that is."""
+    folder = None if path is None else path if path.is_dir() else path.parent
+    if folder is None or not (folder / PROCESSOR).is_file():
+        return None, ""
+    try:
+        with quiet():
+            return preprocessing_of_folder(folder, model), f"{PROCESSOR} beside the weights"
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{folder / PROCESSOR} cannot be read: {first_line(error)}") from error
+
+
 def preprocessing_of(said: Mapping[str, Any], begin: str) -> Preprocessing:
-    """The preprocessing of a processor's values.
-
-    Args:
-        said: as its ``to_dict`` gives them, and its ``kind``, such as "ViT".
-        begin: the beginning of messages.
-
-    Raises:
-        UsageError: it does what dualeval does not.
-    """
+    """The preprocessing of a processor's values."""
     if said["kind"] not in _PLAIN:
         raise _refusal(begin, f"is not one of {', '.join(_PLAIN)}")
     if said.get("do_rescale") is False or not math.isclose(said.get("rescale_factor") or _SCALES, _SCALES):

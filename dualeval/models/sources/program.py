@@ -17,6 +17,7 @@ from dualeval.errors import UsageError
 from dualeval.model_errors import first_line
 from dualeval.models.checkpoints.programs import SCRIPT, program_in
 from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, refuse_arguments
+from dualeval.models.sources.processors import preprocessing_beside
 from dualeval.weights_name import PROGRAM_SUFFIXES
 
 # What works otherwise in training, and the place of the argument that says so.
@@ -90,6 +91,9 @@ class ProgramModel(ModelSource):
         self, weights: WeightsSource, num_classes: int | None, loading: Loading | None = None
     ) -> nn.Module:
         return self.create(num_classes)
+
+    def carried_preprocessing(self, weights: WeightsSource, num_classes: int | None) -> tuple[Any, str]:
+        return preprocessing_beside(self._path, self.name)
 
     def why_whole(self, weights: WeightsSource) -> str | None:
         return "a program holds its weights"

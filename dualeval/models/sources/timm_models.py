@@ -201,14 +201,13 @@ class TimmModel(ModelSource):
         made: nn.Module = model
         return made
 
-    def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
+    def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing | None:
         """That of timm.data.create_transform for the model's pretrained configuration."""
         import timm.data
 
-        found = timm.data.resolve_data_config(
-            pretrained_cfg=self._config or None, args={} if self._config else {"chans": 3}
-        )
-        return _preprocessing_of(found, self.name)
+        if not self._config:
+            return None
+        return preprocessing_of(timm.data.resolve_data_config(pretrained_cfg=self._config), self.name)
 
     def preprocessing_origin(self, weights: WeightsSource | None = None) -> str:
         return f"timm's for {self._full_name}"
@@ -232,16 +231,12 @@ def _timm() -> Any:
     return timm
 
 
-def _preprocessing_of(found: Mapping[str, Any], name: str) -> Preprocessing:
-    """Preprocessing as timm's data configuration says it.
+# Without crop_mode timm takes the center.
+DATA_CONFIG = ("input_size", "crop_pct", "interpolation", "mean", "std")
 
-    Args:
-        found: input_size (channels, height, width), crop_pct, crop_mode, interpolation, mean, std.
-        name: of the model, for messages.
 
-    Raises:
-        UsageError: an interpolation or a number of channels that is not known here.
-    """
+def preprocessing_of(found: Mapping[str, Any], name: str) -> Preprocessing:
+    """Preprocessing as timm's data configuration says it."""
     channels, height, width = found["input_size"]
     interpolation = found["interpolation"]
     if interpolation not in INTERPOLATIONS or channels not in (1, 3):
@@ -250,7 +245,7 @@ def _preprocessing_of(found: Mapping[str, Any], name: str) -> Preprocessing:
             f"{interpolation!r}; known are 1 or 3 channels and {', '.join(INTERPOLATIONS)}."
         )
     scaled = tuple(math.floor(side / found["crop_pct"]) for side in (height, width))
-    mode = {"squash": "squash", "border": "inside"}.get(found["crop_mode"], "shorter")
+    mode = {"squash": "squash", "border": "inside"}.get(str(found.get("crop_mode")), "shorter")
     if mode == "shorter" and scaled[0] != scaled[1]:
         mode = "cover"
     mean = tuple(map(float, found["mean"]))

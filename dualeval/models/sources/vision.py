@@ -74,7 +74,7 @@ class TorchvisionModel(ModelSource):
             if new.endswith(own) and new not in tensors:
                 tensors[new] = tensors.pop(old)
 
-    def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing:
+    def preprocessing(self, weights: WeightsSource | None = None) -> Preprocessing | None:
         """That of the weights, where torchvision publishes them.
 
         For others that of the first ones published for the model: later ones often go with a recipe of their
@@ -83,7 +83,7 @@ class TorchvisionModel(ModelSource):
         entry = None if weights is None else weights.entry
         if entry is None:
             entry = next(iter(published.entries_of(self.name)), None)
-        return Preprocessing() if entry is None else published.preprocessing_of(entry)
+        return None if entry is None else published.preprocessing_of(entry)
 
     def preprocessing_origin(self, weights: WeightsSource | None = None) -> str:
         if weights is not None and weights.entry is not None:
