@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,8 +45,13 @@ def sample_logits(samples: int, classes: int, seed: int = 0) -> tuple[Tensor, Te
     return logits + 1.5 * functional.one_hot(target, classes), target
 
 
+def metric_of(name: str, classes: int) -> Any:
+    """The metric of that name, as one with a ledger."""
+    return classification_metric(name, classes)
+
+
 def ledger_of(name: str, classes: int, *batches: dict[str, Tensor]) -> Tensor:
-    metric = classification_metric(name, classes)
+    metric = metric_of(name, classes)
     ledger = torch.zeros(metric.size, dtype=torch.int64)
     for columns in batches:
         metric.update(ledger, columns)
@@ -53,7 +59,8 @@ def ledger_of(name: str, classes: int, *batches: dict[str, Tensor]) -> Tensor:
 
 
 def measure(name: str, classes: int, *batches: dict[str, Tensor]) -> Measured:
-    return classification_metric(name, classes).compute(ledger_of(name, classes, *batches))
+    measured: Measured = metric_of(name, classes).compute(ledger_of(name, classes, *batches))
+    return measured
 
 
 def columns_of(
@@ -413,7 +420,7 @@ def test_any_partition_and_order_give_the_same_result(name: str) -> None:
     if name != "ece" and name != "loss":
         logits[17, 3] = math.nan
     columns = observe_logits(logits, target, 5)
-    metric = classification_metric(name, 10)
+    metric = metric_of(name, 10)
     whole = metric.compute(ledger_of(name, 10, columns))
     generator = torch.Generator().manual_seed(12)
     for ranks in (2, 3, 7, 250):  # with 250, some ranks have no sample
@@ -437,7 +444,7 @@ def test_any_partition_and_order_give_the_same_result(name: str) -> None:
 def test_a_billion_ledgers_add_up_without_overflow(name: str) -> None:
     columns = observe_logits(*sample_logits(211, 10), 5)
     merged = ledger_of(name, 10, columns) * 2**30
-    assert classification_metric(name, 10).compute(merged).values == measure(name, 10, columns).values
+    assert metric_of(name, 10).compute(merged).values == measure(name, 10, columns).values
 
 
 def test_a_changed_sample_changes_every_metric() -> None:
@@ -451,6 +458,35 @@ def test_a_changed_sample_changes_every_metric() -> None:
 
 
 # The names
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_names_that_everybody_knows(rounded: bool) -> None:
+    """Rounded probabilities have ties."""
+    logits, target = sample_logits(400, 8)
+    columns = observe_logits(logits.round() if rounded else logits, target, 5, ("logits", "probabilities"))
+    probabilities = columns["probabilities"].numpy()
+    rows = {"probabilities": probabilities, "target": target.numpy()}
+    found = metric_of("auroc", 8).compute(rows)
+    wanted = sklearn_metrics.roc_auc_score(target, probabilities.astype(np.float64), multi_class="ovr")
+    assert found.values["auroc"] == pytest.approx(wanted, abs=1e-12)
+    # A class that does not occur is not in the mean.
+    assert metric_of("auroc", 8).compute({**rows, "target": target.numpy() // 2 * 2}).values["auroc"] > 0.5
+    f1 = sklearn_metrics.f1_score(target, columns["prediction"], average="macro")
+    assert measure("f1", 8, columns).values == {"f1": pytest.approx(f1, abs=1e-12)}
+    assert measure("accuracy", 8, columns).values["accuracy"] == measure("top1", 8, columns).values["top1"]
+    assert torch.equal(columns["logits"], logits.round() if rounded else logits)
+    assert "logits" not in observe_logits(logits, target, 5)
+
+
+def test_auroc_without_an_area() -> None:
+    one_class = {"probabilities": np.full((3, 2), 0.5, np.float32), "target": np.zeros(3, np.int32)}
+    assert metric_of("auroc", 2).compute(one_class).values == {"auroc": None}
+    with_nan = {**one_class, "probabilities": np.array([[np.nan] * 2, [1, 0], [0, 1]], np.float32)}
+    found = metric_of("auroc", 2).compute(with_nan)
+    assert (found.values, found.nonfinite) == ({"auroc": None}, {"auroc": {"nan": 1}})
+    empty = {"probabilities": np.zeros((0, 2), np.float32), "target": np.zeros(0, np.int32)}
+    assert metric_of("auroc", 2).compute(empty).values == {"auroc": None}
 
 
 def test_default_metrics() -> None:
@@ -469,7 +505,7 @@ def test_default_metrics() -> None:
     assert "confusion" not in default_metrics(2049)
     for classes in (1, 5, 6, 2048, 2049):
         for name in default_metrics(classes):
-            assert classification_metric(name, classes).name == name
+            assert metric_of(name, classes).name == name
 
 
 @pytest.mark.parametrize(
@@ -487,11 +523,11 @@ def test_default_metrics() -> None:
 )
 def test_names_that_do_not_fit_are_explained(name: str, classes: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        classification_metric(name, classes)
+        metric_of(name, classes)
 
 
 def test_nonfinite_logits_are_warned_of() -> None:
-    metric = classification_metric("nonfinite_logits", 3)
+    metric = metric_of("nonfinite_logits", 3)
     ledger = torch.zeros(metric.size, dtype=torch.int64)
     assert metric.compute(ledger).warnings == ()
     metric.update(

@@ -401,8 +401,11 @@ def test_a_metric_in_a_line() -> None:
         ("MeanMetric()@value=3", r"'3' is no column"),
         (
             "MulticlassAUROC(7)",
-            r"does not take predicted classes.*column of scores.*@preds=COLUMN,target=target",
+            r"does not take predicted classes \(.*column of scores.*@preds=COLUMN,target=target",
         ),
+        ("BinaryAUROC()", r"does not take predicted classes \(.*floating"),
+        ("BinaryFairness(2)", r"value depends on the batch size. Compute it from"),
+        ("BinaryGroupStatRates(2)", r"value depends on the batch size"),
         ("BinaryCalibrationError()", r"does not take predicted classes"),
         ("MeanMetric()@value=loss,nothing=loss", r"no argument 'nothing'"),
         ("RetrievalMAP()", r"no column for 'indexes'.*The task makes loss, prediction, rank, target"),
@@ -415,6 +418,36 @@ def test_a_metric_in_a_line() -> None:
 def test_lines_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         from_text(f"torchmetrics:{text}", ["prediction", "target", "loss", "rank"])
+
+
+@pytest.mark.parametrize(
+    ("call", "preds"),
+    [
+        ("MulticlassAUROC(7)", "probabilities"),
+        ("MulticlassAveragePrecision(7, thresholds=20)", "probabilities"),
+        ("MulticlassCalibrationError(7)", "probabilities"),
+        ("MulticlassAccuracy(7, top_k=2)", "probabilities"),
+        ("MulticlassAccuracy(7)", "prediction"),
+        ("BinaryAUROC()", None),
+    ],
+)
+def test_scores_are_found(call: str, preds: str | None) -> None:
+    available = ["prediction", "target", "rank", "logits", "probabilities"]
+    if preds is None:
+        with pytest.raises(
+            UsageError, match=r"predicted classes or probabilities of each class .*begins with Multi"
+        ):
+            from_text(f"torchmetrics:{call}", available)
+    else:
+        assert from_text(f"torchmetrics:{call}", available).columns == (preds, "target")
+
+
+def test_what_torchmetrics_warns_of_is_in_the_result() -> None:
+    """A class without a sample counts as 0 in its mean."""
+    metric: Any = from_torchmetrics("MulticlassAUROC(3)", PAIR)
+    preds = torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.8, 0.1]])
+    [said] = metric.compute({"preds": preds.numpy(), "target": torch.tensor([0, 1]).numpy()}).warnings
+    assert said.startswith("MulticlassAUROC: TorchMetrics warns: No positive samples in targets")
 
 
 def test_objects_that_are_refused(package: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Measured, from_torchmetrics, is_of_rows
 from dualeval.metrics.torchmetrics.spelled import read
 from dualeval.result import Result
+from dualeval.tasks.image_classification import ImageClassification
+from dualeval.tasks.stored import metrics_of_run
 from tests.conftest import Launch
 from tests.test_engine_ranks import run_ranks
 from tests.test_evaluator import evaluate
@@ -177,6 +181,59 @@ def test_another_argument_is_another_job(tmp_path: Path) -> None:
     ]
     assert options[0] != options[1]
     assert one.directions == {"squared": "lower"}
+
+
+AUROC = "torchmetrics:MulticlassAUROC(num_classes=10)"
+
+
+def test_the_scores_of_a_classifier(launch: Launch, tmp_path: Path) -> None:
+    """On one rank, on two, from the rows, and by TorchMetrics in one piece."""
+    (tmp_path / "two").mkdir()
+    alone = evaluate(
+        ImageClassification(metrics=["auroc"]), tmp_path / "one", limit=300, metric=["auroc", AUROC]
+    )
+    for report in run_ranks(launch, "scores", 2, tmp_path / "two"):
+        assert report == {"digest": alone.metrics_digest, "metrics": alone.metrics}
+    rows = pyarrow.parquet.read_table(tmp_path / "one/predictions.parquet")
+    probabilities, target = (
+        torch.tensor(rows["probabilities"].to_pylist()),
+        torch.tensor(rows["target"].to_pylist()),
+    )
+    metric, _, _ = read(AUROC)
+    metric.update(probabilities, target)
+    assert alone.metrics["MulticlassAUROC"] == metric.compute().item()
+    assert alone.metrics["auroc"] == pytest.approx(alone.metrics["MulticlassAUROC"], abs=1e-6)
+    checks = verify(tmp_path / "one", metrics_of_run(tmp_path / "one/job.json"))
+    assert not [check for check in checks if check.differences]
+
+
+def test_a_resumed_run_has_its_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, left = ImageClassification.forward, itertools.count()
+
+    def breaks(*arguments: Any) -> torch.Tensor:
+        if next(left) > 20:
+            raise RuntimeError("enough")
+        return forward(*arguments)
+
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 32)
+    options: dict[str, Any] = {"limit": 300, "batch_size": 8, "metric": ["auroc", AUROC]}
+    whole = evaluate(ImageClassification(metrics=["auroc"]), None, **options)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="enough"):
+        patched.setattr(ImageClassification, "forward", breaks)
+        evaluate(ImageClassification(metrics=["auroc"]), tmp_path, **options)
+    found = evaluate(ImageClassification(metrics=["auroc"]), tmp_path, **options)
+    assert found.chunks["resumed"] > 0
+    assert (found.replay, found.metrics_digest) == ("same bits", whole.metrics_digest)
+
+
+def test_a_run_without_scores_says_how_to_get_them(tmp_path: Path) -> None:
+    evaluate(ImageClassification(), tmp_path, limit=20)
+    assert "probabilities" not in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
+    for asked, typed in (("auroc", "auroc"), (AUROC, f"'{AUROC}'")):
+        metrics = metrics_of_run(tmp_path / "job.json", [asked])
+        with pytest.raises(UsageError, match="does not have") as raised:
+            dualeval.rescore(tmp_path, metrics=metrics)
+        assert f"dualeval run ... --metric {typed} --out {tmp_path} --fresh" in str(raised.value)
 
 
 class BatchSizes:

@@ -13,15 +13,18 @@ The columns, one value per sample, are made by ``observe_logits``:
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dualeval.choices import check_kind
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured, Metric
+from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.metrics.confusion import NO_CLASS, Confusion, PrecisionRecall
 from dualeval.metrics.described import FRACTION, Described
 from dualeval.metrics.exact import (
@@ -39,6 +42,11 @@ from dualeval.metrics.ordering import order_keys_in_place
 from dualeval.metrics.scores import Score
 from dualeval.wording import nearest
 
+# Columns of shape (samples, num_classes), float32: they are large, and few metrics read them.
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "logits": Tensor.float,
+    "probabilities": lambda logits: logits.float().softmax(dim=1),
+}
 LARGEST_CONFUSION = 2048  # classes; the dense ledger is then 33.6 MB, and grows with the square
 
 _NO_RANK = 2**31 - 1
@@ -51,7 +59,7 @@ _NEAR_ONE = 1e-2
 _TOP = re.compile(r"top([1-9][0-9]*)")
 
 
-def observe_logits(logits: Tensor, target: Tensor, top: int) -> dict[str, Tensor]:
+def observe_logits(logits: Tensor, target: Tensor, top: int, read: Collection[str] = ()) -> dict[str, Tensor]:
     """Make the per-sample columns of one batch, on the device of the logits, without waiting for it.
 
     Classes are in the order of descending logit (as float32), equal logits in the order of their index; -0.0
@@ -61,6 +69,7 @@ def observe_logits(logits: Tensor, target: Tensor, top: int) -> dict[str, Tensor
         logits: any float dtype, shape (batch, classes).
         target: any integer dtype, shape (batch,), 0 <= target < classes.
         top: how many of the first classes to return, at least 1.
+        read: those of ``SCORES`` that are here are returned, too.
 
     Returns:
         The columns of the module's table, and ``top``, int32 of shape (batch, min(top, classes)): the first
@@ -85,6 +94,7 @@ def observe_logits(logits: Tensor, target: Tensor, top: int) -> dict[str, Tensor
         "nan_logits": nan_logits,
         "inf_logits": inf_logits,
         "top": first,
+        **{name: scores(logits) for name, scores in SCORES.items() if name in read},
     }
 
 
@@ -103,7 +113,7 @@ def _loss_and_confidence(values: Tensor, target_index: Tensor) -> tuple[Tensor, 
     return loss, log_probabilities.amax(dim=1).exp_()  # the predicted class has the largest probability
 
 
-def classification_metric(name: str, num_classes: int) -> Metric:
+def classification_metric(name: str, num_classes: int) -> Metric | RowMetric:
     """The metric of that name; see ``docs/metrics.md`` for what each one is.
 
     Raises:
@@ -292,11 +302,47 @@ class NonfiniteWarning(NonfiniteLogits):
         return Measured(values={}, warnings=super().compute(ledger).warnings)
 
 
+class MacroF1(PrecisionRecall):
+    """The ``macro_f1`` of ``PrecisionRecall`` alone."""
+
+    kind_name = "f1"
+
+    def compute(self, ledger: Tensor) -> Measured:
+        """Key f1; None without samples."""
+        value = {self.name: super().compute(ledger).values["macro_f1"]}
+        return Measured(values=value, units={self.name: FRACTION}, directions={self.name: "higher"})
+
+
+class Auroc(Described):
+    """The area under the ROC curve of each class against the rest, a mean over the classes that have one."""
+
+    columns = ("probabilities", "target")
+
+    def compute(self, columns: Mapping[str, Any]) -> Measured:
+        """None with a probability that is NaN, or without pairs."""
+        scores, target = (np.asarray(columns[name]) for name in self.columns)
+        areas = []
+        for place in range(scores.shape[1]):
+            values, found, counts = np.unique(scores[:, place], return_inverse=True, return_counts=True)
+            if np.isnan(values[-1:]).any():
+                return self.measured(None, nonfinite={"nan": int(np.isnan(scores).any(axis=1).sum())})
+            # Of the pairs of one inside and one of the others, those in order count twice, and ties once.
+            inside = np.bincount(found[target == place], minlength=len(values))
+            others = counts - inside
+            twice = int((inside * (2 * np.cumsum(others) - others)).sum())
+            if pairs := int(inside.sum()) * int(others.sum()):
+                areas.append(twice / (2 * pairs))
+        return self.measured(math.fsum(areas) / len(areas) if areas else None)
+
+
 # Besides top<k>: each is made for a number of classes.
-BY_NAME: dict[str, Callable[[int], Metric]] = {
+BY_NAME: dict[str, Callable[[int], Metric | RowMetric]] = {
     "loss": lambda num_classes: Mean("loss", higher_is_better=False),
     "precision_recall": PrecisionRecall,
     "confusion": Confusion,
     "ece": lambda num_classes: CalibrationError(),
     "nonfinite_logits": lambda num_classes: NonfiniteLogits(),
+    "accuracy": lambda num_classes: TopK(1, name="accuracy"),
+    "f1": MacroF1,
+    "auroc": lambda num_classes: Auroc("auroc", FRACTION, higher_is_better=True),
 }

@@ -84,8 +84,10 @@ def from_text(text: str, available: Collection[str] | None = None) -> Metric | R
     if columns is None:
         columns = usual_columns(metric, available, text)
         if available is not None and "rank" in available:  # else 'prediction' may hold scores
-            _check_labels(metric, columns, text)
-    return from_torchmetrics(metric, columns, name=name)
+            columns = _classes_or_scores(metric, columns, available, text)
+    made: Any = from_torchmetrics(metric, columns, name=name)
+    made.spelled = text
+    return made  # type: ignore[no-any-return]
 
 
 def _check(metric: Any) -> None:
@@ -110,20 +112,27 @@ def _check(metric: Any) -> None:
         )
 
 
-def _check_labels(metric: Any, columns: Any, text: str) -> None:
-    """Check that a metric takes classes, where a column of classes was guessed for its ``preds``."""
+def _classes_or_scores(metric: Any, columns: Any, available: Collection[str], text: str) -> Any:
+    """The columns with what the metric takes for ``preds``: predicted classes, else probabilities."""
     if columns.get("preds") not in ("prediction", "predictions") or not set(columns.values()) <= _OF_CLASSES:
-        return
-    classes = torch.tensor([0, 1])
-    try:
-        isolated(metric).update(**dict.fromkeys(columns, classes))
-    except (ValueError, RuntimeError, TypeError, IndexError) as error:
-        raise UsageError(
-            f"{text}: the metric does not take predicted classes, and {columns['preds']!r} holds these "
-            f"({str(error).strip()}). It needs a column of scores (probabilities or logits) of each sample, "
-            f"which the task has to make: return one from observe, and name it: "
-            f"{text.partition('@')[0]}@preds=COLUMN,target={columns.get('target', 'COLUMN')}"
-        ) from error
+        return columns
+    classes, count = torch.tensor([0, 1]), getattr(metric, "num_classes", None) or 2
+    tried = {"predicted classes": (columns["preds"], classes)}
+    # Not logits: TorchMetrics takes those of a batch for probabilities where all lie between 0 and 1.
+    if "probabilities" in available:
+        tried["probabilities of each class"] = "probabilities", torch.full((2, count), 1 / count)
+    for name, values in tried.values():
+        try:
+            isolated(metric).update(**{**dict.fromkeys(columns, classes), "preds": values})
+        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+            why = str(error).strip()
+        else:
+            return {**columns, "preds": name}
+    raise UsageError(
+        f"{text}: the metric does not take {' or '.join(tried)} ({why}). Take one of several classes, whose "
+        "name begins with Multiclass; or let observe of a task of your own return a column of scores, and "
+        f"name it: {text.partition('@')[0]}@preds=COLUMN,target={columns.get('target', 'COLUMN')}"
+    )
 
 
 _OF_CLASSES = {"prediction", "predictions", "target", "targets", "label", "labels"}

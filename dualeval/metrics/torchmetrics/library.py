@@ -24,6 +24,10 @@ _NETWORK = (
     "model, let 'observe' return its outputs as columns, and compute the rest from these"
 )
 _LAST = "is about the last few updates of a training loop, and an evaluation has no such order"
+_SHIFTED = (
+    "mistakes groups in each batch that lacks one, so that the value depends on the batch size. Compute it "
+    "from all rows: dualeval.metrics.Rows(function, ['prediction', 'target', 'group'])"
+)
 _NO_METRIC = (
     "is not a metric by itself. Give each of its metrics: "
     "from_torchmetrics(metric, columns) for metric in ..."
@@ -42,6 +46,7 @@ _REFUSED = {
         _NETWORK,
     ),
     **dict.fromkeys(("Running", "RunningMean", "RunningSum"), _LAST),
+    **dict.fromkeys(("BinaryFairness", "BinaryGroupStatRates"), _SHIFTED),
     **dict.fromkeys(("MetricCollection", "MetricTracker", "FeatureShare"), _NO_METRIC),
 }
 

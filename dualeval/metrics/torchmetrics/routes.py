@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ class _Wrapped:
     """
 
     # What is made of the metric, and no part of what it is.
-    dualeval_identity_ignores = ("_checked",)
+    dualeval_identity_ignores = ("_checked", "spelled")
 
     def __init__(
         self,
@@ -94,20 +96,22 @@ class _Wrapped:
                 f"{_sentence(error)} Change the metric's arguments or its columns (docs/torchmetrics.md)."
             ) from error
 
-    def _computed(self, metric: Any) -> Any:
-        """What a metric computes; likewise."""
+    def _measured(self, metric: Any) -> Measured:
+        """What a metric computes; likewise. What it warns of is a warning of the result."""
         try:
-            return metric.compute()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                computed = metric.compute()
         except _REFUSALS as error:
             raise RefusedSamples(
                 f"metric {self.name!r}: TorchMetrics' {type(metric).__name__} cannot compute from these "
                 f"samples: {_sentence(error)}"
             ) from error
-
-    def _measured(self, computed: Any) -> Measured:
         better = self.metric.higher_is_better
         direction = None if better is None else "higher" if better else "lower"
-        return measured_of(self.name, computed, prefix=self._own_name, direction=direction)
+        found = measured_of(self.name, computed, prefix=self._own_name, direction=direction)
+        by_metric = dict.fromkeys(f"{self.name}: TorchMetrics warns: {each.message}" for each in said)
+        return replace(found, warnings=(*found.warnings, *by_metric))
 
 
 class InLedger(_Wrapped):
@@ -173,7 +177,7 @@ class InLedger(_Wrapped):
                 setattr(metric, state.name, total.to(dtype).view(state.shape))
         metric._update_count = updates
         with _same_everywhere():
-            return self._measured(self._computed(metric))
+            return self._measured(metric)
 
     def _parts(self, ledger: Tensor) -> list[Tensor]:
         return list(torch.split(ledger[1:], [state.size for state in self._states]))
@@ -204,4 +208,4 @@ class FromRows(_Wrapped):
             for start in range(0, rows, _PIECE_ROWS):
                 piece = range(start, min(start + _PIECE_ROWS, rows))
                 self._update(metric, columns, piece)
-            return self._measured(self._computed(metric))
+            return self._measured(metric)

@@ -23,7 +23,7 @@ SYNTAX = "'torchmetrics:Class(argument=value)@preds=column,target=column as name
 
 # By argument of update: the columns that a task may have for it, the best first.
 _USUAL = {
-    "preds": ("preds", "prediction", "predictions"),
+    "preds": ("preds", "prediction", "predictions", "probabilities", "logits"),
     "target": ("target", "targets", "label", "labels"),
     "targets": ("targets", "target", "label", "labels"),
     "labels": ("labels", "label", "target"),

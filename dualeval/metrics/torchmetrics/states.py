@@ -76,6 +76,9 @@ def isolated(metric: Any) -> Any:
     for part in own.modules():
         if hasattr(part, "distributed_available_fn"):
             part.distributed_available_fn = _no_processes
+        if hasattr(part, "validate_args"):
+            # TorchMetrics 1.9 forgets it in AUROC and its kin: BinaryAUROC takes ten classes for scores.
+            part.validate_args = True
     own.reset()
     return own
 
