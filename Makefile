@@ -14,7 +14,7 @@ APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-instal
 EXTRAS := dev,qa
 HOROVOD_OPTIONS :=
 
-.PHONY: run test test-long check format bench bench-peers picture tables horovod stack system clean
+.PHONY: run test test-long check format bench bench-peers gpu picture tables horovod stack system clean
 # Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core.
 TEST_WORKERS := -n logical --maxprocesses 4 --dist loadgroup
 # Two pips at once in one environment would be in each other's way.
@@ -56,6 +56,10 @@ bench: $(VENV)/.assets stack
 # dualeval beside other libraries, in an environment of their own: about ten minutes, alone on the machine.
 bench-peers: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/peers.py
+
+# On a machine with a GPU: what only a GPU can show, in at most ten minutes after the installation.
+gpu: $(VENV)/.ready
+	$(BIN)/python benchmarks/gpu.py
 
 # The picture of the table in the README.
 picture: $(VENV)/.ready

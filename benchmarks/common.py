@@ -235,7 +235,14 @@ def _processor() -> str:
     return platform.machine()
 
 
-def write_results(name: str, title: str, body: str, figures: Mapping[str, Any], host: dict[str, Any]) -> None:
+def write_results(
+    name: str,
+    title: str,
+    body: str,
+    figures: Mapping[str, Any],
+    host: dict[str, Any],
+    folder: Path = RESULTS,
+) -> None:
     """Print the page, and write it to results/NAME-DATE.md for people and .json for programs.
 
     Args:
@@ -244,6 +251,7 @@ def write_results(name: str, title: str, body: str, figures: Mapping[str, Any], 
         body: Markdown.
         figures: all that was measured, as plain values.
         host: what ``machine`` said before the first measurement.
+        folder: in place of results/.
     """
     print(body)
     now = datetime.now(timezone.utc)
@@ -256,8 +264,8 @@ def write_results(name: str, title: str, body: str, figures: Mapping[str, Any], 
         f"{host['processor']}, {host['cores']} cores, {host['memory_gib']} GiB, {host['system']}; "
         f"load average at the start {host['load_average']}.\n{versions}.\n\n{body}"
     )
-    RESULTS.mkdir(exist_ok=True)
-    page = RESULTS / f"{name}-{now:%Y-%m-%d}.md"
+    folder.mkdir(exist_ok=True)
+    page = folder / f"{name}-{now:%Y-%m-%d}.md"
     page.with_suffix(".json").write_text(_record_a_line(content), "utf-8")
     page.write_text(text, "utf-8")
     print(f"written to {page}")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dualeval import connect, detect
 from dualeval.bench.peaks import peak_of_process
-from dualeval.metrics import Metric
+from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import classification_metric, default_metrics, observe_logits
 from dualeval.tasks import Task
 
@@ -97,7 +97,7 @@ class TinyTask(Task):
         """The columns of a classification."""
         return observe_logits(outputs, batch["targets"], 5)
 
-    def metrics(self) -> Sequence[Metric]:
+    def metrics(self) -> Sequence[Metric | RowMetric]:
         """The default metrics."""
         return [classification_metric(name, _CLASSES) for name in default_metrics(_CLASSES)]
 

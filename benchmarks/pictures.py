@@ -128,7 +128,7 @@ class Setting:
             model=f"pictures:{self.network}",
             weights="random:0",
             data=self.folder,
-            preprocessing={"resize": 256, "crop": 224},
+            preprocessing={"preprocessing": "imagenet"},
         )
 
 

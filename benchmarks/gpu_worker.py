@@ -1,0 +1,178 @@
+"""What ``gpu.py`` has a process of its own measure: ``python gpu_worker.py NAME JSON`` prints its answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from common import take_turns
+from gpu import ANSWER
+from problems import Problem, fashion_cnn, resnet18, small_cnn
+
+from dualeval import ModelTask, Session, connect, detect
+from dualeval.backends.selftest import check_operations, measure_all_reduce
+from dualeval.engine.numerics import NumericSettings
+
+_BATCH = 64
+_FEW, _MANY = 8, 40  # batches of the evaluations whose waits are compared
+
+
+def _problem(name: str, images: int) -> Problem:
+    """ResNet-18 has a quarter of the images, and the small CNN up to eight times as many."""
+    if name == "resnet18":
+        problem = resnet18(images // 4, _BATCH)
+    else:
+        problem = fashion_cnn().first(images) if name == "fashion-cnn" else small_cnn().first(8 * images)
+    return replace(problem, ready=True, batch_size=_BATCH)
+
+
+def _task(name: str, device: str, images: int) -> ModelTask:
+    """The transformer has 500 MB on a GPU and 20 on a CPU; made by a function, as what is divided must be.
+
+    A precision casts the inputs of the model: only floats, as the other problems' images are not.
+    """
+    if name == "transformer":
+        from tests import large_model
+
+        def build() -> torch.nn.Module:
+            torch.manual_seed(0)
+            return large_model.Transformer(**large_model.arguments(20 if device == "cpu" else 500)).eval()
+
+        problem = fashion_cnn().first(512)
+        data = torch.utils.data.TensorDataset(problem.images.float() / 255, problem.targets)
+        return ModelTask(model=build, data=data, name=name)
+    if name == "resnet18, float images":
+        problem = _problem("resnet18", images)
+        floats = torch.utils.data.TensorDataset(problem.images / 255 - 0.5, problem.targets)
+        return ModelTask(model=problem.network.network, data=floats, name=name)
+    return _problem(name, images).task()
+
+
+def _peak_mb(device: str, work: Callable[[], Any]) -> tuple[Any, float | None]:
+    """What some work returns, and the most that tensors have held on the GPU meanwhile."""
+    if device == "cpu":
+        return work(), None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return work(), torch.cuda.max_memory_allocated() / 1e6
+
+
+def evaluate(given: dict[str, Any]) -> Any:
+    """Digest, images/s and peak memory by model; None on other ranks than 0."""
+    device, answer = given["device"], {}
+    # Ranks share the first GPU.
+    with Session(device="cuda:0" if device == "cuda" else device, allow_shared_gpu=True) as session:
+        for name in given["models"]:
+            task = _task(name, device, given["images"])
+            options = {"batch_size": _BATCH, "workers": given.get("workers", 0), **given.get("options", {})}
+            result, peak = _peak_mb(device, partial(session.evaluate, task, **options))
+            found = {"digest": result.metrics_digest, "images_per_s": result.samples_per_s, "peak_mb": peak}
+            answer[name] = found
+    return answer if session.world.is_main else None
+
+
+def transport(given: dict[str, Any]) -> Any:
+    """Whether the torch backend's operations are right, and from whose memory each kind of tensor travels."""
+    with connect("torch", detect(os.environ), given["device"]) as backend:
+        return {
+            "problems": check_operations(backend),
+            "speed": measure_all_reduce(backend),
+            "carriers": {kind: backend.carrier(torch.device(kind)).type for kind in ("cpu", "cuda")},
+        }
+
+
+def waits(given: dict[str, Any]) -> Any:
+    """Calls of a short and of a longer evaluation, and the lines of Python that wait more often in it."""
+    problem = _problem("resnet18", 4 * _BATCH * _MANY)
+    with Session(device=given["device"]) as session:
+
+        def of(batches: int) -> Callable[[], object]:
+            task = problem.first(_BATCH * batches).task()
+            return partial(session.evaluate, task, batch_size=_BATCH, workers=0)
+
+        of(_FEW)()  # libraries begin, and pinned memory is asked for
+        few, many = calls_in(of(_FEW)), calls_in(of(_MANY))
+        lines = _lines_that_wait(of(_MANY))
+        lines.subtract(_lines_that_wait(of(_FEW)))
+    told = [f"{count} in {line}" for line, count in lines.most_common(3) if count > 0]
+    return {"few": few, "many": many, "batches": _MANY - _FEW, "lines": told}
+
+
+def calls_in(work: Callable[[], object]) -> dict[str, int]:
+    """How often the profiler has seen each operation, call of the runtime, kernel and copy."""
+    with torch.profiler.profile() as profile:
+        work()
+    return dict(Counter(event.name for event in profile.events() or ()))
+
+
+def _lines_that_wait(work: Callable[[], object]) -> Counter[str]:
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work()
+    torch.cuda.set_sync_debug_mode("default")
+    return Counter(
+        f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)
+    )
+
+
+def _bare(problem: Problem, device: torch.device) -> float:
+    """Seconds of a loop by hand, with dualeval's numeric settings."""
+    network, targets = problem.network.to(device), problem.targets.to(device)
+    right = torch.zeros((), dtype=torch.int64, device=device)
+    settings = NumericSettings("fp32", device)
+    start = perf_counter()
+    with torch.inference_mode():
+        for first in range(0, len(problem.images), _BATCH):
+            rows = slice(first, first + _BATCH)
+            logits = network(problem.images[rows].to(device, non_blocking=True))
+            right += (logits.argmax(1) == targets[rows]).sum()
+    right.item()
+    seconds = perf_counter() - start
+    settings.restore()
+    network.to("cpu")
+    return seconds
+
+
+def speed(given: dict[str, Any]) -> Any:
+    """Images/s of each round and peak memory, by way."""
+    problem = _problem(given["model"], given["images"])
+    peaks: dict[str, float | None] = {}
+    with Session(device=given["device"]) as session:
+        device = session.backend.device
+        pinned = problem if device.type == "cpu" else replace(problem, images=problem.images.pin_memory())
+
+        def ours(layout: str) -> float:
+            result = session.evaluate(problem.task(), batch_size=_BATCH, workers=0, layout=layout)
+            return float(result.timing["evaluate_s"])
+
+        def images_per_s(way: str, run: Callable[[], float]) -> float:
+            seconds, peaks[way] = _peak_mb(given["device"], run)
+            return float(len(problem.images) / seconds)
+
+        ways = {
+            "bare": partial(_bare, pinned, device),
+            "dualeval contiguous": partial(ours, "contiguous"),
+            "dualeval": partial(ours, "auto"),
+        }
+        entries = {way: partial(images_per_s, way, run) for way, run in ways.items()}
+        take_turns(1, entries)
+        return {"images_per_s": take_turns(given["rounds"], entries), "peak_mb": peaks}
+
+
+WORKERS = {worker.__name__: worker for worker in (evaluate, transport, waits, speed)}
+
+if __name__ == "__main__":
+    said = WORKERS[sys.argv[1]](json.loads(sys.argv[2]))
+    if said is not None:
+        print(f"\n{ANSWER}{json.dumps(said)}", flush=True)

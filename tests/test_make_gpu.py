@@ -1,0 +1,210 @@
+"""benchmarks/gpu.py, which is made for a GPU: how it judges, its page, and what of it runs on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, Launch
+
+GPU = {"digest": "a" * 64, "images_per_s": 1000.0, "peak_mb": 200.0}
+CARD = {"name": "Played 9000", "driver": "1.2"}
+EVENTS = {"cudaEventSynchronize": 80, "cudaStreamSynchronize": 5, "cudaMemcpyAsync": 90, "aten::add": 7}
+ANSWERS: dict[str, Any] = {
+    "transport": {
+        "problems": {"all_reduce": None, "all_reduce on cuda": None, "barrier": None},
+        "carriers": {"cpu": "cpu", "cuda": "cuda"},
+        "speed": {"cpu": {"latency_us": 9.0}, "cuda": {"latency_us": 20.0}},
+    },
+    "waits": {
+        "few": {**EVENTS, "cudaEventSynchronize": 16},
+        "many": EVENTS,
+        "batches": 32,
+        "lines": [],
+    },
+    "speed": {
+        "images_per_s": {"bare": [200.0, 200.0], "dualeval": [180.0, 190.0]},
+        "peak_mb": {"bare": 90.0, "dualeval": 91.0},
+    },
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("gpu")
+
+
+@pytest.fixture
+def played(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A GPU whose workers answer at once: by way, the digest of the models."""
+    digests: dict[str, Any] = {}
+
+    def ask(trial: Any, worker: str, **given: Any) -> Any:
+        if worker != "evaluate":
+            return ANSWERS[worker]
+        options = given.get("options", {})
+        way = next((way for way in (*options, *given) if way in digests), None)
+        changed = {} if way is None else digests[way]
+        peak = 50.0 if "offload" in options else 200.0
+        return {model: {**GPU, "peak_mb": peak, **changed} for model in given["models"]}
+
+    def run(trial: Any, command: list[str], limit_s: float = 0.0) -> str:
+        if "conformance" in command:
+            return json.dumps({"runs": [{"outcome": "ok"}, {"outcome": "ok"}]})
+        lines = [{"check": "attributes", "problems": []}, {"check": "gather", "problems": []}]
+        (Path(command[-1]) / "rank-0.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        return ""
+
+    monkeypatch.setattr(gpu.Trial, "ask", ask)
+    monkeypatch.setattr(gpu.Trial, "run", run)
+    monkeypatch.setattr(gpu, "card_here", lambda: CARD)
+    monkeypatch.setattr(gpu, "end_on_sigterm", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return digests
+
+
+def test_a_whole_page(gpu: Any, played: dict[str, Any], tmp_path: Path) -> None:
+    assert gpu.main(["--results", str(tmp_path)]) == 0
+    [page] = tmp_path.glob("gpu-*.md")
+    text = page.read_text("utf-8")
+    assert text.startswith("# On one GPU: Played 9000\n")
+    assert "name Played 9000, driver 1.2. One card: this page says nothing about NCCL between" in text
+    assert " passed, 0 failed, 0 not available." in text
+    figures = json.loads(page.with_suffix(".json").read_text("utf-8"))
+    found = {(row["step"], row["what"]): row["found"] for row in figures["rows"]}
+    assert {step for step, _ in found} == {*gpu.STEPS}
+    assert found["waits", "of the host, in the loop"] == "2.00 cudaEventSynchronize a batch"
+    assert found["transports", "CUDA tensors, NCCL"] == "all_reduce on cuda; all_reduce: latency_us 20"
+    speed = "bare 200 images/s, peak 90 MB, dualeval 185 images/s, 0.925 (0.913 to 0.937) of bare, peak 91 MB"
+    assert found["speed", "resnet18"] == speed
+
+
+@pytest.mark.parametrize(
+    ("way", "changed", "rows"),
+    [
+        ("workers", {"digest": "b" * 64}, ["2 reading processes", "4 reading processes"]),
+        ("ranks", {"digest": "b" * 64}, ["torchrun, one rank", "torchrun, two ranks that share the device"]),
+        ("offload", {"digest": "b" * 64}, ["--shard fsdp --offload"]),
+        ("offload", {"peak_mb": 200.0}, ["--shard fsdp --offload"]),
+    ],
+)
+def test_another_digest_fails(
+    gpu: Any, played: dict[str, Any], tmp_path: Path, way: str, changed: dict[str, Any], rows: list[str]
+) -> None:
+    played[way] = changed
+    assert gpu.main(["--results", str(tmp_path), "--steps", "repeats,sharding"]) == 1
+    [figures] = tmp_path.glob("gpu-*.json")
+    failed = [row for row in json.loads(figures.read_text("utf-8"))["rows"] if row["outcome"] == "failed"]
+    assert [row["what"] for row in failed if "shard fsdp, torchrun" not in row["what"]] == rows
+    expected = f"{'b' * 64}, expected {'a' * 64}" if "digest" in changed else "no less memory than"
+    assert all(expected in row["found"] for row in failed)
+
+
+def test_digests_of_each_model_count(gpu: Any) -> None:
+    other = {**GPU, "digest": "b" * 64}
+    assert gpu.judged_digests({"x": GPU, "y": GPU}, {"x": GPU, "y": GPU})[0] == "passed"
+    outcome, found = gpu.judged_digests({"x": GPU, "y": GPU}, {"x": GPU, "y": other})
+    assert (outcome, found) == ("failed", f"y {'b' * 64}, expected {'a' * 64}")
+    row = gpu.Row(step="repeats", what="again", outcome=outcome, found=found)
+    assert gpu.exit_code([row]) == 1
+    assert gpu.exit_code([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("waits", "outcome"),
+    [
+        ({"cudaEventSynchronize": 2.0, "cudaStreamSynchronize": 0.0}, "passed"),
+        ({}, "passed"),
+        ({"cudaEventSynchronize": 2.0, "cudaStreamSynchronize": 1.0}, "failed"),
+        ({"Memcpy DtoH (Device -> Pageable)": 1.0}, "failed"),
+        ({"cudaEventSynchronize": 3.0}, "failed"),
+    ],
+)
+def test_the_host_may_wait_for_two_events_a_batch(gpu: Any, waits: dict[str, float], outcome: str) -> None:
+    assert gpu.judged_waits(waits, ["32 in transfer.py:1"])[0] == outcome
+
+
+def test_what_is_a_wait(gpu: Any) -> None:
+    few = {"cudaDeviceSynchronize": 3, "aten::add": 1}
+    names = ["cudaMemcpy", "cudaMemcpyAsync", "cudaDeviceSynchronize", "cuStreamSynchronize", "aten::add"]
+    names += ["Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> Device)", "cudaEventQuery"]
+    found = gpu.waits_a_batch(few, dict.fromkeys(names, 11), 8)
+    new = ("Memcpy HtoD (Pageable -> Device)", "cuStreamSynchronize", "cudaMemcpy")
+    assert found == {**dict.fromkeys(new, 11 / 8), "cudaDeviceSynchronize": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("problems", "carrier", "found"),
+    [
+        ({"gather": None}, "cpu", "tensors travelled from the memory of cpu, expected cuda"),
+        ({"gather": "got 1"}, "cuda", "gather: got 1"),
+        ({}, "cuda", "none ran"),
+    ],
+)
+def test_a_transport_that_is_another_fails(
+    gpu: Any, problems: dict[str, str | None], carrier: str, found: str
+) -> None:
+    assert gpu.judged_transport(problems, carrier, "cuda") == ("failed", found)
+
+
+def test_a_row_that_fails_stops_no_other(gpu: Any) -> None:
+    trial = gpu.Trial(device="cpu", images=8, rounds=2, ends=monotonic() + 60)
+
+    def fail(error: Exception) -> Any:
+        raise error
+
+    trial.row("s", "hangs", lambda: fail(subprocess.TimeoutExpired("x", 90.0)))
+    trial.row("s", "breaks", lambda: trial.run([sys.executable, "-c", "raise ValueError('a | b')"]))
+    trial.row("s", "works", lambda: ("passed", trial.run([sys.executable, "-c", "print('fine', end='')"])))
+    trial.row("s", "elsewhere", lambda: fail(AssertionError()), on_cpu=False)
+    trial.ends = monotonic()
+    trial.row("s", "late", lambda: trial.run(["true"]))
+    assert [(row.what, row.outcome, row.found) for row in trial.rows] == [
+        ("hangs", "failed", "took longer than 90 s"),
+        ("breaks", "failed", "RuntimeError: ValueError: a | b"),
+        ("works", "passed", "fine"),
+        ("elsewhere", "not available", "needs a GPU"),
+        ("late", "failed", "TimeoutError: not begun: the ten minutes were over"),
+    ]
+    assert "| s | breaks | failed | RuntimeError: ValueError: a / b |" in gpu.page(trial.rows, {})
+    assert gpu.page(trial.rows, {}).startswith(
+        "**On a CPU: this page says that the script works, and nothing"
+    )
+
+
+def test_without_a_gpu(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"gpu.py: no GPU here: torch {torch.__version__} ")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_calls_are_counted_by_name(gpu: Any) -> None:
+    numbers = torch.ones(3)
+
+    def work() -> None:
+        for _ in range(5):
+            numbers.cos()
+
+    assert importlib.import_module("gpu_worker").calls_in(work)["aten::cos"] == 5
+
+
+@pytest.mark.long
+def test_on_a_cpu(launch: Launch, tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--images", "64", "--steps", "transports,waits,sharding"]
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--results", str(tmp_path), *options]
+    done = launch(command, timeout=240)
+    assert done.returncode == 0, done.stderr
+    [page] = tmp_path.glob("gpu-*.md")
+    assert " passed, 0 failed, 3 not available." in page.read_text("utf-8")
