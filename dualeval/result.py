@@ -18,7 +18,8 @@ from dualeval.errors import DualevalError
 if TYPE_CHECKING:
     from dualeval.metrics import Value
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+_READABLE = (2, SCHEMA_VERSION)  # version 2 had no samples_digest
 STATUS = "status.json"
 RESULT = "result.json"
 JOB = "job.json"
@@ -54,6 +55,8 @@ class Result:
         device: type, model and bits of rank 0's device.
         homogeneous: whether one kind of machine has computed all: device model, CPU capability, bits,
             versions.
+        deterministic: whether the first samples gave the same columns when they were read and computed twice;
+            None where nothing was computed twice.
         machines: each kind of machine that has computed a part, as ``device`` and ``versions`` name it, with
             the number of its ``chunks``.
         timing: seconds; total, setup, evaluate, and the split of each rank.
@@ -75,11 +78,13 @@ class Result:
         folder: where rank 0 wrote the files; None where nothing was written.
         finished_at: when the run came to its end, UTC, ISO 8601.
         earlier: an earlier run has made this result, and this one has only printed it.
-        replay: what evaluating one finished batch anew has shown: "same bits", "within tolerance",
+        replay: what evaluating two finished batches anew has shown: "same bits", "within tolerance",
             "skipped", or "nothing to compare"; None where nothing was finished before.
-        metric_digests: by metric, a hash of what it makes of the batch that a later run evaluates anew; on
-            rank 0 only.
+        metric_digests: by metric, a hash of what it makes of the first batch that a later run evaluates anew;
+            on rank 0 only.
         files: by name, ``bytes`` and ``sha256`` of the files beside result.json; complete on rank 0 only.
+        samples_digest: sha256, in hex, over the number of samples and their ids in data-set order; None in
+            results of earlier versions, and where each id would cost the reading of a sample.
     """
 
     metrics: dict[str, Value]
@@ -110,6 +115,7 @@ class Result:
     machines: list[dict[str, Any]] = field(default_factory=list)
     finished_at: str | None = None
     earlier: bool = False
+    deterministic: bool | None = None
     replay: str | None = None
     metric_digests: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -118,12 +124,13 @@ class Result:
     whole_set_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     labels: dict[str, Any] = field(default_factory=dict)
     reference: dict[str, Any] = field(default_factory=dict)
+    samples_digest: str | None = None
 
     @property
     def metrics_digest(self) -> str:
         """sha256, in hex, over the metrics, their non-finite counts and the ids of failed samples.
 
-        Equal digests mean: the same numbers to the last bit, from the same samples.
+        Equal digests mean: the same numbers to the last bit. ``samples_digest`` says of which samples.
         """
         content = {
             "metrics": self.metrics,
@@ -132,9 +139,14 @@ class Result:
         }
         return sha256_of_json(content)
 
+    @property
+    def digests(self) -> dict[str, str | None]:
+        """``metrics_digest`` and ``samples_digest`` by name."""
+        return {"metrics_digest": self.metrics_digest, "samples_digest": self.samples_digest}
+
     def to_json(self) -> str:
         """The text of result.json."""
-        content = {"schema_version": SCHEMA_VERSION, "metrics_digest": self.metrics_digest, **asdict(self)}
+        content = {"schema_version": SCHEMA_VERSION, **self.digests, **asdict(self)}
         return json_text(content, allow_nan=False)
 
 
@@ -157,7 +169,7 @@ def described_part(part: Mapping[str, Any]) -> str:
 def sha256_of_json(value: Any) -> str:
     """sha256, in hex, of canonical JSON: sorted keys, shortest round-trip floats, no spaces, UTF-8."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def read_result(path: Path) -> Result:
@@ -194,8 +206,10 @@ def stated_result(content: Any) -> tuple[Result, str]:
     try:
         values = dict(content)
         version, digest = values.pop("schema_version"), values.pop("metrics_digest")
-        if version != SCHEMA_VERSION:
-            raise DualevalError(f"its schema version is {version}, expected {SCHEMA_VERSION}")
+        if version not in _READABLE:
+            raise DualevalError(
+                f"its schema version is {version}, expected one of {_READABLE}: a later dualeval may read it"
+            )
         result = Result(**values)
         # A value of another kind than JSON's own shows here.
         _ = result.metrics_digest

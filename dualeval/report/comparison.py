@@ -72,7 +72,10 @@ def _lines(comparison: Comparison) -> list[str]:
 
 def _facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     clusters = f", in clusters by {comparison.cluster}" if comparison.cluster is not None else ""
-    yield "samples", f"{comparison.pairs:,} in both{clusters}"
+    digests = comparison.a["samples_digest"], comparison.b["samples_digest"]
+    same = "the same" if digests[0] == digests[1] else "another"
+    said = "" if None in digests else f"; {same} samples_digest"
+    yield "samples", f"{comparison.pairs:,} in both{clusters}{said}"
     if comparison.agreement is None:
         yield "agreement", "the runs keep no prediction"
     else:

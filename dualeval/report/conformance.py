@@ -39,6 +39,7 @@ def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
     """
     return {
         "metrics_digest": result["metrics_digest"],
+        "samples_digest": result["samples_digest"],
         "metrics": {name: result["metrics"][name] for name in _COMPARED},
         "samples": result["samples"],
         "resumed": result["chunks"]["resumed"],
@@ -82,6 +83,8 @@ def judge(
         )
     if reference is None:
         return OK, None
+    if found["samples_digest"] != reference["samples_digest"]:
+        return DIFFERS, f"samples_digest {found['samples_digest']}, not {reference['samples_digest']}"
     own = reference["machines"][0]
     if not found["homogeneous"] or any(machine != own for machine in found["machines"]):
         return _compare_loosely(found["metrics"], reference["metrics"])
@@ -229,7 +232,7 @@ def _matrix(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         [[*key, *(found.get(size, "-") for size in sizes)] for key, found in cells.items()],
     )
     yield (
-        "`ok`: the `metrics_digest` of one process on the same device: the same metrics to the last bit. "
+        "`ok`: both digests of one process on the same device: the same samples, and the same bits. "
         "`nproc` is `dualeval run --nproc N`."
     )
     if any(row["outcome"] in (CLOSE, FAR) for row in rows):

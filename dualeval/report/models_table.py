@@ -19,6 +19,7 @@ from dualeval.report.table import make_console, print_line, shown_numbers
 from dualeval.result import Result, json_text
 
 DONE, FAILED, NOT_DONE = "done", "failed", "not done"
+_DIGESTS = ("metrics_digest", "samples_digest")
 # Of the screen: the name, the speed and the status of each model, and a metric with its interval.
 _OTHER_COLUMNS, _METRIC_WIDTH = 40, 20
 _LATEX = {
@@ -121,7 +122,7 @@ class ModelsTable:
             for name in self.metrics
             for part in (name, *((f"{name}_low", f"{name}_high") if name in ranged else ()))
         ]
-        behind = ("samples_per_s", "evaluated", "failed", "metrics_digest", "folder", "reason")
+        behind = ("samples_per_s", "evaluated", "failed", *_DIGESTS, "folder", "reason")
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["model", "status", *columns, *behind])
@@ -131,10 +132,11 @@ class ModelsTable:
                 ends = () if row.result is None else row.result.intervals.get(name, ())
                 values += [_number(row.result, name), *((ends or ("", "")) if name in ranged else ())]
             if (found := row.result) is None:
-                values += ["", "", "", ""]
+                values += ["", "", "", "", ""]
             else:
                 counts = found.samples
-                values += [found.samples_per_s, counts["evaluated"], counts["failed"], found.metrics_digest]
+                values += [found.samples_per_s, counts["evaluated"], counts["failed"]]
+                values += found.digests.values()
             writer.writerow([*values, row.folder or "", row.reason or ""])
         return text.getvalue()
 
@@ -195,7 +197,7 @@ class ModelsTable:
                     "samples": found.samples,
                     "samples_per_s": found.samples_per_s,
                     "fingerprint": found.fingerprint,
-                    "metrics_digest": found.metrics_digest,
+                    **found.digests,
                 }
             models.append(entry)
         content = {"models": models, "best": self.best}

@@ -55,6 +55,8 @@ def _facts(result: Result) -> Iterator[tuple[str, str]]:
     if result.work:
         yield "work", _work(result)
     yield "metrics_digest", f"{result.metrics_digest}{_comparable(result)}"
+    if result.samples_digest is not None:
+        yield "samples_digest", result.samples_digest
     if result.folder is not None:
         yield "files", result.folder
 
@@ -94,12 +96,12 @@ def make_console(width: int = _WIDTH) -> Console:
 
 
 def _of_earlier_run(result: Result) -> str:
-    """The first line where nothing was evaluated but one batch."""
+    """The first line where nothing was evaluated but two batches."""
     when = "" if result.finished_at is None else f" at {result.finished_at}"
     proof = {
         None: "",
-        "same bits": "; one batch was evaluated again and has the same bits",
-        "within tolerance": "; one batch was evaluated again and agrees to the tolerance",
+        "same bits": "; batches of it were evaluated again and have the same bits",
+        "within tolerance": "; batches of it were evaluated again and agree to the tolerance",
         "nothing to compare": "; it has no rows to evaluate again and compare",
         "skipped": "; not compared with what the job gives now (--no-replay)",
     }[result.replay]
@@ -210,6 +212,8 @@ def _difference(column: Mapping[str, Any]) -> str:
 
 
 def _comparable(result: Result) -> str:
+    if result.deterministic is False:
+        return " (another one in another run: see the warning)"
     if result.homogeneous:
         return ""
     return f" (not comparable: {len(result.machines)} kinds of machine)"

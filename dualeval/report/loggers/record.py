@@ -193,8 +193,9 @@ def _job(result: Result) -> dict[str, Any]:
         "weights": result.weights,
         "part": result.part,
         "fingerprint": result.fingerprint,
-        "metrics_digest": result.metrics_digest,
+        **result.digests,
         "homogeneous": result.homogeneous,
+        "deterministic": result.deterministic,
         "folder": result.folder,
         "finished_at": result.finished_at,
     }

@@ -103,5 +103,14 @@ def _config(record: Record) -> dict[str, Any]:
     """The job as W&B shows it: nested, as in result.json, with what the numbers mean."""
     keys: tuple[str, ...]
     keys = ("job", "world", "device", "versions", "data", "weights", "part", "fingerprint", "metrics_digest")
-    keys += ("homogeneous", "folder", "finished_at", "intervals", "units", "directions", "warnings")
-    return {name: record.result[name] for name in keys}
+    keys += (
+        "samples_digest",
+        "homogeneous",
+        "deterministic",
+        "folder",
+        "finished_at",
+        "intervals",
+        "units",
+        "directions",
+    )
+    return {name: record.result[name] for name in (*keys, "warnings")}
