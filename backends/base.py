@@ -187,7 +187,7 @@ class Backend(JsonExchange):
     @torch.inference_mode(False)
     def barrier(self) -> None:
         """Wait until every rank is here: a reduction of one host number."""
-        self._reduce_in_parts(torch.zeros(1, dtype=torch.int32), "sum")
+        self._reduce_in_parts(torch.zeros(1, dtype=torch.int32, device=_HOST), "sum")
 
     @torch.inference_mode(False)
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
@@ -354,7 +354,7 @@ class Backend(JsonExchange):
         """
         own = f"{call}{'' if dst is None else f' to rank {dst}'} of {refusal or kind}"
         signature = _hash(own) if refusal is None else _REFUSED
-        own_header = torch.tensor([payload.numel(), rows, signature])
+        own_header = torch.tensor([payload.numel(), rows, signature], device=_HOST)
         with self.around_collective():
             gathered = self._gather_headers(own_header.view(torch.uint8))
         headers = [header.view(torch.int64).tolist() for header in gathered]
@@ -493,7 +493,7 @@ def _copy_to(device: torch.device, tensor: Tensor, dtype: torch.dtype) -> Tensor
     """Copy a tensor into a new, contiguous one."""
     if tensor.is_cuda and device.type == "cpu":
         # Pinned: the way off the GPU is several times faster into memory that cannot be swapped out.
-        return torch.empty(tensor.shape, dtype=dtype, pin_memory=True).copy_(tensor.detach())
+        return torch.empty(tensor.shape, dtype=dtype, device=_HOST, pin_memory=True).copy_(tensor.detach())
     return tensor.detach().to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
 

@@ -41,9 +41,10 @@ class JsonExchange(ABC):
         text, refusal = _encode(value) if self.world.rank == src else (b"", None)
         # The refusal is sent in the place of the value, so that no rank waits for one that will not come.
         payload = text if refusal is None else refusal.encode("utf-8", "backslashreplace")
-        length, refused = self.broadcast(torch.tensor([len(payload), refusal is not None]), src).tolist()
-        buffer = tensor_of(payload) if self.world.rank == src else torch.zeros(length, dtype=torch.uint8)
-        received = bytes_of(self.broadcast(buffer, src))
+        header = torch.tensor([len(payload), refusal is not None], device="cpu")
+        length, refused = self.broadcast(header, src).tolist()
+        sent = payload if self.world.rank == src else bytes(length)
+        received = bytes_of(self.broadcast(tensor_of(sent), src))
         if refused:
             raise BackendError(f"This cannot be broadcast: rank {src}: {received.decode()}.")
         return _decode(received)
@@ -84,7 +85,7 @@ class JsonExchange(ABC):
 def tensor_of(text: bytes) -> Tensor:
     """Copy a byte string into a uint8 tensor of shape (bytes,)."""
     # frombuffer takes no empty buffer, and warns about a read-only one.
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text + b"."), dtype=torch.uint8)[:-1]
 
 
 def bytes_of(payload: Tensor) -> bytes:

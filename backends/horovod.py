@@ -181,7 +181,7 @@ class HorovodBackend(Backend):
                 gathered = self._finish(self._hvd.allgather_async(payload, name="dualeval.all_gather"))
             return list(gathered.view(size, -1))
         # Horovod's allgather would need the room for all on every rank; here all goes to one.
-        splits = torch.zeros(size, dtype=torch.int32)
+        splits = torch.zeros(size, dtype=torch.int32, device="cpu")
         splits[dst] = payload.numel()
         with self._translated("gathering"):
             gathered, _ = self._finish(

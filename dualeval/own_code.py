@@ -5,6 +5,8 @@ Own code is what lies neither in this package nor among installed packages and t
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import site
 import sys
@@ -13,7 +15,9 @@ import traceback
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
+
+from dualeval.errors import LibraryError, UsageError, with_type
 
 DEBUG_VARIABLE = "DUALEVAL_DEBUG"
 # Of a recursion without an end the last ones say enough.
@@ -32,6 +36,96 @@ def importable(folder: Path) -> None:
     here = str(folder.resolve())
     if here not in sys.path and not (folder.resolve() == Path.cwd() and "" in sys.path):
         sys.path.insert(0, here)
+
+
+def own_module(place: str, said: str) -> ModuleType:
+    """Import a module of the user's by its name, from the working folder too, or by its path, FILE.py.
+
+    Args:
+        place: the name or path.
+        said: the option that names it, for messages.
+
+    Raises:
+        LibraryError: it is not there, or cannot be imported.
+        UsageError: it is no name of a module, or has that of one which is in use.
+    """
+    importable(Path.cwd())
+    if place.endswith(".py"):
+        return _module_of_file(Path(place), said)
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise UsageError(f"{said}: expected package.module:NAME or FILE.py:NAME")
+    return _module(place, said)
+
+
+def _module(name: str, said: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise broken(f"{said}: the module {name}", error) from error
+        raise LibraryError(
+            f"{said}: there is no module {error.name!r} in {Path.cwd()}, nor is one installed. "
+            "For a file give its path: FILE.py:NAME."
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise broken(f"{said}: the module {name}", error) from error
+
+
+def _module_of_file(path: Path, said: str) -> ModuleType:
+    """The module of a file, under the file's own name on every rank and in each reading process.
+
+    Other files beside it can be imported, and a process that is started anew finds it there, too.
+    """
+    if not path.is_file():
+        raise LibraryError(f"{said}: there is no file {path.absolute()}")
+    known = sys.modules.get(path.stem)
+    if known is not None:
+        file = getattr(known, "__file__", None)
+        if file is not None and Path(file).resolve() == path.resolve():
+            return known
+        raise UsageError(
+            f"{said}: a file of this name would hide the module {path.stem!r}, which is in use. "
+            "Give the file another name."
+        )
+    importable(path.parent)
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None and spec.loader is not None, "its name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    # As an import does: what the file defines is looked up there while it runs.
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[path.stem]
+        raise broken(f"{said}: {path}", error) from error
+    return module
+
+
+def broken(what: str, error: BaseException) -> LibraryError:
+    """The error of an import: in its first line what is wrong, below the lines of the user's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(("<frozen importlib", _PACKAGE))]
+    # An import of Python's own stands between, whose frames say nothing.
+    own = [frame for frame in own if Path(frame.filename).parent != Path(importlib.__file__).parent]
+    lines = traceback.format_list(own)
+    if isinstance(error, SyntaxError):
+        lines += traceback.format_exception_only(error)[:-1]
+    shown = "".join(lines).rstrip()
+    said = f"{what} cannot be imported: {with_type(error)}{_hint(error)}"
+    return LibraryError(said + (f"\n{shown}" if shown else ""))
+
+
+def _hint(error: BaseException) -> str:
+    """What to do where PyPI's torchvision stands beside a CPU build of torch: many libraries import it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if "torchvision::nms does not exist" in str(cause):
+            return (
+                " (this torchvision was built for another torch: install both from the same index, or begin "
+                "the file with: from dualeval.vision_library import torchvision; torchvision())"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def wants_debug(environ: Mapping[str, str]) -> bool:

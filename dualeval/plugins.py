@@ -10,17 +10,14 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, make_dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from dualeval.errors import DualevalError, LibraryError, UsageError, with_type
+from dualeval.errors import DualevalError, UsageError
 from dualeval.option_fields import OptionField, fields_of, options_of_call
-from dualeval.own_code import importable
+from dualeval.own_code import broken, own_module
 from dualeval.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:
@@ -210,94 +207,14 @@ def summary_of(source: Any) -> str:
 def _load(reference: str) -> tuple[Any, str]:
     """What a module or file has under a name, and where it comes from."""
     place, _, attribute = reference.rpartition(":")
-    importable(Path.cwd())
-    if place.endswith(".py"):
-        module, origin = _module_of_file(Path(place), reference), f"file {place}"
-    else:
-        if not all(part.isidentifier() for part in place.split(".")):
-            raise UsageError(f"--task {reference}: expected package.module:Class or file.py:Class")
-        module, origin = _module(place, reference), f"module {place}"
+    module = own_module(place, f"--task {reference}")
+    origin = f"{'file' if place.endswith('.py') else 'module'} {place}"
     if not hasattr(module, attribute):
         found = _tasks_in(module)
         hint = nearest(attribute, [*found, *_public(module)])
         tasks = f" Tasks there: {', '.join(found)}." if found else " There is no class of a task in it."
         raise UsageError(f"--task {reference}: {place} has no {attribute!r}.{hint}{tasks}")
     return getattr(module, attribute), origin
-
-
-def _module(name: str, reference: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _broken(f"--task {reference}: the module {name}", error) from error
-        raise LibraryError(
-            f"--task {reference}: there is no module {error.name!r} in {Path.cwd()}, nor is one installed. "
-            "For a file give its path: --task FILE.py:Class."
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise _broken(f"--task {reference}: the module {name}", error) from error
-
-
-def _module_of_file(path: Path, reference: str) -> ModuleType:
-    """The module of a file, under the file's own name on every rank and in each reading process.
-
-    Other files beside it can be imported, and a process that is started anew finds it there, too.
-    """
-    if not path.is_file():
-        raise LibraryError(f"--task {reference}: there is no file {path.absolute()}")
-    known = sys.modules.get(path.stem)
-    if known is not None:
-        file = getattr(known, "__file__", None)
-        if file is not None and Path(file).resolve() == path.resolve():
-            return known
-        raise UsageError(
-            f"--task {reference}: a file of this name would hide the module {path.stem!r}, which is in use. "
-            "Give the file another name."
-        )
-    importable(path.parent)
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    assert spec is not None and spec.loader is not None, "its name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    # As an import does: what the file defines is looked up there while it runs.
-    sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[path.stem]
-        raise _broken(f"--task {reference}: {path}", error) from error
-    return module
-
-
-def _broken(what: str, error: BaseException) -> LibraryError:
-    """The error of an import: in its first line what is wrong, below the lines of the user's own code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith("<frozen importlib") and frame.filename != __file__
-    ]
-    # An import of Python's own stands between, whose frames say nothing.
-    own = [frame for frame in own if Path(frame.filename).parent != Path(importlib.__file__).parent]
-    lines = traceback.format_list(own)
-    if isinstance(error, SyntaxError):
-        lines += traceback.format_exception_only(error)[:-1]
-    shown = "".join(lines).rstrip()
-    said = f"{what} cannot be imported: {with_type(error)}{_hint(error)}"
-    return LibraryError(said + (f"\n{shown}" if shown else ""))
-
-
-def _hint(error: BaseException) -> str:
-    """What to do where PyPI's torchvision stands beside a CPU build of torch: many libraries import it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if "torchvision::nms does not exist" in str(cause):
-            return (
-                " (this torchvision was built for another torch: install both from the same index, or begin "
-                "the file with: from dualeval.vision_library import torchvision; torchvision())"
-            )
-        cause = cause.__cause__ or cause.__context__
-    return ""
 
 
 def _tasks_in(module: ModuleType) -> list[str]:
@@ -350,7 +267,7 @@ def load_plugin(entry: EntryPoint) -> Any:
     except DualevalError:
         raise
     except (Exception, SystemExit) as error:
-        raise _broken(f"{entry.name} ({entry.value}) of {origin_of(entry)}", error) from error
+        raise broken(f"{entry.name} ({entry.value}) of {origin_of(entry)}", error) from error
 
 
 def plugin_metric(name: str) -> Any:

@@ -25,6 +25,12 @@ PROGRAM_SUFFIXES = (".pt2", ".pt", ".pth", ".ts", ".torchscript", ".jit", ".ptc"
 _FOLDER = "hf:"
 
 
+def function_beside(text: str, folder: Path) -> str:
+    """A value of ``--preprocessing`` in a job file: a path in it counts from the file's folder."""
+    file, colon, function = text.rpartition(":")
+    return f"{folder / file}:{function}" if colon and file.endswith(".py") else text
+
+
 def model_beside(model: str, folder: Path) -> str:
     """A value of ``--model`` in a job file: its path, if it is one, counts from the file's folder."""
     if model.startswith(_FOLDER):

@@ -92,7 +92,7 @@ def pixels_of(options: Namespace, data: Any) -> Preprocessing:
     Raises:
         UsageError: ``--resize`` is given where images keep their size.
     """
-    size, own = options.size, source_of(options.model).preprocessing()
+    size, own = options.size, source_of(options.model).preprocessing() or Preprocessing()
     if isinstance(data, torchvision().datasets.ImageFolder):
         fitting = own.resize if size is None else round(size * own.resize / own.crop)
         return replace(own, resize=options.resize or fitting, crop=size or own.crop)

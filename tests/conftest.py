@@ -140,6 +140,14 @@ def launch() -> Launch:
     return Launch()
 
 
+@pytest.fixture
+def no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that count reads and forwards: without those of the look at the first samples."""
+    from dualeval.engine.looks import Looked
+
+    monkeypatch.setattr("dualeval.engine.forward.look", lambda *_: Looked(threads=1))
+
+
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Fail a test that leaves environment variables, child processes or non-daemon threads behind."""

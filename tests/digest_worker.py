@@ -35,6 +35,7 @@ def main() -> None:
             found.append(
                 {
                     "digest": result.metrics_digest,
+                    "samples": result.samples_digest,
                     "resumed": result.chunks["resumed"],
                     "total": result.samples["total"],
                 }

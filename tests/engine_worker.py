@@ -24,10 +24,13 @@ from dualeval.engine import execution, recorder
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
+from dualeval.engine.samples import wrap
 from dualeval.errors import DualevalError
 from dualeval.launch import detect
 from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.result import Result
+from dualeval.tasks import Task
+from dualeval.world import World
 from tests.ragged_task import RaggedTask
 from tests.tiny import EVERY_METRIC, TinyDataset, TinyTask
 
@@ -143,7 +146,7 @@ def one_fails_in_the_loop(backend: Backend, control: ControlPlane, folder: Path)
     def before() -> None:
         nonlocal batches
         batches += 1
-        if backend.world.rank == backend.world.size - 1 and batches == 2:
+        if backend.world.rank == backend.world.size - 1 and batches > 1:
             raise DualevalError("the last rank broke")
 
     task = WatchedTask(40_000, before)
@@ -170,6 +173,13 @@ def another_job(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
     return told(lambda: Evaluator(task, backend, control, RunOptions(out=folder / "out")).run(), control)
 
 
+def one_id_on_two_ranks(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """The ids of two samples, in blocks that two ranks hash, are the same."""
+    task = TinyTask(100)
+    vars(task.dataset())["id"] = lambda index: f"s{index % 99}"
+    return told(lambda: Evaluator(task, backend, control, RunOptions(out=None)).run(), control)
+
+
 def rank_in_the_model(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The model keeps its rank among its attributes; and then something else that differs by rank."""
     name = "rank"
@@ -185,6 +195,68 @@ def rank_in_the_model(backend: Backend, control: ControlPlane, folder: Path) -> 
     return told(
         lambda: Evaluator(Ranked(10), backend, control, RunOptions(out=folder / "out")).run(), control
     )
+
+
+class Numbered(torch.utils.data.Dataset[Any]):
+    """Keeps which rank reads it, as the environment says it; ``dualeval.wrap`` makes its fingerprint."""
+
+    def __init__(self, world: World) -> None:
+        self._samples = TinyDataset(100)
+        self.rank, self.world_size = str(world.rank), str(world.size)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples._read(index)
+
+
+class NumberedTask(WatchedTask):
+    """Task, model and data say which of how many processes this is, and each has a rank of another kind."""
+
+    fingerprint = Task.fingerprint  # type: ignore[assignment]
+    dualeval_identity_ignores = ("_before", "_world")
+
+    def __init__(self, world: World, at: int, before: Callable[[], None]) -> None:
+        super().__init__(100, before)
+        self.world_size, self.local_rank = world.size, world.local_rank
+        self.rank = at  # as in recall at rank
+        self._world = world
+        self._dataset: Any = wrap(Numbered(world))
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        layer: Any = super().build_model(device)
+        layer.rank = 1  # as of a LoRA
+        model = nn.Sequential(layer)
+        vars(model).update(rank=self._world.rank, world_size=self._world.size)
+        return model
+
+
+def numbered(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """A run that breaks off on one rank and goes on on any number; then a job with another rank in it."""
+    world, batches = backend.world, 0
+
+    def before() -> None:
+        nonlocal batches
+        batches += 1
+        if world.size == 1 and batches > 10:
+            raise DualevalError("enough")
+
+    def run(at: int = 1) -> Result:
+        options = RunOptions(out=folder / "out", batch_size=4)
+        return Evaluator(NumberedTask(world, at, before), backend, control, options).run()
+
+    recorder.FLUSH_ROWS = 16
+    if world.size == 1:
+        return told(run, control)
+    result = run()
+    attributes = json.loads((folder / "out/job.json").read_text())["job"]["task_attributes"]
+    return {
+        "replay": result.replay,
+        "resumed": result.chunks["resumed"],
+        "attributes": {name: attributes[name] for name in ("rank", "local_rank", "world_size")},
+        "refused": told(lambda: run(at=5), control)["message"],
+    }
 
 
 def two_machines(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
@@ -352,6 +424,16 @@ def torchmetrics(backend: Backend, control: ControlPlane, folder: Path) -> dict[
     return {"digest": result.metrics_digest, "failed": result.samples["failed"]}
 
 
+def scores(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
+    """Metrics of a classifier that read its scores."""
+    from dualeval.tasks.image_classification import ImageClassification
+
+    metric = ("auroc", "torchmetrics:MulticlassAUROC(num_classes=10)")
+    options = RunOptions(out=folder / "out", limit=300, metric=metric)
+    result = Evaluator(ImageClassification(metrics=["auroc"]), backend, control, options).run()
+    return {"digest": result.metrics_digest, "metrics": result.metrics}
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -364,12 +446,15 @@ SCENARIOS = {
         one_fails_in_the_loop,
         one_fails_before_the_loop,
         another_job,
+        one_id_on_two_ranks,
         two_machines,
         rank_in_the_model,
+        numbered,
         contents,
         nothing_written,
         ragged,
         torchmetrics,
+        scores,
     )
 }
 

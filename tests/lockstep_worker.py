@@ -68,7 +68,8 @@ class ShardedTask(TinyTask):
             # One call or more, as the samples are.
             parts = torch.split(batch["features"], 1 + int(batch["targets"][0]) % 4)
             return torch.cat([model(part) for part in parts])
-        return super().forward(model, batch)
+        logits = super().forward(model, batch)
+        return logits + torch.rand_like(logits) * len(self._wrong.get("draws", ""))
 
     def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         if (

@@ -54,6 +54,16 @@ def test_a_machine_says_what_its_device_says(monkeypatch: pytest.MonkeyPatch) ->
     assert facts["versions"] == {**plain["versions"], "driver": "7"}
 
 
+def test_memory_is_given_back_by_what_torch_2_8_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, whose module of torch plays the device's."""
+    done: list[object] = []
+    monkeypatch.delattr(torch.accelerator, "empty_cache", raising=False)
+    monkeypatch.setattr(torch.accelerator, "synchronize", done.append)
+    monkeypatch.setattr(torch.cpu, "empty_cache", lambda: done.append("emptied"), raising=False)
+    Accelerator(torch.device("cpu")).release()
+    assert done == [torch.device("cpu"), "emptied"]
+
+
 @pytest.mark.parametrize(
     "error",
     [

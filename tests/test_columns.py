@@ -82,14 +82,17 @@ def test_one_sample_is_a_tensor_an_array_or_a_string() -> None:
     assert column[3].tolist() == column[-2].tolist() == [4, 5, 6]
     assert [row.tolist() for row in column] == ROWS
     assert words[2] == words[-6] == list(words)[2] == "𝄞 clef"
+    assert column[np.int64(3)].tolist() == column[np.int8(-2)].tolist() == [4, 5, 6]
+    assert words[np.int64(2)] == words[np.int32(-6)] == "𝄞 clef"
     rows, strings = to_rows(column), to_rows(words)
     assert isinstance(strings, TextRows)
     assert [row.tolist() for row in rows] == [rows[place].tolist() for place in range(5)] == ROWS
     assert list(strings) == [strings[place] for place in range(len(WORDS))] == WORDS
     assert (strings[-1], strings.index("é"), "plain" in strings) == ("\0", 1, True)
     for sequence in (column, words, rows, strings):
-        with pytest.raises(IndexError):
-            sequence[len(sequence)]
+        for place in (len(sequence), np.int64(len(sequence))):
+            with pytest.raises(IndexError):
+                sequence[place]
 
 
 @pytest.mark.parametrize("column", [ragged(), Text(WORDS), torch.arange(6.0).view(3, 2)])

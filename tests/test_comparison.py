@@ -27,7 +27,7 @@ from dualeval.comparison.statistics import (
 )
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean, Metric, Ratio, RowMetric
-from dualeval.report.comparison import in_unit
+from dualeval.report.comparison import as_markdown, in_unit
 from dualeval.result import PREDICTIONS, RESULT, STATUS, checksum_of
 from tests.test_evaluator import evaluate
 from tests.tiny import CLASSES, FEATURES, TinyTask
@@ -352,6 +352,35 @@ def test_clusters_without_a_flip_ask_for_evidence(runs: tuple[Path, Path]) -> No
     assert (clustered.detectable or 0) >= (alone.detectable or 0) > 0
 
 
+@pytest.mark.parametrize("size", ["5 samples", "600 samples", "clusters", "clusters and rounding"])
+def test_equal_differences_show_no_spread(runs: tuple[Path, Path], tmp_path: Path, size: str) -> None:
+    """No p-value of 0 and no interval without width: nothing says how far others may be."""
+
+    def moved(rows: Any) -> Any:
+        group = rows["group"].to_numpy()
+        by: Any = np.float32(1)
+        if size.startswith("clusters"):
+            # Different within each cluster of two, and 1 in the mean of each.
+            by = np.where(np.arange(len(rows)) % 2, 2.0, 0.0).astype(np.float32)
+            group = np.arange(len(rows)) // 2
+        rows = rows.set_column(rows.schema.get_field_index("group"), "group", pyarrow.array(group))
+        place = rows.schema.get_field_index("loss")
+        loss = rows["loss"].to_numpy() if size.endswith("rounding") else np.full(len(rows), 2, np.float32)
+        both = [rows.set_column(place, "loss", pyarrow.array(each)) for each in (loss, loss + by)]
+        return [each.slice(0, 5) if size == "5 samples" else each for each in both]
+
+    a = changed(runs[0], tmp_path / "moved a", lambda rows: moved(rows)[0])
+    b = changed(runs[0], tmp_path / "moved b", lambda rows: moved(rows)[1])
+    options: dict[str, Any] = {"cluster": "group"} if size.startswith("clusters") else {}
+    of = "300 clusters" if options else size
+    said = f"the differences of its {of} are all equal (1), and do not show how far others may be"
+    found = dualeval.compare(a, b, **options)
+    assert found.not_compared["loss"] == said and "loss" not in found.metrics
+    with pytest.raises(UsageError, match="--gate loss: it cannot be compared: the differences of its"):
+        dualeval.compare(b, a, gates={"loss": 2}, **options)
+    assert dualeval.compare(a, a, **options).metrics["loss"].verdict == "the same on every sample"
+
+
 def test_an_error_of_0_everywhere_is_no_proportion(runs: tuple[Path, Path], tmp_path: Path) -> None:
     def without_loss(rows: Any) -> Any:
         place = rows.schema.get_field_index("loss")
@@ -420,10 +449,13 @@ def test_failed_samples_are_left_out_and_said(runs: tuple[Path, Path], tmp_path:
 
 def test_another_order_is_joined_by_id(runs: tuple[Path, Path], tmp_path: Path) -> None:
     order = np.random.default_rng(7).permutation(COUNT)
-    mixed = changed(runs[1], tmp_path / "mixed", lambda rows: rows.take(order), data={"fingerprint": "else"})
+    other: dict[str, Any] = {"data": {"fingerprint": "else"}, "samples_digest": "5a" * 32}
+    mixed = changed(runs[1], tmp_path / "mixed", lambda rows: rows.take(order), **other)
     found, expected = dualeval.compare(runs[0], mixed), dualeval.compare(*runs)
     assert found.metrics == expected.metrics and found.agreement == expected.agreement
     assert "different orders" in found.notes[0]
+    assert f"samples: {COUNT} in both; another samples_digest\n" in as_markdown(found)
+    assert found.b["samples_digest"] == "5a" * 32
     twice = changed(runs[1], tmp_path / "twice", lambda rows: rows.take([*order[1:], order[1]]))
     with pytest.raises(DualevalError, match="600 rows and 599 different ids"):
         dualeval.compare(runs[0], twice)
@@ -564,7 +596,7 @@ def test_the_command_prints_and_gates(
     found = dualeval.compare(*runs)
     assert code == 0
     assert "top1: passed; with 95 % confidence B is at most" in out and "(allowed: 90.00 pp worse)" in out
-    assert f"samples         {COUNT} in both" in out and "right -> wrong" in out
+    assert f"samples         {COUNT} in both; the same samples_digest\n" in out and "right -> wrong" in out
     assert "80 % power at the 5 % level" in out and "adjusted for" in out
     with (tmp_path / "flips.csv").open() as file:
         rows = list(csv.DictReader(file))

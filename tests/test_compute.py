@@ -110,7 +110,7 @@ def hooked() -> nn.Module:
         (nn.Linear(2, 2), 1, 100, 1),
         (nn.Linear(2, 2), 4, 0, 1),
         (Lock(), 4, 100, 1),
-        (hooked(), 4, 100, 1),
+        (hooked(), 4, 100, 4),
     ],
 )
 def test_threads_where_the_model_allows_them(

@@ -34,6 +34,7 @@ def found(digest: str = "aa" * 32, loss: float = 0.19, size: int = 1, **changes:
     backend = "single" if size == 1 else "torch"
     return {
         "metrics_digest": digest,
+        "samples_digest": "5a" * 32,
         "metrics": {"loss": loss, "top1": 0.93, "top5": 1.0},
         "samples": {"total": 2000, "evaluated": 2000, "failed": 0},
         "resumed": 0,
@@ -63,6 +64,7 @@ WANTED = {"ranks": 2, "nodes": 1, "backend": "torch"}
             "digest differs",
             "on the same model of machine: another metric than loss, top1 and top5",
         ),
+        (found(size=2, samples_digest="0b" * 32), "digest differs", f"samples_digest {'0b' * 32}, not 5a5a"),
         # Each process took itself for the only one.
         (found(size=1), "failed", "size 2 was started, and the result says 1"),
         (

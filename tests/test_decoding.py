@@ -305,7 +305,7 @@ def evaluated(folder: Path, workers: int) -> dualeval.Result:
         model="made:means",
         weights="random:0",
         data=folder / "val",
-        preprocessing={"resize": SMALL.resize, "crop": SMALL.crop},
+        preprocessing={"preprocessing": "imagenet", "resize": SMALL.resize, "crop": SMALL.crop},
     )
     return dualeval.evaluate(task, batch_size=4, workers=workers, device="cpu")
 
@@ -362,6 +362,8 @@ def test_ranks_have_the_same_digest_with_and_without_it(
             "random:0",
             "--data",
             folder / "val",
+            "--preprocessing",
+            "imagenet",
             "--resize",
             "20",
             "--crop",

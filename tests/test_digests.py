@@ -18,6 +18,7 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
+from dualeval.engine.samples_digest import digest_of
 from tests.assets import build_pictures
 from tests.conftest import BIN, ROOT, Finished, Launch
 from tests.launchers import needs
@@ -41,6 +42,7 @@ def matrix(launch: Launch, folder: Path, size: int, manners: list[tuple[int, int
     found = json.loads((folder / "found.json").read_text())
     for (limit, _, _), entry in zip(manners, found, strict=True):
         assert (entry["total"], entry["resumed"]) == (limit, 0)
+        assert entry["samples"] == digest_of(limit, (f"t10k-{number:05}" for number in range(limit)))
     return [entry["digest"] for entry in found]
 
 

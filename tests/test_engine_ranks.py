@@ -151,6 +151,12 @@ def test_a_rank_with_another_job_is_named(launch: Launch, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+def test_one_id_on_two_ranks_is_refused_on_both(launch: Launch, tmp_path: Path) -> None:
+    for report in run_ranks(launch, "one_id_on_two_ranks", 2, tmp_path):
+        assert report["code"] == 2
+        assert "2 samples have the id 's0', and ids tell samples apart" in report["message"]
+
+
 def test_contents_are_read_once_a_node_and_compared(launch: Launch, tmp_path: Path) -> None:
     task = ContentsTask(300)
     alone = evaluate(task, tmp_path / "alone")
@@ -172,6 +178,20 @@ def test_what_differs_by_rank_in_a_model_is_explained(launch: Launch, tmp_path: 
         assert report["code"] == 2
         assert "structure.model.drawn" in report["message"]
         assert "a rank, a time or a random number does not belong there" in report["message"]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_what_says_which_process_it_is_is_the_same_job_on_any_number(
+    launch: Launch, tmp_path: Path, size: int
+) -> None:
+    """And a rank of another kind, such as that of recall at rank, is another job where it changes."""
+    [begun] = run_ranks(launch, "numbered", 1, tmp_path)
+    assert begun["message"] == "enough"
+    for report in run_ranks(launch, "numbered", size, tmp_path):
+        assert report["attributes"] == {"rank": 1, "local_rank": 0, "world_size": 1}
+        assert report["replay"] == "same bits"
+        assert report["resumed"] > 0
+        assert "job.task_attributes.rank: 1 there, 5 now" in report["refused"]
 
 
 @pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 3))])

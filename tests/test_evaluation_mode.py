@@ -69,7 +69,7 @@ def test_a_part_in_training_mode_is_set_too(tmp_path: Path) -> None:
 
 
 def test_what_stays_in_training_mode_is_said(tmp_path: Path) -> None:
-    _, [_, first, second] = run(Dropping(training=True, last=Stubborn(0.5)), tmp_path / "out")
+    _, [_, first, second, *_] = run(Dropping(training=True, last=Stubborn(0.5)), tmp_path / "out")
     assert "was set to evaluation mode (2 modules: the model itself, 0)" in first
     assert "stays in training mode after model.eval() in 1 module: 1: a train() of the model's own" in second
 

@@ -127,7 +127,8 @@ class Spoiling(TrainedTask):
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = super().forward(model, batch)
-        spoil(self._sequential)
+        if len(logits) == 4:  # not in the look at the first samples
+            spoil(self._sequential)
         if self._raises:
             raise ZeroDivisionError
         return logits.float()
@@ -320,6 +321,18 @@ def test_rank_0s_buffers_are_not_written_into_the_models() -> None:
     guest.put_back()
     assert all(now is before for now, before in zip(model.buffers(), originals, strict=True))
     assert [buffer._version for buffer in originals] == versions
+
+
+def test_buffers_are_kept_up_to_a_size_in_all() -> None:
+    model = nn.ParameterDict()
+    for name, count in (("small", 1), ("large", 10), ("last", 1)):
+        model.register_buffer(name, torch.zeros(count))
+    snapshot = Snapshot(largest=8)
+    snapshot.remember(model)
+    for buffer in model.buffers():
+        buffer.add_(1)
+    snapshot.put_back()
+    assert [float(buffer[0]) for buffer in model.buffers()] == [0, 1, 0]
 
 
 def test_wrappers_of_training_are_taken_off() -> None:

@@ -182,7 +182,7 @@ def test_a_changed_model_is_refused(tmp_path: Path, name: str) -> None:
     refused(NetTask(change.before), NetTask(change.after), tmp_path, change.field)
 
 
-def test_a_begun_run_does_not_go_on_with_another_model(tmp_path: Path) -> None:
+def test_a_begun_run_does_not_go_on_with_another_model(tmp_path: Path, no_look: None) -> None:
     """Some chunks with one activation, the rest with another, were one result."""
 
     class Breaking(NetTask):
@@ -534,7 +534,8 @@ def test_changed_preprocessing_is_refused(pictures: Path, tmp_path: Path, name: 
 def test_another_extent_of_the_checksums_is_refused(pictures: Path, tmp_path: Path) -> None:
     evaluate(picture_task(pictures), tmp_path / "out")
     with pytest.raises(UsageError, match=r"task_options\.data_fingerprint: ends there, content now"):
-        evaluate(classified(pictures, data_fingerprint="content"), tmp_path / "out")
+        sizes = {"resize": 40, "crop": 32}
+        evaluate(classified(pictures, data_fingerprint="content", preprocessing=sizes), tmp_path / "out")
 
 
 # What no list of causes holds
@@ -718,6 +719,21 @@ def test_a_value_of_a_tasks_own_is_part_of_the_job(tmp_path: Path) -> None:
     assert evaluate(Plain(0.5), tmp_path).earlier
     with pytest.raises(UsageError, match=r"task_attributes\.threshold"):
         evaluate(Plain(0.6), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other"), [("rank", 1, 5), ("world_size", 1, 2), ("prompt", "/think", "/no_think")]
+)
+def test_what_looks_like_a_rank_or_a_path_is_part_of_the_job(
+    tmp_path: Path, name: str, value: Any, other: Any
+) -> None:
+    task = Plain(0.5)
+    setattr(task, name, value)
+    evaluate(task, tmp_path)
+    assert evaluate(task, tmp_path).earlier
+    setattr(task, name, other)
+    with pytest.raises(UsageError, match=rf"task_attributes\.{name}: {value} there, {other} now"):
+        evaluate(task, tmp_path)
 
 
 class Counting(Plain):

@@ -20,9 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine.identity import tensors
-from dualeval.engine.identity.model import ModelHasher, model_fingerprint, structure_by_name
+from dualeval.engine.identity.model import (
+    ModelHasher,
+    ModelIdentity,
+    model_fingerprint,
+    structure_by_name,
+)
+from dualeval.engine.identity.plain import has_path
 from dualeval.errors import UsageError
 from dualeval.models.question_answering import build
+from dualeval.world import World
 from tests import questions
 from tests.conftest import Launch
 from tests.made_models import (
@@ -570,16 +577,72 @@ def test_a_moved_folder_holds_the_same_model(tmp_path: Path, monkeypatch: pytest
         assert structure(build(other, None)) != wanted[0], change
 
 
+def on_rank(rank: int, size: int, name: str, value: Any) -> tuple[dict[str, str], ...]:
+    """The structure of a model with an attribute, and that with the numbers of a process alone."""
+    model = nn.Linear(2, 2)
+    setattr(model, name, value)
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size, node_rank=rank, launcher="torchrun")
+    found = ModelIdentity.of(model, world=world)
+    return dict(found.structure), dict(found.alone["structure"])
+
+
+@pytest.mark.parametrize("name", ["rank", "local_rank", "_rank", "RANK", "node_rank", "group_rank"])
+@pytest.mark.parametrize("kind", [int, str])
+def test_a_rank_that_is_this_ranks_counts_as_that_of_a_process_alone(name: str, kind: type) -> None:
+    [one, alone] = on_rank(0, 1, name, kind(0))
+    assert one == alone
+    for size in (2, 3):
+        for rank in range(size):
+            as_it_is, alone = on_rank(rank, size, name, kind(rank))
+            assert alone == one
+            assert (as_it_is == one) == (rank == 0)
+
+
+@pytest.mark.parametrize("name", ["rank", "local_rank", "world_size"])
+def test_a_rank_of_another_kind_counts_as_it_is(name: str) -> None:
+    """Recall at rank 5 is that on any rank, and no recall at rank 4; so is the rank of a LoRA."""
+    ranks = [(rank, size) for size in (1, 2, 3) for rank in range(size)]
+    found = {value: [on_rank(*rank, name, value)[0] for rank in ranks] for value in (4, 5)}
+    assert all(structure == found[4][0] for structure in found[4])
+    assert all(structure == found[5][0] for structure in found[5])
+    assert found[4][0] != found[5][0]
+
+
+@pytest.mark.parametrize("name", ["world_size", "_local_world_size"])
+def test_the_size_of_the_run_counts_as_one(name: str) -> None:
+    wanted = on_rank(0, 1, name, 1)
+    for size in (2, 3):
+        for rank in range(size):
+            assert on_rank(rank, size, name, size) == on_rank(rank, size, name, 1) == wanted
+        assert on_rank(0, size, name, size + 1) != wanted
+
+
+def test_a_salted_hash_of_transformers_does_not_count() -> None:
+    assert on_rank(0, 1, "_original_object_hash", 1) == on_rank(0, 1, "_original_object_hash", 2)
+
+
 @pytest.mark.parametrize(
-    "name", ["rank", "local_rank", "_rank", "RANK", "world_size", "_original_object_hash"]
+    ("one", "other", "same"),
+    [
+        ("/think", "/no_think", False),
+        ("/think about it", "/no_think about it", False),
+        ("Answer. /a/think", "Answer. /a/no_think", False),
+        ("mode=/think", "mode=/no_think", False),
+        ("//think", "//no_think", False),
+        ("{folder}/a", "{folder}/b", True),
+        ("--cache={folder}/a", "--cache={folder}/b", True),
+        ("{folder}/a b", "{folder}/c d", True),
+        ("{folder}/a or yes", "{folder}/a or no", False),
+    ],
 )
-def test_which_process_it_is_does_not_count(name: str) -> None:
-    digests = set()
-    for value in (0, 1):
-        model = nn.Linear(2, 2)
-        setattr(model, name, value)
-        digests.add(str(structure_by_name(model, ModelHasher(model))))
-    assert len(digests) == 1
+def test_a_text_is_a_path_where_its_first_folder_is_there(
+    tmp_path: Path, one: str, other: str, same: bool
+) -> None:
+    for name in ("a b", "c d"):
+        (tmp_path / name).mkdir()
+    first, second = (structure(Holder(text.format(folder=tmp_path))) for text in (one, other))
+    assert (first == second) == same
+    assert has_path(one.format(folder=tmp_path)) == ("{folder}" in one)
 
 
 def test_what_torch_keeps_beside_a_function_at_its_first_call_is_not_in_the_identity() -> None:

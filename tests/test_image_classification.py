@@ -99,7 +99,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small(folder: Path, model: str = "squeezenet1_1", **changes: Any) -> ImageClassification:
     """A task on the folder with images of 40 pixels."""
-    preprocessing = {"resize": 40, "crop": 40, **changes.pop("preprocessing", {})}
+    named = {"preprocessing": "imagenet"} if ":" in model else {}
+    preprocessing = {**named, "resize": 40, "crop": 40, **changes.pop("preprocessing", {})}
     arguments = {"weights": "random:0", "data": folder, **changes}
     return ImageClassification(model=model, preprocessing=preprocessing, **arguments)
 

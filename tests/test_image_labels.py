@@ -303,6 +303,7 @@ def test_in_a_job_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     class_map(tmp_path / "here", a=2, b=0)
     (tmp_path / "here/job.toml").write_text(
         'model = "reds:red"\nweights = "random:0"\ndata = "val"\nclass-map = "map.json"\nchannels = 3\n'
+        'preprocessing = "imagenet"\n'
     )
     words = ["run", "--config", "here/job.toml", "--launcher", "none", "--dry-run"]
     dualeval.main(words, standalone_mode=False, obj=words)

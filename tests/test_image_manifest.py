@@ -313,6 +313,14 @@ def test_wrong_parquet_is_refused(tmp_path: Path) -> None:
 # -- rows of one path ------------------------------------------------------------------------------------
 
 
+def test_a_column_of_the_manifest_is_none_of_the_run(home: Path) -> None:
+    path = write(home / "m.csv", [{**row, "patient": f"p{at}"} for at, row in enumerate(rows_of(named=True))])
+    with pytest.raises(
+        UsageError, match=r"--cluster 'patient'.* A column of the data, as of a manifest, is one where"
+    ):
+        evaluate(task(path), None, cluster="patient")
+
+
 def test_a_path_twice_has_two_ids_and_a_warning(home: Path) -> None:
     rows = [*rows_of(), *rows_of()[1:2], *rows_of()[:2]]
     data = opened(write(home / "m.csv", rows))

@@ -157,18 +157,22 @@ def test_a_broken_picture_is_skipped_and_listed(
 def test_the_log_tells_the_right_preprocessing_from_the_wrong(
     evaluate: Evaluate, launch: Launch, pictures: Pictures, tmp_path: Path
 ) -> None:
-    """Without its flags this model loses two of twenty pictures; nothing said with which values it ran."""
+    """With ImageNet's usual values, which were assumed, this model loses two of twenty pictures."""
     run = evaluate(pictures, 1, "--workers", "0")
     line = "256 bicubic, crop 224, mean 0.5, std 0.5 (given)"
     assert run.result["description"]["preprocessing"] == line
     assert run.result["job"]["interpolation"] == "bicubic"
     model: list[str | Path] = ["--model", "lite:efficientnet_lite0", "--weights", pictures.weights]
     command = [sys.executable, "-m", "dualeval", "run", *model, "--data", pictures.data, "--no-progress"]
-    done = launch([*command, "--workers", "0", "--out", tmp_path / "out"], cwd=pictures.home)
+    command += ["--workers", "0", "--out", tmp_path / "out"]
+    done = launch(command, cwd=pictures.home)
+    assert done.returncode == 2
+    assert "nothing says how its pictures are prepared" in done.stderr
+    done = launch([*command, "--preprocessing", "imagenet"], cwd=pictures.home)
     assert done.returncode == 0, done.stderr
     said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:5])
     assert said["preprocessing"] == (
-        "256 bilinear, crop 224, ImageNet mean and std (assumed, the model names none)"
+        "256 bilinear, crop 224, ImageNet mean and std (--preprocessing imagenet)"
     )
     result = json.loads((tmp_path / "out/result.json").read_text())
     assert result["description"] == said

@@ -61,6 +61,10 @@ def test_uneven_data_gives_the_digest_of_the_whole_model(launch: Launch, tmp_pat
     assert "sample tiny/21 (index 21) cannot be read" in found["unreadable"]["error"]
     assert "--schedule dynamic: the model is sharded" in found["dynamic"]["error"]
     assert found["prime"]["schedules"] == ["lockstep", "static"]
+    assert found["prime"]["deterministic"] == [True, True]
+    deterministic, warnings = found["drawn"]["result"]
+    [warning] = [warning for warning in warnings if "the same samples give other numbers" in warning]
+    assert deterministic is False and "forward or observe draws random numbers" in warning
 
 
 def test_training_is_bit_for_bit_as_without_the_evaluations(launch: Launch, tmp_path: Path) -> None:

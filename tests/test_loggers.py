@@ -88,7 +88,14 @@ def test_a_record_has_metrics_intervals_classes_and_job(result: Result, run: Pat
     assert record.scalars["per_class/f1/1 Bee"] == f1[1]
     assert record.scalars["per_class/f1/2"] == f1[2]
     assert [row[1] for row in record.tables["per_class"].rows] == NAMES
-    for name in ("fingerprint", "metrics_digest", "versions.torch", "world.launcher", "world.size"):
+    for name in (
+        "fingerprint",
+        "metrics_digest",
+        "samples_digest",
+        "versions.torch",
+        "world.launcher",
+        "world.size",
+    ):
         assert name in record.params
     assert not any(isinstance(value, dict) for value in record.params.values())
     with Image.open(io.BytesIO(record.png("confusion_matrix"))) as picture:
@@ -214,6 +221,7 @@ def test_every_tracker_has_the_result_once(
     assert (logged.entity, logged.project, logged.display_name) == ("team", "cifar", "tiny")
     assert config["fingerprint"] == result.fingerprint
     assert config["world"] == result.world
+    assert config["samples_digest"] == line["samples_digest"] == result.samples_digest
     assert row["top1"] == record.scalars["top1"]
     assert row["per_class/f1/1 Bee"] == record.scalars["per_class/f1/1 Bee"]
     picture = folder / "files" / row["confusion_matrix/path"]

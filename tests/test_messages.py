@@ -466,6 +466,7 @@ def grey():
 def needs(width):
     return Lite()
 """
+NONE = {"preprocessing": "none"}
 
 
 @pytest.fixture
@@ -486,7 +487,8 @@ def said_of(model: str, *, error: type[DualevalError] = UsageError, **options: A
     try:
         with pytest.raises(error) as caught:
             ImageClassification(
-                model=model, **{"weights": "random:0", "data": Path("pictures"), **options}
+                model=model,
+                **{"weights": "random:0", "data": Path("pictures"), "preprocessing": NONE, **options},
             ).build_model(CPU)
     finally:
         sys.modules.pop("lite", None)
@@ -525,6 +527,7 @@ def test_a_model_of_ones_own(model: str, words: list[str]) -> None:
 @pytest.mark.usefixtures("here")
 def test_an_error_in_a_models_own_forward() -> None:
     words = ["run", "--model", "lite:Wrong", "--weights", "random:0", "--data", "pictures", "--no-progress"]
+    words += ["--preprocessing", "none"]
     done = CliRunner().invoke(command, words)
     sys.modules.pop("lite")
     assert done.exit_code == EXIT_FAILED
@@ -605,7 +608,9 @@ def test_a_file_that_holds_no_weights(name: str, tmp_path: Path, monkeypatch: py
 )
 def test_a_file_that_holds_no_picture(here: Path, content: bytes, words: str) -> None:
     (here / "pictures" / "a" / "2.png").write_bytes(content)
-    task = ImageClassification(model="lite:Lite", weights="random:0", data=here / "pictures")
+    task = ImageClassification(
+        model="lite:Lite", weights="random:0", data=here / "pictures", preprocessing=NONE
+    )
     try:
         with dualeval.Session() as session, pytest.raises(UsageError) as caught:
             session.evaluate(task, workers=0)

@@ -572,7 +572,7 @@ def test_the_same_bits_of_other_sources(
     launch: Launch, pictures: Path, programs: dict[str, str], tmp_path: Path, kind: str
 ) -> None:
     scripted(net()).save(str(tmp_path / "net.pt"))
-    size = ["--resize", str(SIZE), "--crop", str(SIZE), "--trust-checkpoint"]
+    size = ["--preprocessing", "imagenet", "--resize", str(SIZE), "--crop", str(SIZE), "--trust-checkpoint"]
     job = {
         "timm": ["--model", TIMM, "--weights", "random:0", "--resize", "64", "--crop", "64"],
         "script": ["--model", str(tmp_path / "net.pt"), *size],
@@ -588,7 +588,17 @@ def test_the_same_bits_of_other_sources(
 def test_a_program_whose_last_batch_does_not_fit(
     launch: Launch, pictures: Path, programs: dict[str, str], tmp_path: Path
 ) -> None:
-    size = ["--resize", str(SIZE), "--crop", str(SIZE), "--trust-checkpoint", "--workers", "0"]
+    size = [
+        "--preprocessing",
+        "imagenet",
+        "--resize",
+        str(SIZE),
+        "--crop",
+        str(SIZE),
+        "--trust-checkpoint",
+        "--workers",
+        "0",
+    ]
     command: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--model", programs["four"]]
     more: list[str | Path] = ["--data", pictures, *size, "--batch-size", "4", "--out", tmp_path / "out"]
     done = launch([*command, *more, "--no-progress"])

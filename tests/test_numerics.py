@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dualeval
 from dualeval.devices import connect
 from dualeval.engine import numerics
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
-from dualeval.engine.settings_watch import watch_settings
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.world import World
 from tests.conftest import Launch
-from tests.tiny import CLASSES, FEATURES, TinyTask
+from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
 # mypy knows the older settings only.
@@ -70,7 +69,7 @@ def state() -> dict[str, Any]:
         "fp16 reduction": BACKENDS.cuda.matmul.allow_fp16_reduced_precision_reduction,
         "bf16 reduction": BACKENDS.cuda.matmul.allow_bf16_reduced_precision_reduction,
         "einsum": BACKENDS.opt_einsum.enabled,
-        "flush": float(torch.tensor(2.0**-1040, dtype=torch.float64) * 1.0) == 0.0,
+        "flush": float(torch.tensor(2.0**-1040, dtype=torch.float64, device="cpu") * 1.0) == 0.0,
     }
 
 
@@ -194,7 +193,7 @@ CHANGES: dict[Callable[[], None], str] = {
     nondeterministic: "torch.get_deterministic_debug_mode() from 1 to 0",
     flush_denormal: "torch.set_flush_denormal from False to True",
     default_dtype: "torch.get_default_dtype() from torch.float32 to torch.float64",
-    default_device: "torch.get_default_device() from device(type='cpu') to device(type='meta')",
+    default_device: "torch.set_default_device from None to device(type='meta')",
     grad_off: "torch.is_grad_enabled() from True to False",
     no_fast_path: "torch.backends.mha.get_fastpath_enabled() from True to False",
     no_mkldnn: "torch.backends.mkldnn.enabled from True to False",
@@ -291,7 +290,17 @@ def test_what_the_model_changes_in_its_forward_is_a_warning(
 
 @pytest.mark.parametrize(
     "change",
-    [default_dtype, no_fast_path, no_mkldnn, no_nnpack, no_cudnn, attention, only_flash, full_reductions],
+    [
+        default_dtype,
+        default_device,
+        no_fast_path,
+        no_mkldnn,
+        no_nnpack,
+        no_cudnn,
+        attention,
+        only_flash,
+        full_reductions,
+    ],
     ids=lambda change: change.__name__,
 )
 def test_what_the_program_set_before_does_not_reach_the_run(
@@ -312,7 +321,56 @@ def test_what_the_program_set_before_does_not_reach_the_run(
     assert set(notes) <= set(result.warnings)
 
 
-def test_grad_mode_is_the_callers(tmp_path: Path) -> None:
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+
+
+DATA = [(torch.arange(40.0).reshape(5, 8) * number % 7,) for number in range(12)]
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_script_with_a_default_device_has_the_same_bits(scratch: None, device: str, workers: int) -> None:
+    """Torch's fast path of attention has other bits, and is left alone where any default device is set."""
+
+    def evaluated() -> str:
+        return dualeval.evaluate(
+            model=encoder,
+            data=DATA,
+            metrics=["sum"],
+            observe=lambda outputs, batch: {"sum": outputs.double().sum((1, 2))},
+            batch_size=4,
+            workers=workers,
+            device="cpu",
+        ).metrics_digest
+
+    wanted = evaluated()
+    torch.set_default_device(device)
+    assert evaluated() == wanted
+    assert torch.get_default_device() == torch.device(device)
+
+
+def test_an_own_loop_with_a_default_device(scratch: None, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_default_device("meta")
+    notes = []
+    with dualeval.Session(device="cpu") as session:
+        for batch in session.batches(torch.arange(6.0, device="cpu"), batch_size=4):
+            notes.append(capsys.readouterr().err)
+            session.add(batch, value=batch.tolist())
+        assert session.result().metrics["value"] == 2.5
+    assert "torch.set_default_device was device(type='meta') before this run" in notes[0]
+    assert torch.get_default_device() == torch.device("meta")
+
+
+def test_inside_of_a_devices_context_is_refused(tmp_path: Path) -> None:
+    before = state()
+    with torch.device("cpu"), pytest.raises(UsageError, match=r"inside 'with torch\.device.*call it out"):
+        evaluate(Changing(), tmp_path / "out")
+    assert state() == before
+
+
+def test_grad_mode_is_the_callers(tmp_path: Path, no_look: None) -> None:
     met = []
 
     def see() -> None:
@@ -323,140 +381,6 @@ def test_grad_mode_is_the_callers(tmp_path: Path) -> None:
         assert not torch.is_grad_enabled()
     assert notes == []
     assert met == [True, False, False, False, False]
-
-
-# -- a change that a forward puts back itself ------------------------------------------------------
-
-
-class Around(nn.Module):
-    """A layer that computes with other settings, and puts them back."""
-
-    def __init__(self, change: Callable[[], None], restore: Callable[[], None]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self._change = change
-        self._restore = restore
-
-    def forward(self, rows: Tensor) -> Tensor:
-        self._change()
-        try:
-            # By itself: no module is called while the settings are other ones.
-            return nn.functional.linear(rows, self.linear.weight, self.linear.bias)
-        finally:
-            self._restore()
-
-
-class AroundTask(TinyTask):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(64)
-        self._model = model
-        self.threads: list[int] = []
-
-    def build_model(self, device: torch.device) -> nn.Module:
-        return self._model.eval()
-
-    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        self.threads.append(threading.get_ident())
-        return super().forward(model, batch)
-
-
-def keep_denormals() -> None:
-    torch.set_flush_denormal(False)
-
-
-PUT_BACK: dict[str, tuple[Callable[[], None], Callable[[], None], str]] = {
-    "medium": (
-        medium,
-        lambda: torch.set_float32_matmul_precision("highest"),
-        "torch.backends.mkldnn.matmul.fp32_precision from 'ieee' to 'bf16'",
-    ),
-    "fast path": (
-        no_fast_path,
-        lambda: BACKENDS.mha.set_fastpath_enabled(True),
-        "torch.backends.mha.get_fastpath_enabled() from True to False",
-    ),
-    "mkldnn": (
-        no_mkldnn,
-        lambda: setattr(BACKENDS.mkldnn, "enabled", True),
-        "torch.backends.mkldnn.enabled from True to False",
-    ),
-    "denormals": (
-        flush_denormal,
-        keep_denormals,
-        "torch.set_flush_denormal from False to True",
-    ),
-    "dtype": (
-        default_dtype,
-        lambda: torch.set_default_dtype(torch.float32),
-        "torch.get_default_dtype() from torch.float32 to torch.float64",
-    ),
-    "device": (
-        default_device,
-        lambda: torch.set_default_device(None),
-        "torch.get_default_device() from device(type='cpu') to device(type='meta')",
-    ),
-}
-
-
-@pytest.mark.parametrize("pool", [False, True], ids=["one thread", "two threads"])
-@pytest.mark.parametrize("kind", PUT_BACK)
-def test_a_forward_that_puts_its_change_back_is_noticed_and_computed_alone(
-    tmp_path: Path, scratch: None, kind: str, pool: bool
-) -> None:
-    change, restore, said = PUT_BACK[kind]
-    torch.set_num_threads(2 if pool else 1)
-    task = AroundTask(Around(change, restore))
-    result, _ = evaluate(task, tmp_path / "out")
-    [warning] = [warning for warning in result.warnings if said in warning]
-    assert "sets it back" in warning and "one at a time" in warning
-    assert set(task.threads) == {threading.get_ident()}
-    assert sys.getprofile() is None
-
-
-def test_a_forward_that_changes_nothing_keeps_its_threads(tmp_path: Path, scratch: None) -> None:
-    def set_the_same() -> None:
-        torch.set_float32_matmul_precision("highest")
-
-    torch.set_num_threads(2)
-    task = AroundTask(Around(set_the_same, set_the_same))
-    result, _ = evaluate(task, tmp_path / "out")
-    assert not any("forward" in warning for warning in result.warnings)
-    first, *others = task.threads
-    assert first == threading.get_ident() and first not in others
-    assert len(task.threads) == 4
-
-
-def test_a_profiler_of_the_callers_stays(tmp_path: Path) -> None:
-    def profiler(frame: Any, event: str, arg: Any) -> None:
-        pass
-
-    sys.setprofile(profiler)
-    try:
-        evaluate(Changing(), tmp_path / "out")
-        assert sys.getprofile() is profiler
-    finally:
-        sys.setprofile(None)
-
-
-def test_watching_leaves_the_fused_kernels_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks or a mode of torch's would switch them off, and so give the first batch other bits."""
-    calls = []
-    fused = torch._transformer_encoder_layer_fwd
-
-    def counted(*arguments: Any) -> Tensor:
-        calls.append(len(arguments))
-        result: Tensor = fused(*arguments)
-        return result
-
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    with (
-        numerics.settings("fp32", CPU) as settings,
-        torch.inference_mode(),
-        watch_settings(settings) as seen,
-    ):
-        layer(torch.rand(2, 3, 8))
-    assert len(calls) == 1 and not seen
 
 
 def test_linear_layers_give_the_bits_of_float32(scratch: None) -> None:

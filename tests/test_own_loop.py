@@ -106,6 +106,22 @@ def test_the_same_bits_on_several_ranks_without_a_folder(
     assert sum(report["batches"] for report in reports) == -(-SAMPLES // 16)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_each_of_two_batches_is_compared(tmp_path: Path, number: int) -> None:
+    run(tmp_path)
+    model = make_model()
+    with (
+        pytest.raises(UsageError, match="column 'loss'"),
+        opened(make_data(), tmp_path) as loop,
+        torch.no_grad(),
+    ):
+        # The first is that from which the columns are learnt.
+        for count, (inputs, targets) in enumerate(loop.batches()):
+            columns = observed(model(inputs), targets)
+            loop.add(inputs, **{**columns, "loss": columns["loss"] * (1 + (count == number))})
+    assert count == 2
+
+
 def test_a_finished_loop_is_shown_again_after_a_batch_was_compared(tmp_path: Path, wanted: Result) -> None:
     assert run(tmp_path).metrics_digest == wanted.metrics_digest
     again = run(tmp_path)

@@ -76,6 +76,23 @@ def test_logits_are_kept_where_a_metric_reads_them(tmp_path: Path) -> None:
     assert "logits" not in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
 
 
+def test_names_that_everybody_knows(tmp_path: Path) -> None:
+    model, inputs, labels = linear(5, 7), numbers(SAMPLES, 5), torch.arange(SAMPLES) % 7
+    spelled = "torchmetrics:MulticlassAUROC(num_classes=7)"
+    names = ["accuracy", "f1", "auroc"]
+    data = TensorDataset(inputs, labels)
+    result = evaluate(model=model, data=data, metrics=[*names, "top1", spelled], out=tmp_path)
+    assert [*result.metrics] == [*names[:2], "top1", "auroc", "MulticlassAUROC"]
+    assert result.metrics["accuracy"] == result.metrics["top1"]
+    assert result.metrics["auroc"] == pytest.approx(result.metrics["MulticlassAUROC"], abs=1e-6)
+    columns = pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
+    assert "probabilities" in columns
+    assert "logits" not in columns
+    task = dualeval.ModelTask(model=model, data=data, rows=["prediction"])
+    again = dualeval.evaluate(task, metric=[*names, spelled], launcher="none", workers=0)
+    assert again.metrics == {name: result.metrics[name] for name in (*names, "MulticlassAUROC")}
+
+
 def test_metrics_that_the_run_asks_for(tmp_path: Path) -> None:
     model, inputs, labels = linear(5, 7), numbers(SAMPLES, 5), torch.arange(SAMPLES) % 7
     task = dualeval.ModelTask(model=model, data=TensorDataset(inputs, labels), metrics=["loss"])
@@ -169,6 +186,94 @@ def test_whole_numbers_as_targets_of_a_regression(flat: bool, whole: torch.dtype
     result = evaluate(model=model.eval(), data=TensorDataset(inputs, targets))
     errors = (model(inputs).flatten() - targets.float()).abs()
     assert result.metrics["mae"] == pytest.approx(errors.mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("whole", "largest"), [(torch.int64, 2**24), (torch.int32, 2**24), (torch.int16, 99)]
+)
+def test_whole_numbers_beyond_float32_are_not_rounded(whole: torch.dtype, largest: int) -> None:
+    data = TensorDataset(
+        torch.full((SAMPLES,), float(largest)), torch.full((SAMPLES,), largest + 1, dtype=whole)
+    )
+    result = evaluate(model=nn.Identity(), data=data)
+    assert result.metrics == {"mae": 1.0, "rmse": 1.0}
+
+
+class Labelled(NamedTuple):
+    """A sample whose target stands first."""
+
+    label: int
+    picture: Tensor
+
+
+class Masked(NamedTuple):
+    input_ids: Tensor
+    labels: int
+    mask: Tensor
+
+
+class Unnamed(NamedTuple):
+    first: Tensor
+    second: int
+
+
+class Several(nn.Linear):
+    def forward(self, inputs: Tensor) -> Any:
+        return {"a": super().forward(inputs)}
+
+
+def test_a_named_tuple_is_read_by_its_names() -> None:
+    inputs, model = numbers(SAMPLES, 3), linear(3, 4)
+    wanted = evaluate(model=model, data=[(row, i % 4) for i, row in enumerate(inputs)]).metrics
+    for data in (
+        [Labelled(i % 4, row) for i, row in enumerate(inputs)],
+        [Unnamed(row, i % 4) for i, row in enumerate(inputs)],
+    ):
+        assert evaluate(model=model, data=data).metrics == wanted
+    several = [Masked(row, i % 4, torch.ones(3)) for i, row in enumerate(inputs)]
+    assert evaluate(model=Named, data=several).metrics == wanted
+    with pytest.raises(UsageError, match=r"forward=lambda model, batch: model\(batch\.picture\)\['a'\]"):
+        evaluate(model=Several(3, 4), data=[Labelled(1, row) for row in inputs])
+
+
+def test_tensors_that_the_model_does_not_get_are_named() -> None:
+    class Picture(nn.Linear):
+        def forward(self, picture: Tensor) -> Tensor:
+            return super().forward(picture)
+
+    rows = [
+        {"picture": row, "mask": torch.ones(3), "number": i, "file": str(i), "y": i % 4}
+        for i, row in enumerate(numbers(SAMPLES, 3))
+    ]
+    result = evaluate(model=Picture(3, 4), data=rows)
+    [warning] = [each for each in result.warnings if "does not get" in each]
+    assert warning.startswith(
+        "the model does not get 'mask', 'number' of the samples: its forward takes picture."
+    )
+    whole = evaluate(
+        model=Named, data=[{"input_ids": row["picture"], **row} for row in rows], metrics=["top1"]
+    )
+    assert any("does not get 'picture', 'number'" in each for each in whole.warnings)
+    given = [{key: row[key] for key in ("picture", "file", "y")} for row in rows]
+    assert not any("does not get" in each for each in evaluate(model=Picture(3, 4), data=given).warnings)
+
+
+class Winner(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).argmax(1)
+
+
+def test_no_metrics_are_a_warning() -> None:
+    data = TensorDataset(numbers(SAMPLES, 3), torch.arange(SAMPLES) % 4)
+    result = evaluate(model=linear(3, 4), data=data, metrics=[])
+    assert result.metrics == {}
+    assert any(
+        sentence.startswith("there are no metrics, so the result has no numbers")
+        for sentence in result.warnings
+    )
+    assert not any(
+        "no metrics" in each for each in evaluate(model=linear(3, 4), data=data, metrics=["loss"]).warnings
+    )
 
 
 def test_a_label_beyond_32_bits_is_no_other_label() -> None:
@@ -337,14 +442,10 @@ class Noisy(Mapped):
         return inputs + torch.rand(5), label
 
 
-def test_random_samples_are_noted() -> None:
-    said: list[str] = []
-    for data in (Mapped(), Noisy()):
-        evaluate(model=linear(5, 7), data=data, metrics=["top1"], note=said.append)
-    assert [sentence for sentence in said if "another one each time it is read" in sentence] == [
-        sentence for sentence in said if sentence.startswith("sample 0 and 1 is another one")
-    ]
-    assert len([sentence for sentence in said if "another one each time" in sentence]) == 1
+def test_random_samples_are_a_warning() -> None:
+    found = [evaluate(model=linear(5, 7), data=data, metrics=["top1"]) for data in (Mapped(), Noisy())]
+    assert [result.deterministic for result in found] == [True, False]
+    assert any("the data set gives other values each time" in warning for warning in found[1].warnings)
 
 
 class Pair(NamedTuple):

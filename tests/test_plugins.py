@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_imported(here: Path) -> None:
     [
         ("none.py:Mine", "there is no file .*none.py"),
         ("no_such_package.mine:Mine", "there is no module 'no_such_package' in"),
-        ("a b:Mine", "expected package.module:Class or file.py:Class"),
+        ("a b:Mine", "expected package.module:NAME or FILE.py:NAME"),
         ("mine.py", "expected a class behind the file, as in --task mine.py:Class"),
         ("question-answring", "Did you mean question-answering?"),
     ],

@@ -443,6 +443,28 @@ def test_a_norm_stays_where_folding_would_change_a_number(make: Any) -> None:
     assert torch.equal(outputs(found, images()), outputs(prepared(model), images()))
 
 
+@pytest.mark.parametrize("count", [1, IMAGES])
+def test_a_forward_of_ones_own_that_takes_a_folded_part_alone_is_refused(count: int) -> None:
+    def of_convolution(model: Any, batch: Any) -> Any:
+        return model.first(batch[0]).mean((2, 3))
+
+    def of_something_else(model: Any, batch: Any) -> Any:
+        return model.norm(2 * model.first(batch[0])).mean((2, 3))
+
+    def encoded(model: Any, batch: Any) -> Any:
+        return model.encode(batch[0]).mean((2, 3))
+
+    for forward in (of_convolution, of_something_else):
+        data = [Pictures()[index] for index in range(count)]
+        task = dualeval.ModelTask(model=made(), data=data, forward=forward)
+        with pytest.raises(UsageError, match=r"--optimize fold: first and norm are one operation now"):
+            dualeval.evaluate(task, optimize="fold", batch_size=8)
+    # Both are one part of the model, which does what it did.
+    task = dualeval.ModelTask(model=made(), data=Pictures(), forward=encoded)
+    folded, plain = (dualeval.evaluate(task, optimize=each, batch_size=8) for each in ("fold", None))
+    assert folded.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=1e-5)
+
+
 def test_a_forward_of_the_object_is_not_the_one_that_is_traced() -> None:
     model = made()
     model.forward = lambda images: model.last(model.encode(images).flatten(1) * 2)

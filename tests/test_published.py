@@ -12,6 +12,7 @@ from torch import nn
 from dualeval.errors import UsageError
 from dualeval.models import classifiers, published
 from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.models.sources import WeightsSource
 from dualeval.vision_library import torchvision
 from tests.published_weights import Publish, cache, publish
 
@@ -49,6 +50,12 @@ def refused(model: str, weights: str) -> str:
     return str(caught.value)
 
 
+def resize_of(source: WeightsSource) -> int:
+    found = classifiers.source_of(MODEL).preprocessing(source)
+    assert found is not None
+    return found.resize
+
+
 # -- by name -------------------------------------------------------------------------------------------
 
 
@@ -67,7 +74,7 @@ def test_weights_by_name(networks: list[nn.Module], weights: str, number: int, r
     """With the preprocessing that belongs to them: not to others of the same model."""
     source = classifiers.source_of(MODEL).find_weights(weights)
     assert bias(classifiers.build(MODEL, source, None)) == bias(networks[number])
-    assert classifiers.source_of(MODEL).preprocessing(source).resize == resize
+    assert resize_of(source) == resize
     assert (
         classifiers.source_of(MODEL).preprocessing_origin(source)
         == f"those of {LONG}.IMAGENET1K_V{number + 1}"
@@ -125,7 +132,7 @@ def test_a_published_file_is_known_by_its_bytes(both: list[Path], tmp_path: Path
     for path in (both[number], copy):
         source = classifiers.source_of(MODEL).find_weights(str(path))
         assert str(source.entry) == f"{LONG}.IMAGENET1K_V{number + 1}"
-        assert classifiers.source_of(MODEL).preprocessing(source).resize == (256, 232)[number]
+        assert resize_of(source) == (256, 232)[number]
 
 
 def test_another_file_is_not(both: list[Path], tmp_path: Path) -> None:

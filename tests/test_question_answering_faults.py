@@ -51,16 +51,13 @@ class Ending(QuestionAnswering):
 
 
 def test_a_run_goes_on(
-    tiny: Path, data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_look: None
 ) -> None:
     """The best thresholds too, which take the rows of before and of now."""
     monkeypatch.setattr(recorder, "FLUSH_ROWS", BATCH)
     whole = run(tiny, data["v2.0"], tmp_path / "whole")
     options: dict[str, Any] = {"model": tiny, "data": data["v2.0"], "batch_size": BATCH}
     out = tmp_path / "out"
-    # Batches in several threads would end at another number of them each time.
-    monkeypatch.setattr(Ending, "thread_safe", False)
-    monkeypatch.setattr(QuestionAnswering, "thread_safe", False)
     with pytest.raises(RuntimeError, match="enough"):
         evaluate(Ending(**options), out, batch_size=BATCH)
     result = evaluate(QuestionAnswering(**options), out, batch_size=BATCH)

@@ -126,7 +126,7 @@ def go_on(out: Path) -> Result:
 
 
 def test_a_resumed_run_has_the_same_bits(
-    tmp_path: Path, done: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, no_look: None, done: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(tmp_path / "out", monkeypatch)
     found = go_on(tmp_path / "out")
@@ -315,7 +315,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
 def test_odd_columns_are_refused_at_once(
-    tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
+    tmp_path: Path, no_look: None, change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
     task = Changed(lambda found: {"changed": change(found)})
     with pytest.raises(DualevalError, match=message):

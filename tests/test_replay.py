@@ -1,7 +1,8 @@
-"""Before a run goes on, or a finished one is shown again, one batch is evaluated anew and compared."""
+"""Before a run goes on, or a finished one is shown again, two batches are evaluated anew and compared."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from dualeval.engine import agreement, recorder, replay
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder.journal import read_journal_file
+from dualeval.engine.forward import evaluate_alone
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric
@@ -54,7 +56,7 @@ class Reading(TinyTask):
 
 
 @pytest.fixture(autouse=True)
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_files(monkeypatch: pytest.MonkeyPatch, no_look: None) -> None:
     monkeypatch.setattr(recorder, "FLUSH_ROWS", 30)
     monkeypatch.setitem(unnamed, "factor", 1.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -185,19 +187,60 @@ def test_each_batch_is_read_back_from_journal_and_parquet(
     seen: dict[str, set[int]] = {"begun": set(), "done": set()}
     plan = EvalPlan(num_samples=SAMPLES, batch_size=BATCH)
     for draw in range(20):
+        path, machines = tmp_path / "done/predictions.parquet", [{"model": "m", "chunks": 20}]
         batches = {
-            "begun": replay.batch_of_journal(files, plan, f"{draw:x}"),
-            "done": replay.batch_of_predictions(
-                tmp_path / "done/predictions.parquet", plan, f"{draw:x}", [{"model": "m", "chunks": 20}]
-            ),
+            "begun": [*replay.batches_of_journal(files, plan, f"{draw:x}")],
+            "done": [*replay.batches_of_predictions(path, plan, f"{draw:x}", machines)],
         }
-        for name, stored in batches.items():
-            seen[name].add(stored.samples.start)
-            rows = wanted.slice(stored.samples.start, BATCH).to_pydict()
-            for column, values in stored.columns.items():
-                assert values.tolist() == rows[column], column
-        assert batches["done"].machines == ({"model": "m"},)
+        for name, two in batches.items():
+            assert len({stored.samples for stored in two}) == 2
+            seen[name].add(two[0].samples.start)
+            for stored in two:
+                rows = wanted.slice(stored.samples.start, BATCH).to_pydict()
+                for column, values in stored.columns.items():
+                    assert values.tolist() == rows[column], column
+        assert batches["done"][1].machines == ({"model": "m"},)
     assert seen == {"begun": set(range(0, 130, 10)), "done": set(range(0, SAMPLES, 10))}
+
+
+def test_two_batches_are_drawn_where_there_are_two() -> None:
+    fingerprints = [hashlib.sha256(bytes([number])).hexdigest() for number in range(200)]
+    assert {tuple(replay.places_drawn(each, 1)) for each in fingerprints} == {(0,)}
+    pairs = {tuple(replay.places_drawn(each, 3)) for each in fingerprints}
+    assert pairs == {(one, other) for one in range(3) for other in range(3) if one != other}
+
+
+def test_a_batch_of_a_chunk_of_several_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualeval.engine.plan.MAX_CHUNKS", 7)
+    begin(tmp_path)
+    files = tuple(map(read_journal_file, sorted((tmp_path / "journal").glob("*.journal"))))
+    plan = EvalPlan(num_samples=SAMPLES, batch_size=BATCH)
+    done = {batch for file in files for chunk in file.chunks for batch in plan.chunk_batches(chunk)}
+    seen = set()
+    for draw in range(len(done) * (len(done) - 1)):
+        for stored in replay.batches_of_journal(files, plan, f"{draw:x}"):
+            assert stored.columns["target"].tolist() == [index * 31 % 7 for index in stored.samples]
+            seen.add(stored.samples.start // BATCH)
+    assert seen == done
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_difference_in_either_of_two_batches_is_found(
+    there: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    seen: list[range] = []
+
+    def differs(evaluation: Any, samples: range) -> Any:
+        columns, failed = evaluate_alone(evaluation, samples)
+        seen.append(samples)
+        confidence = np.asarray(columns["confidence"])
+        return {**columns, "confidence": confidence / 2 if len({*seen}) > number else confidence}, failed
+
+    monkeypatch.setattr("dualeval.engine.evaluator.evaluate_alone", differs)
+    with pytest.raises(UsageError, match="column 'confidence'") as caught:
+        finish(there)
+    assert len({*seen}) == number + 1
+    assert f"sample tiny/{seen[-1].start} " in str(caught.value)
 
 
 def proof(stored: replay.StoredBatch, loss: Any) -> replay.Proof:
@@ -391,7 +434,7 @@ def test_a_changed_helper_is_noticed_from_the_command_line(launch: Launch, tmp_p
     again = run()
     assert again.returncode == 0, again.stderr
     assert again.stdout.startswith("Finished before at 20")
-    assert "; one batch was evaluated again and has the same bits." in again.stdout.splitlines()[0]
+    assert "; batches of it were evaluated again and have the same bits." in again.stdout.splitlines()[0]
     (tmp_path / "helper.py").write_text("def scale(logits):\n    return 3.0 * logits\n")
     changed = run()
     assert changed.returncode == 2

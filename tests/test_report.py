@@ -209,6 +209,8 @@ def test_the_lines_below() -> None:
     assert "speed           4,999 samples/s, 2.00 s of 3.50 s" in lines
     # Whole in one line, however narrow the terminal, to be copied; and no brackets are lost.
     assert f"metrics_digest  {result().metrics_digest}" in lines
+    assert "samples_digest" not in printed(result()), "one of an earlier version"
+    assert f"samples_digest  {'5a' * 32}" in printed(result(samples_digest="5a" * 32))
     assert "files           /tmp/runs/[red]one[/red]" in lines
     assert not any("warning" in line for line in lines)
 
@@ -235,8 +237,8 @@ def test_what_was_evaluated_comes_first() -> None:
 @pytest.mark.parametrize(
     ("replay", "words"),
     [
-        ("same bits", "; one batch was evaluated again and has the same bits."),
-        ("within tolerance", "; one batch was evaluated again and agrees to the tolerance."),
+        ("same bits", "; batches of it were evaluated again and have the same bits."),
+        ("within tolerance", "; batches of it were evaluated again and agree to the tolerance."),
         ("nothing to compare", "; it has no rows to evaluate again and compare."),
         ("skipped", "; not compared with what the job gives now (--no-replay)."),
     ],

@@ -37,7 +37,7 @@ from tests.test_evaluator import evaluate, rows
 from tests.tiny import CLASSES, EVERY_METRIC, TinyTask
 
 
-def named(*names: str, classes: int = CLASSES) -> list[Metric]:
+def named(*names: str, classes: int = CLASSES) -> list[Metric | RowMetric]:
     return [classification_metric(name, classes) for name in names]
 
 
@@ -258,7 +258,7 @@ def test_a_row_metric_gets_its_columns_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("classes", [3, CLASSES, LARGEST_CONFUSION, LARGEST_CONFUSION + 1])
 def test_a_classifier_keeps_what_any_of_its_metrics_reads(classes: int) -> None:
-    known = [*default_metrics(classes), "top2", *(set(BY_NAME) - {"confusion"})]
+    known = [*default_metrics(classes), "top2", *(set(BY_NAME) - {"confusion", "auroc"})]
     columns = {name for metric in named(*known, classes=classes) for name in metric.columns}
     assert columns <= set(ImageClassification.rows)
 
@@ -379,8 +379,15 @@ def test_a_metric_of_torchmetrics_is_scored_from_the_rows_of_any_run(
     evaluate(ImageClassification(metrics=["top1"]), tmp_path / "built", limit=20, metric=["top1", spelled])
     found = metrics_of_run(tmp_path / "built/job.json", ["top1", spelled])
     assert list(dualeval.rescore(tmp_path / "built", metrics=found).metrics) == ["top1", "MeanAbsoluteError"]
+    assert [metric.name for metric in metrics_of_run(tmp_path / "built/job.json")] == [
+        "top1",
+        "MeanAbsoluteError",
+    ]
+    # Runs of earlier versions have its name alone.
+    job = tmp_path / "built/job.json"
+    job.write_text(job.read_text().replace(spelled, "MeanAbsoluteError"))
     with pytest.raises(dualeval.UsageError, match="'MeanAbsoluteError' of TorchMetrics"):
-        metrics_of_run(tmp_path / "built/job.json")
+        metrics_of_run(job)
 
 
 def test_warnings_about_intervals_are_of_the_metrics_that_were_asked_for(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def wanted(tmp_path: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_files(monkeypatch: pytest.MonkeyPatch, no_look: None) -> Iterator[None]:
     """A journal file holds five batches, and batches are computed one by one."""
     monkeypatch.setattr(recorder, "FLUSH_ROWS", 50)
     threads = torch.get_num_threads()
@@ -100,13 +100,13 @@ def test_what_was_finished_is_not_evaluated_again(tmp_path: Path, wanted: str) -
     result = go_on(tmp_path / "out", task)
     check(tmp_path / "out", result, wanted, resumed=23)
     assert result.replay == "same bits"
-    proof, rest = task.dataset().reads[:BATCH], task.dataset().reads[BATCH:]
-    assert proof[-1] < 230
+    proof, rest = task.dataset().reads[: 2 * BATCH], task.dataset().reads[2 * BATCH :]
+    assert max(proof) < 230
     assert rest == list(range(230, SAMPLES))
 
 
 def test_it_goes_on_again_and_again(tmp_path: Path, wanted: str) -> None:
-    for proof in (0, 1, 1):
+    for proof in (0, 2, 2):
         begin(tmp_path / "out", batches=9 + proof)
     check(tmp_path / "out", go_on(tmp_path / "out"), wanted, resumed=27)
 
@@ -119,7 +119,7 @@ def test_all_was_finished_but_the_end(tmp_path: Path, wanted: str, monkeypatch: 
             go_on(out)
     task = TinyTask(SAMPLES)
     check(out, go_on(out, task), wanted, resumed=40)
-    assert len(task.dataset().reads) == BATCH
+    assert len(task.dataset().reads) == 2 * BATCH
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_finished_run_is_returned(tmp_path: Path, wanted: str) -> None:
     task, notes = TinyTask(SAMPLES), list[str]()
     again = go_on(tmp_path / "out", task, note=notes.append)
     assert again.to_json() == replace(first, earlier=True, replay="same bits").to_json()
-    assert len(task.dataset().reads) == BATCH
+    assert len(task.dataset().reads) == 2 * BATCH
     assert "finished before" in notes[0]
 
 
@@ -393,6 +393,23 @@ def test_memory_that_is_not_there_is_explained(tmp_path: Path, error: Exception 
     for words in ("out of memory on cpu", "--batch-size 10", "--batch-size 5", "12 finished chunks", said):
         assert words in str(caught.value)
     assert len(list((tmp_path / "journal").glob("*.journal"))) == 3
+
+
+def test_one_sample_that_has_no_room_is_not_told_to_be_one() -> None:
+    class Greedy(TinyTask):
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            return torch.empty(1 << 55, dtype=torch.uint8)
+
+    for precision, tries in (
+        (
+            "fp32",
+            "--precision amp-bf16 on a GPU; on a CPU fewer threads (OMP_NUM_THREADS) or fewer ranks; a ",
+        ),
+        ("amp-bf16", "on a CPU fewer threads (OMP_NUM_THREADS) or fewer ranks; a "),
+    ):
+        with pytest.raises(DualevalError) as caught:
+            evaluate(Greedy(4), None, batch_size=1, precision=precision)
+        assert f". Try {tries}device with more memory." in str(caught.value)
 
 
 def test_metrics_that_break_in_the_midst_count_nothing_twice(

@@ -76,7 +76,6 @@ def test_ids(data: Any, ids: Any, expected: list[str]) -> None:
     ("wrap", "message"),
     [
         (lambda: dualeval.wrap([1, 2], ids=["x"]), "ids has 1 entries for 2 samples"),
-        (lambda: dualeval.wrap([1, 2], ids=["x", "x"]), "two samples have the id 'x'"),
         (lambda: dualeval.wrap(Letters(), ids="kye").id(1), "sample 1 has the columns key, value"),
         (lambda: dualeval.wrap([1, 2], ids="key").id(0), "sample 0 is a int"),
         (lambda: dualeval.wrap(rows(), ids="key"), "the data set has the columns x, label, name"),

@@ -539,6 +539,7 @@ def result(**metrics: float) -> Result:
         chunks={},
         job={},
         fingerprint="f",
+        samples_digest="5a" * 32,
         data={"fingerprint": "d", "contents": "c"},
         weights={},
         versions={},
@@ -580,6 +581,7 @@ def test_the_table_as_files() -> None:
     assert [line["status"] for line in lines] == [DONE, DONE, FAILED, "not done"]
     assert (lines[0]["top1"], lines[0]["top1_low"], lines[0]["loss"]) == ("0.5", "0.49", "2.0")
     assert (lines[2]["top1"], lines[2]["reason"]) == ("", "100 % & $x_1\nmore")
+    assert [line["samples_digest"] for line in lines] == ["5a" * 32, "5a" * 32, "", ""]
     assert "loss_low" not in lines[0]
     markdown = table.to_markdown().splitlines()
     assert markdown[2].startswith(r"| a\_1 | 50.00 % (49.00 % to 51.00 %) | **2.00000** |")

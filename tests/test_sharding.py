@@ -20,7 +20,7 @@ from dualeval.cli import dualeval as command
 from dualeval.engine.identity import ModelIdentity
 from dualeval.engine.sharding.parameters import check_device, parameters_of
 from dualeval.engine.sharding.reads import reads_refused
-from dualeval.engine.sharding.torch_fsdp import check_torch
+from dualeval.engine.sharding.torch_fsdp import check_torch, of_rows
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from tests.conftest import Launch
@@ -49,7 +49,7 @@ def evaluated(model: Any = made, **options: Any) -> Result:
 
 def test_one_process_divides_nothing_and_has_the_same_numbers(tmp_path: Path) -> None:
     whole = evaluated(out=tmp_path)
-    # The identity is that of the whole model: it is found finished, and one batch of it is computed again.
+    # The identity is that of the whole model: it is found finished, and two batches of it are computed again.
     again = evaluated(out=tmp_path, shard="fsdp")
     assert again.earlier and again.replay == "same bits"
     divided = evaluated(shard="fsdp")
@@ -166,6 +166,24 @@ def test_numbers_of_parameters_that_the_caller_has_divided() -> None:
                 with pytest.raises(UsageError, match=r"each rank would read those of its own part"):
                     read(divided.sum())
         assert float(divided.sum()) in (2.0, 4.0), "nothing is left behind"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rows_on_the_host_stay_there_whatever_the_meshs_device() -> None:
+    """FSDP refuses offloaded parameters that say they are on the mesh's device; no GPU is asked for any."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        group: Any = dist.group.WORLD
+        rows = torch.arange(6.0).reshape(3, 2)
+        divided: Any = of_rows(rows, DeviceMesh.from_group(group, "cuda"), torch.Size((6, 2)))
+        made = nn.Parameter(divided, requires_grad=False)
+        assert made.device.type == divided._local_tensor.device.type == "cpu"
+        assert divided._local_tensor is rows and (made.shape, made.stride()) == ((6, 2), (2, 1))
     finally:
         dist.destroy_process_group()
 

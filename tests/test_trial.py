@@ -20,6 +20,8 @@ from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from tests.test_evaluator import evaluate
 from tests.tiny import TinyTask
 
+pytestmark = pytest.mark.usefixtures("no_look")
+
 SAMPLES = 100
 BATCH = 10
 

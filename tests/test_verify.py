@@ -120,6 +120,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, list[Any]]], Any], str, str]] = {
         "ids",
         "id 'tiny/8' is that of 2 rows",
     ),
+    "another id": (
+        lambda columns: columns["id"].__setitem__(7, "tiny/07"),
+        "samples_digest",
+        "samples_digest: ",
+    ),
     "a row too few": (
         lambda columns: [column.pop() for column in columns.values()],
         "samples",
@@ -261,10 +266,16 @@ def test_a_file_that_is_gone(run: Path) -> None:
     assert "cannot be read" in differences(run)["rows"][0]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 1}', '{"schema_version": 99}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 1}'])
 def test_a_result_that_is_none(run: Path, content: str) -> None:
     (run / "result.json").write_text(content)
     with pytest.raises(DualevalError, match=r"result\.json is damaged"):
+        differences(run)
+
+
+def test_a_result_of_a_later_version(run: Path) -> None:
+    rewrite_result(run, lambda content: content.update(schema_version=99))
+    with pytest.raises(DualevalError, match=r"version is 99, expected one of \(2, 3\): a later"):
         differences(run)
 
 

@@ -19,8 +19,8 @@ from dualeval.metrics.classification import (
 from dualeval.tasks import Task
 
 CLASSES = 7
-# All metrics of classification, for the tests that each of them has to pass.
-EVERY_METRIC = (*(f"top{k}" for k in range(1, CLASSES)), *BY_NAME)
+# All metrics of classification with a ledger, for the tests that each of them has to pass.
+EVERY_METRIC = (*(f"top{k}" for k in range(1, CLASSES)), *(name for name in BY_NAME if name != "auroc"))
 FEATURES = 12
 
 

@@ -19,10 +19,13 @@ from dualeval.result import Result
 from tests.lockstep_worker import ShardedTask
 
 
-def evaluated(count: int, *, shard: str, broken: str = "", calls: str = "one", **options: Any) -> Result:
+def evaluated(
+    count: int, *, shard: str, broken: str = "", calls: str = "one", draws: str = "", **options: Any
+) -> Result:
     """One evaluation; nothing of the sharded model is left after it."""
     try:
-        task = ShardedTask(count, {"shard": shard, "broken": broken, "calls": calls})
+        wrong = {"shard": shard, "broken": broken, "calls": calls, "draws": draws}
+        task = ShardedTask(count, wrong)
         return dualeval.evaluate(task, batch_size=4, **options)
     finally:
         gc.collect()
@@ -39,8 +42,10 @@ def main(folder: Path) -> None:
         "readers": {"count": 17, "workers": 1},
         "several calls a batch": {"count": 53, "calls": "several"},
     }
+    of_prime: list[Result] = []
     for name, case in cases.items():
         results = [evaluated(**case, shard=shard) for shard in ("yes", "no")]
+        of_prime = results if name == "prime" else of_prime
         digests = [result.metrics_digest for result in results]
         found[name] = {"sharded": digests[0], "whole": digests[1]}
         found[name]["schedules"] = [result.job.get("schedule", "static") for result in results]
@@ -64,6 +69,9 @@ def main(folder: Path) -> None:
         except UsageError as error:
             found[name] = {"sharded": "", "whole": "", "error": str(error)}
         dist.barrier()
+    drawn = evaluated(53, shard="yes", draws="x")
+    found["drawn"] = {"sharded": "", "whole": "", "result": [drawn.deterministic, drawn.warnings]}
+    found["prime"]["deterministic"] = [result.deterministic for result in of_prime]
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     gc.collect()

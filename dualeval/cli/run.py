@@ -89,7 +89,7 @@ class _Invocation:
     "--replay/--no-replay",
     group=RUN,
     default=True,
-    help="Before resuming, check one finished batch.",
+    help="Before resuming, check two finished batches.",
 )
 @grouped("--nproc", group=LAUNCH, type=int, metavar="N", help="Start N processes on this machine.")
 @job_flags("device", "workers")
@@ -266,7 +266,8 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     task.check_batches(job.batch_size, samples)
     if task.rows is not None:
         # Else its metrics are known when its columns are, which takes a forward.
-        check_names(chosen_metrics(job.metric_of_run, task.metrics(), task.rows), task.rows)
+        columns = (*task.rows, *task.on_request)
+        check_names(chosen_metrics(job.metric_of_run, task.metrics(), columns), task.rows)
     if world.is_main:
         for sentence in [*task.notes(), *task.data_warnings(), *set_evaluation_mode(model)]:
             click.echo(f"dualeval: note: {sentence}", err=True)

@@ -88,7 +88,7 @@ class Comparison:
     """Two runs over the same samples; B against A.
 
     Attributes:
-        a: ``folder`` and ``metrics_digest`` of the first run.
+        a: ``folder``, ``metrics_digest`` and ``samples_digest`` of the first run.
         b: of the second.
         pairs: number of samples that both have evaluated.
         failed: number of samples left out because they failed ``in_a``, ``in_b`` or ``in_both``.
@@ -100,8 +100,8 @@ class Comparison:
         notes: what a reader of the numbers should know.
     """
 
-    a: dict[str, str]
-    b: dict[str, str]
+    a: dict[str, Any]
+    b: dict[str, Any]
     pairs: int
     failed: dict[str, int]
     agreement: int | None
@@ -217,12 +217,12 @@ def compare(
         not_compared=not_compared,
         gates=[_gate(runs, name, margin, differences[name].difference) for name, margin in wanted.items()],
         cluster=column,
-        notes=_notes(pairs, differences, clusters),
+        notes=[*_random(runs), *_notes(pairs, differences, clusters)],
     )
 
 
-def _named(run: ComparedRun) -> dict[str, str]:
-    return {"folder": str(run.folder), "metrics_digest": run.result.metrics_digest}
+def _named(run: ComparedRun) -> dict[str, Any]:
+    return {"folder": str(run.folder), **run.result.digests}
 
 
 def _check_gates(runs: tuple[ComparedRun, ComparedRun], gates: Mapping[str, float]) -> None:
@@ -313,6 +313,15 @@ def _gate(runs: tuple[ComparedRun, ComparedRun], name: str, margin: float, diffe
     low, high = difference.bounds(LEVEL)
     bound = -low if runs[0].result.directions[name] == "higher" else high
     return Gate(metric=name, margin=margin, bound=bound, passed=bound <= margin)
+
+
+def _random(runs: Sequence[ComparedRun]) -> list[str]:
+    return [
+        f"{run.folder} gives other numbers each time it is evaluated (deterministic: false in its result): a "
+        "difference may be of one evaluation alone."
+        for run in runs
+        if run.result.deterministic is False
+    ]
 
 
 def _notes(

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dualeval.data.labels import KnownClasses, Labels
+from dualeval.data.preprocessing import Normalisation
 
 
 class ImageData(Protocol):
@@ -48,6 +49,9 @@ class ImageData(Protocol):
 
     def content_fingerprint(self, samples: range) -> str:
         """sha256, in hex, over what is in consecutive samples."""
+
+    def prepared(self, preprocessing: Normalisation) -> ImageData:
+        """The same images with another preprocessing."""
 
     def notes(self) -> list[str]:
         """What a reader should know of the data, in sentences."""

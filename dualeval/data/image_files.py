@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import os
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from dualeval.data.file_names import FileNames
 from dualeval.data.files import MISSING, digest_of_file, on_threads, size_and_time
 from dualeval.data.labels import Labels
 from dualeval.data.pictures import read_pixels
-from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.preprocessing import Normalisation, shape_of
 from dualeval.vision_library import torchvision
 
 
@@ -32,7 +33,8 @@ class ImageFiles:
         paths: one a sample; absolute ones stand for themselves.
         targets: the class of each sample, int64 (samples,).
         labels: which class each label is.
-        preprocessing: resize and crop are done here; normalisation is the task's, on the device.
+        preprocessing: resize and crop, or the user's function, are done here; normalisation is the task's, on
+            the device.
         whole_files: whether a content fingerprint covers all bytes of a file; else its size and its ends.
         cache: what other tasks of the run have read: files that have not changed are read for their contents
             once.
@@ -42,6 +44,7 @@ class ImageFiles:
     """
 
     in_memory = False
+    unique_ids = True
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class ImageFiles:
         targets: npt.NDArray[np.int64],
         *,
         labels: Labels,
-        preprocessing: Preprocessing,
+        preprocessing: Normalisation,
         whole_files: bool,
         cache: DataCache,
     ) -> None:
@@ -73,6 +76,13 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self._paths)
 
+    def prepared(self, preprocessing: Normalisation) -> ImageFiles:
+        """The same images with another preprocessing."""
+        found = copy.copy(self)
+        vars(found).pop("sample_shape", None)
+        found._preprocessing = preprocessing
+        return found
+
     def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> ImageFiles:
         """The same data with some of its images alone, in this order; classes and ids stay."""
         found = copy.copy(self)
@@ -93,11 +103,10 @@ class ImageFiles:
         of_samples = int(self._targets.max()) if len(self._targets) else -1
         return max(self.labels.largest, of_samples)
 
-    @property
+    @functools.cached_property
     def sample_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of every sample."""
-        wanted = self._preprocessing
-        return (wanted.channels, *wanted.crop_size)
+        """Channels, height and width of every sample; those of the first one where nothing else says them."""
+        return shape_of(self._preprocessing, self.id(0), lambda: self._image(0))
 
     def id(self, index: int) -> str:
         """The image's path, for text files: bytes that are no UTF-8 as ``\\xNN``."""
@@ -117,6 +126,8 @@ class ImageFiles:
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         """Decode, resize and crop images: (uint8 (channels, height, width), target) for each index.
+
+        With a function of the user's, it is what that returns.
 
         Raises:
             OSError: a file cannot be read, is no whole image, or has changed since ``fingerprint``. Pillow

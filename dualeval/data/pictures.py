@@ -11,13 +11,14 @@ import numpy.typing as npt
 
 # Pillow would import all of its plugins for these two.
 from PIL import Image, ImageFile, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
-from torch import Tensor
+from torch import Tensor, from_numpy
 
 from dualeval.data.contents import HEAD, what_it_holds
 from dualeval.data.decoding import Decoder
-from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing
 from dualeval.data.resized_part import Rows, rows_of
 from dualeval.data.resizing import cut_out
+from dualeval.errors import UsageError
 
 # Pillow goes by a file's content, whatever its name is, and some of its other formats start programs (EPS)
 # or hold no picture of their own (PDF, WMF). A GIF under the name of a JPEG is common in collected pictures.
@@ -27,24 +28,26 @@ assert WebPImagePlugin.WebPImageFile.format in FORMATS
 _MODES = {1: "L", 3: "RGB"}
 
 
-def read_pixels(file: IO[bytes], wanted: Preprocessing, decoder: Decoder | None = None) -> Tensor:
-    """Decode a picture, bring it to the wanted channels, resize it, and cut out its centre.
+def read_pixels(file: IO[bytes], wanted: Normalisation, decoder: Decoder | None = None) -> Tensor:
+    """Decode a picture, and do with it what ``prepare`` does.
 
     The first frame of an animation or the first page of a TIFF is taken. The rotation in EXIF is left alone.
 
     Args:
         file: the picture.
-        wanted: channels, resize, interpolation and crop; normalisation is done elsewhere.
+        wanted: as for ``prepare``.
         decoder: a faster one than Pillow's, for the JPEGs that it takes.
 
     Returns:
-        uint8 of shape (channels, height, width), those of the crop.
+        As ``prepare``.
 
     Raises:
         OSError: the file is of none of ``FORMATS``, or is truncated. Pillow raises others on damaged files.
         ValueError: pixels are 32-bit integers or floats.
     """
     with _opened(file) as image, _whole_pictures_only():
+        if not isinstance(wanted, Preprocessing):
+            return prepare(image, wanted)
         pixels = None if decoder is None else decoder.decode(image, file)
         if pixels is None:
             rows = _rows_of_image(image, wanted.channels)
@@ -53,8 +56,25 @@ def read_pixels(file: IO[bytes], wanted: Preprocessing, decoder: Decoder | None 
         return cut_out(rows, image.size, wanted)
 
 
-def prepare(image: Image.Image, wanted: Preprocessing) -> Tensor:
-    """Bring a picture that is in memory to the wanted channels and size, as ``read_pixels`` does it."""
+def prepare(image: Image.Image, wanted: Normalisation) -> Tensor:
+    """Bring a picture to the wanted channels and size, uint8; or give it in RGB to the user's function.
+
+    Without a wanted size it keeps its own. Normalisation is done elsewhere.
+    """
+    if not isinstance(wanted, Preprocessing):
+        colours = _with_channels(_eight_bits(image), 3)
+        if isinstance(wanted, OwnPreprocessing):
+            found = wanted.function(colours)
+            if not isinstance(found, Tensor) or found.ndim != 3:
+                what = f"a {type(found).__name__}"
+                if isinstance(found, Tensor):
+                    what = f"a tensor of shape {tuple(found.shape)}"
+                raise UsageError(
+                    f"--preprocessing: {wanted} returned {what}, expected a torch.Tensor of shape "
+                    "(channels, height, width)"
+                )
+            return found
+        return from_numpy(np.array(colours)).permute(2, 0, 1).contiguous()
     return cut_out(_rows_of_image(image, wanted.channels), image.size, wanted)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor, as_tensor
 
 from dualeval.data.labels import Labels, indices_of_classes
-from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.preprocessing import Normalisation, OwnPreprocessing, Preprocessing, shape_of
 from dualeval.errors import UsageError
 
 
@@ -44,6 +45,12 @@ class SmallImages:
         found = copy.copy(self)
         found.labels = labels
         return found
+
+    def prepared(self, preprocessing: Normalisation) -> SmallImages:
+        """The same images, brought to another size where that is wanted, or through the user's function."""
+        if isinstance(preprocessing, Preprocessing | OwnPreprocessing):
+            return ResizedImages(self, preprocessing)
+        return self
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:
@@ -109,13 +116,13 @@ class ResizedImages(SmallImages):
 
     Args:
         images: the small images.
-        preprocessing: resize, crop, interpolation and channels.
+        preprocessing: resize, crop, interpolation and channels, or the user's function.
     """
 
     # Pillow resizes one at a time: reading processes are worth their start.
     in_memory = False
 
-    def __init__(self, images: SmallImages, preprocessing: Preprocessing) -> None:
+    def __init__(self, images: SmallImages, preprocessing: Preprocessing | OwnPreprocessing) -> None:
         from dualeval.vision_library import torchvision
 
         torchvision()  # not in each reading process anew
@@ -123,11 +130,10 @@ class ResizedImages(SmallImages):
         self.labels = images.labels
         self._preprocessing = preprocessing
 
-    @property
+    @functools.cached_property
     def sample_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of every sample, as they are evaluated."""
-        wanted = self._preprocessing
-        return (wanted.channels, *wanted.crop_size)
+        return shape_of(self._preprocessing, self.id(0), lambda: self.__getitems__([0])[0][0])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
         """(uint8 (channels, height, width), label) for each index."""

@@ -75,7 +75,7 @@ class Accelerator:
             RuntimeError: the device cannot be used any more: after an error inside of a kernel all fails.
         """
         torch.accelerator.synchronize(self.device)
-        torch.accelerator.empty_cache()
+        torch.get_device_module(self.device).empty_cache()  # torch.accelerator's came with 2.9
 
     def new_stream(self) -> Stream:
         """A stream beside the current one."""
@@ -100,7 +100,7 @@ class Accelerator:
         Returns:
             uint8 of shape (count,), not initialised.
         """
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def empty(self, like: Tensor) -> Tensor:
         """Memory of the device, taken in the current stream, of a tensor's shape, strides and dtype."""

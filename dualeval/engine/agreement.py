@@ -53,18 +53,15 @@ def machine_facts(
     }
 
 
-def check_same_job(jobs: list[dict[str, Any]], hosts: list[str]) -> None:
+def check_same_job(jobs: list[dict[str, Any]], hosts: list[str], alone: list[dict[str, Any]]) -> None:
     """Check that every rank was given the same job, found the same data and built the same model.
 
-    Args:
-        jobs: each rank's fingerprint fields, in rank order.
-        hosts: each rank's host.
-
-    Raises:
-        UsageError: names the first rank that differs from rank 0, and the fields.
+    A field that holds a rank's number may also be as rank 0 has it in ``alone``: by name, its value with the
+    number of a process alone.
     """
     for rank, job in enumerate(jobs):
-        differing = differences(jobs[0], job)
+        found = differences(jobs[0], job)
+        differing = [each for each in found if each[0] not in alone[rank] or alone[rank][each[0]] != each[1]]
         if differing:
             shown = listing(differing, "on rank 0", "here")
             raise UsageError(

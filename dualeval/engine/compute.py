@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from torch import nn
 from dualeval.columns import as_columns, copied
 from dualeval.engine import numerics
 from dualeval.engine.accelerator import accelerator_of, is_out_of_memory
-from dualeval.engine.settings_watch import is_compiled, watch_settings
 from dualeval.engine.transfer import Columns, Downloads, Pending
 from dualeval.errors import UsageError
 from dualeval.model_errors import why_model_failed
@@ -33,20 +32,17 @@ if TYPE_CHECKING:
 _MOST_THREADS = 16
 
 
-def usable_threads(task: Task, model: nn.Module, device: torch.device, threads: int, batches: int) -> int:
-    """How many batches may be computed at the same time.
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a part of a model is compiled: the compiler sets and puts back settings of its own."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
 
-    Args:
-        task: says by ``thread_safe`` whether its forward may run in several threads.
-        model: one with hooks, which may keep what they see where all threads find it, or one that is compiled
-            or cannot be copied, gets one thread.
-        device: a GPU orders the batches by itself, and gets one.
-        threads: what this rank has.
-        batches: how many there are to compute.
-    """
-    if not accelerator_of(device).is_host or not task.thread_safe or min(threads, batches) < 2:
-        return 1
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+
+def usable_threads(task: Task, model: nn.Module, device: torch.device, threads: int, batches: int) -> int:
+    """How many batches may be computed at the same time, as far as that can be said before any was."""
+    if not accelerator_of(device).is_host or task.thread_safe is False or min(threads, batches) < 2:
         return 1
     if is_compiled(model):
         return 1  # a copy would not be
@@ -67,9 +63,6 @@ class Compute:
         precision: a key of ``numerics.PRECISIONS``.
         threads: batches that are computed at the same time, as ``usable_threads`` gives it; each thread has a
             copy of the model's modules, which shares their parameters and buffers.
-        settings: those in force. The first batch is then computed alone, and watched: where its forward
-            changes one, even for a part of itself, all batches are computed one at a time, as the change
-            would reach the other threads. None watches nothing.
         inference: compute in inference mode; without it gradients are off by ``torch.no_grad()``, for models
             that are trained afterwards: what they keep of a forward in inference mode cannot be used there.
         explain: says why a forward failed that an option has to do with; None where it was something else.
@@ -79,7 +72,6 @@ class Compute:
         ahead: batches that may be under way before the oldest is to be waited for.
         changed_settings: what the model's code has changed in the threads; for
             ``NumericSettings.check_after_loop``.
-        changed_inside: what the first batch's forward has changed, if only for a part of itself.
     """
 
     def __init__(
@@ -89,7 +81,6 @@ class Compute:
         device: torch.device,
         precision: str,
         threads: int,
-        settings: numerics.NumericSettings | None = None,
         *,
         inference: bool = True,
         explain: Callable[[BaseException], str | None] = lambda error: None,
@@ -104,9 +95,7 @@ class Compute:
         self._model = model
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
-        self._watched = None if settings is None or is_compiled(model) else settings
         self.changed_settings: set[str] = set()
-        self.changed_inside: set[str] = set()
         accelerator = accelerator_of(device)
         self.ahead = accelerator.batches_ahead
         self._downloads = Downloads(accelerator, self.ahead)
@@ -134,25 +123,19 @@ class Compute:
 
     def start(self, data: Any) -> Pending:
         """Begin with a batch that is on the device."""
-        if self._watched is not None:
-            columns = self._watched_columns(self._watched, data)
-            self._watched = None
-        elif self._pool is not None:
+        if self._pool is not None:
             return self._pool.submit(self._columns_in_pool, data).result
-        else:
-            columns = self._columns(self._model, data)
-        return self._downloads.start(columns)
+        return self._downloads.start(self._columns(self._model, data))
 
-    def _watched_columns(self, settings: numerics.NumericSettings, data: Any) -> Columns:
-        with watch_settings(settings) as self.changed_inside:
-            columns = self._columns(self._model, data)
-        if self.changed_inside and self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-            self.ahead = 0
-        return columns
+    def start_together(self, batches: Sequence[Any]) -> list[Pending]:
+        """Begin with as many batches as there are threads, at the same moment."""
+        assert self._pool is not None
+        ready = threading.Barrier(len(batches))
+        return [self._pool.submit(self._columns_in_pool, data, ready).result for data in batches]
 
-    def _columns_in_pool(self, data: Any) -> Columns:
+    def _columns_in_pool(self, data: Any, ready: threading.Barrier | None = None) -> Columns:
+        if ready is not None:
+            ready.wait()
         columns = self._columns(self._own.model, data)
         self.changed_settings.update(numerics.check_thread())
         return columns

@@ -20,8 +20,9 @@ from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns, with_layout
 from dualeval.engine.guest import Snapshot, as_it_was
-from dualeval.engine.identity import ModelIdentity, task_attributes
+from dualeval.engine.identity import ModelIdentity, both_readings, task_attributes
 from dualeval.engine.late_parameters import has_late, read_all
+from dualeval.engine.looks import as_before
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, compiler_settings, prepare
@@ -110,14 +111,7 @@ class Evaluator:
         )
 
     def run(self) -> Result:
-        """Evaluate; every rank calls this and gets the same metrics.
-
-        Raises:
-            UsageError: task, data, weights and options do not fit together.
-            ExactlyOnceError: a sample was counted never, or more than once.
-            PeerError: another rank failed first.
-            Stopped: a signal has ended the run; what was finished is saved.
-        """
+        """Evaluate; every rank calls this and gets the same metrics."""
         context = self._context
         if context.options.shard is None:
             return self._run(None)
@@ -138,6 +132,7 @@ class Evaluator:
         with ExitStack() as stack:
             snapshot = stack.enter_context(as_it_was(self._task)) if context.guest else None
             settings = stack.enter_context(numerics.settings(precision, device))
+            context.note_all(settings.notes)  # before a forward that misses its default device
             with numerics.autocast(precision, device):
                 model = self._build(device)
             if mesh is not None:
@@ -153,7 +148,7 @@ class Evaluator:
                 lambda: context.control.progress.step("setup"),
             )
             context = self._with_workers(dataset)
-            attributes = task_attributes(self._task)
+            attributes = both_readings(context.backend.world, partial(task_attributes, self._task))
             stack.enter_context(compiler_settings(context.options.optimize))
             if mesh is None:
                 ready = self._prepared(model, dataset, context, stack)
@@ -163,7 +158,10 @@ class Evaluator:
             del ready
             rows = self._task.rows
             if rows is None:
-                first = first_columns(self._task, dataset, model, plan_of(dataset, context), context)
+                # One that looks at its columns keeps what its first observe has found.
+                keeps = type(self._task).see is not Task.see
+                with as_before(model, None if keeps else self._task):
+                    first = first_columns(self._task, dataset, model, plan_of(dataset, context), context)
                 rows = tuple(self._task.see(first, context.options.metric))
             execution = Execution(
                 self._task,
@@ -183,7 +181,7 @@ class Evaluator:
                 *settings.notes,
                 *settings.check_after_build(),
             ]
-            context.note_all(execution.settings_notes)
+            context.note_all([said for said in execution.settings_notes if said not in settings.notes])
             try:
                 return self._evaluated(execution, settings)
             except BaseException as error:
@@ -195,7 +193,7 @@ class Evaluator:
         execution.begin()
         evaluation = execution.evaluation
         in_lockstep = evaluation.context.options.schedule == LOCKSTEP
-        stored = execution.stored_batch()
+        stored = execution.stored_batches()
         again: EvaluatesBatch = partial(evaluate_alone, evaluation)
         if in_lockstep:
             again = evaluated_together(evaluation, stored)
@@ -224,16 +222,10 @@ class Evaluator:
     def _prepared(
         self, model: nn.Module, dataset: Dataset, context: RunContext, stack: ExitStack
     ) -> tuple[nn.Module, RunContext, ModelIdentity]:
-        """The model that computes, where the task has built it as it is to be; and the context that it needs.
-
-        Args:
-            model: as it was built, on the device.
-            dataset: the task's.
-            context: of the options that were asked for.
-            stack: of what ends with the evaluation.
-        """
+        """The model that computes, where the task has built it as it is to be; and its context."""
         context = with_schedule(model, context)
-        identity = ModelIdentity.of(model, partial(context.control.progress.inside, "collective"))
+        around_gather = partial(context.control.progress.inside, "collective")
+        identity = ModelIdentity.of(model, around_gather, context.backend.world)
         check_model(model, context.options)
         # After the identity: its hooks are no part of the model.
         context = stack.enter_context(gathers_watched(model, context))

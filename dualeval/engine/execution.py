@@ -10,14 +10,13 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from dualeval.columns import Rows
 from dualeval.engine import replay, trial
-from dualeval.engine.agreement import check_same_job, machine_facts
+from dualeval.engine.agreement import check_same_job, differences, machine_facts
 from dualeval.engine.columns import kept_columns
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
@@ -26,7 +25,7 @@ from dualeval.engine.folder.journal import FinishedChunks, JournalWriter
 from dualeval.engine.folder.opening import PreviousRun, folder_of_launch
 from dualeval.engine.folder.predictions import load_library
 from dualeval.engine.folder.process import launch_of
-from dualeval.engine.identity import ModelIdentity, contents_fingerprint, job_identity
+from dualeval.engine.identity import ModelIdentity, both_readings, contents_fingerprint, job_identity
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.loop import Evaluation, Loop, ahead_of
 from dualeval.engine.machines import check_kinds_of_ranks
@@ -36,6 +35,7 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import identity_of as identity_of_preparation
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.reference import Reference, windows_of_file
+from dualeval.engine.samples_digest import check_ids, hashes_of_ids, joined
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import PeerError, UsageError
@@ -44,6 +44,11 @@ from dualeval.metrics.by_name import chosen_metrics
 from dualeval.metrics.classification import NonfiniteWarning
 from dualeval.result import PREDICTIONS, Result, sha256_of_json
 from dualeval.tasks import Dataset, Task
+
+_NO_METRICS = (
+    "there are no metrics, so the result has no numbers. Let metrics() or metrics= give some, as "
+    "[dualeval.metrics.Mean('loss')] of a column 'loss'"
+)
 
 
 class Execution:
@@ -57,13 +62,13 @@ class Execution:
         rows: the columns that the task wants kept.
         threads: what this rank may compute in.
         identity: of the model as it was built; None takes that of ``model``, which nothing was done to.
-        attributes: the task's, for the job's identity.
+        attributes: the task's, for the job's identity, in ``both_readings``.
 
     Attributes:
         evaluation: all that is the same for each batch; complete after ``begin``.
         previous: what earlier runs have left; from ``begin`` on.
         loop: hands out the batches; from ``start_loop`` on.
-        settings_notes: sentences about numeric settings, for the result.
+        settings_notes: sentences about this rank's settings, for the result.
 
     Raises:
         UsageError: the data set is empty, or metrics or columns are not as they must be.
@@ -82,7 +87,7 @@ class Execution:
         *,
         threads: int,
         identity: ModelIdentity | None = None,
-        attributes: Mapping[str, Any] = MappingProxyType({}),
+        attributes: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
     ) -> None:
         self._task = task
         self._identity = identity
@@ -96,13 +101,19 @@ class Execution:
         self._folder: RunFolder | None = None
         self._reference: Reference | None = None
         self._proof: str | None = None
-        self.settings_notes: list[str] = []
         self._plan = plan_of(dataset, context)
         task.check_batches(self._plan.batch_size, self._plan.num_samples)
-        metrics, row_metrics = split_by_kind(chosen_metrics(self._options.metric, task.metrics(), rows))
+        chosen = chosen_metrics(self._options.metric, task.metrics(), (*rows, *task.on_request))
+        # Of what only warns there is no number.
+        measures = any(metric.name != NonfiniteWarning.name for metric in chosen)
+        self.settings_notes = [] if measures else [_NO_METRICS]
+        metrics, row_metrics = split_by_kind(chosen)
         cluster = self._options.cluster or task.cluster
         self._columns = kept_columns(rows, metrics, row_metrics, cluster)
-        trial.check_names([*metrics, *row_metrics], self._columns)
+        trial.check_names(chosen, self._columns)
+        if task.on_request:
+            task.requested = {name for metric in chosen for name in metric.columns}
+        self._spelled = {metric.name: getattr(metric, "spelled", metric.name) for metric in chosen}
         # What nobody reads again is not kept where nothing is written.
         of_rows = tuple(dict.fromkeys(name for metric in row_metrics for name in metric.columns))
         self.evaluation = Evaluation(
@@ -126,12 +137,7 @@ class Execution:
     # -- before the loop ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Agree with all ranks on the job, and open the run to compare with and the output folder.
-
-        Raises:
-            UsageError: the ranks have different jobs, the folder holds another one, or the run to compare
-                with is none over the same samples.
-        """
+        """Agree with all ranks on the job, and open the run to compare with and the output folder."""
         self._facts = self._agree()
         self._open_reference()
         if self._options.out is not None:
@@ -147,17 +153,23 @@ class Execution:
         """Compare jobs and machines over all ranks; returns what the result says about both."""
         evaluation = self.evaluation
         # It holds the model's tensors as they were built: not for longer than they are wanted.
-        identity, self._identity = self._identity or ModelIdentity.of(evaluation.model), None
-        job = {
-            **job_identity(
+        identity, self._identity = self._identity, None
+        identity = identity or ModelIdentity.of(evaluation.model, world=self._world)
+        first, alone = both_readings(
+            self._world,
+            lambda: job_identity(
                 self._task,
                 evaluation.dataset,
                 identity,
                 evaluation.metrics,
                 evaluation.row_metrics,
                 self._plan.num_samples,
-                self._attributes,
+                self._attributes[0],
             ),
+        )
+        alone = {**alone, **identity.alone, "task_attributes": self._attributes[1] or None}
+        job = {
+            **first,
             **identity_of(evaluation.dataset),
             "columns": list(self._columns),
             "batch_size": self._plan.batch_size,
@@ -173,18 +185,25 @@ class Execution:
             "libraries": job.pop("libraries"),
         }
         reading = self._measure_reading()
+        step = partial(self._progress.step, "setup")
+        ids, hashes = hashes_of_ids(evaluation.dataset, self._plan.num_samples, self._world, step)
         self._control.meet()
         everyone = self._backend.all_gather_json(
             {
                 "job": job,
+                "alone": {name: value for name, _, value in differences(first, alone)},
                 "machine": machine,
                 "host": socket.gethostname(),
                 "launch": launch_of(self._world),
                 "reading": asdict(reading),
+                "ids": ids,
             }
         )
         hosts = [rank["host"] for rank in everyone]
-        check_same_job([rank["job"] for rank in everyone], hosts)
+        check_same_job([rank["job"] for rank in everyone], hosts, [rank["alone"] for rank in everyone])
+        check_ids(evaluation.dataset, self._plan.num_samples, hashes, self._backend)
+        # What holds a rank's number is another value on each.
+        job = everyone[0]["job"]
         self._fit_workers([Reading(**rank["reading"]) for rank in everyone])
         # After what costs less to compare, and so of the same samples on every rank.
         job["contents"] = contents_fingerprint(
@@ -201,8 +220,9 @@ class Execution:
             "files": sorted(self._task.exports),
             "task_class": f"{type(self._task).__module__}.{type(self._task).__qualname__}",
             # What only warns is nothing to compute again.
-            "metrics": [name for name in job["metrics"] if name != NonfiniteWarning.name],
+            "metrics": [self._spelled[name] for name in job["metrics"] if name != NonfiniteWarning.name],
             "fingerprint": sha256_of_json(job),
+            "samples_digest": joined(self._plan.num_samples, [rank["ids"] for rank in everyone]),
         }
 
     def _open_reference(self) -> None:
@@ -305,36 +325,29 @@ class Execution:
                 "their rows are sent at the end of the run, and are lost if it ends early"
             )
 
-    def stored_batch(self) -> replay.StoredBatch | None:
-        """On rank 0, one batch that an earlier run has finished, to be evaluated anew; None without one."""
-        if self._folder is None or not self._has_earlier() or not self._options.replay:
-            return None
-        if not self._world.is_main:
-            return None
+    def stored_batches(self) -> list[replay.StoredBatch]:
+        """On rank 0, batches that an earlier run has finished, to be evaluated anew."""
+        is_asked = self._folder is not None and self._options.replay and self._has_earlier()
+        if not is_asked or not self._world.is_main:
+            return []
+        assert self._folder is not None
         self._progress.step("setup")
         fingerprint, finished = self._facts["fingerprint"], self.previous.finished
         if finished is None:
-            return replay.batch_of_journal(self.previous.chunks.files, self._plan, fingerprint)
-        return replay.batch_of_predictions(
-            self._folder.path / PREDICTIONS, self._plan, fingerprint, finished.machines
-        )
+            found = replay.batches_of_journal(self.previous.chunks.files, self._plan, fingerprint)
+        else:
+            path = self._folder.path / PREDICTIONS
+            found = replay.batches_of_predictions(path, self._plan, fingerprint, finished.machines)
+        return [batch for batch in found if batch.columns and batch.evaluated.any()]
 
     def prove(
         self,
-        stored: replay.StoredBatch | None,
+        stored: Sequence[replay.StoredBatch],
         evaluate: Callable[[range], tuple[Mapping[str, Rows], tuple[FailedSample, ...]]],
     ) -> Result | None:
-        """Compare a finished batch with what this job gives now; a collective where anything is finished.
+        """Compare finished batches with what this job gives now; a collective where anything is finished.
 
-        Args:
-            stored: as ``stored_batch`` gave it.
-            evaluate: gives the kept columns of a batch, and its samples that could not be read.
-
-        Returns:
-            The result, where an earlier run has come to its end here; None where there is work to do.
-
-        Raises:
-            UsageError: they differ.
+        Returns the result, where an earlier run has come to its end here; None where there is work to do.
         """
         if not self._has_earlier():
             return None
@@ -342,7 +355,7 @@ class Execution:
             self._proof = replay.SKIPPED
             self._context.note_all(["what is finished is not compared with what this job gives now"])
         else:
-            self._proof = None if stored is None else self._compare(stored, evaluate)
+            self._proof = self._compare(stored, evaluate) if self._world.is_main else None
             self._proof = str(self._context.from_rank_0(self._proof))
         if self.previous.finished is None:
             return None
@@ -384,26 +397,31 @@ class Execution:
 
     def _compare(
         self,
-        stored: replay.StoredBatch,
+        stored: Sequence[replay.StoredBatch],
         evaluate: Callable[[range], tuple[Mapping[str, Rows], tuple[FailedSample, ...]]],
     ) -> str:
         assert self._folder is not None
-        proof = replay.Proof(
-            stored,
-            evaluate,
-            machine=self._facts["machine"],
-            precision=self._options.precision,
-            place=self._folder.path,
-            name=partial(name_of, self.evaluation.dataset),
-        )
-        compared, note = proof.rows()
-        proof.texts(self._task, self.evaluation.dataset)
         finished = self.previous.finished
         digests = {} if finished is None else finished.metric_digests
-        proof.metrics(self.evaluation.metrics, self.evaluation.row_metrics, self._plan, digests)
-        if note is not None:
+        compared: dict[str, str | None] = {replay.NOTHING_TO_COMPARE: None}
+        for batch in stored:
+            proof = replay.Proof(
+                batch,
+                evaluate,
+                machine=self._facts["machine"],
+                precision=self._options.precision,
+                place=self._folder.path,
+                name=partial(name_of, self.evaluation.dataset),
+            )
+            outcome, compared[outcome] = proof.rows()
+            proof.texts(self._task, self.evaluation.dataset)
+            # The digests are those of the first batch; a journal file is compared as a whole.
+            if batch is stored[0] or batch.file is not stored[0].file:
+                proof.metrics(self.evaluation.metrics, self.evaluation.row_metrics, self._plan, digests)
+        worst = max(compared, key=replay.OUTCOMES.index)
+        if (note := compared[worst]) is not None:
             self._context.note(note)
-        return compared
+        return worst
 
     # -- the loop and after it ---------------------------------------------------------------------
 
@@ -431,13 +449,7 @@ class Execution:
         self._setup_s = perf_counter() - self._context.started
 
     def finish(self) -> Result:
-        """Reduce, check, compute the metrics and, on rank 0, write; every rank gets the same metrics.
-
-        Raises:
-            ExactlyOnceError: a sample was counted never, or more than once.
-            UsageError: no sample could be read.
-            DualevalError: the output folder cannot be written.
-        """
+        """Reduce, check, compute the metrics and, on rank 0, write; every rank gets the same metrics."""
         recorder = self._recorder
         times = {
             **self.loop.times,
@@ -454,7 +466,12 @@ class Execution:
             reference=None if self._reference is None else (self._reference, self._facts_of_data()),
         )
         result = outcome.result(
-            times, self.settings_notes, self.loop.notes, replay=self._proof, setup_s=self._setup_s
+            times,
+            self.settings_notes,
+            self.loop.notes,
+            unlike=self.loop.unlike,
+            replay=self._proof,
+            setup_s=self._setup_s,
         )
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
         self._control.meet()
@@ -481,11 +498,7 @@ class Execution:
 
 
 def plan_of(dataset: Dataset, context: RunContext) -> EvalPlan:
-    """The division of a data set.
-
-    Raises:
-        UsageError: it is empty.
-    """
+    """The division of a data set."""
     count, limit = len(dataset), context.options.limit
     if count == 0:
         raise UsageError("the data set is empty: nothing to evaluate")

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from dualeval.engine.compute import copy_sharing_tensors
@@ -20,6 +20,33 @@ _PAIRS: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm2d: nn.Conv2d,
     nn.BatchNorm3d: nn.Conv3d,
 }
+
+
+class _Folded(nn.Identity):
+    """In the place of a norm: what its convolution gives comes here next, or the forward is refused."""
+
+    def __init__(self, convolution: nn.Module, names: str) -> None:
+        super().__init__()
+        # Methods, which are bound anew in a copy of the model.
+        self._compute, self._names, self._given = convolution.forward, names, None
+        vars(convolution)["forward"] = self._convolve
+
+    def _convolve(self, images: Tensor) -> Any:
+        self._check(self._given is None)
+        self._given = self._compute(images)
+        return self._given
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check(self._given is input)
+        self._given = None
+        return input
+
+    def _check(self, fits: bool) -> None:
+        if not fits:
+            raise UsageError(
+                f"--optimize fold: {self._names} are one operation now, and the task's forward calls one "
+                "without the other. Let it call model(...), or leave --optimize fold out"
+            )
 
 
 def fold(model: nn.Module) -> int:
@@ -47,9 +74,9 @@ def fold(model: nn.Module) -> int:
         convolution: Any = model.get_submodule(before)
         norm: Any = model.get_submodule(after)
         with torch.no_grad():
-            fused = fuse_conv_bn_eval(convolution, norm)
-        _exchange(model, before, fused.requires_grad_(False))
-        _exchange(model, after, nn.Identity())
+            fused = fuse_conv_bn_eval(convolution, norm).requires_grad_(False)
+        _exchange(model, before, fused)
+        _exchange(model, after, _Folded(fused, f"{before} and {after}"))
     return len(pairs)
 
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from dualeval.choices import COMPILE
 from dualeval.columns import Rows, to_rows
-from dualeval.engine.compute import Compute, copy_sharing_tensors, usable_threads
+from dualeval.engine.compute import Compute, copy_sharing_tensors
 from dualeval.engine.context import RunContext
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.opening import PreviousRun
-from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
+from dualeval.engine.looks import look
 from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.options import RunOptions
@@ -43,27 +43,23 @@ _SHOWN = ("batch_size", "precision", "keep_batchnorm_fp32", "optimize")
 def evaluate_all(
     evaluation: Evaluation, loop: Loop, previous: PreviousRun, settings: NumericSettings
 ) -> list[str]:
-    """Compute every batch that the loop hands out: no collective, no wait but for the oldest under way.
-
-    Args:
-        evaluation: what is evaluated.
-        loop: hands out the batches and takes their columns.
-        previous: what earlier runs have finished.
-        settings: those in force.
-
-    Returns:
-        Sentences on numeric settings that a forward has changed.
-    """
-    share = loop.share_of(previous.chunks.remaining)
-    threads = usable_threads(evaluation.task, evaluation.model, evaluation.device, evaluation.threads, share)
-    with loop.running(previous), compute_of(evaluation, threads, settings) as compute:
-        under_way = UnderWay(evaluation, loop)
-        for work, data in loop.work(previous.chunks.remaining):
-            under_way.start(work, partial(_begin, compute, data))
-            under_way.record(all_but=compute.ahead)
-        under_way.record()
+    """Compute every batch that the loop hands out: no collective, no wait but for the oldest under way."""
+    remaining = previous.chunks.remaining
+    with loop.running(previous):
+        start = perf_counter()
+        looked = look(evaluation, remaining, partial(compute_of, evaluation))
+        loop.times["look"] = perf_counter() - start
+        evaluation.context.note_all([*looked.notes, *(looked.unlike or [])])
+        with compute_of(evaluation, looked.threads) as compute:
+            under_way = UnderWay(evaluation, loop)
+            for work, data in loop.work(remaining):
+                under_way.start(work, partial(_begin, compute, data))
+                under_way.record(all_but=compute.ahead)
+            under_way.record()
     loop.times["compute"] = under_way.compute_s
-    return settings.check_after_loop(compute.changed_settings, compute.changed_inside)
+    loop.unlike = looked.unlike
+    loop.notes = [*looked.of_reading, *loop.notes]
+    return settings.check_after_loop(compute.changed_settings)
 
 
 def _begin(compute: Compute, data: Any) -> Pending | None:
@@ -90,12 +86,7 @@ class UnderWay:
         self.compute_s = 0.0
 
     def start(self, work: Work | None, begin: Callable[[], Pending | None]) -> None:
-        """Begin with a batch.
-
-        Args:
-            work: as it was handed out; None for a batch whose columns nobody wants.
-            begin: starts its computation; gives None where it has no columns.
-        """
+        """Begin with a batch."""
         start = perf_counter()
         self._batches.append((work, begin()))
         self.compute_s += perf_counter() - start
@@ -116,15 +107,8 @@ class UnderWay:
 def evaluate_alone(
     evaluation: Evaluation, samples: range
 ) -> tuple[dict[str, Rows], tuple[FailedSample, ...]]:
-    """Read and compute one batch by itself, as the loop would.
-
-    Returns:
-        Its kept columns by name, first dimension the samples; and the samples that could not be read.
-
-    Raises:
-        UsageError: none of it can be read, or one cannot, where that ends a run.
-    """
-    data, failed = read_alone(evaluation, samples)
+    """Read and compute one batch by itself, as the loop would."""
+    [(data, failed)] = read_alone(evaluation, samples)
     if data is None:
         raise unreadable(evaluation.dataset, failed[0])
     columns = _columns_of(evaluation, data, samples)
@@ -134,15 +118,9 @@ def evaluate_alone(
 def first_columns(
     task: Task, dataset: Dataset, model: nn.Module, plan: EvalPlan, context: RunContext
 ) -> Mapping[str, Any]:
-    """What ``postprocess`` gives for the first samples that can be read: which columns there are.
-
-    Raises:
-        UsageError: none of the first samples can be read, or one cannot, where that ends a run.
-    """
+    """What ``postprocess`` gives for the first samples that can be read: which columns there are."""
     evaluation = _first_evaluation(task, dataset, model, plan, context)
     samples, data = first_samples(evaluation)
-    if not getattr(dataset, "in_memory", False):
-        _note_random(evaluation, samples, data)
     return _columns_of(evaluation, data, samples)
 
 
@@ -159,18 +137,6 @@ def with_layout(
     A model with code of somebody's own is tried in both layouts on the first samples that can be read: where
     channels-last fails, or gives other numbers, it is contiguous. The trial changes nothing of the model, and
     comes to the same on every rank.
-
-    Args:
-        task: what is evaluated.
-        dataset: the task's.
-        model: likewise, as it was built.
-        plan: the division of the data set.
-        context: whose options are those asked for.
-        copy_in: makes a copy of the model in a layout, in the precision of ``OF_TRIAL``, whose forward is a
-            collective; None where each rank has all of the model.
-
-    Raises:
-        UsageError: the layout that is asked for has no meaning for the model.
     """
     # A sample that cannot be read is the loop's to name.
     of_trial = replace(context.options, on_error="skip", **OF_TRIAL)
@@ -253,11 +219,7 @@ def _first_evaluation(
 
 
 def first_samples(evaluation: Evaluation) -> tuple[range, Any]:
-    """The first samples that can be read, and their data.
-
-    Raises:
-        UsageError: none can be read, or one cannot, where that ends a run.
-    """
+    """The first samples that can be read, and their data."""
     plan, options = evaluation.plan, evaluation.context.options
     failed: tuple[FailedSample, ...] = ()
     for batch in range(min(plan.num_batches, _LOOKED_AT)):
@@ -265,7 +227,7 @@ def first_samples(evaluation: Evaluation) -> tuple[range, Any]:
         # Each shape of a compiled model takes seconds: there it is one that the loop has, too.
         few = [] if options.optimize == COMPILE else [samples[:_FEW]]
         for some in (*few, samples):
-            data, failed = read_alone(evaluation, some)
+            [(data, failed)] = read_alone(evaluation, some)
             if data is not None:
                 return some, data
     raise unreadable(evaluation.dataset, failed[0], skips=options.on_error == "skip")
@@ -277,21 +239,7 @@ def _columns_of(evaluation: Evaluation, data: Any, samples: range) -> Mapping[st
         return postprocessed(evaluation.task, evaluation.dataset, compute.start(data)(), samples)
 
 
-def _note_random(evaluation: Evaluation, samples: range, data: Any) -> None:
-    """Say so where samples are others each time they are read: ranks and runs would not agree."""
-    again, _ = read_alone(evaluation, samples)
-    if again is not None and Hasher().digest(again) != Hasher().digest(data):
-        names = " and ".join(evaluation.dataset.id(index) for index in samples)
-        evaluation.context.note_all(
-            [
-                f"sample {names} is another one each time it is read: where the data set draws random "
-                "numbers, the result changes with the number of ranks, and a resume is refused. Leave "
-                "random augmentation out of an evaluation"
-            ]
-        )
-
-
-def compute_of(evaluation: Evaluation, threads: int, settings: NumericSettings | None = None) -> Compute:
+def compute_of(evaluation: Evaluation, threads: int) -> Compute:
     """What computes an evaluation's batches; as ``Compute``."""
     gathers = evaluation.context.gathers
     # A sharded model that has seen inference mode computes in no other mode afterwards, and is given back.
@@ -302,7 +250,6 @@ def compute_of(evaluation: Evaluation, threads: int, settings: NumericSettings |
         evaluation.device,
         evaluation.context.options.precision,
         threads,
-        settings,
         inference=not keeps_mode,
         explain=partial(why_preparation_failed, options=evaluation.context.options),
         around_forward=nullcontext if gathers is None else gathers.forward,

@@ -7,6 +7,7 @@ and gradients, the states of all random generators and torch's settings are put 
 from __future__ import annotations
 
 import inspect
+import math
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,9 +52,14 @@ _LISTS: tuple[Any, ...] = (list, tuple, set, deque)
 
 
 class Snapshot:
-    """The state of models, to put them back as they were."""
+    """The state of models, to put them back as they were.
 
-    def __init__(self) -> None:
+    Args:
+        largest: bytes of buffers whose values are kept, in all.
+    """
+
+    def __init__(self, largest: float = math.inf) -> None:
+        self._left = largest
         self._modules: dict[int, _Module] = {}
         self._tensors: dict[int, _Tensor] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -79,20 +85,19 @@ class Snapshot:
 
     def _note_buffers(self, module: nn.Module) -> None:
         for name, buffer in module._buffers.items():
-            self._note(buffer, keeps_values=True)
             if buffer is not None:
-                self._buffers.append((module, name, buffer))
+                if not isinstance(module, torch.jit.ScriptModule):
+                    self._buffers.append((module, name, buffer))
+                size = buffer.numel() * buffer.element_size()
+                self._note(buffer, keeps_values=size <= self._left)
+                self._left -= size if size <= self._left else 0
 
     def _note(self, tensor: Tensor | None, *, keeps_values: bool) -> None:
         if tensor is not None and id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = _Tensor.of(tensor, keeps_values=keeps_values)
 
     def take(self, model: nn.Module) -> nn.Module:
-        """The model that is evaluated, without what wraps it for training on several processes.
-
-        Args:
-            model: as the task's ``build_model`` gave it.
-        """
+        """The model that is evaluated, without what wraps it for training on several processes."""
         self.remember(model)
         model = unwrapped(model)
         for module in list(model.modules()):
@@ -109,14 +114,6 @@ class Snapshot:
 
         Nothing is written into the model's own buffers: a backward whose forward came before would refuse
         them then. Other tensors take their places.
-
-        Args:
-            model: one whose buffers are remembered.
-            backend: carries them.
-            control: where the ranks meet.
-
-        Returns:
-            A sentence for people where the ranks had others.
         """
         if backend.world.size == 1:
             return []
@@ -153,11 +150,7 @@ class Snapshot:
             tensor.put_back()
 
     def check(self) -> None:
-        """Check that no parameter has other values: those are not kept twice.
-
-        Raises:
-            UsageError: one has; names it.
-        """
+        """Check that no parameter has other values: those are not kept twice."""
         for module in self._modules.values():
             # Others may have taken their places for the evaluation.
             for name, parameter in module.dicts["_parameters"].items():
@@ -188,6 +181,8 @@ class _Module:
 
     @classmethod
     def of(cls, module: nn.Module) -> _Module:
+        if isinstance(module, torch.jit.ScriptModule):
+            return cls(module, {}, {})  # a program, whose attributes are not Python's
         own = vars(module)
         names = [name for name in _DICTS if name in own and not (is_unit(module) and name in _OF_STATE_DICTS)]
         return cls(module, dict(own), {name: dict(own[name]) for name in names})
@@ -195,12 +190,14 @@ class _Module:
     def put_back(self) -> None:
         # Not by setattr, nor train(): either may be a method of the model's own.
         own = vars(self.module)
-        _put_back(own, self.attributes)
+        if self.attributes:
+            put_back(own, self.attributes)
         for name, before in self.dicts.items():
-            _put_back(own[name], before)
+            put_back(own[name], before)
 
 
-def _put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+def put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Give a dict the entries that it had, in their order."""
     if list(now) != list(before) or any(now[key] is not before[key] for key in before):
         now.clear()
         now.update(before)
@@ -219,12 +216,12 @@ class _Tensor:
     def of(cls, tensor: Tensor, *, keeps_values: bool) -> _Tensor:
         values = tensor.detach().clone() if keeps_values else None
         grad = tensor.grad if tensor.is_leaf else None
-        return cls(tensor, tensor.data, tensor.requires_grad, grad, _version_of(tensor), values)
+        return cls(tensor, tensor.data, tensor.requires_grad, grad, version_of(tensor), values)
 
     @property
     def is_changed(self) -> bool:
         """Whether something was written into it since."""
-        return _version_of(self.tensor) != self.version
+        return version_of(self.tensor) != self.version
 
     def put_back(self) -> None:
         tensor, data = self.tensor, self.data
@@ -243,17 +240,13 @@ class _Tensor:
 
 
 def _written_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """The part of an expanded tensor whose elements have memory of their own.
-
-    Args:
-        tensor: an expanded one, or a copy of one.
-        strides: of the one that it is a copy of; None for its own.
-    """
+    """The part of an expanded tensor whose elements have memory of their own."""
     strides = tensor.stride() if strides is None else strides
     return tensor[tuple(slice(None if step else 1) for step in strides)]
 
 
-def _version_of(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place; 0 of one that does not count it."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -266,17 +259,11 @@ def as_it_was(task: Task) -> Iterator[Snapshot]:
     that they were, not what was written into them), its hooks and its parts; of parameters and buffers their
     device, dtype, ``requires_grad`` and ``grad``, and the values of buffers; the states of Python's, numpy's
     and torch's random generators; and grad mode. ``numerics.settings`` puts back torch's other settings.
-
-    Yields:
-        What remembers further models.
-
-    Raises:
-        UsageError: a parameter has other values than before.
     """
     snapshot = Snapshot()
     for model in _models_of(task):
         snapshot.remember(model)
-    generators = _Generators()
+    generators = Generators()
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             yield snapshot
@@ -325,14 +312,19 @@ def _inside(value: Any) -> list[Any]:
     return parts
 
 
-class _Generators:
-    """The states of the process's random generators."""
+class Generators:
+    """The states of the process's random generators, as they were when it was made."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
         self._numpy = np.random.get_state()
         self._torch = torch.get_rng_state()
         self._devices = random_states()
+
+    def are_others(self) -> bool:
+        """Whether one of the host's has drawn, or was seeded, since."""
+        drawn = random.getstate() != self._python or not torch.equal(torch.get_rng_state(), self._torch)
+        return drawn or repr(np.random.get_state()) != repr(self._numpy)
 
     def put_back(self) -> None:
         random.setstate(self._python)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -89,18 +89,30 @@ def ahead_of(schedule: str) -> int:
     return 1 if schedule == "dynamic" else 2
 
 
-def read_alone(evaluation: Evaluation, samples: range) -> tuple[Any, tuple[FailedSample, ...]]:
-    """Read one batch by itself, as the loop would; its data on the device, and the samples that failed.
-
-    Raises:
-        UsageError: a sample cannot be read, where that ends a run.
-    """
+def read_alone(
+    evaluation: Evaluation,
+    *several: range,
+    step: Callable[[int], object] = lambda place: None,
+    notes: list[str] | None = None,
+) -> list[tuple[Any, tuple[FailedSample, ...]]]:
+    """Read some batches by themselves, as the loop would; of each its data on the device, and what failed."""
     # In a reading process where the loop reads in some: what a data set opens may not outlive a fork.
     workers = min(evaluation.workers, 1)
-    [batch] = Feed(_reader_of(evaluation), [samples], workers=workers, device=evaluation.device)
-    if batch.failed and evaluation.context.options.on_error == "stop":
-        raise unreadable(evaluation.dataset, batch.failed[0])
-    return batch.data, batch.failed
+    feed = Feed(_reader_of(evaluation), several, workers=workers, device=evaluation.device)
+    try:
+        reading, found = iter(feed), []
+        for place in range(len(several)):
+            step(place)
+            batch = next(reading)
+            found.append((batch.data, batch.failed))
+        if notes is not None:
+            notes += feed.notes
+    finally:
+        feed.close()
+    failed = [sample for _, samples in found for sample in samples]
+    if failed and evaluation.context.options.on_error == "stop":
+        raise unreadable(evaluation.dataset, failed[0])
+    return found
 
 
 def _reader_of(evaluation: Evaluation) -> Reader:
@@ -113,13 +125,7 @@ def _reader_of(evaluation: Evaluation) -> Reader:
 
 
 def unreadable(dataset: Dataset, sample: FailedSample, *, skips: bool = False) -> UsageError:
-    """What is said of a sample that cannot be read.
-
-    Args:
-        dataset: the sample's.
-        sample: the first one.
-        skips: whether such samples are left out, and there is no other one.
-    """
+    """What is said of a sample that cannot be read."""
     said = f"sample {name_of(dataset, sample.index)} cannot be read: {sample.error}. "
     if skips:
         return UsageError(
@@ -168,9 +174,10 @@ class Loop:
 
     Attributes:
         times: seconds of the loop: ``evaluate``, and of it ``data`` and ``transfer``; who computes adds
-            ``compute``.
+            ``look`` and ``compute``.
         postprocess_s: seconds in the task's ``postprocess``.
         notes: what the data set says of its reading.
+        unlike: a warning where samples gave other columns a second time; None where no second was tried.
     """
 
     def __init__(self, evaluation: Evaluation, recorder: Recorder) -> None:
@@ -187,18 +194,11 @@ class Loop:
         self.times: dict[str, float] = {}
         self.postprocess_s = 0.0
         self.notes: list[str] = []
+        self.unlike: list[str] | None = None
 
     @contextmanager
     def running(self, previous: PreviousRun) -> Iterator[None]:
-        """Evaluate inside of it what remains; whatever ends it, what was finished is saved.
-
-        Args:
-            previous: what earlier runs have finished.
-
-        Raises:
-            DualevalError: the output folder cannot be written, or there was no memory for a batch.
-            Stopped: a signal has ended the run.
-        """
+        """Evaluate inside of it what remains; whatever ends it, what was finished is saved."""
         before = self._plan.num_samples - self._plan.samples_in(previous.chunks.remaining)
         show = self._context.show if self._world.is_main else None
         self._control.begin_run(
@@ -235,14 +235,6 @@ class Loop:
         """Every batch of this rank with its data on the device, None where no sample of it could be read.
 
         No collective, no wait but for data. A stop ends it where a chunk ends.
-
-        Args:
-            remaining: the chunks of all ranks that are to be evaluated.
-            until_stopped: without it a stop ends nothing: who computes ends it, together with all ranks.
-
-        Raises:
-            UsageError: a sample cannot be read, where that ends a run.
-            PeerError: another rank failed first.
         """
         handed: deque[Work] = deque()  # to the feed, until it comes out
         options = self._context.options
@@ -298,17 +290,7 @@ class Loop:
                 yield remaining[number]
 
     def take(self, work: Work, columns: Mapping[str, Column] | None) -> None:
-        """Record a batch.
-
-        Args:
-            work: as it was handed out.
-            columns: its columns on the CPU, first dimension the samples; None where it had no data.
-
-        Raises:
-            UsageError: a column or metric is not as it must be.
-            ExactlyOnceError: a column has more or fewer rows than the batch has samples.
-            DualevalError: the output folder cannot be written.
-        """
+        """Record a batch."""
         self._progress.step("metrics", work.chunk)
         if columns is not None:
             start = perf_counter()
@@ -349,8 +331,9 @@ class Loop:
 
     def _out_of_memory(self, error: BaseException) -> DualevalError:
         options = self._context.options
-        smaller = max(1, options.batch_size // 2)
-        precision = "" if options.precision.startswith("amp") else ", or --precision amp-bf16 on a GPU"
+        tries = [] if options.batch_size == 1 else [f"--batch-size {options.batch_size // 2}"]
+        tries += [] if options.precision.startswith("amp") else ["--precision amp-bf16 on a GPU"]
+        tries += ["on a CPU fewer threads (OMP_NUM_THREADS) or fewer ranks", "a device with more memory"]
         # Python's own has no text.
         said = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         saved = (
@@ -359,6 +342,5 @@ class Loop:
         )
         return DualevalError(
             f"out of memory on {self._evaluation.device} with --batch-size {options.batch_size}: {said}. "
-            f"Try --batch-size {smaller}{precision}; on a CPU fewer threads (OMP_NUM_THREADS) or fewer "
-            f"ranks.{saved if options.out is not None else ''}"
+            f"Try {'; '.join(tries)}.{saved if options.out is not None else ''}"
         )

@@ -15,6 +15,8 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from dualeval.errors import UsageError
 
@@ -44,15 +46,7 @@ _CHILDREN = tuple(
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Check that a device can compute in a precision.
-
-    Args:
-        precision: a key of ``PRECISIONS``.
-        device: what computes.
-
-    Raises:
-        UsageError: TF32 is asked for, and the device has none.
-    """
+    """Check that a device can compute in a precision."""
     if precision != "tf32":
         return
     if device.type != "cuda":
@@ -85,7 +79,6 @@ class _Setting:
         write: sets it.
         wanted: its value in the run.
         usual: its values in a process where nobody has set it; None where any value is usual.
-        in_forward: whether it has its value in a forward, too.
     """
 
     name: str
@@ -93,7 +86,6 @@ class _Setting:
     write: Callable[[Any], object]
     wanted: Any
     usual: tuple[Any, ...] | None = None
-    in_forward: bool = True
 
 
 class NumericSettings:
@@ -125,45 +117,17 @@ class NumericSettings:
         self._write_wanted()
 
     def check_after_build(self) -> list[str]:
-        """Set again what the model's code has changed when the model was built.
-
-        Returns:
-            A sentence about what that was; none where it was nothing.
-        """
+        """Set again what the model's code has changed when the model was built."""
         changes = self._set_again()
         if not changes:
             return []
         return [f"the model's code has changed {_joined(changes)}; this run has set it back"]
 
-    def changes_in_forward(self) -> list[str]:
-        """What differs now from the run's settings, inside of a forward; sets nothing."""
-        return [
-            _change(setting.name, setting.wanted, found)
-            for setting in self._settings
-            if setting.in_forward and (found := setting.read()) != setting.wanted
-        ]
-
-    def check_after_loop(self, in_threads: Iterable[str] = (), in_first: Iterable[str] = ()) -> list[str]:
-        """Set again what the model's code has changed while batches were computed.
-
-        Args:
-            in_threads: what ``check_thread`` has returned.
-            in_first: what the first batch's forward has changed, if only for a part of itself.
-
-        Returns:
-            A sentence about what that was; none where it was nothing.
-        """
-        inside = sorted(in_first)
+    def check_after_loop(self, in_threads: Iterable[str] = ()) -> list[str]:
+        """Set again what the model's code has changed while batches were computed."""
         changes = list(dict.fromkeys([*self._set_again(), *sorted(in_threads)]))
-        if not changes and not inside:
-            return []
         if not changes:
-            return [
-                f"the model's forward changes {_joined(inside)} and sets it back: a part of the model is "
-                "computed with other settings than the run's. Batches were computed one at a time, as the "
-                "change reaches all threads. Remove that from the model's forward"
-            ]
-        changes = list(dict.fromkeys([*changes, *inside]))
+            return []
         return [
             f"the model's code has changed {_joined(changes)} while batches were computed: the same run may "
             "give another metrics_digest. Remove that from the model's forward"
@@ -195,8 +159,7 @@ class NumericSettings:
             for setting, value in zip(self._also, also, strict=True):
                 setting.write(value)
         for setting, value in zip(self._settings, values, strict=True):
-            # What a child reads may be its parent's; and a default device cannot be set to what it was before
-            # anybody set one.
+            # What a child reads may be its parent's.
             if setting.name in _PARENTS or setting.name in _CHILDREN or setting.read() != value:
                 setting.write(value)
 
@@ -222,11 +185,7 @@ def set_thread() -> None:
 
 
 def check_thread() -> list[str]:
-    """Set again what the model's code has changed in a thread that ``set_thread`` has set.
-
-    Returns:
-        The changes, for ``NumericSettings.check_after_loop``.
-    """
+    """Set again what the model's code has changed in a thread that ``set_thread`` has set."""
     changes = [
         _change(name, wanted, found)
         for name, wanted, found in (
@@ -280,7 +239,8 @@ def _older_fp32_settings(tf32: bool) -> list[_Setting]:
 
 
 def _other_settings(device: torch.device) -> list[_Setting]:
-    threads, place = torch.get_num_threads(), torch.get_default_device()
+    threads = torch.get_num_threads()
+    _default_device()  # what it refuses is refused before anything is set
     return [
         _Setting(
             name="torch.get_deterministic_debug_mode()",
@@ -316,15 +276,13 @@ def _other_settings(device: torch.device) -> list[_Setting]:
             read=torch.is_grad_enabled,
             write=torch.set_grad_enabled,
             wanted=True,
-            # A forward is in inference mode, which has it off.
-            in_forward=False,
         ),
         _Setting(
-            name="torch.get_default_device()",
-            read=torch.get_default_device,
-            # None, and not "cpu", stands for a device that nobody has set.
-            write=lambda value: torch.set_default_device(None if value.type == "cpu" else value),
-            wanted=place,
+            name="torch.set_default_device",
+            read=_default_device,
+            write=torch.set_default_device,
+            wanted=None,
+            usual=(None,),
         ),
     ]
 
@@ -430,6 +388,17 @@ def _read_older() -> list[Any]:
 def _flushes_denormals() -> bool:
     """Whether this thread takes the smallest numbers for 0; PyTorch has no question for it."""
     return sys.float_info.min / 2 == 0
+
+
+def _default_device() -> torch.device | None:
+    """The default device that was set; None where none was: torch's fast path of attention asks for that."""
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [mode for mode in stack if isinstance(mode, DeviceContext)]
+    if modes and modes != [getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)]:
+        raise UsageError(
+            "dualeval was called inside 'with torch.device(...)', which changes bits: call it outside of that"
+        )
+    return modes[0].device if modes else None
 
 
 def _change(name: str, wanted: Any, found: Any) -> str:

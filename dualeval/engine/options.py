@@ -75,7 +75,7 @@ class RunOptions:
         fresh: remove an earlier run's files from ``out`` first; not again where torchrun starts the ranks of
             the same launch again.
         replay: before going on from what is finished in ``out``, or giving back a finished result, evaluate
-            one finished batch anew and compare it with its rows.
+            two finished batches anew and compare them with their rows.
         mix_machines: let ranks of different device types or versions compute one result, and go on from what
             another kind of machine has computed.
         lease: keep other runs out of ``out`` for as long as this one lasts. Without it two runs there do the

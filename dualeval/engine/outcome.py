@@ -29,7 +29,7 @@ from dualeval.engine.measured import check_keys, fields_of_result, measured_from
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
 from dualeval.engine.recorder import Recorder
 from dualeval.engine.reference import Reference, windows_of_chunks
-from dualeval.engine.replay import batch_of_predictions, metric_digests
+from dualeval.engine.replay import batches_of_predictions, metric_digests
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured
 from dualeval.metrics.clusters import ClusterIntervals
@@ -86,18 +86,11 @@ class Outcome:
         settings_notes: Sequence[str],
         notes: Sequence[str],
         *,
+        unlike: list[str] | None,
         replay: str | None,
         setup_s: float,
     ) -> Result:
-        """Reduce, check, compute and, on rank 0, write; a collective.
-
-        Args:
-            times: seconds by part of this rank's loop.
-            settings_notes: sentences about this rank's numeric settings.
-            notes: sentences about its reading; rank 0 says those of all ranks, each once.
-            replay: how the comparison of a finished batch went.
-            setup_s: seconds before the loop.
-        """
+        """Reduce, check, compute and, on rank 0, write; a collective."""
         self._reduce(times)
         reports = self._backend.all_gather_json(
             {
@@ -107,6 +100,7 @@ class Outcome:
                 "chunks": self._recorder.chunks_saved,
                 "settings": list(settings_notes),
                 "notes": list(notes),
+                "unlike": unlike,
                 "shared": self._folder is None or self._folder.shared,
             }
         )
@@ -253,6 +247,7 @@ class Outcome:
         part = part_of(self._dataset, plan)
         fields, said = with_clusters(fields_of_result(measured), self._evaluation.cluster, clusters)
         remaining = previous.chunks.remaining
+        looked = [report["unlike"] for report in reports if report["unlike"] is not None]
         machines = chunks_by_machine(
             [
                 *((file.machine, len(file.chunks)) for file in previous.chunks.files),
@@ -274,6 +269,7 @@ class Outcome:
             description=describe(self._task, part, plan, facts["job"], facts["fingerprint"]),
             labels=dict(self._task.labels_used()),
             fingerprint=facts["fingerprint"],
+            samples_digest=facts["samples_digest"],
             data={
                 "fingerprint": facts["job"]["data"],
                 "contents": facts["job"]["contents"],
@@ -291,6 +287,7 @@ class Outcome:
             device={key: machine[key] for key in ("device", "model", "cpu_capability", "bits")},
             homogeneous=len(machines) == 1,
             machines=[dict(kind) for kind in machines],
+            deterministic=not any(looked) if looked else None,
             finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             replay=replay,
             timing={
@@ -304,6 +301,7 @@ class Outcome:
             warnings=[
                 *warnings_of(part),
                 *previous.notes,
+                *next(filter(None, looked), []),
                 *dict.fromkeys(sentence for report in reports for sentence in report["settings"]),
                 *_warnings(measured, said, len(failures), odd, len(machines)),
             ],
@@ -326,9 +324,9 @@ class Outcome:
         )
 
     def _metric_digests(self, path: Path, fingerprint: str) -> dict[str, str]:
-        """What the metrics make of the batch that a later run compares, by their names."""
-        stored = batch_of_predictions(path, self._plan, fingerprint)
-        if not stored.evaluated.any():
+        """What the metrics make of the first batch that a later run compares, by their names."""
+        stored = next(batches_of_predictions(path, self._plan, fingerprint), None)
+        if stored is None:
             return {}
         return metric_digests(self._evaluation.metrics, self._evaluation.row_metrics, stored.columns)
 

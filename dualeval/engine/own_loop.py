@@ -48,7 +48,7 @@ class OwnLoop:
     ``dualeval run``: one thread a kernel on a CPU, no TF32 unless asked for, deterministic kernels.
 
     Before the first batch is counted, each rank computes one, from whose columns all ranks learn what the
-    caller adds; and where an earlier run has left finished batches, rank 0 computes one of them anew, which
+    caller adds; and where an earlier run has left finished batches, rank 0 computes two of them anew, which
     must have the same bits.
 
     Args:
@@ -112,24 +112,14 @@ class OwnLoop:
         self._result: Result | None = None
 
     def batches(self) -> Generator[Any, None, None]:
-        """This rank's batches, as ``collate`` made them, on the CPU.
-
-        Raises:
-            UsageError: a batch was not added, or samples, columns, options and folder do not fit together.
-            PeerError: another rank failed first.
-            Stopped: a signal has ended the run; what was added is saved.
-        """
+        """This rank's batches, as ``collate`` made them, on the CPU."""
         if self._batches is not None:
             raise UsageError("the batches of this loop were already requested: one loop gives one result")
         self._batches = self._run()
         return self._batches
 
     def add(self, batch: Any, **columns: Any) -> None:
-        """Take the columns of the batch in hand, as ``Session.add`` was given them.
-
-        Raises:
-            UsageError: it is not that batch, it was added before, or a column is not as it must be.
-        """
+        """Take the columns of the batch in hand, as ``Session.add`` was given them."""
         if self._in_hand is None:
             raise UsageError(f"add was called without a current batch: {_USAGE}")
         given, samples = self._in_hand
@@ -152,12 +142,7 @@ class OwnLoop:
         self._added = {name: added[name] for name in names}
 
     def result(self) -> Result:
-        """The result of all ranks' batches; a collective.
-
-        Raises:
-            UsageError: this rank has left its loop before the end.
-            ExactlyOnceError: a sample was counted never, or more than once.
-        """
+        """The result of all ranks' batches; a collective."""
         if self._result is None:
             if self._batches is None:
                 raise UsageError(f"there is no result without a loop: {_USAGE}")
@@ -180,11 +165,7 @@ class OwnLoop:
         return self._result
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the loop where it is, with what was added saved; nothing where the result was made.
-
-        Args:
-            error: why it ends; None where the result was not asked for.
-        """
+        """End the loop where it is, with what was added saved; nothing where the result was made."""
         if self._batches is not None:
             self._batches.close()
         if self._result is None:
@@ -204,7 +185,7 @@ class OwnLoop:
             self._rank_0s_buffers(),
         ):
             self._compare_samples()
-            context.note_all(training_note(self._task.model))
+            context.note_all([*settings.notes, *training_note(self._task.model)])
             yield from self._learn_columns(threads)
             execution = Execution(
                 self._task, self._task.dataset(), self._task.model, context, self._task.rows, threads=threads
@@ -213,15 +194,17 @@ class OwnLoop:
             self._execution = execution
             execution.settings_notes += settings.notes
             is_written = context.options.out is not None
-            context.note_all([*settings.notes, *(self._task.unknown() if is_written else [])])
+            said = [note for note in execution.settings_notes if note not in settings.notes]
+            context.note_all([*said, *(self._task.unknown() if is_written else [])])
             try:
                 execution.begin()
-                stored = execution.stored_batch()
-                again: tuple[Columns, tuple[FailedSample, ...]] = ({}, ())
-                if stored is not None and stored.columns:
-                    again = yield from self._compute_alone(execution.evaluation, stored.samples)
-                rows, failed = {name: to_rows(column) for name, column in again[0].items()}, again[1]
-                self._result = execution.prove(stored, lambda samples: (rows, failed))
+                stored = execution.stored_batches()
+                again = {}
+                for samples in [batch.samples for batch in stored]:
+                    columns, failed = yield from self._compute_alone(execution.evaluation, samples)
+                    rows = {name: to_rows(column) for name, column in columns.items()}
+                    again[samples] = rows, failed
+                self._result = execution.prove(stored, again.__getitem__)
                 if self._result is None:
                     yield from self._loop(execution)
                     execution.settings_notes += settings.check_after_loop()
@@ -349,7 +332,7 @@ class OwnLoop:
         self, evaluation: Evaluation, samples: range
     ) -> Generator[Any, None, tuple[Columns, tuple[FailedSample, ...]]]:
         """Read one batch by itself and have it computed; without columns where no sample could be read."""
-        data, failed = read_alone(evaluation, samples)
+        [(data, failed)] = read_alone(evaluation, samples)
         if data is None:
             return {}, failed
         self._context.control.progress.step("forward")
@@ -374,11 +357,7 @@ class OwnLoop:
 
 
 def _check_left_out(options: RunOptions) -> None:
-    """Check that nothing is asked for that only the caller can do: the forward is the caller's own.
-
-    Raises:
-        UsageError: something is; says how it is done in the loop.
-    """
+    """Check that nothing is asked for that only the caller can do: the forward is the caller's own."""
     if numerics.PRECISIONS[options.precision] is not None:
         raise UsageError(
             f"precision {options.precision!r}: in your own loop write autocast yourself, "

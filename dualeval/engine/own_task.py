@@ -138,5 +138,5 @@ class LoopTask(Task):
         unknown += [] if self._samples.is_hashed else [f"the contents of the data set ({self._samples.kind})"]
         return [
             f"a later run in this folder cannot see whether {' or '.join(unknown)} changed since: it "
-            "computes one finished batch again, and compares"
+            "computes two finished batches again, and compares"
         ]

@@ -99,6 +99,7 @@ class DrawnSamples(Samples):
         self.wrapped = getattr(whole, "wrapped", whole)
         self.in_memory = bool(getattr(whole, "in_memory", False))
         self.is_hashed = bool(getattr(whole, "is_hashed", True))
+        self.unique_ids = False
         self.kind = str(getattr(whole, "kind", type(whole).__name__))
         for name in ("content_fingerprint", "placeholder"):
             if hasattr(whole, name):

@@ -1,4 +1,4 @@
-"""A resume proves itself: one finished batch is evaluated anew and compared with its rows on the disk.
+"""A resume proves itself: two finished batches are evaluated anew and compared with their rows on the disk.
 
 The job's fingerprint names what decides its numbers, as far as that can be named. An imported helper, a file
 or a variable that the model reads cannot; but they show in the numbers.
@@ -6,9 +6,11 @@ or a variable that the model reads cannot; but they show in the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,6 +39,8 @@ SAME_BITS = "same bits"
 WITHIN_TOLERANCE = "within tolerance"
 NOTHING_TO_COMPARE = "nothing to compare"
 SKIPPED = "skipped"
+# Of several batches the last of these counts.
+OUTCOMES = (NOTHING_TO_COMPARE, SAME_BITS, WITHIN_TOLERANCE)
 
 # Relative and absolute, for floats that another machine has computed.
 _TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "amp-fp16": 2e-2, "amp-bf16": 1e-1, "fp16": 2e-2, "bf16": 1e-1}
@@ -67,66 +71,61 @@ class StoredBatch:
     file: JournalFile | None = None
 
 
-def place_drawn(fingerprint: str, count: int) -> int:
-    """Which of ``count`` finished batches a job's fingerprint draws."""
-    return int(fingerprint, 16) % count
+def places_drawn(fingerprint: str, count: int) -> list[int]:
+    """Which of ``count`` finished batches a job's fingerprint draws: two, where there are two."""
+    number = int(fingerprint, 16)
+    first = number % count
+    return [first] if count == 1 else [first, (first + 1 + number // count % (count - 1)) % count]
 
 
-def batch_of_journal(files: Sequence[JournalFile], plan: EvalPlan, fingerprint: str) -> StoredBatch:
-    """The rows of the finished batch that the fingerprint draws.
-
-    Args:
-        files: journal files that count, at least one.
-        plan: the job's.
-        fingerprint: the job's.
-    """
+def batches_of_journal(
+    files: Sequence[JournalFile], plan: EvalPlan, fingerprint: str
+) -> Iterator[StoredBatch]:
+    """The rows of the finished batches that the fingerprint draws; there is at least one file."""
     where = {chunk: (file, place) for file in files for place, chunk in enumerate(file.chunks)}
     chunks = sorted(where)
-    chunk = chunks[place_drawn(fingerprint, len(chunks))]
-    batches = plan.chunk_batches(chunk)
-    samples = plan.batch_samples(batches[place_drawn(fingerprint, len(batches))])
-    file, place = where[chunk]
-    first = sum(file.rows[:place]) + samples.start - plan.chunk_samples(chunk).start
-    rows = {name: file.read_rows(name, first, first + len(samples)) for name in file.columns}
-    evaluated = evaluated_of(rows)
-    del rows[EVALUATED]
-    return StoredBatch(
-        samples=samples,
-        evaluated=evaluated,
-        columns={name: values[evaluated] for name, values in rows.items()},
-        machines=(file.machine,),
-        file=file,
-    )
+    ends = list(accumulate(len(plan.chunk_batches(chunk)) for chunk in chunks))
+    for drawn in places_drawn(fingerprint, ends[-1]):
+        number = bisect(ends, drawn)
+        chunk = chunks[number]
+        # From the chunk's end.
+        samples = plan.batch_samples(plan.chunk_batches(chunk)[drawn - ends[number]])
+        file, place = where[chunk]
+        first = sum(file.rows[:place]) + samples.start - plan.chunk_samples(chunk).start
+        rows = {name: file.read_rows(name, first, first + len(samples)) for name in file.columns}
+        evaluated = evaluated_of(rows)
+        del rows[EVALUATED]
+        yield StoredBatch(
+            samples=samples,
+            evaluated=evaluated,
+            columns={name: values[evaluated] for name, values in rows.items()},
+            machines=(file.machine,),
+            file=file,
+        )
 
 
-def batch_of_predictions(
+def batches_of_predictions(
     path: Path, plan: EvalPlan, fingerprint: str, machines: Sequence[Mapping[str, Any]] = ()
-) -> StoredBatch:
-    """The rows of the batch that the fingerprint draws, or of the next with a sample that was read.
-
-    Args:
-        path: predictions.parquet of a finished run.
-        plan: the job's.
-        fingerprint: the job's.
-        machines: as in the result.
-    """
+) -> Iterator[StoredBatch]:
+    """The rows of the batches that the fingerprint draws, or of the next ones with a sample that was read."""
     rows = StoredRows(path)
     if not rows.names:
-        return StoredBatch(samples=range(0), evaluated=np.zeros(0, np.bool_), columns={}, machines=())
-    first = place_drawn(fingerprint, plan.num_batches)
-    for batch in (*range(first, plan.num_batches), *range(first)):
-        samples = plan.batch_samples(batch)
-        window = rows.batch(samples)
-        if window.evaluated.any():
-            break
+        return
     without_count = [{name: value for name, value in kind.items() if name != "chunks"} for kind in machines]
-    return StoredBatch(
-        samples=samples,
-        evaluated=window.evaluated,
-        columns=window.columns,
-        machines=tuple(without_count),
-        texts=window.texts,
-    )
+    found: set[int] = set()
+    for first in places_drawn(fingerprint, plan.num_batches):
+        for batch in chain(range(first, plan.num_batches), range(first)):
+            samples = plan.batch_samples(batch)
+            if batch not in found and (window := rows.batch(samples)).evaluated.any():
+                found.add(batch)
+                yield StoredBatch(
+                    samples=samples,
+                    evaluated=window.evaluated,
+                    columns=window.columns,
+                    machines=tuple(without_count),
+                    texts=window.texts,
+                )
+                break
 
 
 class Proof:
@@ -163,16 +162,7 @@ class Proof:
         """Compare the columns: to the bit on the machine that has computed them, else to tolerance.
 
         A column that is another each time on this machine, too, is compared to tolerance.
-
-        Returns:
-            ``SAME_BITS``, ``WITHIN_TOLERANCE`` or ``NOTHING_TO_COMPARE``; and a sentence for people, or None.
-
-        Raises:
-            UsageError: they differ; names a sample, the column and both values. Or a sample cannot be read
-                any more.
         """
-        if not self._stored.evaluated.any() or not self._stored.columns:
-            return NOTHING_TO_COMPARE, None
         now = self._evaluated()
         outcome, unsteady = SAME_BITS, []
         for column, values in self._stored.columns.items():
@@ -181,7 +171,8 @@ class Proof:
                 self._refuse(column, 0, now)
             elif (row := _first_difference(values, found, None)) is not None:
                 if self._same_machine and not self._is_unsteady(column, found):
-                    self._refuse(column, row, now)
+                    others = any(self._is_unsteady(name, rows) for name, rows in now.items())
+                    self._refuse(column, row, now, unsteady=others)
                 unsteady += [column] if self._same_machine else []
                 row = _first_difference(values, found, self._tolerance)
                 if row is not None:
@@ -189,11 +180,11 @@ class Proof:
                 outcome = WITHIN_TOLERANCE
         note = (
             f"the model does not give the same bits twice on this machine (column {', '.join(unsteady)}): "
-            "the finished batch that was evaluated again is compared to tolerance there"
+            "a finished batch that was evaluated again is compared to tolerance there"
         )
         if outcome == WITHIN_TOLERANCE and not unsteady:
             note = (
-                "the finished batch that was evaluated again was computed on a machine of other bits, model "
+                "a finished batch that was evaluated again was computed on a machine of other bits, model "
                 "or versions: it is compared to tolerance"
             )
         return outcome, note if outcome == WITHIN_TOLERANCE else None
@@ -235,11 +226,7 @@ class Proof:
         )
 
     def texts(self, task: Task, dataset: Dataset) -> None:
-        """Compare the texts that a task makes of the stored rows.
-
-        Raises:
-            UsageError: they differ; names a sample, the column and both values.
-        """
+        """Compare the texts that a task makes of the stored rows."""
         if not self._stored.texts:
             return
         rows: dict[str, Rows] = {}
@@ -266,17 +253,7 @@ class Proof:
         plan: EvalPlan,
         digests: Mapping[str, str],
     ) -> None:
-        """Compare what metrics make of the stored rows with what they made of them then, on the same machine.
-
-        Args:
-            metrics: of the ledger, in their order.
-            row_metrics: of all rows together.
-            plan: the job's.
-            digests: of a finished run, as ``metric_digests`` gave them.
-
-        Raises:
-            UsageError: a metric comes to another number; names it.
-        """
+        """Compare what metrics make of the stored rows with what they made of them then, on one machine."""
         if not self._same_machine:
             return
         if self._stored.file is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -244,6 +245,6 @@ def check_columns(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> No
         raise UsageError(f"{found}: it says keeps_rows = False, and is computed in a run only.")
     raise UsageError(
         f"{found} (its columns: {', '.join(rows.names)}). A run keeps what its task and its metrics read: "
-        f"evaluate again with this metric, 'dualeval run ... --metric {metric.name} --out "
-        f"{rows.path.parent} --fresh'."
+        f"evaluate again with this metric: dualeval run ... --metric "
+        f"{shlex.quote(getattr(metric, 'spelled', metric.name))} --out {rows.path.parent} --fresh"
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -25,6 +25,7 @@ from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.forward import UnderWay, compute_of, evaluate_alone, first_samples
+from dualeval.engine.looks import as_before, differences, is_short
 from dualeval.engine.loop import Evaluation, Loop, Work
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.plan import EvalPlan
@@ -38,19 +39,11 @@ EvaluatesBatch: TypeAlias = Callable[[range], tuple[dict[str, Rows], tuple[Faile
 # Of a collective that breaks the cause is mostly another rank's end, which is heard of a moment later.
 _CAUSE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.02
+_RANDOM = "forward or observe draws random numbers, or keeps something from one batch to the next"
 
 
 def with_schedule(model: nn.Module, context: RunContext) -> RunContext:
-    """The context with the schedule that a model is evaluated in; its job says so.
-
-    Args:
-        model: as it was built.
-        context: with the schedule that was asked for.
-
-    Raises:
-        UsageError: the model cannot be evaluated in that schedule, or is sharded in another way than by
-            ``fully_shard``.
-    """
+    """The context with the schedule that a model is evaluated in; its job says so."""
     check_sharded(model, context.backend.world)
     schedule = context.options.schedule
     if is_sharded(model) or context.options.shard is not None:
@@ -68,35 +61,15 @@ def with_schedule(model: nn.Module, context: RunContext) -> RunContext:
 
 
 def rounds_of(plan: EvalPlan, remaining: Sequence[int], size: int) -> int:
-    """Number of rounds: the batches of the rank that has most.
-
-    Args:
-        plan: the division of the data set.
-        remaining: the chunks of all ranks that are to be evaluated.
-        size: number of ranks.
-    """
+    """Number of rounds: the batches of the rank that has most."""
     return max(sum(len(plan.chunk_batches(chunk)) for chunk in remaining[rank::size]) for rank in range(size))
 
 
 def evaluate_in_rounds(
     evaluation: Evaluation, loop: Loop, previous: PreviousRun, settings: NumericSettings
 ) -> list[str]:
-    """Compute every batch that the loop hands out, one a round on every rank; a collective.
-
-    Args:
-        evaluation: what is evaluated.
-        loop: hands out the batches and takes their columns.
-        previous: what earlier runs have finished.
-        settings: those in force.
-
-    Returns:
-        Sentences on numeric settings that a forward has changed.
-
-    Raises:
-        PeerError: another rank failed first.
-        BackendError: a collective broke.
-    """
-    with loop.running(previous), compute_of(evaluation, 1, settings) as compute:
+    """Compute every batch that the loop hands out, one a round on every rank; a collective."""
+    with loop.running(previous), compute_of(evaluation, 1) as compute:
         # Those that come early wait asleep.
         evaluation.context.control.meet()
         rounds = _Rounds(evaluation, loop, compute)
@@ -107,44 +80,25 @@ def evaluate_in_rounds(
                 wait_for_news(evaluation.context.control, lambda: False, within_s=_CAUSE_WITHIN_S)
             raise
     loop.times["compute"] = rounds.under_way.compute_s
-    return settings.check_after_loop(compute.changed_settings, compute.changed_inside)
+    return settings.check_after_loop(compute.changed_settings)
 
 
-def evaluated_together(evaluation: Evaluation, stored: StoredBatch | None) -> EvaluatesBatch:
-    """Compute a stored batch on all ranks, for ``Execution.prove``; a collective.
+def evaluated_together(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:
+    """Compute on all ranks the batches that rank 0 gives, for ``Execution.prove``; a collective.
 
-    Args:
-        evaluation: what is evaluated.
-        stored: on rank 0, the batch; None where there is none.
-
-    Returns:
-        What gives its columns and failed samples, of another forward each time, without a collective.
-
-    Raises:
-        UsageError: none of it can be read, or one cannot, where that ends a run.
+    What is returned gives those of another forward each time, without a collective.
     """
-    samples: list[int] | None = None
-    if stored is not None and stored.columns and stored.evaluated.any():
-        samples = [stored.samples.start, stored.samples.stop]
-    shared = evaluation.context.from_rank_0(samples)
+    own = [[batch.samples.start, batch.samples.stop] for batch in stored]
+    shared = [range(*limits) for limits in evaluation.context.from_rank_0(own)]
     # Twice: rank 0 may ask whether the model gives the same bits again.
-    found = [] if shared is None else [evaluate_alone(evaluation, range(*shared)) for _ in range(2)]
-    return lambda samples: found.pop()
+    found = {samples: [evaluate_alone(evaluation, samples) for _ in range(2)] for samples in shared}
+    return lambda samples: found[samples].pop()
 
 
 def wait_for_news(
     control: ControlPlane, has_come: Callable[[], bool], *, within_s: float = float("inf")
 ) -> None:
-    """Wait, asleep, for what another rank has announced.
-
-    Args:
-        control: hears of it.
-        has_come: whether it has.
-        within_s: how long to wait.
-
-    Raises:
-        PeerError: another rank has failed.
-    """
+    """Wait, asleep, for what another rank has announced."""
     limit = monotonic() + within_s
     with control.progress.inside("meet"):
         while True:
@@ -172,12 +126,10 @@ class _Rounds:
 
     def run(self, remaining: Sequence[int]) -> None:
         """Compute all rounds, or those until all ranks stop."""
-        # The first forward of all ranks has the same samples: its order of units is that of all others.
-        _, stand_in = first_samples(self._evaluation)
-        self._progress.step("forward")
-        self._compute.start(stand_in)()
+        rounds = rounds_of(self._evaluation.plan, remaining, self._backend.world.size)
+        stand_in = self._look(rounds)
         batches = self._loop.work(remaining, until_stopped=False)
-        for _ in range(rounds_of(self._evaluation.plan, remaining, self._backend.world.size)):
+        for _ in range(rounds):
             work, data, problem = self._prepare(batches)
             if self._agree_to_stop(problem):
                 break
@@ -185,6 +137,22 @@ class _Rounds:
             self.under_way.start(work, partial(self._start, data, stand_in))
             del data
         self.under_way.record()
+
+    def _look(self, rounds: int) -> Any:
+        """The first samples, which all ranks compute; and once more, where that is little of the run."""
+        # The first forward of all ranks has the same samples: its order of units is that of all others.
+        _, stand_in = first_samples(self._evaluation)
+        with as_before(self._evaluation.model, self._evaluation.task):
+            self._progress.step("forward")
+            start = perf_counter()
+            columns = self._compute.start(stand_in)()
+            seconds = torch.tensor([perf_counter() - start], dtype=torch.float64)
+            if is_short(self._backend.all_reduce(seconds, "max").item(), 1, rounds):
+                _, again = first_samples(self._evaluation)
+                computed = self._compute.start(again)()
+                # No module is looked for: that takes forwards of all ranks.
+                self._loop.unlike = differences(columns, computed, stand_in, again, lambda: _RANDOM)
+        return stand_in
 
     def _start(self, data: Any, stand_in: Any) -> Pending | None:
         """Begin with a batch; what goes wrong after its forward is raised when the other ranks know of it."""
@@ -215,12 +183,7 @@ class _Rounds:
         return work, data, None
 
     def _agree_to_stop(self, problem: Exception | None) -> bool:
-        """Whether all ranks stop here; a collective.
-
-        Raises:
-            PeerError: another rank cannot go on, or has failed.
-            Exception: the problem, once the others know of it.
-        """
+        """Whether all ranks stop here; a collective."""
         own = torch.tensor([self._control.stopping is not None, problem is not None], dtype=torch.int64)
         try:
             stops, fails = self._backend.all_reduce(own, "max").tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, TypeAlias
@@ -97,6 +96,7 @@ class Samples:
         is_hashed: whether the fingerprint says all of its contents.
         in_memory: whether reading a sample costs nothing.
         kind: the name of its class, for people.
+        reads_for_ids: whether an id costs the reading of its sample.
     """
 
     def __init__(self, data: Any, *, ids: Ids = None, fingerprint: str | None = None) -> None:
@@ -105,12 +105,11 @@ class Samples:
         self._given = fingerprint
         self.in_memory = isinstance(data, _IN_MEMORY) and not isinstance(data, np.memmap)
         self.is_hashed = fingerprint is not None or self.in_memory
+        self.reads_for_ids = isinstance(ids, str) and not self.in_memory
+        self.unique_ids = ids is None  # they are the indices then
         self.kind = type(data).__name__
         if isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) != len(data):
             raise UsageError(f"ids has {len(ids)} entries for {len(data)} samples: expected one each")
-        if isinstance(ids, Sequence) and not isinstance(ids, str) and len({*ids}) != len(ids):
-            again = next(name for name, count in Counter(ids).items() if count > 1)
-            raise UsageError(f"two samples have the id {again!r}: ids tell samples apart")
 
     def __len__(self) -> int:
         return len(self._data)
@@ -199,7 +198,7 @@ class HuggingFaceSamples(Samples):
 
     def __init__(self, data: Any, *, ids: Ids = None, fingerprint: str | None = None) -> None:
         super().__init__(data, ids=ids, fingerprint=fingerprint)
-        self.is_hashed = True
+        self.is_hashed, self.reads_for_ids = True, False
         self._stored = data.with_format("arrow")
         self._id_column: Any = None
         if isinstance(ids, str):

@@ -14,12 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.columns import Column, Ragged, Rows, to_rows
+from dualeval.columns import Column, Ragged, Rows, parts_of, to_rows
+from dualeval.columns import copied as copied_column
 from dualeval.engine.clusters import check_scores
 from dualeval.engine.columns import columns_of
 from dualeval.engine.folder.mapped_columns import copied, read_only
 from dualeval.engine.folder.predictions import json_entries, parquet_bytes
 from dualeval.engine.folder.windows import EVALUATED
+from dualeval.engine.guest import version_of
+from dualeval.engine.identity.hasher import digest_of
+from dualeval.engine.identity.source import is_own
+from dualeval.engine.kept import Kept
 from dualeval.engine.measured import check_keys, plain
 from dualeval.engine.parts import texts_of
 from dualeval.errors import DualevalError, RefusedSamples, UsageError, text_of, with_type
@@ -39,11 +44,7 @@ _WRITABLE = (
 
 
 def check_names(metrics: Sequence[Metric | RowMetric], kept: Sequence[str]) -> None:
-    """Check the names of metrics and kept columns, before anything is computed.
-
-    Raises:
-        UsageError: two metrics share a name, or a column has a name that is taken.
-    """
+    """Check the names of metrics and kept columns, before anything is computed."""
     names = [metric.name for metric in metrics]
     for metric in metrics:
         size = getattr(metric, "size", 1)
@@ -81,25 +82,7 @@ def try_first_batch(
     *,
     writes: bool,
 ) -> list[str]:
-    """Take one batch through all that comes after the last one, in memory; nothing is kept of it.
-
-    Args:
-        task: what is evaluated.
-        dataset: the task's.
-        metrics: of the ledger.
-        row_metrics: of all rows together.
-        kept: the columns that the journal keeps.
-        columns: of the batch, on the CPU, as ``postprocess`` gave them, checked by ``check_columns``.
-        samples: the batch's indices in the data set.
-        evaluated: which of them could be read, bool of shape (samples,).
-        writes: this rank writes the files.
-
-    Returns:
-        Sentences for people: what did not work on so few samples, and may on all.
-
-    Raises:
-        UsageError: a column or a metric is not as it must be; names it.
-    """
+    """Take one batch through all that comes after the last one, in memory; nothing is kept of it."""
     present = {name: column[evaluated] for name, column in columns.items()}
     tried = [_try_metric(metric, present) for metric in metrics]
     tried += [_try_row_metric(metric, {name: present[name] for name in kept}) for metric in row_metrics]
@@ -117,17 +100,7 @@ def check_columns(
     samples: int,
     metrics: Sequence[Metric | RowMetric] = (),
 ) -> None:
-    """Check that a batch's columns can be counted and written.
-
-    Args:
-        columns: as ``postprocess`` gave them.
-        kept: the columns that the journal keeps.
-        samples: how many the batch has.
-        metrics: those that read columns.
-
-    Raises:
-        UsageError: one is missing, or is of a kind that cannot; names it.
-    """
+    """Check that a batch's columns can be counted and written."""
     if not isinstance(columns, Mapping):
         raise UsageError(
             f"observe and postprocess gave a {type(columns).__name__}, expected a dict of columns by name"
@@ -178,19 +151,47 @@ def _check_values(name: str, column: Column) -> None:
 def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:
     """What a metric says of one batch, and what did not work on so few samples."""
     slots = torch.zeros(metric.size, dtype=torch.int64)
-    own = columns_of(metric, columns)
-    try:
-        metric.update(slots, own)
-    except DualevalError:
-        raise
-    except Exception as error:  # raised on with the metric's name; what it is, its own frames show
-        raise RuntimeError(f"metric {metric.name!r} fails on the first batch: {with_type(error)}") from error
+    own = {name: copied_column(column) for name, column in columns_of(metric, columns).items()}
+    kept: list[Kept] = []
+    # Twice: what the first update builds, such as a table, is no state.
+    for ledger in (slots, torch.zeros_like(slots)):
+        try:
+            metric.update(ledger, columns_of(metric, own))
+        except DualevalError:
+            raise
+        except Exception as error:  # raised on with the metric's name; what it is, its own frames show
+            raise RuntimeError(
+                f"metric {metric.name!r} fails on the first batch: {with_type(error)}"
+            ) from error
+        kept.append(Kept({type(metric).__name__: metric}))
+    _check_pure(metric, columns, own, kept[1].changed_since(kept[0]))
     if slots.shape != (metric.size,):
         raise UsageError(
             f"metric {metric.name!r} has changed the shape of its ledger from ({metric.size},) to "
             f"{tuple(slots.shape)}: update adds to it in place"
         )
     return _try_compute(metric.name, lambda: metric.compute(slots))
+
+
+def _check_pure(
+    metric: Metric, given: Mapping[str, Column], own: Mapping[str, Column], changed: Sequence[str]
+) -> None:
+    """Check that ``update`` has written into its ledger alone, and not into its columns or itself."""
+    for name, column in own.items():
+        # Also what was written with the values that were there.
+        if any(map(version_of, parts_of(column))) or digest_of(column) != digest_of(given[name]):
+            raise UsageError(
+                f"metric {metric.name!r} writes into its column {name!r}, which other metrics read and the "
+                "rows keep. Have it make a new tensor, as with column.abs() in place of column.abs_()"
+            )
+    # A global that is counted up may be a log's.
+    kept = [place for place in changed if " of the module " not in place]
+    if kept and is_own(type(metric)):
+        raise UsageError(
+            f"metric {metric.name!r} keeps {kept[0]} from one batch to the next, and each rank would keep "
+            "that of its own samples alone. State belongs in the ledger, which is added up over all ranks: "
+            "give the metric a larger 'size', and have update add to its slots"
+        )
 
 
 def _try_row_metric(metric: RowMetric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:

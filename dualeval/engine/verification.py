@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualeval.engine.rescoring import check_columns, recompute, with_measured
+from dualeval.engine.samples_digest import digest_of, hashed, repeated
 from dualeval.engine.stored_rows import StoredRows
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric
@@ -116,7 +115,7 @@ def _file_check(path: Path, recorded: Mapping[str, Any]) -> Check:
 def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Check]]:
     """Check the rows' number, order and ids, and which of them are empty; returns these ones' ids too."""
     misplaced, failed = [], []
-    hashes: list[npt.NDArray[np.uint64]] = []
+    hashes = [np.empty(0, np.uint64)]
     count, last = 0, -1
     # Drawn samples have their indices in the whole data set.
     is_drawn = result.part.get("kind") == DRAWN_SAMPLES
@@ -129,7 +128,7 @@ def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Ch
             wrong = np.flatnonzero(window.indices != np.arange(window.start, window.start + len(window.ids)))
         misplaced += [f"row {window.start + at} has index {window.indices[at]}" for at in wrong.tolist()]
         failed += [window.ids[place] for place in np.flatnonzero(~window.evaluated).tolist()]
-        hashes.append(np.fromiter(map(_hash, window.ids), np.uint64, len(window.ids)))
+        hashes.append(hashed(window.ids))
         count += len(window.ids)
     found = {"total": count, "evaluated": count - len(failed), "failed": len(failed)}
     stated = [entry["id"] for entry in result.failed]
@@ -150,32 +149,34 @@ def _sample_checks(rows: StoredRows, result: Result) -> tuple[list[str], list[Ch
             says=f"{len(failed)}, whose rows are empty" if failed else "none",
             differences=_few(differing),
         ),
+        *_digest_checks(rows, result, count),
     ]
 
 
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+def _digest_checks(rows: StoredRows, result: Result, count: int) -> Iterator[Check]:
+    if result.samples_digest is not None:
+        windows = rows.windows(rows.names[:1], with_ids=True)
+        found = digest_of(count, chain.from_iterable(window.ids for window in windows))
+        yield Check(
+            name="samples_digest",
+            says=f"{result.samples_digest}, from the rows too",
+            differences=tuple(_differences("samples_digest", result.samples_digest, found)),
+        )
 
 
 def _ids_twice(rows: StoredRows, hashes: Sequence[npt.NDArray[np.uint64]]) -> list[str]:
-    """Ids of more than one row; their 8-byte hashes are all that is held, as there may be 10**8 ids."""
-    ordered = np.sort(np.concatenate(hashes)) if hashes else np.empty(0, np.uint64)
-    suspect = frozenset(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
-    if not suspect:
-        return []
-    # Two different ids may have one hash.
-    counts = Counter(
-        name
-        for window in rows.windows(rows.names[:1], with_ids=True)
-        for name in window.ids
-        if _hash(name) in suspect
-    )
-    return [f"id {name!r} is that of {count} rows" for name, count in counts.items() if count > 1]
+    """Ids of more than one row."""
+    ids = (name for window in rows.windows(rows.names[:1], with_ids=True) for name in window.ids)
+    twice = repeated(np.concatenate(hashes), ids)
+    return [f"id {name!r} is that of {count} rows" for name, count in twice.items()]
 
 
 def _metrics_check(result: Result, found: Result) -> Check:
     differences: list[str] = []
-    for field in ("metrics", *_FIELDS_OF_INTERVALS, "nonfinite", "units", "directions"):
+    # Version 2, which had no samples_digest, made intervals by clusters in another way.
+    known_intervals = not (result.clusters and result.samples_digest is None)
+    intervals = _FIELDS_OF_INTERVALS if known_intervals else ("naive_intervals", "clusters")
+    for field in ("metrics", *intervals, "nonfinite", "units", "directions"):
         of_field = "" if field == "metrics" else f"{field}."
         one, other = asdict(result)[field], asdict(found)[field]
         # A run of an earlier version has written no directions, and units of percent alone.

@@ -6,7 +6,7 @@ The engine owns device, precision, inference mode and order; a task owns everyth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -74,9 +74,11 @@ class Task(ABC):
             one text; where a run names none itself. None: all are independent.
         wants_workers: whether reading a sample costs enough to be worth worker processes; None: it does
             where the samples do not lie in memory.
+        on_request: columns that ``observe`` gives only where they are in ``requested``, the columns that the
+            metrics read.
         thread_safe: whether ``forward`` and ``observe`` may run on several batches at once, in threads with a
             copy of the model's modules each; that is how a CPU's cores are used. They must then keep nothing
-            from one call to the next.
+            from one call to the next. None: the first samples show it (docs/promises.md).
         libraries: installed packages, besides torch and numpy, whose version can change a result.
         exports: files beside predictions.parquet, each one JSON object of a column's values by sample id,
             without those that could not be read: file name to column, of ``rows`` or ``texts``.
@@ -84,6 +86,8 @@ class Task(ABC):
             of the run's identity, whatever ``fingerprint`` says.
     """
 
+    on_request: Collection[str] = ()
+    requested: Collection[str] = ()
     given_options: Mapping[str, Any] = MappingProxyType({})
 
     @property
@@ -103,8 +107,8 @@ class Task(ABC):
         return None
 
     @property
-    def thread_safe(self) -> bool:
-        return False
+    def thread_safe(self) -> bool | None:
+        return None
 
     @property
     def libraries(self) -> tuple[str, ...]:

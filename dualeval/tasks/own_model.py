@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.metrics.by_name import check_metrics, chosen_metrics, named, of_no_task, with_warning
+from dualeval.metrics.by_name import check_metrics, named, of_no_task, with_warning
 from dualeval.metrics.classification import (
+    SCORES,
     classification_metric,
     default_metrics,
     observe_logits,
@@ -42,16 +43,16 @@ _CALLED = {"collate": ("samples",), "forward": ("model", "batch"), "observe": ("
 class ModelTask(Task):
     """A model, data and metrics; what is not said is found out from what samples and outputs look like.
 
-    A sample is an input, a pair (input, target), or a dict that holds its target under ``target``,
-    ``targets``, ``label``, ``labels`` or ``y``. The model gets the input; of a dict what its ``forward`` has
-    arguments for, or the only tensor there is. Its outputs are a tensor, or hold one as ``logits``, ``out``
-    or ``prediction``.
+    A sample is an input, a pair (input, target), or a dict or named tuple that holds its target under
+    ``target``, ``targets``, ``label``, ``labels`` or ``y``. The model gets the input; of a dict what its
+    ``forward`` has arguments for, or the only tensor there is; a warning names the tensors that it does not
+    get. Its outputs are a tensor, or hold one as ``logits``, ``out`` or ``prediction``.
 
     ==================================  ===================================================================
     outputs, target (n samples)         columns
     ==================================  ===================================================================
     floats (n, C), integers (n,)        those of ``observe_logits``: loss, confidence, prediction, target,
-                                        ...; and logits, where a metric reads them
+                                        ...; and logits and probabilities, where a metric reads them
     floats (n,) or (n, 1), numbers      prediction, target, error, absolute_error, squared_error
     (n,) or (n, 1)
     floats (n, C, ...), integers (n,    prediction (the class of each place) and target, (n, places)
@@ -63,14 +64,14 @@ class ModelTask(Task):
         model: a module, or a function without arguments that returns one (a class, for instance).
         data: what ``dualeval.wrap`` takes, or gives.
         metrics: metrics, or names of some: of classification, as ``top1`` and ``loss``; of a column, for its
-            mean; or of TorchMetrics, as ``torchmetrics:MulticlassAUROC(num_classes=10)@preds=logits``. None:
+            mean; or of TorchMetrics, as ``torchmetrics:MulticlassAUROC(num_classes=10)``. None:
             those of a classifier, mean absolute and root mean squared error, or the mean of every column with
             one number a sample.
         collate: makes a batch of a list of samples; torch's ``default_collate`` without it.
         forward: (model, batch) -> outputs.
         observe: (outputs, batch) -> columns by name, one row a sample.
         rows: the columns that are kept, besides those that metrics read; None for all.
-        thread_safe: whether ``forward`` and ``observe`` keep nothing from one batch to the next.
+        thread_safe: as of ``Task``.
         name: the task's name in results.
 
     Raises:
@@ -87,7 +88,7 @@ class ModelTask(Task):
         forward: Callable[[nn.Module, Any], Any] | None = None,
         observe: Callable[[Any, Any], Mapping[str, Any]] | None = None,
         rows: Sequence[str] | None = None,
-        thread_safe: bool = True,
+        thread_safe: bool | None = None,
         name: str | None = None,
     ) -> None:
         if not callable(model):
@@ -123,10 +124,10 @@ class ModelTask(Task):
         # Those of the first samples: ``see`` takes note of them.
         self._columns: dict[str, Any] = {}
         self._classes: int | None = None
-        self._returns_logits = True
         self._asked: tuple[str, ...] = ()
         # Why the first outputs and targets are no logits and labels, for messages.
         self._why_no_logits: str | None = None
+        self._left_out: list[str] = []  # tensors of samples that the model does not get
         self._first_look = threading.Lock()
         self._signature = inspect.Signature()
 
@@ -135,7 +136,7 @@ class ModelTask(Task):
         return self._name
 
     @property
-    def thread_safe(self) -> bool:
+    def thread_safe(self) -> bool | None:
         return self._thread_safe
 
     def dataset(self) -> Any:
@@ -161,8 +162,8 @@ class ModelTask(Task):
             )
         self._signature = inspect.signature(model.forward)
         # Of this evaluation: the task may have had another one before.
-        self._classes, self._returns_logits = None, True
-        self._columns, self._asked, self._why_no_logits = {}, (), None
+        self._classes, self.requested = None, ()
+        self._columns, self._asked, self._why_no_logits, self._left_out = {}, (), None, []
         return model
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -197,6 +198,7 @@ class ModelTask(Task):
         tensors = [name for name, value in inputs.items() if isinstance(value, Tensor)]
         named = {name: inputs[name] for name in inputs if name in takes or (whole and name in tensors)}
         if named and all(name in named or not _is_required(kind) for name, kind in takes.items()):
+            self._left_out = [name for name in tensors if name not in named]
             return model(**named)
         if len(tensors) == 1:
             return model(inputs[tensors[0]])
@@ -225,14 +227,16 @@ class ModelTask(Task):
                 self._count_classes(outputs)
             # A label that no class has is refused on the host: nobody waits for the device here.
             known = target.clamp(0, outputs.shape[1] - 1)
-            columns = {**observe_logits(outputs, known, _TOP), "target": _as_labels(target)}
-            return {**columns, "logits": outputs.float()} if self._returns_logits else columns
+            columns = observe_logits(outputs, known, _TOP, self.requested)
+            return {**columns, "target": _as_labels(target)}
         if (at := _dimension_of_classes(outputs, target)) is not None:
             classes = outputs.argmax(at).to(torch.int32)
             return {"prediction": classes.flatten(1), "target": _as_labels(target).flatten(1)}
         if outputs.is_floating_point() and outputs.numel() == target.numel() == len(target):
             prediction, target = _at_least_single(outputs.reshape(-1)), _at_least_single(target.reshape(-1))
-            error = prediction - (target.to(prediction.dtype) if _is_whole(target) else target)
+            # Whole numbers of more than 2 bytes may be beyond 2**24, where float32 rounds them.
+            exact = torch.float64 if target.itemsize > 2 else prediction.dtype
+            error = prediction - (target.to(exact) if _is_whole(target) else target)
             return {
                 "prediction": prediction,
                 "target": target,
@@ -268,13 +272,7 @@ class ModelTask(Task):
     def see(self, columns: Mapping[str, Any], asked: Sequence[str]) -> Sequence[str]:
         self._columns = dict(columns)
         self._asked = tuple(asked)
-        if self._classes is not None and self._observe is None:
-            # They are large, and few metrics read them.
-            self._returns_logits = any(
-                "logits" in metric.columns for metric in chosen_metrics(asked, self.metrics(), self._columns)
-            )
-            if not self._returns_logits:
-                del self._columns["logits"]
+        self.on_request = () if self._classes is None or self._observe is not None else SCORES
         return self._rows or tuple(self._columns)
 
     def metrics(self) -> list[Metric | RowMetric]:
@@ -284,6 +282,11 @@ class ModelTask(Task):
             own = [self._named(metric) if isinstance(metric, str) else metric for metric in self._metrics]
         known = {metric.name for metric in own}
         return with_warning([*own, *self._asked_for(known)], self._columns)
+
+    def data_warnings(self) -> list[str]:
+        left, takes = ", ".join(map(repr, self._left_out)), ", ".join(self._signature.parameters)
+        said = f"the model does not get {left} of the samples: its forward takes {takes}. {FORWARD}"
+        return [said] if left else []
 
     def _asked_for(self, known: Collection[str]) -> list[Metric | RowMetric]:
         """The metrics of classification that the run asks for, and the task would not have made."""
@@ -312,7 +315,7 @@ class ModelTask(Task):
 
     def _named(self, name: str) -> Metric | RowMetric:
         if of_no_task([name]):
-            return named(name, (), self._columns)
+            return named(name, (), {*self._columns, *self.on_request})
         column = self._columns.get(name)
         if self._classes is not None and (column is None or "rank" in self._columns):
             return classification_metric(name, self._classes)
@@ -362,6 +365,9 @@ def _is_list(value: Any) -> bool:
 
 def _input_and_target(batch: Any) -> tuple[Any, Any]:
     """Input and target of a batch; None where there is no target."""
+    if isinstance(batch, tuple) and len(batch) > 1 and {*_TARGETS} & {*getattr(batch, "_fields", ())}:
+        named, target = _input_and_target(batch._asdict())  # type: ignore[attr-defined]
+        return (*named.values(),)[0] if len(named) == 1 else named, target
     if isinstance(batch, Mapping):
         targets = [name for name in batch if name in _TARGETS]
         if len(targets) > 1:

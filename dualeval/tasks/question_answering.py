@@ -66,7 +66,6 @@ class QuestionAnswering(ScoredAnswers):
     """
 
     wants_workers = True
-    thread_safe = True
     libraries = ("transformers", "tokenizers")
 
     def __init__(

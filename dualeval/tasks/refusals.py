@@ -76,6 +76,8 @@ def _input_of(batch: Any, targets: Collection[str]) -> str:
     if isinstance(batch, Mapping):
         name = next((name for name in batch if name not in targets), "input")
         return f"batch[{name!r}]"
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return f"batch.{next((name for name in batch._fields if name not in targets), 'input')}"
     return "batch[0]" if isinstance(batch, (tuple, list)) else "batch"
 
 

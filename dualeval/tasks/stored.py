@@ -13,6 +13,7 @@ from dualeval import tasks
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Metric, RowMetric, is_of_rows, keeps_rows
 from dualeval.metrics.by_name import named, of_no_task
+from dualeval.metrics.classification import SCORES
 
 
 def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | RowMetric]:
@@ -41,8 +42,9 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
             f"{job_file.parent} is a run of an earlier version of dualeval, which did not keep what its "
             f"metrics are computed from. Evaluate again: 'dualeval run ... --out {job_file.parent} --fresh'."
         )
-    others = of_no_task(asked)
-    if others and len(others) == len(asked):
+    names = asked or content.get("metrics", ())
+    others = of_no_task(names)
+    if others and len(others) == len(names):
         return _of_no_task(others, content)
     make = _stored_metrics(task_class)
     if make is None:
@@ -52,14 +54,14 @@ def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | R
             "metrics from the run's rows; given the run's own, its metrics_digest is that in result.json."
         )
     for name, said in content.get("job", {}).get("metric_options", {}).items():
-        if not asked and isinstance(said, dict) and "torchmetrics" in said:
+        if not asked and name in names and isinstance(said, dict) and "torchmetrics" in said:
             raise UsageError(
                 f"{job_file.parent} has the metric {name!r} of TorchMetrics, and {job_file.name} does not "
                 "say with which arguments. Name the metrics, as in 'dualeval score "
                 f"{job_file.parent} --metric torchmetrics:...', or in Python dualeval.rescore."
             )
     try:
-        own = [name for name in asked if name not in others]
+        own = [name for name in names if name not in others]
         metrics = [*make(content["job"]["task_options"], own or content["metrics"])]
     except (KeyError, TypeError) as error:
         raise DualevalError(f"{job_file} is damaged: {type(error).__name__}: {error}") from error
@@ -79,4 +81,6 @@ def _stored_metrics(task_class: str) -> Callable[[Any, Sequence[str]], Sequence[
 def _of_no_task(texts: Sequence[str], content: Mapping[str, Any]) -> list[Metric | RowMetric]:
     """Metrics of TorchMetrics and of packages, for the columns that a run has made."""
     columns = content.get("job", {}).get("columns") or ()
-    return [named(text, (), columns) for text in texts]
+    # Of a classifier also what it could have made: ``check_columns`` says how.
+    of_scores = SCORES if "rank" in columns else ()
+    return [named(text, (), {*columns, *of_scores}) for text in texts]

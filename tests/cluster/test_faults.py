@@ -251,8 +251,18 @@ def job_of(kind: Standstill, images: Path) -> list[str]:
     if kind.fault is not None:
         return [*JOB, *common]
     # The pipe is in chunk 3, rank 1's of two.
-    words = "--model tests.faulty_models:means --weights random:0 --resize 20 --crop 20 --batch-size 2"
-    return [*words.split(), "--no-progress", "--data", str(images), "--workers", str(kind.workers), *common]
+    words = "--model tests.faulty_models:means --weights random:0 --batch-size 2"
+    sizes = "--resize 20 --crop 20 --mean 0 --std 1"
+    return [
+        *words.split(),
+        *sizes.split(),
+        "--no-progress",
+        "--data",
+        str(images),
+        "--workers",
+        str(kind.workers),
+        *common,
+    ]
 
 
 def lines_of(said: str, rank: int) -> list[str]:

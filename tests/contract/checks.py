@@ -246,6 +246,13 @@ def check_json(bench: Bench) -> None:
         )
 
 
+def check_default_device(bench: Bench) -> None:
+    """What travels by itself is on the host, whatever default device the caller's script has set."""
+    with torch.device("meta"):
+        check_json(bench)
+        bench.backend.barrier()
+
+
 def check_json_refused(bench: Bench) -> None:
     """A value without a JSON form on one rank is the same error on all of them."""
     last = bench.size - 1
@@ -482,6 +489,7 @@ CHECKS: dict[str, Check] = {
     "special-tensors": Check(run=check_special_tensors),
     "nonfinite": Check(run=check_nonfinite),
     "json": Check(run=check_json),
+    "json-default-device": Check(run=check_default_device),
     "json-refused": Check(run=check_json_refused),
     "wrong-calls": Check(run=check_wrong_calls),
     "disagreement": Check(run=check_disagreement, smallest_world=2),

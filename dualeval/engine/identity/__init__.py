@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from dualeval.engine.identity.attributes import attributes_of, is_incidental
+from dualeval.engine.identity.attributes import attributes_of, both_readings, is_incidental, reading
 from dualeval.engine.identity.constants import constants, shown
 from dualeval.engine.identity.data import contents_fingerprint
 from dualeval.engine.identity.hasher import Hasher
@@ -36,6 +36,7 @@ from dualeval.tasks import Dataset, Task
 
 __all__ = [
     "ModelIdentity",
+    "both_readings",
     "contents_fingerprint",
     "job_identity",
     "metric_fingerprint",
@@ -60,23 +61,7 @@ def job_identity(
     samples: int,
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What of a job follows from task, data set and model.
-
-    Args:
-        task: after ``build_model``.
-        dataset: the task's.
-        model: of the model as ``build_model`` gave it, before it was prepared.
-        metrics: in the order of their slots in the ledger.
-        row_metrics: in their order.
-        samples: how many of the data set are evaluated.
-        attributes: the task's, as ``task_attributes`` gave them.
-
-    Returns:
-        Plain values by name, as JSON has them. The contents of samples are not in it: ``contents``.
-
-    Raises:
-        UsageError: the fingerprint of task or metric is no JSON.
-    """
+    """What of a job follows from task, data set and model."""
     hasher = model.hasher
     measures: list[Metric | RowMetric] = [*metrics, *row_metrics]
     named = [*task.sources(), *_functions(measures)]
@@ -125,16 +110,12 @@ def task_attributes(task: Task) -> dict[str, Any]:
     """The values in a task's attributes, where its class says nothing of what it depends on.
 
     To be taken before the first batch: a task may count in an attribute.
-
-    Returns:
-        By name, short ones as they are, others as hashes: plain values, functions, tensors and arrays, and
-        lists, dicts, sets and dataclasses of these. Other objects are left out.
     """
     if type(task).fingerprint is not Task.fingerprint:
         return {}
     hasher = Hasher()
     return {
-        name: shown(value, hasher)
+        name: shown(reading().value(name, value), hasher)
         for name, value in sorted(attributes_of(task).items())
         if _holds_values(value) and not is_incidental(name)
     }
@@ -174,14 +155,7 @@ def _as_json(said: Any, whose: str) -> Any:
 
 
 def metric_fingerprint(metric: Metric | RowMetric) -> Any:
-    """What a metric's values depend on: what its ``fingerprint()`` says; else its class and its attributes.
-
-    Returns:
-        Plain values, as JSON has them; its attributes as they are where they are short, else as hashes.
-
-    Raises:
-        UsageError: its ``fingerprint()`` gives no JSON.
-    """
+    """What a metric's values depend on: what its ``fingerprint()`` says; else its class and attributes."""
     own = getattr(metric, "fingerprint", None)
     if callable(own):
         return _as_json(own(), f"metric {metric.name!r}")
@@ -190,4 +164,5 @@ def metric_fingerprint(metric: Metric | RowMetric) -> Any:
     if isinstance(metric, nn.Module):
         return {"class": named, "state": short_hex(hasher.digest(metric))}
     attributes = sorted(attributes_of(metric).items())
-    return {"class": named, **{name: shown(value, hasher) for name, value in attributes}}
+    read = reading().value
+    return {"class": named, **{name: shown(read(name, value), hasher) for name, value in attributes}}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dualeval.engine.identity.attributes import ignored_by, is_incidental
+from dualeval.engine.identity.attributes import ignored_by, is_incidental, reading
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.plain import has_path, is_device, short_hex
 from dualeval.engine.identity.source import has_source, is_own, names_in
@@ -34,16 +34,6 @@ def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any
     They are: plain class attributes; plain constants of a module that methods name; defaults of arguments,
     and what functions close over, where it is plain, a tensor, an array or a function. A name that the
     methods write to as a global is a counter, and left out.
-
-    Args:
-        objects: what the classes are of. A class without a file is left out: its code holds all of that.
-        hasher: makes the hashes.
-        functions: what else has source; of those of the user's own that stand in a file, the module's plain
-            constants that they name.
-
-    Returns:
-        For each class that reads any: its values by name, long ones as hashes; one hash of all for each class
-        where there are more than 128 values.
     """
     kinds = {kind: None for item in objects for kind in class_of(item).__mro__}
     items: list[type | FunctionType] = list(kinds)
@@ -55,7 +45,8 @@ def constants(objects: Iterable[object], hasher: Hasher, functions: Iterable[Any
         pairs = _read_by(item) if isinstance(item, type) else _constants_of([item])
         left_out = ignored_by(item) if isinstance(item, type) else ()
         ordered = sorted(pairs, key=itemgetter(0))
-        kept = {name: value for name, value in ordered if not _is_left_out(name, left_out)}
+        read = reading().value
+        kept = {name: read(name, value) for name, value in ordered if not _is_left_out(name, left_out)}
         name = f"{item.__module__}.{item.__qualname__}"
         while kept and name in found:  # classes that one function has made, or lambdas of one place
             name += "'"

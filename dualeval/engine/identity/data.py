@@ -35,7 +35,7 @@ def contents_fingerprint(
     read = getattr(dataset, "content_fingerprint", None)
     if read is None:
         return None
-    blocks = _blocks(samples)
+    blocks = blocks_of(samples)
     world = backend.world
     limits = torch.iinfo(torch.int64)
     least = torch.full((len(blocks), _WORDS), limits.max)
@@ -54,7 +54,8 @@ def contents_fingerprint(
     return hashlib.sha256(least.numpy().tobytes()).hexdigest()
 
 
-def _blocks(samples: int) -> list[range]:
+def blocks_of(samples: int) -> list[range]:
+    """Consecutive samples that are hashed together, cut by their number alone."""
     size = max(_LEAST_BLOCK, -(-samples // _MOST_BLOCKS))
     return [range(first, min(first + size, samples)) for first in range(0, samples, size)]
 

@@ -46,7 +46,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.engine.identity.attributes import attributes_of, ignored_by, is_incidental
+from dualeval.engine.identity.attributes import attributes_of, ignored_by, is_incidental, reading
 from dualeval.engine.identity.plain import name_of, plain_digest, sha256_of
 from dualeval.engine.identity.source import has_source, names_in
 from dualeval.engine.identity.tensors import tensor_digest
@@ -61,7 +61,7 @@ _NOT_OF_A_BODY = {
     *("__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__", "__parameters__"),
     *("__annotations_cache__", "__abstractmethods__", "_abc_impl", "__classcell__"),
 }
-_BY_TYPE_ALONE = (
+BY_TYPE_ALONE = (
     *(torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random),
     *(logging.Logger, threading.Thread, io.IOBase, weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
     *(weakref.WeakSet, GeneratorType, subprocess.Popen, BaseProcess),
@@ -97,7 +97,8 @@ class Hasher:
         # The objects are kept, here and below, so that nothing else gets their ids meanwhile.
         self._objects = dict(known or {})
         self._known = {id(value): name for name, value in reversed(self._objects.items())}
-        self._done: dict[int, tuple[Any, bytes]] = {}
+        # Those of both readings.
+        self._done: tuple[dict[int, tuple[Any, bytes]], dict[int, tuple[Any, bytes]]] = ({}, {})
         self._contents: dict[int, tuple[Any, bytes]] = {}
         # While one value is hashed: gives the digests of those that it holds.
         self._asked: Callable[[Any], bytes] | None = None
@@ -121,10 +122,10 @@ class Hasher:
             return sha256_of("known", self._known[id(value)].encode())
         if self._asked is not None:
             return self._asked(value)
-        if id(value) not in self._done:
-            found = Walk(self._done, self._make)
-            found.visit(value)
-        return self._done[id(value)][1]
+        done = self._done[reading().alone]
+        if id(value) not in done:
+            Walk(done, self._make).visit(value)
+        return done[id(value)][1]
 
     def _make(self, value: Any, asked: Callable[[Any], bytes]) -> bytes:
         """The digest of a value from those of the values that it holds."""
@@ -158,7 +159,7 @@ class Hasher:
                 return (
                     rule(self, value) if exact else self._with_attributes(value, self._content(value, rule))
                 )
-        if issubclass(own, _BY_TYPE_ALONE):
+        if issubclass(own, BY_TYPE_ALONE):
             return sha256_of("type", name_of(own))
         return self._with_attributes(value, b"")
 
@@ -214,7 +215,10 @@ class Hasher:
 
     def attributes(self, attributes: Mapping[str, Any]) -> bytes:
         """The digest of attributes by name, in any order."""
-        named = sorted((name, value) for name, value in attributes.items() if not is_incidental(name))
+        read = reading().value
+        named = sorted(
+            (name, read(name, item)) for name, item in attributes.items() if not is_incidental(name)
+        )
         return sha256_of(
             "attributes", *(part for name, value in named for part in (name.encode(), self.digest(value)))
         )
@@ -338,6 +342,11 @@ class SampleHasher(Hasher):
         return self.combined(
             "attributes", [sorted(attributes), *(attributes[name] for name in sorted(attributes))]
         )
+
+
+def digest_of(value: Any) -> bytes:
+    """sha256 of a sample, a batch or a column: of all its bits."""
+    return SampleHasher().digest(value)
 
 
 def script_code(hasher: Hasher, method: Any) -> bytes:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from dualeval.engine.identity.attributes import attributes_of, is_incidental
+from dualeval.engine.identity.attributes import attributes_of, both_readings, is_incidental, reading
 from dualeval.engine.identity.hasher import Hasher, script_code
 from dualeval.engine.identity.plain import short_hex
 from dualeval.engine.identity.source import is_own
 from dualeval.engine.identity.tensors import tensor_digest
 from dualeval.engine.sharding.detect import class_of, is_of_fsdp, is_state_of_fsdp, whole
+from dualeval.world import World
 
 # Of an nn.Module's attributes: what is read in another way, and what no forward in evaluation reads.
 _BOOKKEEPING = {
@@ -43,16 +44,6 @@ def model_fingerprint(
     """sha256 over names and contents of all parameters, all buffers and what else a state_dict holds.
 
     A collective where the model is sharded: one parameter after the other is gathered.
-
-    Args:
-        model: as it was built.
-        around_gather: entered around each gather.
-
-    Returns:
-        {"fingerprint": hex, "elements": int}
-
-    Raises:
-        UsageError: a tensor has no values.
     """
     hasher = ModelHasher(model)
     parameters = {
@@ -75,11 +66,7 @@ class WeightsDigests:
 
     @classmethod
     def of(cls, model: nn.Module) -> WeightsDigests:
-        """Take the digests of all but the parameters.
-
-        Raises:
-            UsageError: a tensor has no values.
-        """
+        """Take the digests of all but the parameters."""
         hasher = ModelHasher(model)
         own = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in own.items()}
@@ -97,11 +84,7 @@ class WeightsDigests:
         return cls(entries=tuple(entries))
 
     def fingerprint(self, parameters: Mapping[str, bytes]) -> dict[str, Any]:
-        """As ``model_fingerprint``.
-
-        Args:
-            parameters: the digest of each parameter by its first name.
-        """
+        """As ``model_fingerprint``."""
         digest = hashlib.sha256()
         for name, entry, _ in self.entries:
             digest.update(name.encode() + b"\0" + (parameters[entry] if isinstance(entry, str) else entry))
@@ -171,7 +154,7 @@ class ModelHasher(Hasher):
         if not isinstance(module, torch.jit.ScriptModule):
             for name, value in sorted(values_of(module).items()):
                 if name != "training":
-                    yield name, self.digest(value)
+                    yield name, self.digest(reading().value(name, value))
 
 
 def values_of(module: nn.Module) -> dict[str, Any]:
@@ -200,6 +183,7 @@ class ModelIdentity:
         structure: as ``structure_fingerprint`` gives it.
         structure_attributes: as ``structure_by_name`` gives them.
         weights: as ``model_fingerprint`` gives it.
+        alone: structure and structure_attributes in the second of ``both_readings``.
     """
 
     hasher: ModelHasher
@@ -207,51 +191,36 @@ class ModelIdentity:
     structure: Mapping[str, str]
     structure_attributes: Mapping[str, str]
     weights: Mapping[str, Any]
+    alone: Mapping[str, Mapping[str, str]]
 
     @classmethod
     def of(
-        cls, model: nn.Module, around_gather: Callable[[], AbstractContextManager[object]] = nullcontext
+        cls,
+        model: nn.Module,
+        around_gather: Callable[[], AbstractContextManager[object]] = nullcontext,
+        world: World | None = None,
     ) -> ModelIdentity:
-        """Take the identity of a model; a collective where it is sharded.
-
-        Args:
-            model: as it was built.
-            around_gather: entered around each gather.
-
-        Raises:
-            UsageError: a tensor has no values.
-        """
-        return cls.with_weights(model, model_fingerprint(model, around_gather))
+        """Take the identity of a model as it was built; a collective where it is sharded."""
+        return cls.with_weights(model, model_fingerprint(model, around_gather), world)
 
     @classmethod
-    def with_weights(cls, model: nn.Module, weights: Mapping[str, Any]) -> ModelIdentity:
-        """As ``of``, of a model whose weights are looked at by themselves.
-
-        Args:
-            model: before it is prepared.
-            weights: as ``model_fingerprint`` gives it.
-        """
+    def with_weights(
+        cls, model: nn.Module, weights: Mapping[str, Any], world: World | None = None
+    ) -> ModelIdentity:
+        """As ``of``, of a model whose weights are looked at by themselves."""
         hasher = ModelHasher(model)
-        return cls(
-            hasher=hasher,
-            modules=tuple(model.modules()),
-            structure=structure_fingerprint(model, hasher),
-            structure_attributes=structure_by_name(model, hasher),
-            weights=weights,
+        first, alone = both_readings(
+            world or World.alone(),
+            lambda: {
+                "structure": structure_fingerprint(model, hasher),
+                "structure_attributes": structure_by_name(model, hasher),
+            },
         )
+        return cls(hasher=hasher, modules=tuple(model.modules()), weights=weights, alone=alone, **first)
 
 
 def structure_fingerprint(model: nn.Module, hasher: ModelHasher) -> dict[str, str]:
-    """Hashes of all that modules are besides their tensors: classes, plain values, callables, hooks.
-
-    Args:
-        model: before it is folded or compiled.
-        hasher: of this model; knows afterwards the modules of all that was met.
-
-    Returns:
-        One hash for the model's own values and one for each of its children; "others" for those after the
-        first 64.
-    """
+    """Hashes of all that modules are besides their tensors: classes, plain values, callables, hooks."""
     groups: dict[str, Any] = {}
     for name, module in model.named_modules():
         child = name.partition(".")[0] or "model"
@@ -264,16 +233,7 @@ def structure_fingerprint(model: nn.Module, hasher: ModelHasher) -> dict[str, st
 
 
 def structure_by_name(model: nn.Module, hasher: ModelHasher) -> dict[str, str]:
-    """Short hashes of single attributes, to say what in a module differs; of the user's modules first.
-
-    Args:
-        model: as for ``structure_fingerprint``.
-        hasher: of this model.
-
-    Returns:
-        By the name of the module and that of the attribute, at most 128; none of a model of more than 64
-        children. The attributes of the model itself are those of "model".
-    """
+    """Short hashes of single attributes, to say what in a module differs; of the user's modules first."""
     if len(model._modules) > _MOST_NAMED:
         return {}
     own = {kind: is_own(kind) for kind in {class_of(module) for module in model.modules()}}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -80,9 +82,23 @@ def _text_digest(value: str) -> bytes:
     if is_device(value):
         return sha256_of("device")
     # Where a file lies decides nothing: a folder may be moved.
-    if value.startswith("/") and len(value) > 1:
+    if _is_path(value):
         return sha256_of("path", b"")
-    return sha256_of("text", _PATH_INSIDE.sub("/", value).encode("utf-8", "surrogatepass"))
+    plain = _PATH_INSIDE.sub(lambda found: "/" if _is_path(found[0]) else found[0], value)
+    return sha256_of("text", plain.encode("utf-8", "surrogatepass"))
+
+
+def _is_path(value: str) -> bool:
+    """Whether a text is an absolute path: its first folder is there, as that of a prompt "/think" is not."""
+    first = value.split("/", 2)[1] if value.startswith("/") else ""
+    if not first or not _is_folder(f"/{first}"):
+        return False
+    # What has spaces is a text that begins with a path, unless it is there. Path.exists raises if it is long.
+    return len(value.split()) == 1 or os.path.exists(value)  # noqa: PTH110
+
+
+# A vocabulary may have many such texts.
+_is_folder = functools.lru_cache(os.path.isdir)
 
 
 def is_device(value: str) -> bool:
@@ -92,4 +108,4 @@ def is_device(value: str) -> bool:
 
 def has_path(value: str) -> bool:
     """Whether a text is an absolute path, or holds one."""
-    return (value.startswith("/") and len(value) > 1) or _PATH_INSIDE.search(value) is not None
+    return _is_path(value) or any(_is_path(found[0]) for found in _PATH_INSIDE.finditer(value))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dualeval.columns import Rows
 from dualeval.engine import numerics
 from dualeval.engine.agreement import machine_facts
+from dualeval.engine.compute import is_compiled
 from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.evaluator import moved
 from dualeval.engine.invariance.computed import Batches, ColumnRows, Computed
@@ -39,7 +40,6 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import compiler_settings
 from dualeval.engine.row_differences import differing_rows
 from dualeval.engine.samples import as_dataset
-from dualeval.engine.settings_watch import is_compiled
 from dualeval.errors import UsageError
 from dualeval.tasks import Task
 
@@ -58,20 +58,7 @@ def diagnose(
     layouts: Sequence[str] = (),
     step: Callable[[str], object] = lambda said: None,
 ) -> Diagnosis:
-    """Compute the job's first batch in many shapes, in every precision and layout that can be had.
-
-    Args:
-        task: the job's.
-        options: of which the data's part, ``batch_size``, ``on_error`` and how the model is computed count.
-        device: what computes.
-        precisions: where not all are wanted beside the job's own.
-        layouts: likewise.
-        step: called with a few words before each setting.
-
-    Raises:
-        UsageError: task, data, weights and options do not fit together, a sample cannot be read, or the job's
-            batches have one sample.
-    """
+    """Compute the job's first batch in many shapes, in every precision and layout that can be had."""
     notes: list[str] = []
     with numerics.settings(options.precision, device) as held:
         with numerics.autocast(options.precision, device):
@@ -194,12 +181,7 @@ class _Tracer:
         self.notes: list[str] = []
 
     def explained(self, diagnosis: ShapeDiagnosis, differing: Sequence[range]) -> ShapeDiagnosis:
-        """The same with the modules that cause it.
-
-        Args:
-            diagnosis: of a shape that differs.
-            differing: the batches in which it does.
-        """
+        """The same with the modules that cause it."""
         if self._is_program:
             return replace(diagnosis, cause=ONE_PROGRAM)
         self._look_at_job(differing[0])

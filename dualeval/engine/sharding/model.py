@@ -22,7 +22,7 @@ from dualeval.engine.layouts import OF_TRIAL, converter, layout_of
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import dtype_in, set_door
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
-from dualeval.engine.sharding.torch_fsdp import in_memory_order, keep_outputs, set_strides, without_hooks
+from dualeval.engine.sharding.torch_fsdp import keep_outputs, of_rows, set_strides, without_hooks
 from dualeval.engine.sharding.units import units_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class ShardedModel:
         self._device = context.backend.device
         self._parameters = parameters_of(model)
         self._digests = WeightsDigests.of(model)
-        self._identity = ModelIdentity.with_weights(model, {})
+        self._identity = ModelIdentity.with_weights(model, {}, context.backend.world)
         self._is_read = False
         for parameter in self._parameters:
             assert parameter.source is not None
@@ -122,7 +122,6 @@ class ShardedModel:
             rows_of: gives this rank's rows of a parameter.
         """
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-        from torch.distributed.tensor import DTensor, Shard
 
         convert = converter(layout)
         _convert_buffers(model, lambda module, buffer: convert(self._computed(module, buffer, options)))
@@ -156,15 +155,8 @@ class ShardedModel:
             if parameter.is_divided:
                 rows = rows_of(parameter)
                 assert rows is not None
-                shape = torch.Size(parameter.shape)
-                divided = DTensor.from_local(
-                    in_memory_order(convert(rows.to(device, dtypes[parameter.name]))),
-                    self._mesh,
-                    [Shard(0)],
-                    run_check=False,
-                    shape=shape,
-                    stride=torch.empty(shape, device="meta").stride(),
-                )
+                rows = convert(rows.to(device, dtypes[parameter.name]))
+                divided = of_rows(rows, self._mesh, torch.Size(parameter.shape))
                 _put_all(model, parameter, nn.Parameter(divided, requires_grad=False))
         dtype = numerics.CASTS.get(options.precision)
         if dtype is not None or any(len(parameter.shape) == 4 for parameter in self._parameters):

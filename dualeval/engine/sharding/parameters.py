@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dualeval.engine.compute import is_compiled
 from dualeval.engine.identity.hasher import Hasher
 from dualeval.engine.identity.tensors import rows_digest, tensor_digest
 from dualeval.engine.layouts import fixed_part
-from dualeval.engine.settings_watch import is_compiled
 from dualeval.engine.sharding.units import has_forward
 from dualeval.errors import UsageError
 from dualeval.result import sha256_of_json
@@ -32,16 +32,7 @@ class LateRows(Protocol):
     """A parameter whose values are still where they were saved."""
 
     def read_rows(self, first: int, last: int, into: Tensor) -> None:
-        """Read rows of the first dimension into a tensor of the CPU, in its dtype.
-
-        Args:
-            first: the first row. A tensor without dimensions has one row, 0.
-            last: the one behind the last.
-            into: of the rows' shape.
-
-        Raises:
-            UsageError: they cannot be read.
-        """
+        """Read rows of the first dimension into a tensor of the CPU, in its dtype."""
 
 
 @dataclass(kw_only=True)
@@ -85,9 +76,6 @@ def parameters_of(model: nn.Module) -> list[Parameter]:
 
     Divided are those with floating values and at least one dimension. One that is not contiguous, and is no
     weight of images' convolutions, stays whole: it would come back with other strides, and so other bits.
-
-    Raises:
-        UsageError: the model cannot be divided.
     """
     _check_model(model)
     names: dict[int, list[str]] = {}
@@ -113,15 +101,7 @@ def parameters_of(model: nn.Module) -> list[Parameter]:
 
 
 def check_device(offload: bool, device: torch.device) -> None:
-    """Check that the parameters may lie where they are asked for.
-
-    Args:
-        offload: whether a rank's part stays in host memory.
-        device: what computes.
-
-    Raises:
-        UsageError: they are there anyway.
-    """
+    """Check that the parameters may lie where they are asked for."""
     if offload and device.type == "cpu":
         raise UsageError(
             "offload keeps a rank's part of the model in host memory, and this run computes there (device "
@@ -187,11 +167,7 @@ class Reading:
         self._probe: list[str] = []
 
     def read(self, parameter: Parameter) -> None:
-        """Read this rank's rows of one; no collective.
-
-        Raises:
-            UsageError: they cannot be read.
-        """
+        """Read this rank's rows of one; no collective."""
         source, parameter.source = parameter.source, None
         assert source is not None, "each parameter is read once"
         first, last = parameter.rows_of(self._rank, self._size)
@@ -220,9 +196,6 @@ class Reading:
 
         One that no rank has whole is brought together for a moment, in pieces, on one rank; each rank takes
         the digests of some.
-
-        Raises:
-            UsageError: the ranks have read from different files.
         """
         probes = self._backend.all_gather_json(sha256_of_json(self._probe))
         if len(set(probes)) > 1:

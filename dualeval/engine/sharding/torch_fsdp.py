@@ -1,4 +1,4 @@
-"""What torch's FSDP does not let itself be told: strides of what it gathers, a unit without hooks, outputs.
+"""What torch's FSDP does not let itself be told: strides of what it gathers, no hooks, outputs, host rows.
 
 The first two decide last bits. All reach into what torch has not declared stable; tests compare the bits.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.torch_version import TorchVersion
 
 from dualeval.engine.preparation import mapped
 from dualeval.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # The first version whose FSDP has been tried here.
 _FIRST = "2.13"
@@ -58,6 +61,16 @@ def in_memory_order(rows: Tensor) -> Tensor:
     # By their strides, the widest first; that of rows is.
     order = sorted(range(rows.ndim), key=rows.stride, reverse=True)
     return rows.permute(order).contiguous().view(rows.shape)
+
+
+def of_rows(rows: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
+    """A divided tensor of this rank's rows; ``from_local`` would move offloaded ones to the GPU."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), rows.dtype)
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    return DTensor(in_memory_order(rows), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def without_hooks(module: Any) -> None:

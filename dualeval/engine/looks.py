@@ -1,0 +1,266 @@
+"""A look at a rank's first samples: does the user's code give the same numbers twice, and in threads?
+
+No list of causes is whole, so the columns decide: some samples are read and computed twice, and two different
+batches at the same time and each alone. What a later forward changes is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from dualeval.choices import COMPILE
+from dualeval.columns import Column
+from dualeval.engine.compute import Compute, is_compiled, usable_threads
+from dualeval.engine.guest import Generators, Snapshot
+from dualeval.engine.identity.hasher import digest_of
+from dualeval.engine.invariance.modules import Watch
+from dualeval.engine.kept import Kept
+from dualeval.engine.loop import Evaluation, read_alone
+from dualeval.engine.parts import postprocessed
+from dualeval.engine.sharding.detect import is_sharded
+from dualeval.errors import with_type
+
+if TYPE_CHECKING:
+    from dualeval.tasks import Task
+
+# Forwards of a look: two batches, the first again, and the second on its own; and two at the same time.
+_FORWARDS = 6
+# They may take this part of a run, and always so many seconds.
+_PART, _ALWAYS_S = 0.05, 3.0
+# Samples of a batch of them.
+_FEWEST, _MOST = 2, 8
+# Bytes of a buffer that is put back: quantized weights are buffers, too.
+_LARGEST = 1 << 26
+# Names in a sentence.
+_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """What a look has shown.
+
+    Attributes:
+        threads: batches that may be computed at the same time.
+        unlike: a warning where samples gave other columns a second time; None where no second was tried.
+        notes: for people.
+        of_reading: what the data set says of its reading, once a process.
+    """
+
+    threads: int
+    unlike: list[str] | None = None
+    notes: Sequence[str] = ()
+    of_reading: Sequence[str] = ()
+
+
+def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[[int], Compute]) -> Looked:
+    """Compute this rank's first samples several times, and leave model and random numbers as they were."""
+    world, plan = evaluation.context.backend.world, evaluation.plan
+    chunks = remaining[world.rank :: world.size]
+    first = [(batch, chunk) for chunk in chunks[:2] for batch in plan.chunk_batches(chunk)][:2]
+    if not first:
+        return Looked(threads=1)
+    share = plan.samples_in(chunks)
+    most = -(-share // plan.batch_size)
+    threads = usable_threads(evaluation.task, evaluation.model, evaluation.device, evaluation.threads, most)
+    few = min(_MOST, max(_FEWEST, int(share * _PART / _FORWARDS)))
+    # Each shape of a compiled model takes seconds: there it is one that the loop has, too.
+    whole = evaluation.context.options.optimize == COMPILE or is_compiled(evaluation.model)
+    batches = [plan.batch_samples(batch) for batch, _ in first]
+    own = [chunk for _, chunk in first]
+    with as_before(evaluation.model, evaluation.task) as put_back:
+        tried = partial(
+            _look, evaluation, own=own, computes=computes, threads=threads, share=share, put_back=put_back
+        )
+        if whole:
+            return tried(batches)
+        try:
+            return tried([samples[:few] for samples in batches])
+        except Exception as error:  # noqa: BLE001 - said, or raised by whole batches
+            looked = tried(batches)
+            said = f"whole batches can be computed, and {few} samples of one cannot ({with_type(error)})"
+            return replace(looked, notes=[said, *looked.notes])
+
+
+@contextmanager
+def as_before(model: nn.Module, task: Task | None) -> Iterator[Callable[[], None]]:
+    """Put back what a model, a task and their functions keep, and random numbers; yields what does the first.
+
+    Of a sharded model only its buffers: FSDP keeps in attributes what its first forward has made.
+    """
+    snapshot, generators = Snapshot(_LARGEST), Generators()
+    (snapshot.remember_buffers if is_sharded(model) else snapshot.remember)(model)
+    kept = Kept({} if is_sharded(model) else _roots(model, task), returns=True)
+
+    def put_back() -> None:
+        snapshot.put_back()
+        kept.put_back()
+
+    try:
+        yield put_back
+    finally:
+        put_back()
+        generators.put_back()
+
+
+def _roots(model: nn.Module, task: Task | None) -> dict[str, Any]:
+    return {type(model).__name__: model, "the task": task, "hooks": _HOOKS_OF_ALL}
+
+
+def is_short(seconds: float, forwards: int, of: float) -> bool:
+    """Whether some more forwards, of so many seconds together, are three seconds or a twentieth of a run."""
+    return seconds <= _ALWAYS_S or forwards <= of * _PART
+
+
+def _look(
+    evaluation: Evaluation,
+    pieces: Sequence[range],
+    own: Sequence[int],
+    computes: Callable[[int], Compute],
+    threads: int,
+    share: int,
+    put_back: Callable[[], None],
+) -> Looked:
+    task, model, step = evaluation.task, evaluation.model, evaluation.context.control.progress.step
+    trusted = task.thread_safe is True
+    places = [*own, own[0]]
+    said: list[str] = []
+    several = read_alone(
+        evaluation, *pieces, pieces[0], step=lambda place: step("load", places[place]), notes=said
+    )
+    *read, again = [data for data, _ in several]
+    looked = Looked(threads=threads if trusted else 1, of_reading=said)
+    if again is None or any(data is None for data in read):
+        return looked
+    step("forward", own[0])
+    roots = _roots(model, task)
+    unused, generators = Kept(roots), Generators()
+    with computes(1) as compute:
+
+        def alone(number: int, data: Any) -> Mapping[str, Column]:
+            columns = compute.start(data)()
+            return postprocessed(task, evaluation.dataset, columns, pieces[number])
+
+        found = [alone(0, read[0])]
+        before = Kept(roots)
+        start = perf_counter()
+        # The second: the first may compile, or build tables, which the loop would do as well.
+        found += [alone(1, data) for data in read[1:]]
+        seconds = (perf_counter() - start) * (_FORWARDS - 2)
+        if not is_short(seconds, _FORWARDS - 2, share / len(pieces[0])):
+            return replace(looked, notes=[_TOO_LONG.format(seconds)])
+        changed = Kept(roots).changed_since(before)
+        drawn = ["the state of random numbers"] if generators.are_others() else []
+
+        def why() -> str:
+            if changed:
+                return f"from one batch to the next {_changes(changed)}"
+            return _random_module(model, lambda: alone(0, read[0]))
+
+        unlike = differences(found[0], alone(0, again), read[0], again, why)
+        if read[1:] and not unlike:
+            put_back()
+            made = before.changed_since(unused)
+            unlike = differences(
+                found[1], alone(1, read[1]), read[1], read[1], lambda: _MADE.format(_listed(made))
+            )
+        looked = replace(looked, unlike=unlike)
+    if looked.unlike or trusted:
+        return looked
+    notes = [_KEPT.format(_changes([*changed, *drawn]))] if changed or drawn else []
+    if threads > 1 and not notes:
+        put_back()
+        notes = _in_threads(evaluation, computes, pieces, read, found)
+    return replace(looked, notes=notes) if threads > 1 and notes else replace(looked, threads=threads)
+
+
+# Those that torch calls for every module.
+_HOOKS_OF_ALL = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+_KEPT = (
+    "from one batch to the next, {}: the batches are computed one at a time. In Python let the outputs of "
+    "forward hold what observe reads; or give thread_safe=True if no number depends on it"
+)
+_MADE = (
+    "what is made of the first batch decides those of others ({}), and each process begins with another one"
+)
+_TOO_LONG = (
+    "whether the model gives the same numbers twice was not tried: that takes about {:.0f} s, more than a "
+    "twentieth of this run. So its batches are computed one at a time; thread_safe=True computes several"
+)
+
+
+def differences(
+    one: Mapping[str, Column], other: Mapping[str, Column], data: Any, again: Any, why: Callable[[], str]
+) -> list[str]:
+    """A warning where the same samples, read and computed twice, give other bits; ``why`` explains it."""
+    names = _differing(one, other)
+    if not names:
+        return []
+    if digest_of(data) == digest_of(again):
+        cause = why()
+    else:
+        cause = "the data set gives other values each time it is read. Leave random augmentation out"
+    return [
+        f"the same samples give other numbers when they are computed again ({_listed(names)}): "
+        f"{cause}. Another run, or another number of processes, gives another result"
+    ]
+
+
+def _differing(one: Mapping[str, Column], other: Mapping[str, Column]) -> list[str]:
+    return [name for name, column in one.items() if digest_of(column) != digest_of(other.get(name))]
+
+
+def _in_threads(
+    evaluation: Evaluation,
+    computes: Callable[[int], Compute],
+    pieces: Sequence[range],
+    read: Sequence[Any],
+    alone: Sequence[Mapping[str, Column]],
+) -> list[str]:
+    """Why batches cannot be computed at the same time; nothing where they give what each gave alone."""
+    try:
+        with computes(len(read)) as pool:
+            pending = pool.start_together(read)
+            found = [
+                postprocessed(evaluation.task, evaluation.dataset, columns(), samples)
+                for columns, samples in zip(pending, pieces, strict=True)
+            ]
+    except Exception as error:  # noqa: BLE001 - said: each of them could be computed alone
+        return [f"batches cannot be computed at the same time ({with_type(error)}), and so one at a time"]
+    differing = [name for one, other in zip(alone, found, strict=True) for name in _differing(one, other)]
+    said = f"batches give other numbers when two are computed at the same time ({_listed(differing)})"
+    return [f"{said}: they are computed one at a time"] if differing else []
+
+
+def _random_module(model: nn.Module, compute: Callable[[], object]) -> str:
+    """Which module gives other values for the same input."""
+    watch = Watch(model, 1)
+    with watch.shapes() as shapes:
+        compute()
+    watch.learn(shapes, shapes, 1)
+    calls = []
+    for _ in range(2):
+        with watch.hashes() as seen:
+            compute()
+        calls.append(seen)
+    modules = watch.differences(*calls).modules
+    named = [f"{each.name} ({each.kind})" if each.name else f"{each.kind} itself" for each in modules]
+    said = f"the module {_listed(named)}" if named else "forward or observe, outside of the model,"
+    return f"{said} gives other values for the same input, as dropout does without training=self.training"
+
+
+def _changes(places: Sequence[str]) -> str:
+    return f"{_listed(places)} {'change' if len({*places}) > 1 else 'changes'}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    different = [*dict.fromkeys(names)]
+    more = len(different) - _NAMED
+    shown = ", ".join(different[:_NAMED])
+    return f"{shown} and {more} more" if more > 0 else shown

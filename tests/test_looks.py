@@ -1,0 +1,397 @@
+"""The first samples, looked at: what keeps something, draws random numbers or races is found before any."""
+
+from __future__ import annotations
+
+import json
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import dualeval
+from dualeval.engine import looks
+from dualeval.metrics import Mean
+from dualeval.result import Result
+from tests.tiny import TinyTask
+
+SAMPLES, BATCH = 320, 16
+STORE: dict[str, Tensor] = {}
+CALLS = 0
+
+
+@pytest.fixture(autouse=True)
+def _four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def data() -> TensorDataset:
+    draw = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(SAMPLES, 8, generator=draw), torch.arange(SAMPLES) % 4)
+
+
+class Net(nn.Module):
+    """A classifier; notes which threads have computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first = nn.Linear(8, 32)
+            self.second = nn.Linear(32, 4)
+        self.eval()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        THREADS.add(threading.get_ident())
+        out: Tensor = self.second(self.hidden(self.first(rows)))
+        return out
+
+    def hidden(self, values: Tensor) -> Tensor:
+        return values.relu()
+
+
+THREADS: set[int] = set()
+
+
+def evaluate(model: nn.Module, capsys: pytest.CaptureFixture[str], **given: Any) -> tuple[Result, str]:
+    THREADS.clear()
+    given = {"data": data(), "metrics": ["loss"], **given}
+    result = dualeval.evaluate(model=model, batch_size=BATCH, **given)
+    return result, capsys.readouterr().err
+
+
+class Keeps(Net):
+    def hidden(self, values: Tensor) -> Tensor:
+        self.feature = values.relu()
+        return self.feature
+
+
+def of_attribute() -> tuple[nn.Module, dict[str, Any], str]:
+    model = Keeps()
+    return model, {"observe": lambda outputs, batch: {"f": model.feature.mean(1)}}, "Keeps.feature"
+
+
+def of_closure() -> tuple[nn.Module, dict[str, Any], str]:
+    last: Tensor | None = None
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal last
+        out: Tensor = model(batch[0])
+        last = out.relu()
+        return out
+
+    def observe(outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        assert last is not None
+        return {"f": last.mean(1)}
+
+    return Net(), {"forward": forward, "observe": observe}, "last of of_closure"
+
+
+def of_hook() -> tuple[nn.Module, dict[str, Any], str]:
+    model = Net()
+    model.first.register_forward_hook(lambda module, inputs, out: STORE.__setitem__("f", out.relu()))
+    observe = lambda outputs, batch: {"f": STORE["f"].mean(1)}  # noqa: E731
+    return model, {"observe": observe}, "STORE of the module"
+
+
+def of_global() -> tuple[nn.Module, dict[str, Any], str]:
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        global CALLS
+        CALLS += 1
+        out: Tensor = model(batch[0])
+        return out
+
+    observe = lambda outputs, batch: {"f": outputs.mean(1)}  # noqa: E731
+    return Net(), {"forward": forward, "observe": observe}, "CALLS of the module"
+
+
+@pytest.mark.parametrize("made", [of_attribute, of_closure, of_hook, of_global])
+def test_what_a_forward_keeps_is_named_and_batches_are_computed_one_at_a_time(
+    capsys: pytest.CaptureFixture[str], made: Callable[[], tuple[nn.Module, dict[str, Any], str]]
+) -> None:
+    model, given, place = made()
+    result, said = evaluate(model, capsys, metrics=["f"], **given)
+    assert {threading.get_ident()} == THREADS
+    [note] = [line for line in said.splitlines() if "one at a time" in line]
+    assert place in note
+    model, given, _ = made()
+    alone, said = evaluate(model, capsys, metrics=["f"], thread_safe=False, **given)
+    assert result.metrics == alone.metrics and result.deterministic is True
+    assert "one at a time" not in said
+
+
+class Table(Net):
+    """Builds a table when it is first called."""
+
+    def hidden(self, values: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.table = torch.ones(32)
+        return values.relu() * self.table
+
+
+def with_hook() -> nn.Module:
+    model = Net()
+    model.first.register_forward_hook(lambda module, inputs, out: out + 1)
+    return model
+
+
+@pytest.mark.parametrize("made", [Net, Table, with_hook])
+def test_a_model_that_keeps_nothing_has_its_threads(
+    capsys: pytest.CaptureFixture[str], made: Callable[[], nn.Module]
+) -> None:
+    result, said = evaluate(made(), capsys)
+    assert len(THREADS) > 1 and said == ""
+    assert result.deterministic is True and result.warnings == []
+
+
+def test_thread_safe_overrides_the_look(capsys: pytest.CaptureFixture[str]) -> None:
+    _, said = evaluate(Keeps(), capsys, thread_safe=True)
+    assert len(THREADS) > 1 and "one at a time" not in said
+    evaluate(Net(), capsys, thread_safe=False)
+    assert {threading.get_ident()} == THREADS
+
+
+def test_a_race_that_shows_in_the_columns_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    hidden = array("d", [0.0])  # holds its number where no attribute is
+    both = threading.Barrier(2)
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        out: Tensor = model(batch[0])
+        hidden[0] = float(out.sum())
+        try:
+            both.wait(0.05)
+        except threading.BrokenBarrierError:
+            both.reset()
+        return out
+
+    _, said = evaluate(
+        Net(), capsys, metrics=["f"], forward=forward, observe=lambda out, batch: {"f": out[:, 0] + hidden[0]}
+    )
+    assert "other numbers when two are computed at the same time (f)" in said
+
+
+class Dropout(Net):
+    def hidden(self, values: Tensor) -> Tensor:
+        return nn.functional.dropout(values, 0.5)
+
+
+class Counting(Net):
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def hidden(self, values: Tensor) -> Tensor:
+        self.calls += 1
+        scaled: Tensor = values * self.calls
+        return scaled
+
+
+class Recurrent(Net):
+    state: Any = 0.0
+
+    def hidden(self, values: Tensor) -> Tensor:
+        self.state = self.state + values.mean(0)
+        carried: Tensor = values + self.state
+        return carried
+
+
+@pytest.mark.parametrize(
+    ("made", "cause"),
+    [
+        (Dropout, "the module Dropout itself gives other values for the same input"),
+        (lambda: nn.Sequential(Dropout(), nn.Linear(4, 4)).eval(), "the module 0 (Dropout) gives other"),
+        (Counting, "from one batch to the next Counting.calls changes"),
+        (Recurrent, "from one batch to the next Recurrent.state changes"),
+    ],
+)
+def test_a_forward_that_gives_other_numbers_again_is_a_warning(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, made: Callable[[], nn.Module], cause: str
+) -> None:
+    result, _ = evaluate(made(), capsys, out=tmp_path / "out")
+    [warning] = result.warnings
+    assert "the same samples give other numbers" in warning and "(loss, " in warning and cause in warning
+    written = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result.deterministic is False and written["deterministic"] is False
+    assert {threading.get_ident()} == THREADS
+
+
+class FromFirst(Net):
+    """Takes mean and deviation from the first batch that it sees, as ActNorm does."""
+
+    def hidden(self, values: Tensor) -> Tensor:
+        if not hasattr(self, "mean"):
+            self.mean, self.std = values.mean(0), values.std(0)
+        return (values - self.mean) / self.std
+
+
+def test_what_the_first_batch_makes_and_others_read_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    result, said = evaluate(FromFirst(), capsys, thread_safe=False)
+    [warning] = result.warnings
+    assert "FromFirst.mean, FromFirst.std" in warning and "made of the first batch" in warning
+    assert warning in said
+    model, rows = FromFirst(), data()[:BATCH][0]
+    with torch.no_grad():
+        model(rows)  # the first batch of the loop is the first that the model sees
+        wanted = nn.functional.cross_entropy(model(data()[:][0]), data()[:][1]).item()
+    assert result.metrics["loss"] == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_program_is_looked_at() -> None:
+    program = torch.jit.script(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).train())
+    with looks.as_before(program, TinyTask(1)) as put_back:
+        program(torch.rand(3, 8))
+        put_back()
+    assert {name: float(buffer.sum()) for name, buffer in program.named_buffers()} == {
+        "1.running_mean": 0.0,
+        "1.running_var": 4.0,
+        "1.num_batches_tracked": 0.0,
+    }
+
+
+SCALE: dict[str, Tensor] = {}
+
+
+@pytest.mark.parametrize("place", ["global", "task"])
+def test_what_a_task_makes_of_its_first_batch_is_made_of_the_loops(place: str) -> None:
+    class Scaled(TinyTask):
+        scale: Tensor | None = None
+        thread_safe = False
+
+        def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+            made = SCALE.get("is") if place == "global" else self.scale
+            if made is None:
+                made = SCALE["is"] = self.scale = outputs.std()
+            return {**super().observe(outputs, batch), "value": outputs[:, 0] / made}
+
+        def metrics(self) -> list[Any]:
+            return [Mean("value")]
+
+    SCALE.clear()
+    task = Scaled(SAMPLES)
+    result = dualeval.evaluate(task, batch_size=BATCH)
+    rows = torch.stack([sample for sample, _ in task.dataset().__getitems__(range(SAMPLES))])
+    with torch.no_grad():
+        outputs = task.build_model(torch.device("cpu"))(rows)
+    assert result.metrics["value"] == pytest.approx(float((outputs[:, 0] / outputs[:BATCH].std()).mean()))
+    assert result.deterministic is False and "what is made of the first batch" in result.warnings[0]
+
+
+class Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.rand(8), index % 4
+
+
+def test_a_data_set_that_gives_other_samples_again_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    result, _ = evaluate(Net(), capsys, data=Augmented(), workers=0)
+    [warning] = result.warnings
+    assert "the data set gives other values each time it is read" in warning
+    assert result.deterministic is False
+
+
+class Both(Counting):
+    def hidden(self, values: Tensor) -> Tensor:
+        return nn.functional.dropout(super().hidden(values), 0.5)
+
+
+def test_buffers_and_random_numbers_are_put_back(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    looked, _ = evaluate(Both(), capsys)
+    monkeypatch.setattr("dualeval.engine.forward.look", lambda *_: looks.Looked(threads=1))
+    torch.manual_seed(0)
+    unlooked, _ = evaluate(Both(), capsys)
+    assert looked.deterministic is False and looked.metrics == unlooked.metrics
+
+
+class OneSize(Net):
+    def forward(self, rows: Tensor) -> Tensor:
+        assert len(rows) == BATCH or len(rows) == 2, len(rows)  # 2: the first columns
+        return super().forward(rows.view(len(rows), 8))
+
+
+def test_a_model_for_whole_batches_is_looked_at_in_whole_batches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looks, "_FEWEST", 3)
+    result, said = evaluate(OneSize(), capsys)
+    assert result.deterministic is True and "whole batches can be computed, and 3 samples" in said
+
+
+def test_a_look_that_takes_too_long_is_left_out_and_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looks, "_ALWAYS_S", 0.0)
+    few = TensorDataset(*(tensor[:40] for tensor in data().tensors))
+    result, said = evaluate(Dropout(), capsys, data=few)
+    assert result.deterministic is None
+    assert "was not tried" in said and {threading.get_ident()} == THREADS
+
+
+class Adding:
+    """A metric with one slot."""
+
+    name, columns, size = "adding", ("loss",), 1
+
+    def update(self, slots: Tensor, columns: Any) -> None:
+        slots[0] += len(columns["loss"])
+
+    def compute(self, slots: Tensor) -> dualeval.metrics.Measured:
+        return dualeval.metrics.Measured(values={"adding": int(slots[0])})
+
+
+class Writing(Adding):
+    def update(self, slots: Tensor, columns: Any) -> None:
+        columns["loss"].abs_()  # changes no number here, and its tensor
+
+
+class WritingNumpy(Adding):
+    def update(self, slots: Tensor, columns: Any) -> None:
+        columns["loss"].numpy()[:] = 1
+
+
+class Stateful(Adding):
+    def __init__(self) -> None:
+        self.seen = {"samples": 0}
+
+    def update(self, slots: Tensor, columns: Any) -> None:
+        self.seen["samples"] += len(columns["loss"])
+
+
+class Lazy(Adding):
+    def update(self, slots: Tensor, columns: Any) -> None:
+        if not hasattr(self, "table"):
+            self.table = torch.ones(3)
+        super().update(slots, columns)
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        (Writing(), "metric 'adding' writes into its column 'loss'"),
+        (WritingNumpy(), "metric 'adding' writes into its column 'loss'"),
+        (Stateful(), "metric 'adding' keeps Stateful.seen['samples'] from one batch to the next"),
+    ],
+)
+def test_a_metric_that_writes_elsewhere_than_into_its_ledger_is_refused(metric: Any, words: str) -> None:
+    with pytest.raises(dualeval.UsageError, match=words.replace("[", r"\[")):
+        dualeval.evaluate(model=Net(), data=data(), metrics=["loss", metric], batch_size=BATCH)
+
+
+def test_a_metric_may_build_a_table_once() -> None:
+    result = dualeval.evaluate(model=Net(), data=data(), metrics=[Mean("loss"), Lazy()], batch_size=BATCH)
+    assert result.metrics["adding"] == SAMPLES
