@@ -182,7 +182,14 @@ class PlayedTask(TinyTask):
 
     def __init__(self, count: int, device: Played, broken: Sequence[int] = ()) -> None:
         super().__init__(count, broken)
-        self._played = device
+        # Not the device itself, which the look would put back with all that the task holds.
+        self._device = weakref.ref(device)
+
+    @property
+    def _played(self) -> Played:
+        device = self._device()
+        assert device is not None
+        return device
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         features = batch["features"]

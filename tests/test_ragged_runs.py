@@ -113,9 +113,9 @@ def test_any_number_of_ranks(launch: Launch, tmp_path: Path, done: tuple[Path, R
 
 
 def begin(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begin a run that breaks when 17 of its batches are saved, in files of 32 rows."""
+    """Begin a run that breaks when 17 of its batches, one without a forward, are saved, 32 rows a file."""
     monkeypatch.setattr(recorder, "FLUSH_ROWS", 32)
-    monkeypatch.setitem(unnamed, "batches", 17)
+    monkeypatch.setitem(unnamed, "batches", 16)
     with pytest.raises(RuntimeError, match="enough"):
         go_on(out)
     monkeypatch.setitem(unnamed, "batches", math.inf)

@@ -37,24 +37,25 @@ class Kept:
 
     Args:
         roots: where to begin, by the name that a place starts with.
-        returns: whether ``put_back`` is to be called.
+        returns: whether ``put_back`` is to be called. It leaves alone what an object of a library holds: its
+            parts belong together, as a cache and the count of its entries do.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, returns: bool = False) -> None:
-        self._returns = returns
         self._values: dict[str, Any] = {}
         # Kept alive, so that nothing else gets their ids.
         self._entered: dict[int, Any] = {}
         self._put_back: list[Callable[[], object]] = []
         self._left = _CONTENT
-        waiting = deque(roots.items())
+        waiting = deque((place, value, returns) for place, value in roots.items())
         while waiting and len(self._values) < _VALUES:
-            place, value = waiting.popleft()
-            self._values[place] = self._token(value)
+            place, value, returned = waiting.popleft()
+            self._values[place] = self._token(value, returned)
             if not isinstance(value, (*_PLAIN, Tensor, np.ndarray)) and id(value) not in self._entered:
                 self._entered[id(value)] = value
-                self._put_back += _ways_back(value) if returns else ()
-                waiting += _inside(place, value)
+                returned = returned and not _is_of_a_library(value)
+                self._put_back += _ways_back(value) if returned else ()
+                waiting += ((inner, held, returned) for inner, held in _inside(place, value))
 
     def changed_since(self, earlier: Kept) -> list[str]:
         """The places whose values are others than at an earlier time."""
@@ -71,24 +72,24 @@ class Kept:
         for way in self._put_back:
             way()
 
-    def _token(self, value: Any) -> Any:
+    def _token(self, value: Any, returned: bool) -> Any:
         """What is compared of a value, beside the values inside of it."""
         kind = type(value)
         if kind in _PLAIN:
             # By its text: NaN is not equal to itself.
             return kind, repr(value)
         if isinstance(value, (Tensor, np.ndarray)):
-            return kind, self._content(value)
+            return kind, self._content(value, returned)
         return kind, len(value) if kind in (*_LISTS, dict, set, frozenset) else None
 
-    def _content(self, value: Any) -> Any:
+    def _content(self, value: Any, returned: bool) -> Any:
         """A digest of a tensor or array; of others which object it is, and its version."""
         with suppress(RuntimeError, TypeError, ValueError):  # a layout without bytes of its own
             size = value.numel() * value.element_size() if isinstance(value, Tensor) else value.nbytes
             if size <= self._left and not isinstance(value, nn.Parameter):
                 own = np.ascontiguousarray(_bytes_of(value) if isinstance(value, Tensor) else value)
                 self._left -= size
-                if self._returns and not (isinstance(value, Tensor) and value.is_inference()):
+                if returned and not (isinstance(value, Tensor) and value.is_inference()):
                     self._put_back.append(functools.partial(_write_back, value, own.copy()))
                 return tuple(value.shape), hashlib.blake2b(own.tobytes(), digest_size=16).digest()
         self._entered[id(value)] = value
@@ -107,6 +108,18 @@ def _write_back(value: Any, before: np.ndarray[Any, Any]) -> None:
     elif not np.array_equal(_bytes_of(value), before):
         with torch.no_grad():
             value.copy_(torch.from_numpy(before).view(value.dtype).view(value.shape))
+
+
+def _is_of_a_library(value: Any) -> bool:
+    """Whether an object's class is another's: neither a module, nor of the user, nor a plain container."""
+    kind = type(value)
+    walked = (type, nn.Module, ModuleType, FunctionType, MethodType, functools.partial)
+    if issubclass(kind, (*walked, staticmethod, classmethod)) or kind.__module__ in (
+        "builtins",
+        "collections",
+    ):
+        return False
+    return not is_own(kind)
 
 
 def _ways_back(value: Any) -> Iterator[Callable[[], object]]:

@@ -171,12 +171,12 @@ class Proof:
                 self._refuse(column, 0, now)
             elif (row := _first_difference(values, found, None)) is not None:
                 if self._same_machine and not self._is_unsteady(column, found):
-                    others = any(self._is_unsteady(name, rows) for name, rows in now.items())
-                    self._refuse(column, row, now, unsteady=others)
+                    others = [name for name, rows in now.items() if self._is_unsteady(name, rows)]
+                    self._refuse(column, row, now, others)
                 unsteady += [column] if self._same_machine else []
                 row = _first_difference(values, found, self._tolerance)
                 if row is not None:
-                    self._refuse(column, row, now, unsteady=self._same_machine)
+                    self._refuse(column, row, now, unsteady)
                 outcome = WITHIN_TOLERANCE
         note = (
             f"the model does not give the same bits twice on this machine (column {', '.join(unsteady)}): "
@@ -206,19 +206,26 @@ class Proof:
             self._again = self._evaluated()
         return _first_difference(found, self._again[column], None) is not None
 
-    def _refuse(self, column: str, row: int, now: Mapping[str, Rows], *, unsteady: bool = False) -> NoReturn:
+    def _refuse(
+        self, column: str, row: int, now: Mapping[str, Rows], unsteady: Sequence[str] = ()
+    ) -> NoReturn:
         index = self._stored.samples[int(np.flatnonzero(self._stored.evaluated)[row])]
         there = _shown(self._stored.columns[column][row])
         found = _shown(now[column][row]) if column in now else "no such column"
-        why = (
-            "This job gives other numbers each time, also from one evaluation of a batch to the next: "
-            "dropout, a random number or a time decides them, and nothing can show that the two belong "
-            "together."
-            if unsteady
-            else "The job's identity is unchanged, so something that it does not name has changed: "
-            "an imported helper, a file or variable that the model reads, or the middle of a picture "
-            "(--data-fingerprint content reads all of it)."
+        changed = (
+            "something that it does not name has changed: an imported helper, a file or variable that the "
+            "model reads, or the middle of a picture (--data-fingerprint content reads all of it)."
         )
+        random = (
+            f"its columns {', '.join(unsteady)} differ from one evaluation to the next, so dropout, "
+            "a random number or a time decides them"
+        )
+        if column in unsteady:
+            why = f"This job gives other numbers each time: {random}; so none can be compared."
+        elif unsteady:
+            why = f"This job is random ({random}), or {changed}"
+        else:
+            why = f"The job's identity is unchanged, so {changed}"
         raise UsageError(
             f"{self._place} holds other numbers than this job gives now: sample "
             f"{self._name(index)}, column {column!r}: {there} there, {found} now. {why} Give "
