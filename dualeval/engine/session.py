@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ON_STALL = ("raise", "exit")
-# srun loses words that it has not handed on when it ends the step.
-_LAST_WORDS_S = 0.5
+# srun loses words that it has not handed on when it ends the step. horovodrun ends rank 0, which may come
+# later, when another rank has exited.
+_LAST_WORDS_S, _BEFORE_RANK_0_S = 0.5, 3.0
 
 # By session, the thread that has opened it.
 _opened: dict[int, int] = {}
@@ -271,7 +272,7 @@ class Session:
             if speaks:
                 say(f"dualeval: error: {text_of(error)}{where}")
             if not alone:
-                sleep(_LAST_WORDS_S)
+                sleep(_LAST_WORDS_S if speaks else _BEFORE_RANK_0_S)
             conclude_quietly(error, error.exit_code)
             self.is_concluded = True
         self._close(failed=True)
