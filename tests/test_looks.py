@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 from array import array
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import dualeval
 from dualeval.engine import looks
+from dualeval.engine.kept import Kept
 from dualeval.metrics import Mean
 from dualeval.result import Result
 from tests.tiny import TinyTask
@@ -395,3 +397,24 @@ def test_a_metric_that_writes_elsewhere_than_into_its_ledger_is_refused(metric: 
 def test_a_metric_may_build_a_table_once() -> None:
     result = dualeval.evaluate(model=Net(), data=data(), metrics=[Mean("loss"), Lazy()], batch_size=BATCH)
     assert result.metrics["adding"] == SAMPLES
+
+
+class Holder:
+    """The user's, with something of a library whose parts belong together."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.waiting: queue.Queue[int] = queue.Queue()
+
+
+def test_what_an_object_of_a_library_holds_is_not_put_back() -> None:
+    holder = Holder()
+    kept = Kept({"holder": holder}, returns=True)
+    holder.seen.append(1)
+    holder.waiting.put(1)
+    assert {"holder.seen", "holder.waiting.unfinished_tasks"} <= {
+        *Kept({"holder": holder}).changed_since(kept)
+    }
+    kept.put_back()
+    assert holder.seen == []
+    assert holder.waiting.get_nowait() == 1 and holder.waiting.unfinished_tasks == 1
