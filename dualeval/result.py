@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from dualeval.errors import DualevalError
 
@@ -26,6 +27,7 @@ JOB = "job.json"
 PREDICTIONS = "predictions.parquet"
 # The table of several models, in whose folder each has one of its own.
 MODELS = "models.json"
+_SHOWN = 80  # letters of a wrong value
 
 # Which part of a data set was evaluated: ``kind`` of ``Result.part``.
 ALL_SAMPLES, FIRST_SAMPLES, DRAWN_SAMPLES = "all", "first", "drawn"
@@ -201,7 +203,7 @@ def stated_result(content: Any) -> tuple[Result, str]:
     """Make a result of the content of a result.json, as it is, and return the digest that it states too.
 
     Raises:
-        DualevalError: a field is missing or unknown.
+        DualevalError: a field is missing, unknown or of another type.
     """
     try:
         values = dict(content)
@@ -211,11 +213,33 @@ def stated_result(content: Any) -> tuple[Result, str]:
                 f"its schema version is {version}, expected one of {_READABLE}: a later dualeval may read it"
             )
         result = Result(**values)
+        for name, kind in get_type_hints(Result, localns={"Value": Any}).items():
+            if not _fits(getattr(result, name), kind):
+                found = json.dumps(values[name])[:_SHOWN]
+                raise DualevalError(f"its field {name} is {found}, expected {Result.__annotations__[name]}")
+        if absent := {"total", "evaluated", "failed"} - result.samples.keys():
+            raise DualevalError(f"its field samples has no {min(absent)}")
         # A value of another kind than JSON's own shows here.
         _ = result.metrics_digest
     except (ValueError, TypeError, KeyError) as error:
         raise DualevalError(f"{type(error).__name__}: {error}") from error
     return result, str(digest)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value, as JSON has it, is of a type in the annotations of ``Result``."""
+    outer, inner = get_origin(kind), get_args(kind)
+    if outer is dict:
+        return isinstance(value, dict) and all(_fits(each, inner[1]) for each in value.values())
+    if outer is list:
+        return isinstance(value, list) and all(_fits(each, inner[0]) for each in value)
+    if outer is tuple:
+        return isinstance(value, (list, tuple)) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if outer is UnionType:
+        return any(_fits(value, each) for each in inner)
+    if kind is float or kind is int:
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return kind is Any or isinstance(value, kind)
 
 
 def partial_of(path: Path) -> Path:
