@@ -292,7 +292,7 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    except BaseException:
         # What refuses to write may refuse this as well; the first error is the one to tell.
         with suppress(OSError):
             partial.unlink(missing_ok=True)
