@@ -27,7 +27,6 @@ JOB = "job.json"
 PREDICTIONS = "predictions.parquet"
 # The table of several models, in whose folder each has one of its own.
 MODELS = "models.json"
-_SHOWN = 80  # letters of a wrong value
 
 # Which part of a data set was evaluated: ``kind`` of ``Result.part``.
 ALL_SAMPLES, FIRST_SAMPLES, DRAWN_SAMPLES = "all", "first", "drawn"
@@ -215,8 +214,8 @@ def stated_result(content: Any) -> tuple[Result, str]:
         result = Result(**values)
         for name, kind in get_type_hints(Result, localns={"Value": Any}).items():
             if not _fits(getattr(result, name), kind):
-                found = json.dumps(values[name])[:_SHOWN]
-                raise DualevalError(f"its field {name} is {found}, expected {Result.__annotations__[name]}")
+                wanted = Result.__annotations__[name]
+                raise DualevalError(f"its field {name} is {values[name]!r:.80}, expected {wanted}")
         if absent := {"total", "evaluated", "failed"} - result.samples.keys():
             raise DualevalError(f"its field samples has no {min(absent)}")
         # A value of another kind than JSON's own shows here.
@@ -228,18 +227,14 @@ def stated_result(content: Any) -> tuple[Result, str]:
 
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value, as JSON has it, is of a type in the annotations of ``Result``."""
-    outer, inner = get_origin(kind), get_args(kind)
-    if outer is dict:
-        return isinstance(value, dict) and all(_fits(each, inner[1]) for each in value.values())
-    if outer is list:
-        return isinstance(value, list) and all(_fits(each, inner[0]) for each in value)
-    if outer is tuple:
-        return isinstance(value, (list, tuple)) and len(value) == len(inner) and all(map(_fits, value, inner))
+    outer, inner = get_origin(kind) or kind, get_args(kind)
     if outer is UnionType:
         return any(_fits(value, each) for each in inner)
-    if kind is float or kind is int:
-        return isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return kind is Any or isinstance(value, kind)
+    if outer is tuple:
+        return type(value) is list and len(value) == len(inner) and all(map(_fits, value, inner))
+    parts = value.values() if type(value) is dict else value if type(value) is list else ()
+    wanted = (int, float) if outer is float else (outer,)
+    return outer is Any or (type(value) in wanted and all(_fits(part, inner[-1]) for part in parts))
 
 
 def partial_of(path: Path) -> Path:

@@ -271,13 +271,13 @@ def test_a_file_that_is_gone(run: Path) -> None:
     ("field", "value", "says"),
     [
         ("metrics", [], r"its field metrics is \[\], expected dict\[str, Value\]"),
-        ("intervals", {"top1": 3}, r'its field intervals is \{"top1": 3\}, expected dict'),
+        ("intervals", {"top1": 3}, r"its field intervals is \{'top1': 3\}, expected dict"),
         ("intervals", {"top1": [0.5]}, "its field intervals is"),
         ("samples", {"total": True}, "its field samples is"),
         ("samples", {}, "its field samples has no evaluated"),
         ("samples_digest", 7, r"its field samples_digest is 7, expected str \| None"),
         ("scores", {"top1": "rank"}, "its field scores is"),
-        ("warnings", None, "its field warnings is null"),
+        ("warnings", None, "its field warnings is None"),
     ],
 )
 def test_a_field_of_another_type(run: Path, field: str, value: object, says: str) -> None:
