@@ -368,8 +368,6 @@ def _parsed(text: str, kind: Any) -> Any:
         if text.lower() not in _BOOLS:
             raise ValueError(text)
         return _BOOLS[text.lower()]
-    if kind is Path and not text:
-        raise ValueError(text)
     return kind(text)
 
 

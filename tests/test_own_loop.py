@@ -290,7 +290,11 @@ def test_misuse_is_said_at_once() -> None:
 
 def test_a_batch_that_was_changed_in_place_is_refused() -> None:
     data = [{"x": torch.tensor([float(index)]), "more": [torch.tensor(1), "text"]} for index in range(40)]
-    for change in (lambda batch: batch["x"].add_(1), lambda batch: batch["more"][0].zero_()):
+    changes: list[Callable[[Any], Any]] = [
+        lambda batch: batch["x"].add_(1),
+        lambda batch: batch["more"][0].zero_(),
+    ]
+    for change in changes:
         said = "the batch of samples 16 to 31 was changed in place .* inputs = inputs.clone()"
         with pytest.raises(UsageError, match=said), opened(data) as loop:
             for count, batch in enumerate(loop.batches()):
