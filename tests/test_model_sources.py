@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import warnings
@@ -120,6 +121,23 @@ def test_a_torchscript_archive(make: Callable[[nn.Module], Any], tmp_path: Path)
     assert not getattr(model, "training", False)
     make(net(changed=0.1)).save(str(path))
     assert identity(classifiers.build(str(path), None, None, trust=True)) != identity(model)
+
+
+@pytest.mark.usefixtures("deprecated")
+@pytest.mark.parametrize("kind", ["TorchScript archive", "torch.export program"])
+def test_a_program_with_a_flipped_bit(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.pt2"
+    if kind == "TorchScript archive":
+        scripted(net()).save(str(path))
+    else:
+        torch.export.save(exported(net()), path)
+    weights = max((value for value in net().state_dict().values()), key=torch.numel).numpy().tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(weights) + 9] ^= 1
+    path.write_bytes(content)
+    assert re.search(
+        rf"cannot be read as a {kind}: its record \S+ does not fit", fails(str(path), trust=True)
+    )
 
 
 @pytest.mark.usefixtures("deprecated")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualeval.cli import options
+from dualeval.cli.grouped import PATH
 from dualeval.cli.invariance import FLAG, DoctorCommand
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError
 from dualeval.launch import Detection, examine
@@ -81,7 +82,7 @@ class _Findings:
 @click.option("--launcher", help=f"Launcher of the ranks: {', '.join(LAUNCHERS)}.  [default: detected]")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path("runs"),
     help="Output folder to check.  [default: runs]",
 )
