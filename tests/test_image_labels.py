@@ -240,7 +240,7 @@ def test_a_class_that_the_model_does_not_have(tmp_path: Path) -> None:
 def test_folders_that_are_some_of_imagenets_wnids(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"n01440764": 0, "n01443537": 1, "n01491361": 3})
     message = refused(task(data, "reds:thousand"))
-    assert "tells 1000 classes apart, but 3 were expected" in message
+    assert "has 1000 classes, but 3 were expected" in message
     assert "The folders are 3 of ImageNet's 1,000 wnids: add --num-classes 1000." in message
     result = evaluate(task(data, "reds:thousand", num_classes=1000), tmp_path / "out")
     assert result.metrics["top1"] == 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,28 @@ def test_a_new_user_types_each_line(launch: Launch, tmp_path: Path) -> None:
     for line in [*LINES, *INLINE]:
         done = launch(["bash", "-c", line], cwd=tmp_path, timeout=120)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+TROUBLE = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+# Messages of Open MPI.
+FOREIGN = {"mpirun has detected an attempt to run as root", "There are not enough slots available"}
+
+
+def texts_of(tree: ast.AST) -> Iterator[str]:
+    """All texts of a file but docstrings; in an f-string each value is a line feed."""
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\n" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            yield node.value
+
+
+def test_each_message_of_troubleshooting_is_in_the_source() -> None:
+    folders = (ROOT / name for name in ("dualeval", "backends", "launch"))
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    source = "\0".join(text for path in files for text in texts_of(ast.parse(path.read_text("utf-8"))))
+    headings = re.findall(r"^### (.*)$", TROUBLE, re.MULTILINE)
+    assert 25 <= len(headings) == len(set(headings))
+    assert [words for words in headings if words not in FOREIGN and words not in source] == []
+    assert len(TROUBLE.splitlines()) <= 200
