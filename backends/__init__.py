@@ -81,8 +81,8 @@ def choose_backend(name: str | None, world: World) -> str:
     if name not in launcher.backends:
         started_by, start = launcher.title or launcher.name, _BACKENDS[name][-1]
         raise LaunchError(
-            f"--backend {name} cannot run a world of {world.size} started by {started_by}. Start it with "
-            f"{start}, or leave --backend out to take {_default(launcher)}."
+            f"--backend {name} cannot run with world size {world.size}, started by {started_by}. Start it "
+            f"with {start}, or leave --backend out to take {_default(launcher)}."
         )
     if name == "mpi" and not world.mpi:
         raise LaunchError(

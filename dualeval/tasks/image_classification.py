@@ -350,7 +350,7 @@ class ImageClassification(Task):
         expected, labels = self._num_classes, self._dataset.labels
         if expected is not None and classes != expected and not self._may_have_more_classes:
             raise UsageError(
-                f"the model {self._model_name} tells {classes} classes apart, but {expected} were expected "
+                f"the model {self._model_name} has {classes} classes, but {expected} were expected "
                 "(from the data, or --num-classes). Give data and model of the same classes."
                 + hint_for(labels, classes)
             )
@@ -358,8 +358,8 @@ class ImageClassification(Task):
         if largest >= classes:
             whose = "data has" if self._class_map is None else f"class map {self._class_map} gives"
             raise UsageError(
-                f"the {whose} a label {largest}, but the model {self._model_name} tells {classes} classes "
-                f"apart (labels 0 to {classes - 1}). Give data and model of the same classes."
+                f"the {whose} a label {largest}, but the model {self._model_name} has {classes} classes "
+                f"(labels 0 to {classes - 1}). Give data and model of the same classes."
             )
         return classes
 
