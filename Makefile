@@ -61,9 +61,9 @@ bench-peers: $(PEERS)/.ready
 gpu: $(VENV)/.ready
 	$(BIN)/python benchmarks/gpu.py
 
-# The picture of the table in the README.
+# The pictures in the docs.
 picture: $(VENV)/.ready
-	$(BIN)/python docs/picture_of_run.py
+	$(BIN)/python docs/pictures.py
 
 # The tables of docs/launchers.md, from launch/launchers/.
 tables: $(VENV)/.ready
