@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.backends.opt_einsum  # torch 2.8 does not import it itself
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
