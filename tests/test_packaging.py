@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -152,14 +153,18 @@ def test_the_oldest_versions_that_setup_py_names(
     oldest = [needed.replace(">=", "==") for needed in re.findall('"(.+)",', install_requires)]
     assert oldest and all("==" in needed for needed in oldest)
     [wheel] = built.glob("*.whl")
-    bin_folder = tmp_path / "venv/bin"
-    assert launch([oldest_python, "-m", "venv", tmp_path / "venv"], timeout=120).returncode == 0
-    done = launch([bin_folder / "python", "-m", "pip", "install", "-q", *oldest, wheel], timeout=1800)
-    assert done.returncode == 0, done.stderr
-    digests = []
-    for ranks in ("1", "2"):
-        command = [bin_folder / "dualeval", "run", "--limit", "256", "--nproc", ranks, "--out", ranks]
-        done = launch(command, cwd=tmp_path, variables={"PYTHONPATH": ""}, timeout=300)
+    nothing = {"PYTHONPATH": ""}
+    # Not in a folder of pytest's, which would keep the gigabytes.
+    with tempfile.TemporaryDirectory() as folder:
+        python = Path(folder) / "bin/python"
+        assert launch([oldest_python, "-m", "venv", folder], timeout=120).returncode == 0
+        words = ["-m", "pip", "install", "-q", *oldest, wheel]
+        done = launch([python, *words], timeout=1800, variables=nothing)
         assert done.returncode == 0, done.stderr
-        digests.append(json.loads((tmp_path / ranks / "result.json").read_text())["metrics_digest"])
+        digests = []
+        for ranks in ("1", "2"):
+            command = [python.with_name("dualeval"), "run", "--limit", "256", "--nproc", ranks, "--out", ranks]
+            done = launch(command, cwd=tmp_path, variables=nothing, timeout=300)
+            assert done.returncode == 0, done.stderr
+            digests.append(json.loads((tmp_path / ranks / "result.json").read_text())["metrics_digest"])
     assert digests[0] == digests[1]
