@@ -21,9 +21,10 @@ _CONNECT = timedelta(seconds=60)
 # Of what rank 0 is to answer a second, the part of each of two: ranks that wait in meetings also report
 # themselves. Its store can do several times that, beside an evaluation.
 _ANSWERS_A_S = 2500
+_LIMITS_HOLD_FOR = 1000
 # Beside its connections a rank opens data, a journal and its reading processes' pipes.
 _OTHER_FILES = 256
-# Of a rank to each other while they join: in the store where they meet, if it serves that, and in gloo's mesh.
+# Of a rank to each other while they join: in the store where they meet, where it serves that; in gloo's mesh.
 JOINING = 2
 
 
@@ -36,6 +37,14 @@ def pause_for(size: int, requests: int, least_s: float) -> float:
         least_s: the pause where there are few ranks.
     """
     return max(least_s, size * requests / _ANSWERS_A_S)
+
+
+def limit_for(size: int, seconds: float) -> float:
+    """How long to wait at an end for other ranks, where that many seconds are enough for a thousand.
+
+    All limits that depend on the number of ranks are this one: they grow as ``pause_for`` does.
+    """
+    return seconds * max(1.0, size / _LIMITS_HOLD_FOR)
 
 
 def allow_connections(count: int, who: str) -> None:

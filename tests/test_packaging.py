@@ -163,7 +163,16 @@ def test_the_oldest_versions_that_setup_py_names(
         assert done.returncode == 0, done.stderr
         digests = []
         for ranks in ("1", "2"):
-            command = [python.with_name("dualeval"), "run", "--limit", "256", "--nproc", ranks, "--out", ranks]
+            command = [
+                python.with_name("dualeval"),
+                "run",
+                "--limit",
+                "256",
+                "--nproc",
+                ranks,
+                "--out",
+                ranks,
+            ]
             done = launch(command, cwd=tmp_path, variables=nothing, timeout=300)
             assert done.returncode == 0, done.stderr
             digests.append(json.loads((tmp_path / ranks / "result.json").read_text())["metrics_digest"])

@@ -184,7 +184,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
 
 
 def _files_of_agent(world: World) -> list[str]:
-    """What is wrong with the open files of torchrun's agent: it serves the ranks' store, on the first node."""
+    """What is wrong with the open files of torchrun's agent: on the first node it serves the ranks' store."""
     agent = os.getppid()
     if world.launcher != "torchrun" or world.node_rank != 0:
         return []
