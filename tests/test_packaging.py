@@ -158,7 +158,7 @@ def test_the_oldest_versions_that_setup_py_names(
     with tempfile.TemporaryDirectory() as folder:
         python = Path(folder) / "bin/python"
         assert launch([oldest_python, "-m", "venv", folder], timeout=120).returncode == 0
-        words = ["-m", "pip", "install", "-q", *oldest, wheel]
+        words: list[str | Path] = ["-m", "pip", "install", "-q", *oldest, wheel]
         done = launch([python, *words], timeout=1800, variables=nothing)
         assert done.returncode == 0, done.stderr
         digests = []
