@@ -158,21 +158,13 @@ def test_the_oldest_versions_that_setup_py_names(
     with tempfile.TemporaryDirectory() as folder:
         python = Path(folder) / "bin/python"
         assert launch([oldest_python, "-m", "venv", folder], timeout=120).returncode == 0
-        words: list[str | Path] = ["-m", "pip", "install", "-q", *oldest, wheel]
-        done = launch([python, *words], timeout=1800, variables=nothing)
+        install: list[str | Path] = [python, "-m", "pip", "install", "-q", *oldest, wheel]
+        done = launch(install, timeout=1800, variables=nothing)
         assert done.returncode == 0, done.stderr
         digests = []
         for ranks in ("1", "2"):
-            command = [
-                python.with_name("dualeval"),
-                "run",
-                "--limit",
-                "256",
-                "--nproc",
-                ranks,
-                "--out",
-                ranks,
-            ]
+            words = ["run", "--limit", "256", "--nproc", ranks, "--out", ranks]
+            command: list[str | Path] = [python.with_name("dualeval"), *words]
             done = launch(command, cwd=tmp_path, variables=nothing, timeout=300)
             assert done.returncode == 0, done.stderr
             digests.append(json.loads((tmp_path / ranks / "result.json").read_text())["metrics_digest"])
