@@ -100,7 +100,8 @@ if [[ -z $out ]]; then
 fi
 
 # If this job has GPUs, a node without a working one is an error, and not a run on its CPU.
-gpus=${SLURM_GPUS_ON_NODE:-${SLURM_JOB_GPUS:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS:-0}}}}
+gpus=${SLURM_GPUS_ON_NODE:-${SLURM_JOB_GPUS:+some}}  # the latter has numbers: 0 is GPU 0
+gpus=${gpus:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS:-0}}}
 if [[ $gpus != 0 && -z $device && -z $mixed ]] &&
   ! { [[ -n $config ]] && grep -qsE "^[[:space:]]*[\\"']?device[\\"']?[[:space:]]*=" "$config"; }; then
   words+=(--device cuda)

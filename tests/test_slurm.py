@@ -293,6 +293,7 @@ CUDA = [*OWN_OUT, "--device", "cuda"]
         ({}, [], OWN_OUT),
         (GPUS, [], CUDA),
         ({"SLURM_JOB_GPUS": "0,3"}, [], CUDA),
+        ({"SLURM_JOB_GPUS": "0"}, [], CUDA),
         ({"SLURM_GPUS_PER_NODE": "a100:8"}, [], CUDA),
         ({"SLURM_GPUS": "16"}, [], CUDA),
         ({"SLURM_GPUS_ON_NODE": "0"}, [], OWN_OUT),
