@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PIP_OPTIONS := --disable-pip-version-check --no-color
 PACKAGES := | sed -un -E 's/^ *(Downloading|Using cached|Processing) (.*\/)?([^\/ ]+)-([0-9][^-\/ ]*)-[^\/ ]*\.whl( .*)?$$/  \3 \4\5/p; \
-	s/^Installing collected packages: .*,.*/  unpacking them: torch is large, and takes a while/p'
+	s/^Installing collected packages: .*\<torch,.*/  unpacking them: torch takes a minute/p'
 PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev g++ make cmake
 SYSTEM_PACKAGES += slurm-wlm munge openssh-server openssh-client iproute2
