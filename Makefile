@@ -18,6 +18,8 @@ APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-instal
 # For images (docker/) on the command line: the extras of setup.py, and more for dualeval setup-horovod.
 EXTRAS := torchmetrics
 HOROVOD_OPTIONS :=
+# Modules are compiled when they are first imported, which halves the installation; an image has them compiled.
+COMPILE := --no-compile
 
 .PHONY: run test test-long check format bench bench-peers gpu picture tables horovod stack system clean
 # Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core.
@@ -101,7 +103,7 @@ $(VENV)/.ready: setup.py constraints.txt
 	@test -x $(BIN)/pip || { $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; }
 	@echo "Installing pinned versions into $(VENV): a minute or two, more where torch comes with CUDA."
 	@$(PIP) install -c constraints.txt setuptools wheel $(PACKAGES)
-	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]" $(PACKAGES)
+	@$(PIP) install $(COMPILE) -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]" $(PACKAGES)
 	@$(BIN)/python -m dualeval.vision_library
 	@touch $@
 
