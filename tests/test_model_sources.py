@@ -676,8 +676,8 @@ def test_a_module_and_a_folder_are_the_command_lines_task(
     del net.preprocessing
 
     def pixels(picture: Any) -> torch.Tensor:
-        transforms = torchvision().transforms.functional
-        return transforms.to_tensor(picture.resize((SIZE, SIZE)))
+        made: torch.Tensor = torchvision().transforms.functional.to_tensor(picture.resize((SIZE, SIZE)))
+        return made
 
     named = dualeval.evaluate(**given, preprocessing=pixels, metrics=["top1", "loss"])
     assert [*named.metrics] == ["top1", "loss"]

@@ -122,10 +122,8 @@ def test_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path, launch:
 def interpreter(minor: int) -> Path:
     """A Python of this version, of the PATH or of pyenv; skips where there is none."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = [
-        *root.glob(f"versions/3.{minor}.*/bin/python"),
-        *filter(None, [shutil.which(f"python3.{minor}")]),
-    ]
+    found = [str(path) for path in root.glob(f"versions/3.{minor}.*/bin/python")]
+    found += filter(None, [shutil.which(f"python3.{minor}")])
     if not found:
         pytest.skip(f"there is no Python 3.{minor} on the PATH, nor of pyenv")
     return Path(found[0])
@@ -139,10 +137,17 @@ def test_pip_install_in_a_clean_environment(built: Path, tmp_path: Path, launch:
     nothing = {"PYTHONPATH": ""}
     venv = tmp_path / "venv"
     assert launch([interpreter(minor), "-m", "venv", venv], variables=nothing).returncode == 0
-    pip = [venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip: list[str | Path] = [
+        venv / "bin/python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     done = launch([*pip, "."], cwd=built / "clone", variables=nothing, timeout=3000)
     assert done.returncode == 0, done.stderr
-    command = [venv / "bin/dualeval", "run", "--limit", "64", "--out", tmp_path / "out"]
+    command: list[str | Path] = [venv / "bin/dualeval", "run", "--limit", "64", "--out", tmp_path / "out"]
     done = launch(command, cwd=tmp_path, variables=nothing, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out/result.json").is_file()
