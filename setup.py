@@ -64,6 +64,7 @@ setup(
         "timm": ["timm>=1.0"],
         "jpeg": ["simplejpeg>=1.9"],
         "plots": ["matplotlib>=3.8"],
+        "torchmetrics": ["torchmetrics>=1.4"],
         "tensorboard": ["tensorboard>=2.16"],
         "wandb": ["wandb>=0.19"],
         "mlflow": ["mlflow-skinny>=2.16"],

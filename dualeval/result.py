@@ -14,9 +14,11 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from dualeval.errors import DualevalError
+from dualeval.errors import DualevalError, UsageError
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from dualeval.metrics import Value
 
 SCHEMA_VERSION = 3
@@ -144,6 +146,40 @@ class Result:
     def digests(self) -> dict[str, str | None]:
         """``metrics_digest`` and ``samples_digest`` by name."""
         return {"metrics_digest": self.metrics_digest, "samples_digest": self.samples_digest}
+
+    def __str__(self) -> str:
+        """The table that a run prints at its end."""
+        from dualeval.report.table import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from dualeval.report.table import as_html
+
+        return as_html(self)
+
+    def predictions(self) -> pyarrow.Table:
+        """The rows of ``predictions.parquet``, one a sample in data-set order: id, index and columns.
+
+        Raises:
+            UsageError: the run wrote no files.
+            DualevalError: they are not there, or no longer those of this run.
+        """
+        import pyarrow.parquet
+
+        if self.folder is None:
+            raise UsageError(
+                "this run has written no rows. Give evaluate out=FOLDER, and it keeps them there"
+            )
+        path = Path(self.folder, PREDICTIONS)
+        if not path.is_file():
+            raise DualevalError(f"there is no {path} on this machine: rank 0 has written it where it ran")
+        known = self.files.get(PREDICTIONS)
+        if known is not None and checksum_of(path) != known:
+            raise DualevalError(
+                f"{path} is not the file of this result: it has been written anew or is damaged"
+            )
+        return pyarrow.parquet.read_table(path)
 
     def to_json(self) -> str:
         """The text of result.json."""

@@ -117,6 +117,59 @@ def test_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path, launch:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out/result.json").is_file()
 
+    # Where torch and torchvision do not fit, one command lets every script of the environment import both.
+    fits = launch([python, "-c", "import torchvision"], variables=nothing).returncode == 0
+    done = launch([python, "-m", "dualeval.vision_library"], cwd=tmp_path, variables=nothing)
+    assert done.returncode == 0, done.stderr
+    said = "fit together" if fits else f"with {own}/_dualeval_torchvision.pth 'import torchvision' works here"
+    assert said in done.stdout
+    for script in ("import torchvision; torchvision.models.resnet18()", "import torchmetrics.detection"):
+        done = launch([python, "-c", script], cwd=tmp_path, variables=nothing)
+        assert done.returncode == 0, done.stderr
+    # At the start of Python it is one small module, and nobody who looks for torchvision imports torch.
+    code = (
+        "import sys; new = {'torch', 'typing', 'dualeval'} & {*sys.modules}; assert not new, new\n"
+        "import importlib.util; assert importlib.util.find_spec('torchvision')\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = launch([python, "-c", code], cwd=tmp_path, variables=nothing)
+    assert done.returncode == 0, done.stderr
+
+
+def interpreter(minor: int) -> Path:
+    """A Python of this version, of the PATH or of pyenv; skips where there is none."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = [str(path) for path in root.glob(f"versions/3.{minor}.*/bin/python")]
+    found += filter(None, [shutil.which(f"python3.{minor}")])
+    if not found:
+        pytest.skip(f"there is no Python 3.{minor} on the PATH, nor of pyenv")
+    return Path(found[0])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("minor", [10, 11, 12, 13])
+def test_pip_install_in_a_clean_environment(built: Path, tmp_path: Path, launch: Launch, minor: int) -> None:
+    """With all that it depends on, and without constraints: as a user types it, in the clone."""
+    nothing = {"PYTHONPATH": ""}
+    venv = tmp_path / "venv"
+    assert launch([interpreter(minor), "-m", "venv", venv], variables=nothing).returncode == 0
+    pip: list[str | Path] = [
+        venv / "bin/python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    done = launch([*pip, "."], cwd=built / "clone", variables=nothing, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    command: list[str | Path] = [venv / "bin/dualeval", "run", "--limit", "64", "--out", tmp_path / "out"]
+    done = launch(command, cwd=tmp_path, variables=nothing, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/result.json").is_file()
+    shutil.rmtree(venv)  # with CUDA several GB
+
 
 def test_the_changelog_has_this_version() -> None:
     """A merge has emptied it once, and nothing noticed."""

@@ -63,7 +63,8 @@ def test_one_task_a_gpu_where_tasks_are_not_given(asked: dict[str, int], tasks: 
 
 
 def test_counts_and_words_are_all_fields() -> None:
-    assert {*COUNTS, *WORDS, "backend"} == {field.name for field in fields(SlurmJob)}
+    others = {"backend", "setup", "sbatch_option", "container_image", "container_mounts"}
+    assert {*COUNTS, *WORDS, *others} == {field.name for field in fields(SlurmJob)}
 
 
 @given(
