@@ -416,7 +416,11 @@ class Backend(JsonExchange):
         try:
             yield
         except self._library_errors as error:
-            said = str(error).strip().rstrip(".") or type(error).__name__
+            # torch's own frames of C++ stand behind it: pages of them, which a traceback would show as well.
+            text, _, frames = str(error).partition("\nException raised from ")
+            if frames:
+                error.args = (text,)
+            said = text.strip().rstrip(".") or type(error).__name__
             raise BackendError(
                 f"{self._library_name} broke on rank {self.world.rank} of {self.world.size} while {doing}: "
                 f"{said}. Where another rank failed first, its message has the cause."

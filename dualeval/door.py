@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualeval.engine.options import check_session_options
-from dualeval.engine.session import Session
+from dualeval.engine.session import Session, refusing
 from dualeval.engine.signals import numbers_of
 from dualeval.errors import UsageError
 from dualeval.process_start import DEFAULT_SIGNALS
@@ -63,7 +63,8 @@ def evaluate(task: Task | None = None, *, nproc: int | None = None, **options: A
     # What ranks may differ in concerns their devices and the folder alike.
     others = {name: options[name] for name in options if name not in names - {"mix_machines"}}
     # Before the ranks meet: a wrong argument is wrong on all of them.
-    task, of_run = _task_of(task, others)
+    with refusing():
+        task, of_run = _task_of(task, others)
     with Session(**of_session) as session:
         result = session.evaluate(task, last=True, **of_run)
     if of_run.get("loggers") and session.world.is_main:

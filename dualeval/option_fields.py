@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from dualeval.choices import check_choice, check_count
 from dualeval.errors import UsageError
+from dualeval.wording import refuse_url
 
 _BOOLS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -159,6 +160,8 @@ class OptionField:
             return None
         if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
             check_choice(said, text, [str(value) for value in typing.get_args(kinds[0])])
+        if Path in kinds or (self.is_path is not None and self.is_path(text)):
+            refuse_url(said, text)
         # Whatever is a number is meant as one, and any text is a text.
         for kind in sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else -1):
             try:
@@ -418,6 +421,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
         if origin is Path and value == "":
             raise UsageError(f"{where} is empty, expected a path")
         if origin is Path and type(value) is str:
+            refuse_url(where, value)
             return Path(value)
         if type(value) is origin:
             return value

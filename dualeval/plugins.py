@@ -35,6 +35,15 @@ TASKS = {
     "image-classification": "dualeval.tasks.image_classification_options:ImageClassificationOptions",
     "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
 }
+# Words for what people look for among the tasks, and the example to begin with.
+_EXAMPLES = {
+    "segment": "segmentation.py:shapes",
+    "detect": "detection.py:rectangles",
+    "perplexity": "perplexity.py:perplexity",
+    "language": "perplexity.py:perplexity",
+    "multilabel": "multilabel.py:digits",
+    "regression": "regression.py:diabetes",
+}
 DEFAULT_TASK = next(iter(TASKS))
 # Those whose answers can be had as a file, for ``dualeval score``.
 SCORED = {"question-answering": "dualeval.tasks.given_answers_options:GivenAnswersOptions"}
@@ -93,9 +102,12 @@ def task_kind(reference: str) -> TaskKind:
             f"--task {reference}: expected a class behind the file, as in --task {reference}:Class"
         )
     known = [*TASKS, *offered]
+    hint = did_you_mean(reference, known, cutoff=0.4)
+    if example := next((name for name in _EXAMPLES if name in reference.lower()), None):
+        hint = f" dualeval's repository has an example to begin with: --task examples/{_EXAMPLES[example]}"
     raise UsageError(
         f"--task {reference!r}: expected one of {', '.join(known)}; or package.module:Class or "
-        f"file.py:Class, a task of your own.{did_you_mean(reference, known, cutoff=0.4)}"
+        f"file.py:Class, a task of your own.{hint}"
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from dualeval.errors import UsageError
+
 # Members of torchvision's enumerations, such as IMAGENET1K_V1, or with the enumeration's name before them.
 # In capitals behind the dot: my_Weights.pt is a file.
 _NAME = re.compile(r"\w+_Weights\.[A-Z][A-Z0-9_]*|DEFAULT|IMAGENET[A-Z0-9_]*")
@@ -18,6 +20,20 @@ def is_published_name(weights: str) -> bool:
 def is_path_of_weights(weights: str) -> bool:
     """Whether a value of ``--weights`` names a file: no published name, and not ``random:SEED``."""
     return not is_published_name(weights) and not weights.startswith("random:")
+
+
+def check_weights_file(weights: str, hint: str = "") -> None:
+    """Check that a file of weights is there; ``hint`` is for a word that may have been meant as a name.
+
+    Raises:
+        UsageError: it is not.
+    """
+    path = Path(weights)
+    if not path.exists():
+        shown = "" if path.suffix or len(path.parts) > 1 or not hint else f" {hint}"
+        raise UsageError(
+            f"weights file {path} does not exist. Give a checkpoint with --weights PATH.{shown.rstrip()}"
+        )
 
 
 # The suffixes of files that are a whole model.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+from dualeval.errors import UsageError
 
 
 def did_you_mean(name: object, known: Iterable[object], *, most: int = 1, cutoff: float = 0.6) -> str:
@@ -19,9 +22,21 @@ def did_you_mean(name: object, known: Iterable[object], *, most: int = 1, cutoff
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
+def refuse_url(what: str, text: str) -> None:
+    """Check that a path is none of an object store or of the web.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
+        raise UsageError(f"{what} {text} is a URL, expected a path: copy it to a disk first, or mount it.")
+
+
 def nearest(name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> str:
     """As ``did_you_mean``, in the words of a list that all known names follow."""
-    near = difflib.get_close_matches(name, dict.fromkeys(known), n=most, cutoff=cutoff)
+    names = dict.fromkeys(known)
+    near = [each for each in names if each.lower() == name.lower()][:most]
+    near = near or difflib.get_close_matches(name, names, n=most, cutoff=cutoff)
     return f" Nearest: {', '.join(near)}." if near else ""
 
 

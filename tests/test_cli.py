@@ -24,6 +24,7 @@ from dualeval.cli import dualeval
 from dualeval.cli.submit import submit
 from dualeval.errors import UsageError
 from dualeval.job import start_of
+from dualeval.models.sources.factory import FactoryModel
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS
 from dualeval.tasks.image_data import ASSETS
 from tests.conftest import ROOT, Finished, Launch
@@ -369,3 +370,47 @@ def test_logs_of_submit_are_no_part_of_the_repository() -> None:
     name = str(log.default).replace("%j", "4711")
     done = subprocess.run(["git", "check-ignore", "-q", name], cwd=ROOT, check=False, timeout=30)
     assert done.returncode in (0, 128), f"{name} is not ignored"  # 128: this is no repository
+
+
+def test_a_file_that_is_missing_is_named_before_torch_is_imported(launch: Launch, tmp_path: Path) -> None:
+    code = """
+import sys
+from dualeval.cli import dualeval
+from dualeval.errors import UsageError
+try:
+    dualeval(sys.argv[1:], standalone_mode=False)
+except UsageError as error:
+    print(error, "torch" in sys.modules)
+"""
+    (tmp_path / "command.py").write_text(code)
+    for given in (["--weights", "none.pt", "--data", "."], ["--weights", "random:0", "--data", "nowhere"]):
+        done = launch([sys.executable, "command.py", "run", "--model", "resnet18", *given], cwd=tmp_path)
+        assert re.search(r"does not exist\. Give .* False$", done.stdout), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["export", "s3://runs/1", "--to", "jsonl:x"], "the path s3://runs/1 is a URL, expected a path"),
+        (["run", "--out", "gs://runs"], "the path gs://runs is a URL"),
+        (["run", "--model", "resnet18", "--weights", "s3://a/b.pt"], "--weights s3://a/b.pt is a URL"),
+        (["run", "--data", "https://a/b"], "--data https://a/b is a URL"),
+        (["run", "--task", "segmentation"], "--task examples/segmentation.py:shapes"),
+        (["run", "--task", "object-detection"], "--task examples/detection.py:rectangles"),
+    ],
+)
+def test_what_cannot_be_meant_is_said(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        dualeval(words, standalone_mode=False)
+
+
+def test_a_module_that_is_missing_gets_the_nearest_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "netze.py").write_text("")
+    with pytest.raises(UsageError, match=r"no module named 'netz' can be imported\. Nearest: netze\."):
+        FactoryModel("netz:make").create(None)

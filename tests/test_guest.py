@@ -14,15 +14,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
+import dualeval
 from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.guest import Snapshot, as_it_was
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.detect import check_sharded
-from dualeval.errors import UsageError
+from dualeval.errors import BackendError, UsageError
 from dualeval.result import Result
 from dualeval.world import World
 from tests.conftest import ROOT, Launch
@@ -363,3 +365,25 @@ def test_a_model_that_is_sharded_by_fsdp1_is_refused_on_several_ranks() -> None:
     check_sharded(FullyShardedDataParallel(1, 1), World.alone())
     with pytest.raises(UsageError, match=r"sharded by FullyShardedDataParallel \(FSDP1\).*fully_shard"):
         check_sharded(FullyShardedDataParallel(1, 1), world)
+
+
+def test_a_note_is_said_once_to_a_training(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, data = nn.Linear(2, 3), [(torch.ones(2), 0)] * 8
+        for _ in range(2):
+            dualeval.evaluate(model=model.train(), data=data, metrics=["loss"])
+    finally:
+        torch.distributed.destroy_process_group()
+    assert capsys.readouterr().err.count("was in training mode") == 1
+
+
+def test_frames_of_torchs_own_code_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("Connection closed by peer\nException raised from f at g.cpp:1\nframe #0: pages")
+    with connect(None, World.alone(), "cpu") as backend:
+        monkeypatch.setattr(backend, "_library_errors", (RuntimeError,), raising=False)
+        monkeypatch.setattr(backend, "_library_name", "gloo", raising=False)
+        said = pytest.raises(BackendError, match=r"Connection closed by peer\. Where")
+        with said as caught, backend._translated("trying"):
+            raise error
+    assert str(caught.value.__cause__) == "Connection closed by peer"

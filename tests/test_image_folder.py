@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dualeval.data.class_folders import EXTENSIONS
+from dualeval.data.class_folders import EXTENSIONS, PassedOver, class_folders
 from dualeval.data.image_folder import ImageFolder
 from dualeval.data.preprocessing import INTERPOLATIONS, Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
@@ -356,3 +356,14 @@ def test_names_that_are_no_utf8(tmp_path: Path) -> None:
 def test_unknown_interpolation() -> None:
     with pytest.raises(UsageError, match=r"--interpolation 'cubic': expected one of .*bicubic"):
         Preprocessing(interpolation="cubic")
+
+
+def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        (tmp_path / part / "cat").mkdir(parents=True)
+    with pytest.raises(
+        UsageError, match=f"train and val, which are parts .* one of them: --data {tmp_path}/val"
+    ):
+        class_folders(tmp_path, PassedOver())
+    (tmp_path / "cat").mkdir()
+    assert class_folders(tmp_path, PassedOver()) == ["cat", "train", "val"]

@@ -183,7 +183,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["data is a generator", "Make a list of it, as list("],
     ),
     "a function": ({"data": lambda: INPUTS}, ["the data is a function", "Call it, and give what it returns"]),
-    "a path": ({"data": "/data/val"}, ["the data is a str", "Read the file first"]),
+    "a path": ({"data": "/data/val"}, ["data folder /data/val does not exist", "a manifest"]),
     "no data": ({"data": None}, ["the data is None"]),
     "no sample": ({"data": []}, ["the data set is empty: nothing to evaluate"]),
     "a name for the model": ({"model": "resnet18"}, ["a str", "torchvision.models.resnet18(weights=...)"]),

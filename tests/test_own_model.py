@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from dualeval.errors import UsageError
 from dualeval.metrics import Mean
 from dualeval.metrics.torchmetrics import library
 from dualeval.result import Result
+from tests.conftest import Launch
 
 SAMPLES = 70
 # Here: the import sets a variable.
@@ -384,7 +386,17 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: wrong(model=3), "model is a int"),
     (lambda: wrong(model=lambda: 3), r"returned a int: expected an nn\.Module"),
     (lambda: wrong(metrics="top1"), r"metrics is a str: expected a list"),
-    (lambda: wrong(metrics=[lambda t: 1.0]), "metrics has a function, which is not a metric"),
+    (
+        lambda: wrong(metrics=[lambda t: 1.0]),
+        r"metrics has a function, which is not a metric: write dualeval\.metrics\.Rows\(function, \[",
+    ),
+    (lambda: wrong(model=linear(1, 1).state_dict()), r"is a OrderedDict.*: model\.load_state_dict\("),
+    (lambda: wrong(metrics=["AUROC"]), r"Nearest: auroc\. "),
+    (
+        lambda: wrong(forward=lambda model, batch: model(batch[0]).argmax(1)),
+        "as the number of a class, whose mean",
+    ),
+    (lambda: wrong(logger="jsonl:x"), r"'logger' is not an option of an evaluation\. Did you mean loggers\?"),
     (lambda: wrong(rows="target"), r"rows is the text 'target': expected a list"),
     (lambda: wrong(observe=lambda outputs, batch: outputs), "observe returned a Tensor, expected a dict"),
     (lambda: wrong(collate=1), "collate is a int"),
@@ -473,3 +485,10 @@ def test_no_sample_that_can_be_read() -> None:
 
     with pytest.raises(UsageError, match=r"none of the first samples can be read.*torn\. Fix the data"):
         evaluate(model=linear(5, 7), data=Torn(), on_error="skip")
+
+
+def test_an_input_that_is_refused_ends_a_script_with_one_line(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import dualeval\ndualeval.evaluate(model={}, data=[1])\n")
+    done = launch([sys.executable, tmp_path / "script.py"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dualeval: error: model is a dict") and done.stderr.count("\n") == 1

@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from dualeval.option_fields import Given, OptionField
+from dualeval.wording import refuse_url
 
 _WIDTH = 110
 
@@ -54,6 +55,7 @@ class Words(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generi
 
 class _PathType(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        refuse_url("the path", str(value))
         try:
             os.lstat(value)
         except OSError as error:

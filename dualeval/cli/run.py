@@ -193,6 +193,9 @@ def run(context: click.Context, /, **flags: Any) -> None:
             schedule=invocation.schedule,
             dashes=True,
         )
+        # Under a launcher a path may be missing on one node alone, which all ranks have to hear.
+        if world.size == 1 and (check_paths := getattr(each.options, "check_paths", None)):
+            check_paths()
     if dry_run:
         context.exit(_print_dry_run(jobs, invocation, world, nproc) if world.is_main else EXIT_DONE)
     if world.is_main:

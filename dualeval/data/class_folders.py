@@ -73,11 +73,15 @@ def _some(number: int, what: str, more: str = "") -> str:
     return f"{counted(number, what)}{more}" if number else ""
 
 
-def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
-    """The names of the class folders, by code point; hidden ones and files are counted as passed over.
+# Folders of these names alone are no classes.
+_PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")
+
+
+def check_folder(root: Path) -> None:
+    """Check that a data folder is there.
 
     Raises:
-        UsageError: the data folder is missing, or cannot be listed.
+        UsageError: it is not, or is a file.
     """
     if not root.is_dir():
         found = "is a file" if root.exists() else "does not exist"
@@ -85,6 +89,15 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
             f"data folder {root} {found}. Give --data a folder with one sub-folder per class, a "
             "manifest (.csv, .tsv, .jsonl, .parquet) or a data set by name (CIFAR10:DIR)."
         )
+
+
+def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
+    """The names of the class folders, by code point; hidden ones and files are counted as passed over.
+
+    Raises:
+        UsageError: the data folder is missing, or cannot be listed.
+    """
+    check_folder(root)
     try:
         entries = list(os.scandir(root))
     except OSError as error:
@@ -98,6 +111,11 @@ def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
             passed_over.hidden_folders += 1
         else:
             folders.append(entry.name)
+    if (parts := [name for name in sorted(folders) if name.lower() in _PARTS]) == sorted(folders) and parts:
+        raise UsageError(
+            f"data folder {root} holds {' and '.join(parts)}, which are parts of a data set and no classes. "
+            f"Give one of them: --data {root / parts[-1]}"
+        )
     return sorted(folders)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from dualeval.engine.ending import say
 from dualeval.engine.excepthook import conclude_quietly, install_hook, note_outer_hook, remove_hook
@@ -29,7 +31,7 @@ from dualeval.errors import (
     text_of,
 )
 from dualeval.own_code import wants_debug
-from dualeval.process_start import DEFAULT_SIGNALS
+from dualeval.process_start import DEFAULT_SIGNALS, may_print
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +54,27 @@ ON_STALL = ("raise", "exit")
 # later, when another rank has exited.
 _LAST_WORDS_S, _BEFORE_RANK_0_S = 0.5, 3.0
 
+# By what has joined the ranks of a guest's caller: torch's group, or the module of Horovod.
+_noted_by_callers: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
 # By session, the thread that has opened it.
 _opened: dict[int, int] = {}
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """End a script whose input is refused before its session begins as one whose input is refused in it."""
+    from dualeval.backends import group_of_caller
+
+    try:
+        yield
+    except UsageError as error:
+        if group_of_caller() is None:
+            install_hook()
+            if may_print(os.environ):
+                say(f"dualeval: error: {text_of(error)}")
+            conclude_quietly(error, error.exit_code)
+        raise
 
 
 class Session:
@@ -132,6 +153,7 @@ class Session:
         self._debug = debug
         self._stop = stop
         self._note = note
+        self._noted: set[str] = set()
         self._backend: Backend | None = None
         self._control: ControlPlane | None = None
         self._conclusion: Conclusion | None = None
@@ -229,6 +251,10 @@ class Session:
         check_name(self._wanted_device)
         self._is_joining = True
         self._backend = connect(name, world)
+        if caller is not None:
+            # A training has a session an epoch: as long as its ranks are joined, each note is for it once.
+            library = torch.distributed.group.WORLD if caller == "torch" else sys.modules["horovod.torch"]
+            self._noted = _noted_by_callers.setdefault(library, set())
         if self.is_owner:
             note_outer_hook()
         self._control = open_control_plane(
@@ -537,7 +563,10 @@ class Session:
         return self._loop
 
     def note(self, sentence: str) -> None:
-        """Pass a sentence for people on; called on rank 0."""
+        """Pass a sentence for people on, once a session; called on rank 0."""
+        if sentence in self._noted:
+            return
+        self._noted.add(sentence)
         if self._note is not None:
             self._note(sentence)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -66,6 +67,12 @@ def check_metrics(metrics: Sequence[Any]) -> None:
             said = (
                 f"a {kind.__name__} of TorchMetrics: write dualeval.metrics.from_torchmetrics(metric, "
                 "['prediction', 'target']), with the columns that its update reads (docs/torchmetrics.md)"
+            )
+        elif inspect.isfunction(metric):
+            name = metric.__name__ if metric.__name__.isidentifier() else "function"
+            said = (
+                f"a function, which is not a metric: write dualeval.metrics.Rows({name}, ['prediction', "
+                "'target']), with the columns that it takes"
             )
         elif isinstance(metric, str):
             said = f"the text {metric!r}: names are for dualeval.evaluate(model=...) and --metric"

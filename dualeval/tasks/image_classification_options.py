@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dualeval.choices import CLASS_ORDERS, DATA_FINGERPRINTS, SPLITS, check_mean, check_std
+from dualeval.data.class_folders import check_folder
 from dualeval.data.set_names import data_beside
 from dualeval.errors import UsageError
 from dualeval.option_fields import check_fields, option
-from dualeval.weights_name import function_beside, is_path_of_weights, is_published_name, model_beside
+from dualeval.weights_name import (
+    check_weights_file,
+    function_beside,
+    is_path_of_weights,
+    is_published_name,
+    model_beside,
+)
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
@@ -156,6 +163,19 @@ class ImageClassificationOptions:
                 f"--download fetches weights that torchvision publishes, and --weights {found}. Give "
                 "--weights DEFAULT or a name such as IMAGENET1K_V1, or leave --download out."
             )
+
+    def check_paths(self) -> None:
+        """Check that files are there, before torch is imported; what may be a name is left to the task.
+
+        Raises:
+            UsageError: one is not.
+        """
+        if self.model is not None and ":" in self.model:
+            return  # its library or module is named first
+        if self.weights and is_path_of_weights(self.weights) and Path(self.weights).suffix:
+            check_weights_file(self.weights)
+        if self.data and ":" not in str(self.data) and not Path(self.data).suffix:
+            check_folder(Path(self.data))
 
     def fetch(self) -> None:
         """Fetch the weights, where that is wanted; one process a node does."""

@@ -97,6 +97,8 @@ class ModelTask(Task):
                 + (
                     f". For a classifier of torchvision write torchvision.models.{model}(weights=...)"
                     if isinstance(model, str)
+                    else ". Load such weights into your model: model.load_state_dict(...)"
+                    if isinstance(model, Mapping)
                     else ""
                 )
             )
@@ -306,6 +308,13 @@ class ModelTask(Task):
                 Mean("absolute_error", name="mae", higher_is_better=False),
                 Mean("squared_error", transform="sqrt", name="rmse", higher_is_better=False),
             ]
+        prediction = self._columns.get("prediction")
+        is_class = isinstance(prediction, Tensor) and prediction.ndim == 1 and _is_whole(prediction)
+        if is_class and self._observe is None and "target" in self._columns and not self._asked:
+            raise UsageError(
+                "the model returns one whole number for each sample, as the number of a class, whose mean "
+                "says nothing: return the logits, (samples, classes), or give metrics=[...] (docs/metrics.md)"
+            )
         # The mean of the targets says nothing of the model.
         found = [name for name, column in self._columns.items() if _is_number(column) and name != "target"]
         if not found:

@@ -19,7 +19,7 @@ from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.late_building import late_or_whole
 from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
-from dualeval.weights_name import is_published_name
+from dualeval.weights_name import check_weights_file, is_published_name
 
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
@@ -216,13 +216,8 @@ def weights_of_file(weights: str, hint: str = "") -> WeightsSource:
     seed = seed_of(weights)
     if seed is not None:
         return WeightsSource(text=weights, seed=seed)
-    path = Path(weights)
-    if not path.exists():
-        shown = "" if path.suffix or len(path.parts) > 1 or not hint else f" {hint}"
-        raise UsageError(
-            f"weights file {path} does not exist. Give a checkpoint with --weights PATH.{shown.rstrip()}"
-        )
-    return WeightsSource(text=weights, path=path)
+    check_weights_file(weights, hint)
+    return WeightsSource(text=weights, path=Path(weights))
 
 
 def refuse_arguments(name: str, arguments: Mapping[str, Any], why: str) -> None:

@@ -138,7 +138,9 @@ def _import_factory(name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UsageError(f"--model {name}: no module named {error.name!r} can be imported") from error
+        files = sorted(path.stem for path in Path.cwd().glob("*.py"))
+        hint = nearest(str(error.name), files) if error.name == module_name else ""
+        raise UsageError(f"--model {name}: no module named {error.name!r} can be imported.{hint}") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         hint = nearest(attribute, dir(module), most=5)
