@@ -71,7 +71,7 @@ gpu: $(VENV)/.dev
 
 # The pictures in the docs.
 picture: $(VENV)/.dev
-	$(BIN)/python docs/pictures.py
+	$(BIN)/python docs/draw_pictures.py
 
 # The tables of docs/launchers.md, from launch/launchers/.
 tables: $(VENV)/.dev

@@ -140,10 +140,10 @@ def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
     of_python = [name for name in ("model", "preprocessing") if not isinstance(given.get(name, ""), str)]
     made = {name: given.pop(name) for name in of_python}
     metrics = options.get("metrics") or ()
-    if isinstance(metrics, str) or not all(isinstance(each, str) for each in metrics):
+    if not isinstance(metrics, list | tuple) or not all(isinstance(each, str) for each in metrics):
         raise UsageError(
             f"metrics={metrics!r}: for a folder of images expected a list of names, as ['top1', 'loss'] "
-            "('dualeval list metrics'), or of your own, as ['FILE.py:NAME']"
+            "('dualeval list metrics'). For metrics of your own give a data set in place of the folder"
         )
     own = tuple(name for name in metrics if not of_no_task([name]))
     if len(own) < len(metrics):

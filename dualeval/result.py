@@ -174,8 +174,10 @@ class Result:
         path = Path(self.folder, PREDICTIONS)
         if not path.is_file():
             raise DualevalError(f"there is no {path} on this machine: rank 0 has written it where it ran")
-        known = self.files.get(PREDICTIONS)
-        if known is not None and checksum_of(path) != known:
+        # Rank 0 has the checksum: the others read it where it has written the result.
+        written = self if self.files else read_result(path.with_name(RESULT))
+        known = written.files.get(PREDICTIONS)
+        if written.digests != self.digests or (known is not None and checksum_of(path) != known):
             raise DualevalError(
                 f"{path} is not the file of this result: it has been written anew or is damaged"
             )

@@ -97,7 +97,8 @@ def put_into_environment() -> None:
     if found is None or not declare(found.submodule_search_locations or ()):
         start.unlink(missing_ok=True)
         copy.unlink(missing_ok=True)
-        print("torch and torchvision fit together: nothing to do.")
+        fits = "torch and torchvision fit together" if found else "torchvision is not installed"
+        print(f"{fits}: nothing to do.")
         return
     copy.write_bytes(Path(__file__).read_bytes())
     start.write_text(f"import {_COPY}; {_COPY}.put_finder()\n", "utf-8")

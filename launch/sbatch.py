@@ -224,9 +224,11 @@ class SlurmJob:
                     "white space, control characters, quotes, \\ and #"
                 )
         for word in self.sbatch_option:
-            if (name := _long(word).partition("=")[0]) in _OWN_OPTIONS:
+            # sbatch takes the beginning of an option for it.
+            name = _long(word).partition("=")[0]
+            if own := next((option for option in sorted(_OWN_OPTIONS) if option.startswith(name)), None):
                 raise UsageError(
-                    f"--sbatch-option {word}: 'dualeval submit' sets {name} itself (see its --help)"
+                    f"--sbatch-option {word}: 'dualeval submit' sets {own} itself (see its --help)"
                 )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -418,3 +419,63 @@ def test_what_an_object_of_a_library_holds_is_not_put_back() -> None:
     kept.put_back()
     assert holder.seen == []
     assert holder.waiting.get_nowait() == 1 and holder.waiting.unfinished_tasks == 1
+
+
+class Masked(Net):
+    """Reads an array of a class of its own, which holds more than bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.valid = np.ma.masked_array(np.ones(3), mask=[1, 0, 0])
+
+
+class Proxy:
+    """Stands for an object elsewhere, which a look may not ask for."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("loaded")
+
+
+class Counter(nn.Module):
+    """Beside the model: counts what ``observe`` sees, one part of it in place and the other not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.count = torch.tensor(0), torch.tensor(0)
+
+    def see(self, number: int) -> None:
+        self.total = self.total + number
+        self.count += number
+
+
+def test_objects_of_the_users_are_not_corrupted() -> None:
+    model, base, counter = Masked(), torch.zeros(1), Counter()
+    vars(model).update(bits=(1 << 20_000) - 1, table={1 << 20_000: 1}, wide=base.expand(3), proxy=[Proxy()])
+
+    def observe(outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        counter.see(len(outputs))
+        base.add_(1)
+        return {"hit": torch.ones(len(outputs))}
+
+    class Counted(dualeval.ModelTask):
+        pass
+
+    task = Counted(model=model, data=data(), observe=observe, metrics=[Mean("hit")])
+    assert dualeval.evaluate(task, launcher="none").metrics == {"hit": 1.0}
+    assert model.valid.mask.tolist() == [True, False, False]
+    assert counter.total == counter.count
+
+
+def test_a_look_that_fails_ends_no_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, _ = evaluate(Net(), capsys)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise BlockingIOError("there is one already")
+
+    monkeypatch.setattr(looks, "_look", fails)
+    result, said = evaluate(Net(), capsys)
+    assert "could not be computed twice (BlockingIOError: there is one already)" in said
+    assert result.deterministic is None and result.metrics == wanted.metrics

@@ -100,7 +100,8 @@ class Snapshot:
         """The model that is evaluated, without what wraps it for training on several processes."""
         self.remember(model)
         model = unwrapped(model)
-        for module in list(model.modules()):
+        # A compiled program is wrapped as a whole, and its parts cannot be exchanged.
+        for module in [] if isinstance(model, torch.jit.ScriptModule) else list(model.modules()):
             module._modules.update(
                 {name: unwrapped(part) for name, part in module._modules.items() if part is not None}
             )
@@ -153,7 +154,7 @@ class Snapshot:
         """Check that no parameter has other values: those are not kept twice."""
         for module in self._modules.values():
             # Others may have taken their places for the evaluation.
-            for name, parameter in module.dicts["_parameters"].items():
+            for name, parameter in module.dicts.get("_parameters", {}).items():
                 if parameter is not None and self._tensors[id(parameter)].is_changed:
                     raise UsageError(
                         f"the evaluation has changed the parameter {name!r} of a "

@@ -37,8 +37,8 @@ class Kept:
 
     Args:
         roots: where to begin, by the name that a place starts with.
-        returns: whether ``put_back`` is to be called. It leaves alone what an object of a library holds: its
-            parts belong together, as a cache and the count of its entries do.
+        returns: whether ``put_back`` is to be called. It leaves alone what an object of a library holds, and
+            a module outside of the roots: their parts belong together, as a cache and its count do.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, returns: bool = False) -> None:
@@ -47,13 +47,18 @@ class Kept:
         self._entered: dict[int, Any] = {}
         self._put_back: list[Callable[[], object]] = []
         self._left = _CONTENT
+        modules = {
+            id(part) for root in roots.values() if isinstance(root, nn.Module) for part in root.modules()
+        }
         waiting = deque((place, value, returns) for place, value in roots.items())
         while waiting and len(self._values) < _VALUES:
             place, value, returned = waiting.popleft()
             self._values[place] = self._token(value, returned)
-            if not isinstance(value, (*_PLAIN, Tensor, np.ndarray)) and id(value) not in self._entered:
+            # By its type: a proxy answers isinstance with what it stands for.
+            if not issubclass(type(value), (*_PLAIN, Tensor, np.ndarray)) and id(value) not in self._entered:
                 self._entered[id(value)] = value
-                returned = returned and not _is_of_a_library(value)
+                is_other_module = issubclass(type(value), nn.Module) and id(value) not in modules
+                returned = returned and not is_other_module and not _is_of_a_library(value)
                 self._put_back += _ways_back(value) if returned else ()
                 waiting += ((inner, held, returned) for inner, held in _inside(place, value))
 
@@ -75,21 +80,25 @@ class Kept:
     def _token(self, value: Any, returned: bool) -> Any:
         """What is compared of a value, beside the values inside of it."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in (float, complex):
             # By its text: NaN is not equal to itself.
             return kind, repr(value)
-        if isinstance(value, (Tensor, np.ndarray)):
+        if kind in _PLAIN:
+            return kind, value
+        if issubclass(kind, (Tensor, np.ndarray)):
             return kind, self._content(value, returned)
         return kind, len(value) if kind in (*_LISTS, dict, set, frozenset) else None
 
     def _content(self, value: Any, returned: bool) -> Any:
         """A digest of a tensor or array; of others which object it is, and its version."""
+        # An array of another class may hold more than its bytes: a mask, a unit, a file.
+        is_plain = type(value) in (np.ndarray, Tensor)
         with suppress(RuntimeError, TypeError, ValueError):  # a layout without bytes of its own
             size = value.numel() * value.element_size() if isinstance(value, Tensor) else value.nbytes
-            if size <= self._left and not isinstance(value, nn.Parameter):
+            if size <= self._left and is_plain:
                 own = np.ascontiguousarray(_bytes_of(value) if isinstance(value, Tensor) else value)
                 self._left -= size
-                if returned and not (isinstance(value, Tensor) and value.is_inference()):
+                if returned and not (type(value) is Tensor and value.is_inference()):
                     self._put_back.append(functools.partial(_write_back, value, own.copy()))
                 return tuple(value.shape), hashlib.blake2b(own.tobytes(), digest_size=16).digest()
         self._entered[id(value)] = value
@@ -102,12 +111,15 @@ def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _write_back(value: Any, before: np.ndarray[Any, Any]) -> None:
+    """Write the bytes of an earlier time into a tensor or array; one of another size stays as it is."""
     if isinstance(value, np.ndarray):
-        if value.flags.writeable and value.tobytes() != before.tobytes():
+        if value.flags.writeable and value.shape == before.shape and value.tobytes() != before.tobytes():
             value[...] = before
-    elif not np.array_equal(_bytes_of(value), before):
-        with torch.no_grad():
-            value.copy_(torch.from_numpy(before).view(value.dtype).view(value.shape))
+        return
+    if value.numel() * value.element_size() != len(before) or np.array_equal(_bytes_of(value), before):
+        return
+    with torch.no_grad(), suppress(RuntimeError):  # several of its values are one: expanded
+        value.copy_(torch.from_numpy(before).view(value.dtype).view(value.shape))
 
 
 def _is_of_a_library(value: Any) -> bool:
@@ -140,7 +152,7 @@ def _ways_back(value: Any) -> Iterator[Callable[[], object]]:
             held = {name: read[name] for name in names_in(value.__code__) & read.keys()}
             yield functools.partial(read.update, held)
     elif not issubclass(kind, (type, nn.Module, ModuleType, *BY_TYPE_ALONE)) and is_own(kind):
-        with suppress(TypeError):  # slots
+        with suppress(Exception):  # slots, or a property of the user's of this name
             yield functools.partial(put_back, vars(value), dict(vars(value)))
     elif issubclass(kind, type) and is_own(value):
         for name, held in vars(value).items():
@@ -198,7 +210,8 @@ def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _shown(key: Any) -> str:
     """A key of a dict; only a plain one is asked for its text."""
-    return f"{key!r:.40}" if type(key) in _PLAIN else type(key).__name__
+    is_short = type(key) in _PLAIN and not (type(key) is int and abs(key) >> 64)
+    return f"{key!r:.40}" if is_short else type(key).__name__
 
 
 def _ends(entries: Iterable[Any], count: int) -> Iterator[Any]:
@@ -223,6 +236,6 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for key in sorted(names & function.__globals__.keys()):
         held = function.__globals__[key]
         yield f"{key} of the module {function.__module__}", held
-        if isinstance(held, ModuleType):
+        if issubclass(type(held), ModuleType):
             named = sorted(names & vars(held).keys())
             yield from ((f"{other} of the module {held.__name__}", vars(held)[other]) for other in named)

@@ -25,7 +25,7 @@ from dualeval.engine.kept import Kept
 from dualeval.engine.loop import Evaluation, read_alone
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.sharding.detect import is_sharded
-from dualeval.errors import with_type
+from dualeval.errors import DualevalError, with_type
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task
@@ -74,18 +74,28 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[[i
     whole = evaluation.context.options.optimize == COMPILE or is_compiled(evaluation.model)
     batches = [plan.batch_samples(batch) for batch, _ in first]
     own = [chunk for _, chunk in first]
-    with as_before(evaluation.model, evaluation.task) as put_back:
-        tried = partial(
-            _look, evaluation, own=own, computes=computes, threads=threads, share=share, put_back=put_back
+    try:
+        with as_before(evaluation.model, evaluation.task) as put_back:
+            tried = partial(
+                _look, evaluation, own=own, computes=computes, threads=threads, share=share, put_back=put_back
+            )
+            if whole:
+                return tried(batches)
+            try:
+                return tried([samples[:few] for samples in batches])
+            except Exception as error:  # noqa: BLE001 - said, or raised by whole batches
+                looked = tried(batches)
+                said = f"whole batches can be computed, and {few} samples of one cannot ({with_type(error)})"
+                return replace(looked, notes=[said, *looked.notes])
+    except DualevalError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of the user's code the loop raises it, too
+        said = (
+            f"the first samples could not be computed twice ({with_type(error)}), so it is not known whether "
         )
-        if whole:
-            return tried(batches)
-        try:
-            return tried([samples[:few] for samples in batches])
-        except Exception as error:  # noqa: BLE001 - said, or raised by whole batches
-            looked = tried(batches)
-            said = f"whole batches can be computed, and {few} samples of one cannot ({with_type(error)})"
-            return replace(looked, notes=[said, *looked.notes])
+        return Looked(
+            threads=1, notes=[f"{said}they give the same numbers; batches are computed one at a time"]
+        )
 
 
 @contextmanager
