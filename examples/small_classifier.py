@@ -39,8 +39,9 @@ if __name__ == "__main__":
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     for epoch in (1, 2, 3):
-        for places in torch.randperm(8000).split(64):
+        for places in torch.randperm(8000).view(-1, 64):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs[places]), targets[places]).backward()
+            loss = nn.functional.cross_entropy(model(inputs[places]), targets[places])
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         torch.save(model.state_dict(), f"epoch-{epoch}.pt")

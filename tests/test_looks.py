@@ -426,13 +426,13 @@ class Masked(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.valid = np.ma.masked_array(np.ones(3), mask=[1, 0, 0])
+        self.valid = np.ma.masked_array(np.ones(3), mask=[True, False, False])
 
 
 class Proxy:
     """Stands for an object elsewhere, which a look may not ask for."""
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         raise RuntimeError("loaded")
 

@@ -309,14 +309,8 @@ class ModelTask(Task):
                 Mean("squared_error", transform="sqrt", name="rmse", higher_is_better=False),
             ]
         prediction = self._columns.get("prediction")
-        is_class = isinstance(prediction, Tensor) and prediction.ndim == 1 and _is_whole(prediction)
-        if (
-            is_class
-            and prediction.dtype != torch.bool
-            and self._observe is None
-            and "target" in self._columns
-            and not self._asked
-        ):
+        is_class = isinstance(prediction, Tensor) and prediction.dtype != torch.bool and _is_whole(prediction)
+        if is_class and self._observe is None and "target" in self._columns and not self._asked:
             raise UsageError(
                 "the model returns one whole number for each sample, as the number of a class, whose mean "
                 "says nothing: return the logits, (samples, classes), or give metrics=[...] (docs/metrics.md)"
