@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dualeval.engine.identity.model import ModelHasher, model_fingerprint, structure_fingerprint
 from dualeval.errors import UsageError
 from dualeval.models import classifiers
-from dualeval.models.sources import Loading, WeightsSource
+from dualeval.models.sources import Loading, WeightsSource, weights_of_file
 from dualeval.models.weights import OtherClasses
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.image_classification_options import ImageClassificationOptions
@@ -656,3 +656,8 @@ def test_paths_in_a_job_file(tmp_path: Path) -> None:
         "timm:a.b",
         "a.b:c",
     ]
+
+
+def test_weights_whose_name_is_too_long_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"weights file a{256} does not exist\. Give a checkpoint"):
+        weights_of_file("a" * 256)

@@ -95,10 +95,10 @@ def stored_result(folder: Path) -> Result:
         UsageError: no result is there; says what is.
         DualevalError: it is damaged.
     """
+    if not os.path.isdir(folder):  # noqa: PTH112 - False also where the name is too long
+        raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
     if (folder / RESULT).is_file():
         return read_result(folder / RESULT)
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
     status = read_status(folder)
     if status is None:
         raise UsageError(
