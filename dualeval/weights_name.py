@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def check_weights_file(weights: str, hint: str = "") -> None:
         UsageError: it is not.
     """
     path = Path(weights)
-    if not path.exists():
+    if not os.path.exists(path):  # noqa: PTH110 - False also where the name is too long
         shown = "" if path.suffix or len(path.parts) > 1 or not hint else f" {hint}"
         raise UsageError(
             f"weights file {path} does not exist. Give a checkpoint with --weights PATH.{shown.rstrip()}"

@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from torch import nn
 
 from dualeval import Session, UsageError
 from dualeval.bench.evaluation import measure_evaluation, split_batches
-from dualeval.bench.figures import FAILED, MEASURED, NOT_HERE, with_figures
+from dualeval.bench.figures import FAILED, MEASURED, NOT_HERE, NOT_RUN, with_figures
 from dualeval.bench.page import csv_text, page
 from dualeval.bench.plan import (
     STAGES,
@@ -36,8 +37,9 @@ from dualeval.bench.plan import (
 from dualeval.bench.plots import draw
 from dualeval.bench.training import measure_training
 from dualeval.cli import dualeval
+from dualeval.cli.bench_cells import Cells
 from dualeval.job import Job
-from dualeval.launch.supervise import Interrupted
+from dualeval.launch.supervise import Ended, Interrupted, Interrupts, run_supervised
 from tests.conftest import BIN, Launch
 from tests.test_endings import await_that
 from tests.tiny import TinyTask
@@ -462,3 +464,29 @@ def test_a_cell_that_fails_is_listed_and_the_others_go_on(launch: Launch, tmp_pa
     # Its output stays; it was started once.
     assert [file.name for file in (tmp_path / "out/logs").glob("*.err")] == ["single-1-fp32-64-1.err"]
     assert not (tmp_path / "out/speedup.png").exists()
+
+
+def test_a_signal_as_the_last_cell_ends_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends_with_a_signal(*words: Any, **options: Any) -> Ended:
+        ended = run_supervised(*words, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+        return ended
+
+    monkeypatch.setattr("dualeval.cli.bench_cells.run_supervised", ends_with_a_signal)
+    cell = {"mode": "single", "processes": 1, "precision": "fp32", "batch_size": 64, "label": "single"}
+    with Interrupts() as interrupts:
+        cells = Cells(
+            folder=tmp_path / "out",
+            environ=os.environ,
+            interrupts=interrupts,
+            command=["bash", "-c", "exit 3"],
+            timeout_s=60,
+            to_error=False,
+            header={"settings": {"rounds": 1, "cores": 1, "min_seconds": 1, "warmup": 1, "train": False}},
+            cells=[{**cell, "outcome": NOT_RUN, "reason": None, "measurements": [], "figures": None}],
+        )
+        assert cells.run()["interrupted"]
+    assert "interrupted by SIGINT" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "bench.json").read_text())["interrupted"]

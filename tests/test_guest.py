@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 
 import dualeval
 from dualeval.devices import connect
@@ -368,7 +369,8 @@ def test_a_model_that_is_sharded_by_fsdp1_is_refused_on_several_ranks() -> None:
 
 
 def test_a_note_is_said_once_to_a_training(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model, data = nn.Linear(2, 3), [(torch.ones(2), 0)] * 8
         for _ in range(2):

@@ -345,13 +345,18 @@ def test_nothing_stays_where_the_waiting_process_is_killed(offline: Path, result
         sleep(0.1)
 
 
-def test_a_server_that_does_not_answer_is_given_up(result: Result, run: Path, offline: Path) -> None:
+def test_a_server_that_does_not_answer_is_given_up(
+    result: Result, run: Path, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing of W&B stays behind either: the process that waits, and the service that it has started."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         environ = {**os.environ, "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address}
         targets = targets_of("wandb:cifar", None)
-        [outcome] = send(record_of(result, run, None), targets, environ, 3.0)
+        monkeypatch.setattr("dualeval.report.loggers.sending._QUIET_S", 0.5)
+        notes: list[str] = []
+        [outcome] = send(record_of(result, run, None), targets, environ, 3.0, notes.append)
+    assert re.match("still logging to wandb:cifar: it has not answered yet, and is given 3 s", notes[0])
     assert outcome.error == "no answer within 3 s"
 
 
@@ -394,8 +399,19 @@ def test_export_on_the_command_line(run: Path, offline: Path, capsys: pytest.Cap
         export("nothing", "--to", "jsonl:log.jsonl")
     with pytest.raises(UsageError, match="holds no run"):
         export(offline, "--to", "jsonl:log.jsonl")
-    with pytest.raises(DualevalError, match=f"not logged to jsonl:{offline}: IsADirectoryError"):
-        export(run, "--to", f"jsonl:{offline}")
+    os.mkfifo("pipe")
+    for odd in ("pipe", "/dev/zero", str(offline)):
+        with pytest.raises(
+            UsageError, match=f"--to 'jsonl:{odd}': {odd} is no regular file. Give a new file"
+        ):
+            export(run, "--to", f"jsonl:{odd}")
+
+
+def test_a_pipe_is_refused_before_anything_is_evaluated(offline: Path) -> None:
+    os.mkfifo("pipe")
+    with pytest.raises(UsageError, match="pipe is no regular file"):
+        dualeval.evaluate(TinyTask(5), launcher="none", out="out", loggers=["jsonl:pipe"])
+    assert not (offline / "out").exists()
 
 
 def test_a_missing_package_is_said_before_anything_is_evaluated(

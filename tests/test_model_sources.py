@@ -21,7 +21,7 @@ import dualeval
 from dualeval.engine.identity.model import ModelHasher, model_fingerprint, structure_fingerprint
 from dualeval.errors import DualevalError, UsageError
 from dualeval.models import classifiers
-from dualeval.models.sources import Loading, WeightsSource
+from dualeval.models.sources import Loading, WeightsSource, weights_of_file
 from dualeval.models.weights import OtherClasses
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.image_classification_options import ImageClassificationOptions
@@ -732,3 +732,8 @@ def test_what_a_module_and_a_folder_cannot_have(
 ) -> None:
     with pytest.raises((UsageError, TypeError), match=message):
         dualeval.evaluate(**{"model": nn.Linear(3, 3), "data": pictures, "preprocessing": "none", **options})
+
+
+def test_weights_whose_name_is_too_long_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"weights file a{256} does not exist\. Give a checkpoint"):
+        weights_of_file("a" * 256)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import dualeval
 from dualeval.engine import stored_rows
 from dualeval.engine.folder import windows
+from dualeval.engine.rescoring import check_finished
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Mean, Measured, Metric, RowMetric
 from dualeval.metrics.classification import (
@@ -396,3 +397,8 @@ def test_warnings_about_intervals_are_of_the_metrics_that_were_asked_for(tmp_pat
     of_loss = "the interval of loss is of 12 samples"
     assert any(said.startswith(of_loss) for said in dualeval.rescore(tmp_path, metrics=metrics).warnings)
     assert not any(of_loss in said for said in dualeval.rescore(tmp_path, metrics=metrics[1:]).warnings)
+
+
+def test_a_folder_whose_name_is_too_long_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"there is no folder a{256}\. Give the output folder"):
+        check_finished(Path("a" * 256))

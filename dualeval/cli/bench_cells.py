@@ -200,6 +200,8 @@ class Cells:
                     if cell["outcome"] in (NOT_RUN, MEASURED):
                         self._measure(cell, number)
                         self._write(interrupted=True)
+                        # A signal that came as the cell ended, which is the last one maybe.
+                        self.interrupts.check()
             interrupted = False
         except Interrupted as error:
             click.echo(

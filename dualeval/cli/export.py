@@ -36,5 +36,8 @@ def export(run: Path, texts: Sequence[str], step: int | None) -> None:
     check_installed(targets, "--to")
     from dualeval.report.loggers.log import export_result, stored_result
 
-    for sentence in export_result(stored_result(run), run, targets, step):
+    def note(said: str) -> None:
+        click.echo(f"dualeval: {said}", err=True)
+
+    for sentence in export_result(stored_result(run), run, targets, step, note):
         click.echo(sentence)

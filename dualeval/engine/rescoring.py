@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -87,14 +88,14 @@ def check_finished(folder: Path) -> None:
     Raises:
         UsageError: it does not; says what is there.
     """
+    if not os.path.isdir(folder):  # noqa: PTH112 - False also where the name is too long
+        raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
     for file in (folder / name for name in (STATUS, RESULT, JOB, PREDICTIONS)):
         if file.exists() and not file.is_file():
             raise UsageError(f"{file} is no regular file. Give the output folder of a finished run.")
     status = read_status(folder)
     if status is not None and status.state == "done" and (folder / RESULT).is_file():
         return
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
     if status is None and (folder / RESULT).is_file():
         of = read_result(folder / RESULT).job.get("rows_of")
         if (folder / PREDICTIONS).is_file():

@@ -32,7 +32,7 @@ def log_result(
         note: takes sentences for people.
     """
     folder = None if result.folder is None else Path(result.folder)
-    for outcome in _logged(result, folder, targets, step, _BEHIND_A_RUN_S):
+    for outcome in _logged(result, folder, targets, step, _BEHIND_A_RUN_S, note):
         if not outcome.error:
             # A training would say it each epoch.
             if step is None:
@@ -46,7 +46,11 @@ def log_result(
 
 
 def export_result(
-    result: Result, folder: Path | None, targets: Sequence[Target], step: int | None
+    result: Result,
+    folder: Path | None,
+    targets: Sequence[Target],
+    step: int | None,
+    note: Callable[[str], None] = lambda said: None,
 ) -> list[str]:
     """Log a result by itself.
 
@@ -55,6 +59,7 @@ def export_result(
         folder: with its files; None where there is none.
         targets: where it is logged.
         step: of a training.
+        note: takes a sentence for each that is slow.
 
     Returns:
         for each target a sentence that says where it is.
@@ -62,7 +67,7 @@ def export_result(
     Raises:
         DualevalError: a tracker failed; the others have the result.
     """
-    outcomes = _logged(result, folder, targets, step, _BY_ITSELF_S)
+    outcomes = _logged(result, folder, targets, step, _BY_ITSELF_S, note)
     failed = [
         f"not logged to {outcome.target.text}: {outcome.error}" for outcome in outcomes if outcome.error
     ]
@@ -73,14 +78,19 @@ def export_result(
 
 
 def _logged(
-    result: Result, folder: Path | None, targets: Sequence[Target], step: int | None, limit_s: float
+    result: Result,
+    folder: Path | None,
+    targets: Sequence[Target],
+    step: int | None,
+    limit_s: float,
+    note: Callable[[str], None],
 ) -> list[Outcome]:
     if not targets:
         return []
     try:
         # As in the file: which run prints it makes no difference.
         record = record_of(replace(result, earlier=False), folder, step)
-        return send(record, targets, os.environ, limit_s)
+        return send(record, targets, os.environ, limit_s, note)
     except (DualevalError, OSError) as error:
         return [Outcome(target=target, error=text_of(error)) for target in targets]
     except Exception as error:  # noqa: BLE001 - a metric of an odd form costs no result either
@@ -95,10 +105,10 @@ def stored_result(folder: Path) -> Result:
         UsageError: no result is there; says what is.
         DualevalError: it is damaged.
     """
+    if not os.path.isdir(folder):  # noqa: PTH112 - False also where the name is too long
+        raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
     if (folder / RESULT).is_file():
         return read_result(folder / RESULT)
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
     status = read_status(folder)
     if status is None:
         raise UsageError(

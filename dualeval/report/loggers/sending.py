@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +43,8 @@ _DEFAULTS = {
 # The service of a run that the caller's own script has open.
 _OF_CALLER = ("WANDB_SERVICE",)
 _LAST_LINE = 300
+# After so long people are told what is waited for.
+_QUIET_S = 10.0
 # It ends itself, too, where nobody is left to end it.
 _LATER_S = 5.0
 
@@ -63,7 +65,11 @@ class Outcome:
 
 
 def send(
-    record: Record, targets: Sequence[Target], environ: Mapping[str, str], limit_s: float
+    record: Record,
+    targets: Sequence[Target],
+    environ: Mapping[str, str],
+    limit_s: float,
+    note: Callable[[str], None] = lambda said: None,
 ) -> list[Outcome]:
     """Write a record into trackers, all at the same time.
 
@@ -72,11 +78,19 @@ def send(
         targets: where.
         environ: the variables of this process.
         limit_s: most seconds; what is not through then is ended.
+        note: takes a sentence for each that is slow.
     """
     variables = {**_DEFAULTS, **{name: environ[name] for name in environ if name not in _OF_CALLER}}
     end = monotonic() + limit_s
+    quiet = min(end, monotonic() + _QUIET_S)
     with ExitStack() as stack:
         started = [stack.enter_context(_started(record, target, variables, limit_s)) for target in targets]
+        for sending in started:
+            if not sending.has_ended(max(0.0, quiet - monotonic())):
+                note(
+                    f"still logging to {sending.target.text}: it has not answered yet, and is given "
+                    f"{limit_s:.0f} s in all. The result is complete."
+                )
         return [sending.outcome(max(0.0, end - monotonic()), limit_s) for sending in started]
 
 
@@ -114,26 +128,30 @@ class _Sending:
     def __init__(
         self, target: Target, process: subprocess.Popen[bytes], answer: IO[str], printed: IO[bytes]
     ) -> None:
-        self._target = target
+        self.target = target
         self._process = process
         self._answer = answer
         self._printed = printed
 
+    def has_ended(self, seconds: float) -> bool:
+        """Wait for it, for so many seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
+
     def outcome(self, seconds: float, limit_s: float) -> Outcome:
         """Wait for it, for so many seconds of the limit that all had."""
-        code: int | None = None
-        with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(seconds)
+        code = self._process.returncode if self.has_ended(seconds) else None
         self._answer.seek(0)
         text = self._answer.read()
         if text:
-            return Outcome(target=self._target, **json.loads(text))
+            return Outcome(target=self.target, **json.loads(text))
         if code is None:
-            return Outcome(target=self._target, error=f"no answer within {limit_s:.0f} s")
+            return Outcome(target=self.target, error=f"no answer within {limit_s:.0f} s")
         self._printed.seek(0)
         lines = self._printed.read().decode("utf-8", "replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing was printed")
-        return Outcome(target=self._target, error=f"its process ended with {code}: {last[:_LAST_LINE]}")
+        return Outcome(target=self.target, error=f"its process ended with {code}: {last[:_LAST_LINE]}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

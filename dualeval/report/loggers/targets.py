@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -116,12 +117,19 @@ def counted_from(text: str, folder: Path) -> str:
 
 
 def check_installed(targets: Sequence[Target], option: str = "loggers") -> None:
-    """Check that the packages of loggers can be imported, without importing them.
+    """Check that the packages of loggers can be imported, without importing them, and that files are files.
 
     Raises:
-        UsageError: one is not installed; says what to type.
+        UsageError: one is not installed, or a file is a pipe, a device or a folder; says what to type.
     """
     for target in targets:
+        # These raise nothing where the name is too long.
+        is_odd = os.path.exists(target.where) and not os.path.isfile(target.where)  # noqa: PTH110, PTH113
+        if target.kind == "jsonl" and is_odd:
+            raise UsageError(
+                f"{option} {target.text!r}: {target.where} is no regular file. Give a new file, or one that "
+                "has results, such as jsonl:results.jsonl."
+            )
         if target.kind in _OF_PACKAGES and not _is_there(target.kind):
             raise UsageError(
                 f"{option} {target.text!r} needs the package {target.kind}, which is not installed here. "
