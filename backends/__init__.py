@@ -49,10 +49,15 @@ def connect(name: str | None, world: World) -> Backend:
 
     Raises:
         UsageError: there is no such backend.
-        LaunchError: this backend cannot run under this launcher, or its library is missing or broken.
+        LaunchError: this backend cannot run under this launcher, or its library is missing or broken; or this
+            process may not open enough files.
         BackendError: the group could not be joined.
     """
     module, class_name, _ = _BACKENDS[choose_backend(name, world)]
+    if world.size > 1:
+        from dualeval.store import JOINING, allow_connections
+
+        allow_connections(JOINING * world.size, f"rank {world.rank}")
     implementation: type[Backend] = getattr(
         importlib.import_module(f"dualeval.backends.{module}"), class_name
     )
@@ -81,8 +86,8 @@ def choose_backend(name: str | None, world: World) -> str:
     if name not in launcher.backends:
         started_by, start = launcher.title or launcher.name, _BACKENDS[name][-1]
         raise LaunchError(
-            f"--backend {name} cannot run a world of {world.size} started by {started_by}. Start it with "
-            f"{start}, or leave --backend out to take {_default(launcher)}."
+            f"--backend {name} cannot run with world size {world.size}, started by {started_by}. Start it "
+            f"with {start}, or leave --backend out to take {_default(launcher)}."
         )
     if name == "mpi" and not world.mpi:
         raise LaunchError(

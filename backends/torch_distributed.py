@@ -46,8 +46,8 @@ class TorchBackend(Backend):
     Joins the group that torchrun's variables describe, or those of another tool that have the same names, and
     leaves it on close. Ranks that mpirun started tell each other over MPI where to meet, Flux's over PMI, and
     those of a step of Slurm's at a port that follows from the step's number. Host tensors travel over gloo.
-    Where all ranks have a GPU and NCCL, CUDA tensors travel over NCCL, which is set up with the first of
-    them; nothing in an evaluation sends any.
+    Where all ranks have a GPU and NCCL, CUDA tensors travel over a group of NCCL's, which is made with the
+    first of them: a caller's, or a sharded model's. An evaluation sends none.
 
     Where the caller has already initialised torch.distributed, host tensors travel over a gloo group of the
     backend's own on the same ranks, and devices' tensors over the caller's, which stays the caller's to end.
@@ -66,6 +66,8 @@ class TorchBackend(Backend):
         self.owns_group = not dist.is_initialized()
         # None is the default group.
         self._host_group: Any = None
+        # In a group of this backend's own, that of NCCL once it is needed.
+        self._nccl_group: Any = None
         self._settings = ExitStack()
         if self.owns_group:
             self._join()
@@ -88,9 +90,8 @@ class TorchBackend(Backend):
                 variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}),
                 joining(self.world, store, "torch.distributed's group (gloo)"),
             ):
-                # Without device_id: NCCL would be set up at once, though nobody may ever need it.
                 dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if with_nccl else "cpu:gloo",
+                    "cpu:gloo",
                     store=store,
                     rank=self.world.rank,
                     world_size=self.world.size,
@@ -152,7 +153,7 @@ class TorchBackend(Backend):
         if kind == "cpu":
             return dist.group.WORLD if self._host_group is None else self._host_group
         if kind in self._sends_from:
-            return dist.group.WORLD
+            return self._nccl() if self.owns_group else dist.group.WORLD
         if self._shares_device:
             raise UsageError(
                 f"shard: several ranks share {self.device}, and NCCL gives each rank a GPU of its own. Start "
@@ -166,7 +167,16 @@ class TorchBackend(Backend):
         return None
 
     def _group(self, tensor: Tensor) -> Any:
-        return self._host_group if tensor.device.type == "cpu" else None
+        if tensor.device.type == "cpu":
+            return self._host_group
+        return self._nccl() if self.owns_group else None
+
+    def _nccl(self) -> Any:
+        """The group of NCCL's, which is made when it is first needed. A collective then."""
+        if self._nccl_group is None:
+            with self._translated("making a group of NCCL's"):
+                self._nccl_group = dist.new_group(backend="nccl", timeout=PATIENCE)
+        return self._nccl_group
 
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
         with self._translated("reducing"):
@@ -198,13 +208,13 @@ class TorchBackend(Backend):
                 if not failed:
                     self.barrier()
             finally:
-                if failed and self.owns_group and self._sends_from:
+                if failed and self._nccl_group is not None:
                     # NCCL's own end waits for collectives of ranks that may be gone.
                     dist.distributed_c10d._abort_process_group()
                 else:
                     dist.destroy_process_group(self._host_group)
                 # Its threads end with it; collected later, in a forked process, it would wait for them there.
-                self._host_group = None
+                self._host_group = self._nccl_group = None
 
 
 def devices_of(config: str) -> frozenset[str]:

@@ -18,12 +18,13 @@ from dualeval import backends
 from dualeval.backends.base import Backend
 from dualeval.errors import BackendError, DualevalError, UsageError
 from dualeval.launch.cores import Cores, own_cores, share_of_cores
-from dualeval.launch.gpus import Gpu, Sight, choose_gpus
+from dualeval.launch.gpus import Gpu, Sight, as_callers_chose, choose_gpus
 from dualeval.network import host_identity
 from dualeval.waiting import STARTED, waiting
 from dualeval.world import World
 
 _CPU = torch.device("cpu")
+_OTHER_GPUS = " Apple's GPUs (mps) and Intel's (xpu) are not supported: type --device cpu."
 
 
 def connect(
@@ -69,7 +70,7 @@ def take_device(
     """Choose where this rank's model and batches belong, and try it; ``backend.device`` says it then.
 
     A collective. In a group that the caller has opened, and where the caller computes on GPUs already, its
-    current GPU is taken, and stays current.
+    current GPU is taken, and stays current; but GPU 0 only where no other rank has it as well.
 
     Args:
         backend: of all ranks.
@@ -87,11 +88,11 @@ def take_device(
     computes = _computes_already()
     own = _look_if_wanted(backend.world, wanted)
     if own.gpus and not backend.owns_group and computes and ":" not in (wanted or ""):
-        current = torch.cuda.current_device()
-        own = replace(own, gpus=tuple(gpu for gpu in own.gpus if gpu.number == current))
+        own = replace(own, current=torch.cuda.current_device())
     asked = {"--device": wanted, "--allow-shared-gpu": allow_shared_gpu, "--mix-machines": mix_machines}
     reports = backend.all_gather_json({"asked": asked, "sight": asdict(own)})
     everyone = [_sight(report["sight"]) for report in reports]
+    everyone = as_callers_chose(everyone, allow_shared=allow_shared_gpu)
     _refuse_differing([report["asked"] for report in reports], everyone)
     chosen = choose_gpus(everyone, wanted, allow_shared=allow_shared_gpu, mix=mix_machines)
     gpu = chosen[backend.world.rank]
@@ -99,10 +100,11 @@ def take_device(
     if any(chosen):
         problems = backend.all_gather_json(None if gpu is None else _problem_with(device))
         _refuse_broken(everyone, chosen, problems)
-    if gpu is not None and backend.owns_group:
+    has_chosen = not backend.owns_group and (computes or ":" in (wanted or ""))
+    if gpu is not None and not has_chosen:
         # What allocates on "cuda" or pins memory takes the current device; by default 0 on all ranks.
         torch.cuda.set_device(device)
-    ids = [taken.id for taken in chosen if taken is not None]
+    ids = [taken.whole or taken.id for taken in chosen if taken is not None]
     backend.use_device(device, shared=len(set(ids)) < len(ids))
 
 
@@ -152,6 +154,7 @@ def check_name(wanted: str | None) -> None:
     if wanted is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", str(wanted)):
         raise UsageError(
             f"--device {wanted!r} is not a device: expected cpu, cuda (one GPU per rank) or cuda:N."
+            f"{_OTHER_GPUS if re.match('mps|xpu', str(wanted)) else ''}"
         )
 
 
@@ -207,22 +210,25 @@ def _refuse_differing(asked: Sequence[Mapping[str, object]], everyone: Sequence[
 
 def _gpu(number: int) -> Gpu:
     properties = torch.cuda.get_device_properties(number)
-    known = _driver_uuid(number) or getattr(properties, "uuid", None)
+    known = _driver_uuid(number, "cuDeviceGetUuid_v2") or getattr(properties, "uuid", None)
+    # Versions of torch's CUDA differ in whether they say a slice's or the whole GPU's.
+    whole = _driver_uuid(number, "cuDeviceGetUuid")
     return Gpu(
         number=number,
         id=f"{host_identity()}:{number}" if known is None else f"GPU-{known}",
         name=str(properties.name),
+        whole="" if whole is None else f"GPU-{whole}",
     )
 
 
-def _driver_uuid(number: int) -> uuid.UUID | None:
-    """The UUID of a GPU, or of the slice that is seen of it (MIG), by NVIDIA's driver; None without one.
+def _driver_uuid(number: int, function: str) -> uuid.UUID | None:
+    """The UUID of a GPU by NVIDIA's driver; None without one.
 
-    torch has that of the whole GPU alone (cuDeviceGetUuid_v2 of the CUDA driver API).
+    Of a slice of a GPU (MIG) cuDeviceGetUuid_v2 says its own, and cuDeviceGetUuid that of the whole.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        ask = driver.cuDeviceGetUuid_v2
+        ask = getattr(driver, function)
     except (OSError, AttributeError):  # another maker's GPU, or a driver older than CUDA 11.4
         return None
     device = ctypes.c_int()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 def evaluate(task: Task | None = None, *, nproc: int | None = None, **options: Any) -> Result:
     """Evaluate once, in a session of its own; every rank calls this and gets the same metrics.
 
-    ``evaluate(model=..., data=..., metrics=[...])`` takes any module and any data set; ``evaluate(task)`` an
-    object whose class is derived from ``Task``.
+    ``evaluate(model=..., data=..., metrics=[...])`` takes any module and any data set; with a path as data
+    it is the task image-classification of the command line, with its options (``preprocessing``, ``resize``,
+    ``mean``, ``class_map``, ...), for a module or a name. ``evaluate(task)`` takes an object whose class is
+    derived from ``Task``.
 
     Args:
         task: what is evaluated; None where ``model`` and ``data`` are given.
@@ -103,6 +106,8 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
     """The task that is meant, and the options that are none of its arguments."""
     from dualeval.tasks.own_model import ModelTask
 
+    if task is None and "model" in options and isinstance(options.get("data"), str | Path):
+        return _image_task_of(options)
     names = set(inspect.signature(ModelTask).parameters)
     of_task = {name: options[name] for name in options if name in names}
     if task is None:
@@ -119,3 +124,27 @@ def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str
             f"{', '.join(of_task)} and a task were given: a task says these itself. Leave out one of the two."
         )
     return task, options
+
+
+def _image_task_of(options: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
+    """The task image-classification of a model and a path, as the command line makes it; and the rest."""
+    from dualeval.metrics.by_name import of_no_task
+    from dualeval.tasks.image_classification_options import ImageClassificationOptions
+
+    # Weights are fetched by the command line alone.
+    names = {field.name for field in fields(ImageClassificationOptions)} - {"metric", "download"}
+    given = {name: value for name, value in options.items() if name in names}
+    rest = {name: value for name, value in options.items() if name not in {*names, "metrics"}}
+    # What only Python can say.
+    of_python = [name for name in ("model", "preprocessing") if not isinstance(given.get(name, ""), str)]
+    made = {name: given.pop(name) for name in of_python}
+    metrics = options.get("metrics") or ()
+    if isinstance(metrics, str) or not all(isinstance(each, str) for each in metrics):
+        raise UsageError(
+            f"metrics={metrics!r}: for a folder of images expected a list of names, as ['top1', 'loss'] "
+            "('dualeval list metrics'), or of your own, as ['FILE.py:NAME']"
+        )
+    own = tuple(name for name in metrics if not of_no_task([name]))
+    if len(own) < len(metrics):
+        rest["metric"] = tuple(metrics)
+    return ImageClassificationOptions(**given, metric=own).make(**made), rest

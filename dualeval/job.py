@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -431,10 +432,10 @@ def _of_texts(texts: Mapping[str, str], kind: TaskKind, given: Mapping[str, Any]
 
 
 def _content(path: Path) -> dict[str, Any]:
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]
+    else:
+        import tomli as tomllib
 
     try:
         return tomllib.loads(path.read_text("utf-8"))

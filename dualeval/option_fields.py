@@ -415,6 +415,8 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
             return origin(_typed(entry, item, where) for entry, item in zip(value, items, strict=True))
         if origin is float and type(value) is int:
             return float(value)
+        if origin is Path and value == "":
+            raise UsageError(f"{where} is empty, expected a path")
         if origin is Path and type(value) is str:
             return Path(value)
         if type(value) is origin:

@@ -121,8 +121,8 @@ def _hint(error: BaseException) -> str:
     while cause is not None:
         if "torchvision::nms does not exist" in str(cause):
             return (
-                " (this torchvision was built for another torch: install both from the same index, or begin "
-                "the file with: from dualeval.vision_library import torchvision; torchvision())"
+                " (this torchvision was built for another torch: install both from the same index, or type "
+                "once: python -m dualeval.vision_library)"
             )
         cause = cause.__cause__ or cause.__context__
     return ""

@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from dualeval.errors import DualevalError
+from dualeval.errors import DualevalError, UsageError
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from dualeval.metrics import Value
 
 SCHEMA_VERSION = 3
@@ -144,6 +147,40 @@ class Result:
         """``metrics_digest`` and ``samples_digest`` by name."""
         return {"metrics_digest": self.metrics_digest, "samples_digest": self.samples_digest}
 
+    def __str__(self) -> str:
+        """The table that a run prints at its end."""
+        from dualeval.report.table import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from dualeval.report.table import as_html
+
+        return as_html(self)
+
+    def predictions(self) -> pyarrow.Table:
+        """The rows of ``predictions.parquet``, one a sample in data-set order: id, index and columns.
+
+        Raises:
+            UsageError: the run wrote no files.
+            DualevalError: they are not there, or no longer those of this run.
+        """
+        import pyarrow.parquet
+
+        if self.folder is None:
+            raise UsageError(
+                "this run has written no rows. Give evaluate out=FOLDER, and it keeps them there"
+            )
+        path = Path(self.folder, PREDICTIONS)
+        if not path.is_file():
+            raise DualevalError(f"there is no {path} on this machine: rank 0 has written it where it ran")
+        known = self.files.get(PREDICTIONS)
+        if known is not None and checksum_of(path) != known:
+            raise DualevalError(
+                f"{path} is not the file of this result: it has been written anew or is damaged"
+            )
+        return pyarrow.parquet.read_table(path)
+
     def to_json(self) -> str:
         """The text of result.json."""
         content = {"schema_version": SCHEMA_VERSION, **self.digests, **asdict(self)}
@@ -201,7 +238,7 @@ def stated_result(content: Any) -> tuple[Result, str]:
     """Make a result of the content of a result.json, as it is, and return the digest that it states too.
 
     Raises:
-        DualevalError: a field is missing or unknown.
+        DualevalError: a field is missing, unknown or of another type.
     """
     try:
         values = dict(content)
@@ -211,11 +248,29 @@ def stated_result(content: Any) -> tuple[Result, str]:
                 f"its schema version is {version}, expected one of {_READABLE}: a later dualeval may read it"
             )
         result = Result(**values)
+        for name, kind in get_type_hints(Result, localns={"Value": Any}).items():
+            if not _fits(getattr(result, name), kind):
+                wanted = Result.__annotations__[name]
+                raise DualevalError(f"its field {name} is {values[name]!r:.80}, expected {wanted}")
+        if absent := {"total", "evaluated", "failed"} - result.samples.keys():
+            raise DualevalError(f"its field samples has no {min(absent)}")
         # A value of another kind than JSON's own shows here.
         _ = result.metrics_digest
     except (ValueError, TypeError, KeyError) as error:
         raise DualevalError(f"{type(error).__name__}: {error}") from error
     return result, str(digest)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value, as JSON has it, is of a type in the annotations of ``Result``."""
+    outer, inner = get_origin(kind) or kind, get_args(kind)
+    if outer is UnionType:
+        return any(_fits(value, each) for each in inner)
+    if outer is tuple:
+        return type(value) is list and len(value) == len(inner) and all(map(_fits, value, inner))
+    parts = value.values() if type(value) is dict else value if type(value) is list else ()
+    wanted = (int, float) if outer is float else (outer,)
+    return outer is Any or (type(value) in wanted and all(_fits(part, inner[-1]) for part in parts))
 
 
 def partial_of(path: Path) -> Path:
@@ -268,7 +323,7 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    except BaseException:
         # What refuses to write may refuse this as well; the first error is the one to tell.
         with suppress(OSError):
             partial.unlink(missing_ok=True)

@@ -15,16 +15,17 @@ from typing import Any, TypeAlias
 from dualeval.errors import UsageError
 from dualeval.job import MODELS_KEY, Job
 from dualeval.plugins import BUILT_IN
-from dualeval.result import MODELS
+from dualeval.result import JOB, MODELS, RESULT, STATUS
 
 _WILD = re.compile(r"[*?\[]")
 _NUMBER = re.compile(r"([0-9]+)")
 # What a folder may be called, and a column of a table hold, on any disk.
 _ODD = re.compile(r"[^\w.+=@-]+")
 _WEIGHTS = "weights"
-# What lies beside the models' folders: the table in its forms, and what keeps other runs out.
+# The table in its forms; it lies beside the models' folders, with what keeps other runs out.
 TABLES = (MODELS, "models.csv", "models.md", "models.tex")
-FILES = (*TABLES, "lease.json")
+# No model's folder: these, and what a run of one model would have there.
+_TAKEN = (*TABLES, "lease.json", RESULT, JOB, STATUS)
 _LISTED = 5
 # Of a model: its name, the number of its job, and its file where a pattern has found that. Plain values.
 Found: TypeAlias = "tuple[str, int, str | None]"
@@ -162,11 +163,12 @@ def _short(value: Any) -> str:
 
 
 def _safe(text: str) -> str:
-    return _ODD.sub("-", text.encode("utf-8", "backslashreplace").decode()).strip("-.") or "model"
+    name = _ODD.sub("-", text.encode("utf-8", "backslashreplace").decode()).strip("-.") or "model"
+    return f"{name}-model" if name in _TAKEN else name
 
 
 def _checked(name: str) -> str:
-    if _safe(name) != name or name in FILES:
+    if _safe(name) != name:
         raise UsageError(
             f"[[{MODELS_KEY}]]: name = {name!r}: expected letters, digits and . _ - + = @, such as "
             f"{_safe(name)}"

@@ -21,8 +21,11 @@ _CONNECT = timedelta(seconds=60)
 # Of what rank 0 is to answer a second, the part of each of two: ranks that wait in meetings also report
 # themselves. Its store can do several times that, beside an evaluation.
 _ANSWERS_A_S = 2500
+_LIMITS_HOLD_FOR = 1000
 # Beside its connections a rank opens data, a journal and its reading processes' pipes.
 _OTHER_FILES = 256
+# Of a rank to each other while they join: in the store where they meet, where it serves that; in gloo's mesh.
+JOINING = 2
 
 
 def pause_for(size: int, requests: int, least_s: float) -> float:
@@ -36,8 +39,20 @@ def pause_for(size: int, requests: int, least_s: float) -> float:
     return max(least_s, size * requests / _ANSWERS_A_S)
 
 
-def allow_connections(count: int) -> None:
+def limit_for(size: int, seconds: float) -> float:
+    """How long to wait at an end for other ranks, where that many seconds are enough for a thousand.
+
+    All limits that depend on the number of ranks are this one: they grow as ``pause_for`` does.
+    """
+    return seconds * max(1.0, size / _LIMITS_HOLD_FOR)
+
+
+def allow_connections(count: int, who: str) -> None:
     """Let this process open so many files more: raises its soft limit where that is too low.
+
+    Args:
+        count: of connections.
+        who: this process, in the error.
 
     Raises:
         LaunchError: the hard limit is too low as well.
@@ -50,7 +65,7 @@ def allow_connections(count: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise LaunchError(
-            f"rank 0 needs {needed:,} open files, {count:,} of them for connections to other ranks, and may "
+            f"{who} needs {needed:,} open files, {count:,} of them for connections to other ranks, and may "
             f"have {hard:,} (ulimit -Hn). Type 'ulimit -n {needed}' as root where the run starts, or have "
             "the limit raised (nofile in /etc/security/limits.conf, LimitNOFILE of slurmd), or start fewer "
             "ranks."
@@ -72,7 +87,7 @@ def serve_store(world: World, connections: int = 1) -> tuple[TCPStore, dict[str,
     Raises:
         LaunchError: this process may not open enough files for all ranks.
     """
-    allow_connections(connections * world.size)
+    allow_connections(connections * world.size, f"rank {world.rank}")
     server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     addresses = offered_addresses(one_node=world.is_one_node, master=world.meeting.host_of_rank_0)
     return server, {"addresses": addresses, "port": server.port}

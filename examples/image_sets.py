@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchvision
 from PIL import Image
 from torch.utils.data import Dataset
 
@@ -16,7 +17,6 @@ from dualeval.data.idx import IdxImages, read_idx
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.models.classifiers import source_of
 from dualeval.tasks.image_classification import FASHION_MEAN, FASHION_STD
-from dualeval.vision_library import torchvision  # PyPI's does not load by itself beside a CPU build of torch
 
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -69,7 +69,7 @@ def open_set(folder: Path, training: bool) -> Any:
     Raises:
         UsageError: the folder is none of those that the example knows, or a file of it is missing or damaged.
     """
-    datasets = torchvision().datasets
+    datasets = torchvision.datasets
     try:
         if IdxImages.is_in(folder):
             return IdxPictures(folder, "train" if training else "t10k")
@@ -93,7 +93,7 @@ def pixels_of(options: Namespace, data: Any) -> Preprocessing:
         UsageError: ``--resize`` is given where images keep their size.
     """
     size, own = options.size, source_of(options.model).preprocessing() or Preprocessing()
-    if isinstance(data, torchvision().datasets.ImageFolder):
+    if isinstance(data, torchvision.datasets.ImageFolder):
         fitting = own.resize if size is None else round(size * own.resize / own.crop)
         return replace(own, resize=options.resize or fitting, crop=size or own.crop)
     if options.resize:
@@ -106,13 +106,13 @@ def pixels_of(options: Namespace, data: Any) -> Preprocessing:
 
 def transform_of(options: Namespace, data: Any, channels: int, training: bool) -> Any:
     """What makes a picture a float tensor of so many channels; training has the augmentation asked for."""
-    of, pixels = torchvision().transforms, pixels_of(options, data)
+    of, pixels = torchvision.transforms, pixels_of(options, data)
     interpolation = of.InterpolationMode(pixels.interpolation)
     augments = {
         name: training and getattr(options, name) for name in ("crop", "flip", "rand_augment", "erasing")
     }
     steps = [of.Grayscale(channels)] if pixels.channels == 1 else []
-    if augments["crop"] and isinstance(data, torchvision().datasets.ImageFolder):
+    if augments["crop"] and isinstance(data, torchvision.datasets.ImageFolder):
         steps += [of.RandomResizedCrop(pixels.crop, interpolation=interpolation)]
     else:
         steps += [of.Resize(pixels.resize, interpolation), of.CenterCrop(pixels.crop)]

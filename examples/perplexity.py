@@ -16,16 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dualeval
 from dualeval.metrics import Ratio
-from dualeval.vision_library import torchvision
 
 # -- model and data --------------------------------------------------------------------------------------
-
-# transformers imports torchvision, which does not load by itself beside a CPU build of torch.
-torchvision()
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 
 def read(model: str, text: str) -> tuple[Any, torch.Tensor]:

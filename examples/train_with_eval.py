@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchvision
 from image_sets import Seeded, mixed, open_set, pixels_of, transform_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -41,7 +42,6 @@ from training_ranks import Ranks, device_of, join_ranks
 import dualeval
 from dualeval.models.classifiers import create
 from dualeval.report.loggers.targets import check_installed, targets_of
-from dualeval.vision_library import torchvision
 
 # -- precision -------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ def write_start(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "versions": {
             "python": platform.python_version(),
-            **{each.__name__: each.__version__ for each in (torch, torchvision(), dualeval)},
+            **{each.__name__: each.__version__ for each in (torch, torchvision, dualeval)},
         },
         "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "options": as_json(options, ranks),

@@ -7,7 +7,7 @@ each rank other GPUs, all of them starting at 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dualeval.errors import UsageError
 
@@ -28,11 +28,13 @@ class Gpu:
         number: torch's number for it, on the rank that sees it.
         id: its UUID.
         name: its model.
+        whole: the UUID of the whole GPU, where it is a slice: NCCL takes two slices of one for one GPU.
     """
 
     number: int
     id: str
     name: str
+    whole: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class Sight:
         reason: why there is none; empty where there is.
         promised: the variable by which its launcher says that there are some, with its value; empty where no
             launcher does.
+        current: the number of the GPU that is current in a caller's process that uses CUDA; else None.
     """
 
     rank: int
@@ -53,6 +56,7 @@ class Sight:
     gpus: tuple[Gpu, ...] = ()
     reason: str = ""
     promised: str = ""
+    current: int | None = None
 
     @property
     def where(self) -> str:
@@ -70,6 +74,21 @@ def promised_gpus(environ: Mapping[str, str]) -> str:
             return f"{name}={environ[name]}"
     value = environ.get(_CONTAINER, "")
     return f"{_CONTAINER}={value}" if value.startswith(("GPU-", "MIG-")) else ""
+
+
+def as_callers_chose(everyone: Sequence[Sight], *, allow_shared: bool = False) -> list[Sight]:
+    """What each rank sees, and of a caller that computes on GPUs already, its current one alone.
+
+    GPU 0 is current where nobody has chosen one: where ranks have it in common it is no choice.
+    """
+    current = [next((gpu for gpu in sight.gpus if gpu.number == sight.current), None) for sight in everyone]
+    ids = [gpu.id for gpu in current if gpu is not None]
+    return [
+        replace(sight, gpus=(gpu,))
+        if gpu is not None and (gpu.number > 0 or allow_shared or ids.count(gpu.id) == 1)
+        else sight
+        for sight, gpu in zip(everyone, current, strict=True)
+    ]
 
 
 def choose_gpus(

@@ -35,6 +35,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
 from dualeval.launch.cores import usable_cores
 from dualeval.network import LOOPBACK, check_own_name
+from dualeval.store import JOINING, allow_connections
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Seconds between two looks at the ranks: half of it is what a run loses at its end on average.
@@ -78,6 +79,7 @@ def run_local(
     Raises:
         UsageError: fewer than one rank, or more than this machine can sensibly run; or this host's name
             is one that torch cannot look up.
+        LaunchError: it may not open enough files.
         DualevalError: a rank died by a signal that nobody sent to all of them; names both.
     """
     cores = usable_cores()
@@ -89,6 +91,8 @@ def run_local(
             f"one core before it begins). Type a smaller --nproc, or use more nodes."
         )
     check_own_name()
+    # It serves the store in which the ranks meet, and they inherit its limit.
+    allow_connections(JOINING * processes, "the process that starts the ranks")
     rendezvous_handler_registry.register(_LocalRendezvous.backend, _LocalRendezvous)
     watch = _SignalWatch(stop_signals, stop_signals if takes_signals else ())
     # Later torch versions can be told to leave the signals to the watch; earlier ones have no such field.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,16 @@ WARNING_S = 90
 
 _COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")
 _WORDS = ("job_name", "mem", "time", "partition", "account", "qos", "array", "log")
+# Of sbatch, which submit sets by options of its own, or not at all.
+_OWN_OPTIONS = {"--" + name.replace("_", "-") for name in (*_COUNTS, *_WORDS)} | {
+    *("--output", "--open-mode", "--signal", "--requeue", "--no-requeue", "--export", "--parsable")
+}
 
 # Of a job's own variables, those by which the next job's sbatch still has to find the cluster.
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_JWT")
 _OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "PALS_", "OMPI_COMM_WORLD_")
 
-_SET_UP = """\
-set -euo pipefail
-
+_FIND_DUALEVAL = """\
 # The environment that was active when sbatch was typed; else .venv in the folder where it was typed.
 if ! type -P dualeval > /dev/null; then
   folder=${SLURM_SUBMIT_DIR:-$PWD}/.venv/bin
@@ -43,6 +46,9 @@ if ! type -P dualeval > /dev/null; then
   export PATH=$folder:$PATH
 fi
 
+""".splitlines()
+
+_SET_UP = """\
 # From Slurm 22.05 on, srun does not take sbatch's --cpus-per-task by itself.
 unset SRUN_CPUS_PER_TASK
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
@@ -100,7 +106,8 @@ if [[ -z $out ]]; then
 fi
 
 # If this job has GPUs, a node without a working one is an error, and not a run on its CPU.
-gpus=${SLURM_GPUS_ON_NODE:-${SLURM_JOB_GPUS:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS:-0}}}}
+gpus=${SLURM_GPUS_ON_NODE:-${SLURM_JOB_GPUS:+some}}  # the latter has numbers: 0 is GPU 0
+gpus=${gpus:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS:-0}}}
 if [[ $gpus != 0 && -z $device && -z $mixed ]] &&
   ! { [[ -n $config ]] && grep -qsE "^[[:space:]]*[\\"']?device[\\"']?[[:space:]]*=" "$config"; }; then
   words+=(--device cuda)
@@ -172,6 +179,11 @@ class SlurmJob:
         job_name: the name in Slurm's lists.
         log: file for the output of all ranks; Slurm puts the job's number for %j, in an array that of the
             array and the task.
+        setup: lines of shell before anything else, such as "module load cuda".
+        container_image: what Pyxis starts the ranks in, with the folder where sbatch was typed; its dualeval
+            is used. None for no container.
+        container_mounts: other folders that the container gets ("/data:/data").
+        sbatch_option: any other options of sbatch, as "constraint=a100" or "exclusive".
     """
 
     backend: str = "torch"
@@ -187,6 +199,10 @@ class SlurmJob:
     array: str | None = None
     job_name: str = "dualeval"
     log: str = "dualeval-%j.log"
+    setup: tuple[str, ...] = ()
+    container_image: str | None = None
+    container_mounts: str | None = None
+    sbatch_option: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.backend not in SHIPPED:
@@ -198,12 +214,19 @@ class SlurmJob:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise UsageError(f"{_option(name)} {count}: expected a whole number of at least 1")
-        for name in _WORDS:
-            word = getattr(self, name)
+        if self.container_mounts is not None and self.container_image is None:
+            raise UsageError("--container-mounts was given without --container-image IMAGE. Give both")
+        given = [(name, getattr(self, name)) for name in _WORDS]
+        for name, word in [*given, *(("sbatch_option", word) for word in self.sbatch_option)]:
             if word is not None and not _is_plain(word):
                 raise UsageError(
                     f"{_option(name)} {word!r}: expected one word that sbatch takes as it stands, without "
                     "white space, control characters, quotes, \\ and #"
+                )
+        for word in self.sbatch_option:
+            if (name := _long(word).partition("=")[0]) in _OWN_OPTIONS:
+                raise UsageError(
+                    f"--sbatch-option {word}: 'dualeval submit' sets {name} itself (see its --help)"
                 )
 
 
@@ -230,7 +253,12 @@ def sbatch_text(job: SlurmJob) -> str:
         "#",
         *(f"#SBATCH {directive}" for directive in directives(job)),
         "",
+        *(["set -e", *job.setup] if job.setup else []),
+        "set -euo pipefail",
+        "",
+        *(_FIND_DUALEVAL if job.container_image is None else []),
         *_SET_UP,
+        *_container(job),
         f'"${{step[@]}}" dualeval run --launcher srun --backend {job.backend} "${{words[@]}}" || code=$?',
         "",
         *_AFTERWARDS,
@@ -259,7 +287,22 @@ def directives(job: SlurmJob) -> list[str]:
         "signal": f"USR2@{WARNING_S}",
     }
     # Asked for, as a cluster's default may be (JobRequeue) that a job does not come back.
-    return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue"]
+    given = [f"--{name}={value}" for name, value in asked.items() if value is not None]
+    return [*given, "--requeue", *map(_long, job.sbatch_option)]
+
+
+def _long(word: str) -> str:
+    """An option of sbatch with its dashes."""
+    return f"--{word.lstrip('-')}"
+
+
+def _container(job: SlurmJob) -> list[str]:
+    """What srun, with Pyxis, starts the ranks in."""
+    if job.container_image is None:
+        return []
+    mounts = '"$PWD:$PWD"' + (f",{shlex.quote(job.container_mounts)}" if job.container_mounts else "")
+    image = f"--container-image={shlex.quote(job.container_image)}"
+    return [f'step+=({image} --container-mounts={mounts} --container-workdir="$PWD")']
 
 
 def log_path(job: SlurmJob, folder: Path, job_id: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,34 @@ def test_a_machine_says_what_its_device_says(monkeypatch: pytest.MonkeyPatch) ->
     facts = machine_facts(torch.device("cpu"), ())
     assert facts["model"] == "Played 1000"
     assert facts["versions"] == {**plain["versions"], "driver": "7"}
+
+
+def test_a_gpus_machine_names_cublas_the_driver_and_their_variables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Played: a library with cuBLAS's one function, and what /proc says of them."""
+    assert "runtime" not in machine_facts(torch.device("cpu"), ()), "records of CPUs are as they were"
+    source, library = tmp_path / "cublas.c", tmp_path / "libcublas.so.13"
+    source.write_text("int cublasGetProperty(int kind, int *value) { *value = 13 - kind; return 0; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    maps, driver = tmp_path / "maps", tmp_path / "version"
+    maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 7 /lib/libc.so.6\n7f02-7f03 r--p 0 08:01 8 {library}\n")
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\n")
+    monkeypatch.setattr(accelerator, "_MAPS", maps)
+    monkeypatch.setattr(accelerator, "_DRIVER", driver)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    found = accelerator.Cuda(torch.device("cuda", 0)).runtime()
+    assert found == {
+        "cublas": "13.12.11",
+        "driver": "580.65.06",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NVIDIA_TF32_OVERRIDE": None,
+    }
+    maps.write_text("")
+    driver.unlink()
+    found = accelerator.Cuda(torch.device("cuda", 0)).runtime()
+    assert (found["cublas"], found["driver"]) == (None, None)
 
 
 def test_memory_is_given_back_by_what_torch_2_8_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,66 @@ def test_file_of_the_other_byte_order_gives_its_values(tmp_path: Path) -> None:
     assert_equal(model.state_dict(), values())
 
 
+def flip_a_bit(path: Path, record: str) -> None:
+    """Flip one bit in the middle of a record of a zip file, which lies in this file."""
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        [values] = [archive.read(name) for name in archive.namelist() if name.endswith(record)]
+    content[content.index(values) + len(values) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("record", ["data/0", "data/2", "data/3", "data.pkl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_flipped_bit_is_named(tmp_path: Path, record: str, dtype: torch.dtype) -> None:
+    path = tmp_path / "a.pt"
+    torch.manual_seed(3)
+    saved = {
+        "plain": torch.randn(3, 4),
+        "scalar": torch.tensor(2),
+        "large": torch.randn(700, 900),
+        "channels_last": torch.randn(2, 3, 300, 301).to(memory_format=torch.channels_last),
+    }
+    torch.save(saved, path)
+    into = {name: torch.empty_like(value, dtype=dtype) for name, value in saved.items()}
+    for name, value in read_state_dict(path).tensors.items():
+        into[name].copy_(value)
+        assert torch.equal(into[name], saved[name].to(dtype))
+    flip_a_bit(path, record)
+    with pytest.raises(UsageError, match=rf"a\.pt is .*: its record a/{record} does not fit its CRC32"):
+        for name, value in read_state_dict(path).tensors.items():
+            into[name].copy_(value)
+
+
+def test_a_flipped_bit_of_what_torch_reads_itself(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save(nn.Linear(4, 3), path)
+    flip_a_bit(path, "data/0")
+    with pytest.raises(UsageError, match=r"its record a/data/0 does not fit its CRC32"):
+        read_state_dict(path, trust=True)
+
+
+def test_a_flipped_bit_in_a_distributed_part(tmp_path: Path) -> None:
+    save_distributed(values(), tmp_path / "a")
+    [file] = (tmp_path / "a").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[content.index(values()["weight"].numpy().tobytes()) + 9] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=r"distcp is damaged: its record archive/data/0 does not fit"):
+        load_state_dict(nn.Linear(4, 3), read_state_dict(tmp_path / "a"), source="a")
+
+
+def test_a_file_without_crc32_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(values(), tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    model = nn.Linear(4, 3)
+    load_state_dict(model, read_state_dict(tmp_path / "a.pt"), source="a.pt")
+    assert_equal(model.state_dict(), values())
+
+
 def test_distributed_part_of_the_other_byte_order_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

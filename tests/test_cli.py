@@ -115,6 +115,10 @@ CASES = {
         arguments=["--out", "/proc/out"], words=["/proc/out", "cannot be written", "--out"]
     ),
     "output is a file": BadInput(arguments=["--out", "{tmp}/misfit.pt"], words=["misfit.pt", "--out"]),
+    "output without a name": BadInput(arguments=["--out", ""], words=["'--out'", "it is empty", "runs/mine"]),
+    "output with too long a name": BadInput(
+        arguments=["--out", "a" * 256], words=["'--out'", "File name too long", "runs/mine"]
+    ),
     "earlier run": BadInput(arguments=["--out", "{tmp}/finished"], words=["{tmp}/finished", "--fresh"]),
     "nproc beyond reason": BadInput(
         arguments=["--nproc", "100000"], words=["--nproc 100000", "smaller --nproc"]
@@ -131,7 +135,13 @@ CASES = {
     ),
 }
 # These say no before any process is started, or are about starting itself.
-PLAIN_ONLY = {"nproc beyond reason", "half-set torchrun", "backend without launcher"}
+PLAIN_ONLY = {
+    "output without a name",
+    "output with too long a name",
+    "nproc beyond reason",
+    "half-set torchrun",
+    "backend without launcher",
+}
 # Of those that ranks find: in the data, in the weights, and in the output folder.
 ON_RANKS = {"weights that do not fit"}
 

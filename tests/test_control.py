@@ -18,10 +18,12 @@ from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-de
 
 from dualeval import store
 from dualeval.backends.base import Backend
+from dualeval.engine.conclusion import ALL_SAVED_WITHIN_S
 from dualeval.engine.control import meeting, plane
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
 from dualeval.errors import (
+    EXIT_STOPPED,
     DualevalError,
     LaunchError,
     PeerError,
@@ -29,7 +31,7 @@ from dualeval.errors import (
     Stopped,
     UsageError,
 )
-from dualeval.store import pause_for
+from dualeval.store import limit_for, pause_for
 from tests.control_ranks import OfferOnly
 
 LIMIT_S = 30.0
@@ -369,6 +371,44 @@ def test_a_stop_that_one_rank_cannot_save_is_a_failure() -> None:
     assert on_ranks(3, work) == [("failure", "what was finished could not be saved: no room")] * 3
 
 
+def test_rank_0_counts_who_has_saved() -> None:
+    """It reads the heartbeats of all the more rarely the more ranks there are: never again here."""
+    rank_0_waits = threading.Event()
+
+    def work(rank: int, control: ControlPlane) -> Any:
+        control.meet()
+        beats = cast(Any, control)
+        every_s = beats._beat_every_s
+        if rank == 0:
+            beats._beat_every_s = lambda *, stopping: 3600.0 if stopping else every_s(stopping=False)
+            control.stop("SIGTERM")
+        while control.stopping is None:
+            assert control.news.wait(LIMIT_S)
+            control.news.clear()
+        if rank != 0:
+            assert rank_0_waits.wait(LIMIT_S)
+        control.saved(rank + 1)
+        rank_0_waits.set()
+        assert control.all_saved.wait(LIMIT_S / 2)
+        if rank != 0:
+            return control.end_code
+        beats._beat_every_s = every_s
+        control.report_end(EXIT_STOPPED)
+        return control.missing, control.saved_by_all
+
+    assert on_ranks(4, work) == [([], 1 + 2 + 3 + 4), EXIT_STOPPED, EXIT_STOPPED, EXIT_STOPPED]
+
+
+@pytest.mark.parametrize(
+    ("size", "limit"), [(1, 4.0), (64, 4.0), (1000, 4.0), (3072, 12.288), (4096, 16.384)]
+)
+def test_more_ranks_are_waited_for_longer(size: int, limit: float) -> None:
+    """Rank 0 of 3,072 knew that all had saved after 5.67 s, and gave them up after 4."""
+    assert limit_for(size, ALL_SAVED_WITHIN_S) == pytest.approx(limit)
+    # The others hear of a stop with a beat, and rank 0 that they have saved with the next.
+    assert limit > 2 * pause_for(size, 2, 0.05)
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_attempt_that_fails_ends_on_all_ranks_and_the_next_begins(size: int) -> None:
     """Ranks have met, and begun to count, more often than the one on which it breaks."""
@@ -488,12 +528,12 @@ def test_rank_0_may_open_as_many_files_as_it_has_ranks() -> None:
         "from dualeval.errors import LaunchError\n"
         "from dualeval.store import allow_connections\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))\n"
-        "allow_connections(200)\n"
+        "allow_connections(200, 'rank 0')\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, 4096)\n"
-        "allow_connections(2 * 1000)\n"
+        "allow_connections(2 * 1000, 'rank 0')\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (4096, 4096)\n"
         "try:\n"
-        "    allow_connections(2 * 2000)\n"
+        "    allow_connections(2 * 2000, 'rank 0')\n"
         "except LaunchError as error:\n"
         "    print(error)\n"
     )

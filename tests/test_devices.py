@@ -31,6 +31,7 @@ DRIVER = """
 #include <string.h>
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal + 7; return ordinal > 1; }
+int cuDeviceGetUuid(char *uuid, int device) { memset(uuid, 99, 16); return 0; }
 int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); return 0; }
 """
 
@@ -54,6 +55,12 @@ def test_devices_of_torch_are_taken_too(works: list[torch.device]) -> None:
 @pytest.mark.parametrize("wanted", ["gpu", "", "cuda:", "cuda:-1", "cpu:0", "cuda:0 ", "mps"])
 def test_no_device(wanted: str) -> None:
     with pytest.raises(UsageError, match="is not a device: expected cpu, cuda"):
+        connect(None, ALONE, wanted)
+
+
+@pytest.mark.parametrize("wanted", ["mps", "mps:0", "xpu", "xpu:1"])
+def test_other_makers_gpus_are_refused(wanted: str) -> None:
+    with pytest.raises(UsageError, match=r"Apple's GPUs \(mps\) and Intel's \(xpu\) are not supported: type"):
         connect(None, ALONE, wanted)
 
 
@@ -124,10 +131,50 @@ def test_a_callers_group_keeps_the_callers_gpu(
         assert backend.device == torch.device("cuda", 1)
         take_device(backend, "cuda:2")
         assert backend.device == torch.device("cuda", 2)
+        assert works == [], "what is current is the caller's"
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
         take_device(backend)
         assert backend.device == torch.device("cuda", 0), "a caller that has not used CUDA has chosen none"
-    assert works == [], "what is current is the caller's"
+    assert works == [torch.device("cuda", 0)]
+
+
+@pytest.mark.parametrize(("is_used", "current"), [(False, None), (True, 0)])
+def test_gpu_0_of_every_rank_is_no_choice_of_a_callers(
+    works: list[torch.device], monkeypatch: pytest.MonkeyPatch, is_used: bool, current: int | None
+) -> None:
+    """It is current where nobody has chosen one: all ranks computed there, or refused to, from the second
+    evaluation on."""
+    seen = [{"number": n, "id": f"GPU-{played_uuid(letter)}", "name": "H"} for n, letter in enumerate("AB")]
+    other = {"rank": 0, "host": "m", "gpus": seen, "reason": "", "promised": "", "current": current}
+    backend = _Several([])
+    backend.world = replace(backend.world, rank=1, local_rank=1)
+    backend.owns_group = False
+
+    def all_gather_json(value: Any) -> list[Any]:
+        return [{**value, "sight": other}, value] if isinstance(value, dict) else [None, value]
+
+    monkeypatch.setattr(backend, "all_gather_json", all_gather_json)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with played_gpus("AB"):
+        take_device(backend)
+    assert backend.device == torch.device("cuda", 1)
+    # What a caller has used stays as it is; where it has used nothing, "cuda" is its rank's own from here on.
+    assert works == ([] if is_used else [torch.device("cuda", 1)])
+
+
+def test_two_slices_of_one_gpu_are_one_for_nccl(
+    works: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = uuid.UUID(bytes=b"W" * 16)
+    names = {"cuDeviceGetUuid": whole, "cuDeviceGetUuid_v2": played_uuid("A")}
+    monkeypatch.setattr(devices, "_driver_uuid", lambda number, function: names[function])
+    for other_whole, shared in ((f"GPU-{whole}", True), ("GPU-another", False)):
+        gpu = {"number": 0, "id": f"GPU-{played_uuid('B')}", "name": "H", "whole": other_whole}
+        backend = _Several([{"sight": {"rank": 1, "host": "m", "gpus": [gpu], "reason": "", "promised": ""}}])
+        with played_gpus("A"), mock.patch.object(backend, "use_device") as used:
+            take_device(backend)
+        used.assert_called_once_with(torch.device("cuda", 0), shared=shared)
 
 
 def test_a_callers_group_without_a_gpu_of_its_own_gets_one(
@@ -225,7 +272,7 @@ def test_a_slice_is_known_by_its_own_id(tmp_path: Path, launch: Launch) -> None:
     code = (
         "from dualeval.devices import look\nfrom dualeval.world import World\n"
         "from tests.played_gpus import played_gpus\n"
-        "with played_gpus('ABC'): print(*(gpu.id for gpu in look(World.alone()).gpus))"
+        "with played_gpus('ABC'): print(*(f'{gpu.id} {gpu.whole}' for gpu in look(World.alone()).gpus))"
     )
     finished = launch(
         [sys.executable, "-c", code],
@@ -233,7 +280,8 @@ def test_a_slice_is_known_by_its_own_id(tmp_path: Path, launch: Launch) -> None:
     )
     assert finished.returncode == 0, finished.stderr
     driver = [f"GPU-{uuid.UUID(bytes=bytes([7 + number] * 16))}" for number in range(2)]
-    assert finished.stdout.split() == [*driver, f"GPU-{played_uuid('C')}"]
+    whole = f"GPU-{uuid.UUID(bytes=bytes([99] * 16))}"
+    assert finished.stdout.split() == [driver[0], whole, driver[1], whole, f"GPU-{played_uuid('C')}"]
 
 
 def ranks(*letters: str) -> str:

@@ -154,7 +154,7 @@ def test_a_rank_with_another_job_is_named(launch: Launch, tmp_path: Path) -> Non
 def test_one_id_on_two_ranks_is_refused_on_both(launch: Launch, tmp_path: Path) -> None:
     for report in run_ranks(launch, "one_id_on_two_ranks", 2, tmp_path):
         assert report["code"] == 2
-        assert "2 samples have the id 's0', and ids tell samples apart" in report["message"]
+        assert "2 samples have the id 's0': each sample needs an id of its own" in report["message"]
 
 
 def test_contents_are_read_once_a_node_and_compared(launch: Launch, tmp_path: Path) -> None:

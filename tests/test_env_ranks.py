@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -162,6 +163,30 @@ def test_a_job_of_one_needs_no_address_and_may_start_ranks(launch: Launch, tmp_p
         assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out0/result.json").read_text())["world"]["launcher"] == "env"
     assert json.loads((tmp_path / "out2/result.json").read_text())["world"]["size"] == 2
+
+
+FILES = """
+import os, resource
+from dualeval import backends, detect
+with backends.connect(None, detect(os.environ)):
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def test_every_rank_may_open_as_many_files_as_it_needs(launch: Launch) -> None:
+    """They were raised on rank 0 alone, and by the control plane, when all had met already."""
+    limited = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "-", sys.executable, "-c", FILES]
+    done = start_ranks(launch, limited, 2)
+    assert [rank.returncode for rank in done] == [0, 0], done
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert [int(rank.stdout) for rank in done] == [hard, hard]
+
+
+@pytest.mark.long
+def test_14_ranks_that_may_open_26_files_meet(launch: Launch) -> None:
+    """They waited for minutes: rank 0's store took no more connections, and named those that it had not."""
+    done = start_ranks(launch, ["bash", "-c", 'ulimit -Sn 26; exec "$@"', "-", *PLACE], 14)
+    assert len(places(done[0])) == 14
 
 
 LONELY = """

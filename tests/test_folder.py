@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ import pytest
 from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.opening import PreviousRun, begins_anew
@@ -24,7 +26,7 @@ from dualeval.engine.folder.process import Process
 from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import MAX_CHUNKS, EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
-from dualeval.result import Status, read_status
+from dualeval.result import Status, read_status, write_text
 from dualeval.world import World
 from tests.conftest import Launch
 from tests.test_evaluator import evaluate
@@ -310,6 +312,44 @@ def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"out\\udcff', is not UTF-8.*Give another --out"):
         evaluate(task, tmp_path / os.fsdecode(b"out\xff"), batch_size=8)
     assert task.dataset().reads == [] and not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    task = TinyTask(8)
+    with pytest.raises(UsageError, match=r"cannot be written .*File name too long.*--out"):
+        evaluate(task, tmp_path / ("a" * 256), batch_size=8)
+    assert task.dataset().reads == [] and not list(tmp_path.iterdir())
+
+
+def test_a_run_that_comes_as_another_one_ends(tmp_path: Path) -> None:
+    first, _ = RunFolder.open(tmp_path, "0123abcd", PLAN, FACTS, fresh=False)
+    # Called at each look at the first run's lease.
+    second, _ = RunFolder.open(tmp_path, "89abcdef", PLAN, FACTS, fresh=False, step=first.close)
+    assert second.journal.is_dir()
+    second.close()
+
+
+@pytest.mark.parametrize("name", ["_write_probe", "write_text"])
+def test_a_folder_without_room_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder_module, name, full)
+    with pytest.raises(UsageError, match="No space left on device"):
+        RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, fresh=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "models.csv", "text")
+    assert not list(tmp_path.iterdir())
 
 
 # -- starts ------------------------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ def test_a_factory_of_another_number_of_classes(folder: Path, tmp_path: Path) ->
         Image.new("RGB", (40, 40)).save(two / name / "0.png")
     small(folder, "shapes:three").build_model(CPU)
     message = refused(small(two, "shapes:three"))
-    assert "the model shapes:three tells 3 classes apart, but 2 were expected" in message
+    assert "the model shapes:three has 3 classes, but 2 were expected" in message
     assert "--num-classes" in message
 
 
@@ -254,7 +254,7 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
     )
     message = refused(task)
     assert "the data has a label 10" in message
-    assert "tells 10 classes apart (labels 0 to 9)" in message
+    assert "has 10 classes (labels 0 to 9)" in message
 
 
 def test_the_largest_label_in_range(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_a_class_that_the_model_does_not_have(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"a": 0, "b": 2})
     chosen = class_map(tmp_path, a=0, b=4)
     message = refused(task(data, "reds:three", class_map=chosen))
-    assert f"the class map {chosen} gives a label 4, but the model reds:three tells 3 classes" in message
+    assert f"the class map {chosen} gives a label 4, but the model reds:three has 3 classes" in message
     with pytest.raises(UsageError, match="makes 'b' class 4, but --num-classes is 3"):
         task(data, class_map=chosen, num_classes=3)
 
@@ -240,7 +240,7 @@ def test_a_class_that_the_model_does_not_have(tmp_path: Path) -> None:
 def test_folders_that_are_some_of_imagenets_wnids(tmp_path: Path) -> None:
     data = lay_out(tmp_path / "val", {"n01440764": 0, "n01443537": 1, "n01491361": 3})
     message = refused(task(data, "reds:thousand"))
-    assert "tells 1000 classes apart, but 3 were expected" in message
+    assert "has 1000 classes, but 3 were expected" in message
     assert "The folders are 3 of ImageNet's 1,000 wnids: add --num-classes 1000." in message
     result = evaluate(task(data, "reds:thousand", num_classes=1000), tmp_path / "out")
     assert result.metrics["top1"] == 1

@@ -113,7 +113,7 @@ def test_the_embedded_weights_know_theirs(digits: Path, weights: str | None) -> 
 @pytest.mark.parametrize("data", [None, ASSETS])
 def test_the_embedded_data_know_theirs(trained: str, data: Path | None) -> None:
     line = preprocessing_line(model="fashion-cnn", weights=trained, data=data, preprocessing={"std": (1.0,)})
-    assert line == "28 x 28 as stored, mean 0.286, std 1.0 (std given, else Fashion-MNIST's)"
+    assert line == "28 x 28 as stored, mean 0.286, std 1.0 (std given; the rest: Fashion-MNIST's)"
 
 
 def test_a_copy_of_the_embedded_data_is_other_data(trained: str, tmp_path: Path) -> None:
@@ -128,11 +128,14 @@ def test_a_copy_of_the_embedded_data_is_other_data(trained: str, tmp_path: Path)
     ("given", "line"),
     [
         ({}, f"256 bilinear, crop 224, {IMAGENET} (the model's defaults)"),
-        ({"resize": 300}, f"300 bilinear, crop 224, {IMAGENET} (resize given, else the model's defaults)"),
+        (
+            {"resize": 300},
+            f"300 bilinear, crop 224, {IMAGENET} (resize given; the rest: the model's defaults)",
+        ),
         (
             {"crop": 200, "interpolation": "bicubic", "mean": (0.5,) * 3, "std": (0.5, 0.25, 0.5)},
             "256 bicubic, crop 200, mean 0.5, std 0.5,0.25,0.5 "
-            "(interpolation, crop, mean and std given, else the model's defaults)",
+            "(interpolation, crop, mean and std given; the rest: the model's defaults)",
         ),
         (
             {"resize": 9, "crop": 9, "interpolation": "nearest", "mean": (0.5,), "std": (1 / 3,)},
@@ -231,7 +234,7 @@ def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
         "keep_batchnorm_fp32": False,
         "optimize": None,
     }
-    origin = "resize and crop given, else the model's defaults"
+    origin = "resize and crop given; the rest: the model's defaults"
     assert result.description == {
         "model": "squeezenet1_1",
         "weights": f"random:0, untrained (fingerprint {result.weights['fingerprint'][:8]})",

@@ -77,7 +77,7 @@ def test_a_pair_that_cannot_be_is_said_once(way: str, launch: Launch, tmp_path: 
     words = [word for word in way.split() if word not in ("--backend", "horovod", "mpi", "torch")]
     done = launch([*words, "--backend", "single", "--out", tmp_path / "out"])
     assert done.returncode != 0
-    assert (done.stdout + done.stderr).count("--backend single cannot run a world of 2") == 1
+    assert (done.stdout + done.stderr).count("--backend single cannot run with world size 2") == 1
 
 
 def start_slowly(way: str, folder: Path) -> tuple[list[str | Path], dict[str, str]]:

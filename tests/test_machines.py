@@ -10,7 +10,7 @@ import pytest
 
 from dualeval.engine import execution, recorder
 from dualeval.engine.folder.journal import read_journal_file
-from dualeval.engine.machines import chunks_by_machine
+from dualeval.engine.machines import chunks_by_machine, is_same
 from dualeval.errors import UsageError
 from tests.test_evaluator import evaluate
 from tests.test_replay import played_machine
@@ -101,6 +101,25 @@ def test_equal_machines_are_counted_together() -> None:
         {"model": "a", "chunks": 4},
         {"model": "b", "chunks": 2},
     ]
+
+
+def test_a_result_that_names_no_cublas_yet_is_of_the_same_machine() -> None:
+    old = {"model": "H100", "bits": "1"}
+    new, other = ({**old, "runtime": {"cublas": version}} for version in ("13.1.1", "12.8.4"))
+    assert is_same(old, new) and is_same({**new, "chunks": 3}, old)
+    assert (
+        not is_same(new, other) and not is_same(new, {**old, "bits": "2"}) and not is_same(old, {"bits": "1"})
+    )
+    assert chunks_by_machine([(old, 1), (new, 2)]) == [{**old, "chunks": 3}]
+    assert len(chunks_by_machine([(new, 1), (other, 2)])) == 2
+
+
+def test_a_result_is_resumed_on_the_machine_that_now_says_more(
+    begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played_machine(monkeypatch, runtime={"cublas": "13.1.1"})
+    result = go_on(begun)
+    assert result.homogeneous and result.replay == "same bits"
 
 
 def test_a_patched_library_is_another_kind(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,11 +132,11 @@ UNFIT: dict[str, tuple[Callable[[], str], list[str]]] = {
     ),
     "one row for all": (
         lambda: refused(forward=lambda model, batch: model(batch[0])[:1]),
-        ["the model returned 1 rows (shape (1, 3)) for a batch of 2 samples, expected one row a sample"],
+        ["the model returned 1 rows (shape (1, 3)) for a batch of 2 samples, expected one row for each"],
     ),
     "a label beyond the classes": (
         lambda: refused(data=TensorDataset(INPUTS, LABELS + 7)),
-        ["sample 0 has the label 7, and the model tells 3 classes apart (labels 0 to 2)"],
+        ["sample 0 has the label 7, but the model has 3 classes (labels 0 to 2). Correct the label"],
     ),
     "float targets": (
         lambda: refused(data=TensorDataset(INPUTS, LABELS.float()), metrics=["top1"]),

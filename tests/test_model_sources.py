@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import warnings
@@ -16,8 +17,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+import dualeval
 from dualeval.engine.identity.model import ModelHasher, model_fingerprint, structure_fingerprint
-from dualeval.errors import UsageError
+from dualeval.errors import DualevalError, UsageError
 from dualeval.models import classifiers
 from dualeval.models.sources import Loading, WeightsSource
 from dualeval.models.weights import OtherClasses
@@ -120,6 +122,23 @@ def test_a_torchscript_archive(make: Callable[[nn.Module], Any], tmp_path: Path)
     assert not getattr(model, "training", False)
     make(net(changed=0.1)).save(str(path))
     assert identity(classifiers.build(str(path), None, None, trust=True)) != identity(model)
+
+
+@pytest.mark.usefixtures("deprecated")
+@pytest.mark.parametrize("kind", ["TorchScript archive", "torch.export program"])
+def test_a_program_with_a_flipped_bit(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.pt2"
+    if kind == "TorchScript archive":
+        scripted(net()).save(str(path))
+    else:
+        torch.export.save(exported(net()), path)
+    weights = max((value for value in net().state_dict().values()), key=torch.numel).numpy().tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(weights) + 9] ^= 1
+    path.write_bytes(content)
+    assert re.search(
+        rf"cannot be read as a {kind}: its record \S+ does not fit", fails(str(path), trust=True)
+    )
 
 
 @pytest.mark.usefixtures("deprecated")
@@ -638,3 +657,78 @@ def test_paths_in_a_job_file(tmp_path: Path) -> None:
         "timm:a.b",
         "a.b:c",
     ]
+
+
+# -- a module and a folder, from Python ----------------------------------------------------------------
+
+
+def test_a_module_and_a_folder_are_the_command_lines_task(
+    launch: Launch, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ["--preprocessing", "imagenet", "--resize", str(SIZE), "--crop", str(SIZE)]
+    job = ["--model", "torchvision.models:resnet18", "--weights", "random:0", *size]
+    typed = run(launch, tmp_path / "typed", 1, *job, "--data", pictures)
+    torch.manual_seed(0)
+    net = torchvision().models.resnet18(num_classes=3).train()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    given: dict[str, Any] = {"model": net, "data": str(pictures), "batch_size": 4, "workers": 0}
+    result = dualeval.evaluate(
+        **given, preprocessing="imagenet", resize=SIZE, crop=SIZE, out=tmp_path / "own"
+    )
+    assert result.metrics_digest == typed["metrics_digest"]
+    assert result.samples_digest == typed["samples_digest"]
+    # The caller's module is as it was: no trial has moved a batch norm's mean.
+    assert net.training
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert result.description["weights"].startswith("as the module has them")
+
+    with pytest.raises(UsageError, match=r"nothing says how its pictures are prepared.*--preprocessing none"):
+        dualeval.evaluate(**given)
+    net.preprocessing = {
+        "resize": SIZE,
+        "crop": SIZE,
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+    }
+    assert dualeval.evaluate(**given).metrics_digest == result.metrics_digest
+    del net.preprocessing
+
+    def pixels(picture: Any) -> torch.Tensor:
+        made: torch.Tensor = torchvision().transforms.functional.to_tensor(picture.resize((SIZE, SIZE)))
+        return made
+
+    named = dualeval.evaluate(**given, preprocessing=pixels, metrics=["top1", "loss"])
+    assert [*named.metrics] == ["top1", "loss"]
+
+    rows = result.predictions()
+    assert rows.num_rows == 11
+    assert rows["id"].to_pylist()[0] == "ant/0.png"
+    assert {"prediction", "target", "loss"} < {*rows.column_names}
+    capsys.readouterr()
+    print(result)
+    assert "metrics_digest" in (shown := capsys.readouterr().out)
+    assert all(line in result._repr_html_() for line in ("metrics_digest", result.metrics_digest))
+    assert shown.startswith("model           ResNet\n")
+    with pytest.raises(UsageError, match=r"has written no rows\. Give evaluate out=FOLDER"):
+        named.predictions()
+    (tmp_path / "own/predictions.parquet").write_bytes(b"another run's")
+    with pytest.raises(DualevalError, match="is not the file of this result"):
+        result.predictions()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "a.pt"}, "the module Linear has its weights. Leave weights out"),
+        ({"model_arg": ("depth=2",)}, "Linear takes no arguments, because it is a module already"),
+        ({"model": 3}, "model is a int: expected an nn.Module"),
+        ({"metrics": "top1"}, r"expected a list of names, as \['top1', 'loss'\]"),
+        ({"preprocessing": 3}, "found 3, expected none, imagenet or FILE.py:FUNCTION"),
+        ({"download": True}, "download"),
+    ],
+)
+def test_what_a_module_and_a_folder_cannot_have(
+    options: dict[str, Any], message: str, pictures: Path
+) -> None:
+    with pytest.raises((UsageError, TypeError), match=message):
+        dualeval.evaluate(**{"model": nn.Linear(3, 3), "data": pictures, "preprocessing": "none", **options})

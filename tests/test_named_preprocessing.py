@@ -208,7 +208,7 @@ def test_pictures_as_they_are_have_one_digest_however_that_is_said() -> None:
     lines = [made(preprocessing=asked).description()["preprocessing"] for asked in (same[0], others[1])]
     assert lines == [
         "64 x 64 as stored, mean 0.0, std 1.0 (--preprocessing none)",
-        "64 x 64 as stored, mean 0.5, std 1.0 (mean given, else --preprocessing none)",
+        "64 x 64 as stored, mean 0.5, std 1.0 (mean given; the rest: --preprocessing none)",
     ]
 
 
@@ -217,7 +217,7 @@ def test_imagenets_values_are_those_that_were_assumed() -> None:
     task = made(preprocessing={"preprocessing": "imagenet", "crop": 200})
     wanted = json.loads(json.dumps(Preprocessing(crop=200).to_json()))
     assert json.loads(json.dumps(task.fingerprint()["preprocessing"])) == wanted
-    assert task.description()["preprocessing"].endswith("(crop given, else --preprocessing imagenet)")
+    assert task.description()["preprocessing"].endswith("(crop given; the rest: --preprocessing imagenet)")
 
 
 def test_the_source_of_a_function_is_in_the_identity(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

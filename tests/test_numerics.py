@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -482,6 +484,26 @@ def test_tf32_is_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
             numerics.check_precision("tf32", torch.device("cuda", 0))
         else:
             with pytest.raises(UsageError, match="Tesla V100 has compute capability 7"):
+                numerics.check_precision("tf32", torch.device("cuda", 0))
+
+
+def test_tf32_is_for_amds_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI200 has compute capability 9.0, and no TF32."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct")
+    for arch, fits in (
+        ("gfx90a:sramecc+:xnack-", False),
+        ("gfx908", False),
+        ("gfx942", True),
+        ("gfx950", True),
+    ):
+        found = SimpleNamespace(gcnArchName=arch)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
+        if fits:
+            numerics.check_precision("tf32", torch.device("cuda", 0))
+        else:
+            with pytest.raises(UsageError, match=rf"AMD Instinct \({re.escape(arch)}\) has no TF32"):
                 numerics.check_precision("tf32", torch.device("cuda", 0))
 
 

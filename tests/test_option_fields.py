@@ -121,6 +121,7 @@ def test_toml_counts_paths_from_its_folder(tmp_path: Path) -> None:
     for name, value, message in (
         ("count", True, "expected an int, found a bool"),
         ("folder", 3, "expected a str, found an int"),
+        ("folder", "", "x is empty, expected a path"),
         ("either", 0.5, "expected an int or a str, found a float"),
         ("mode", "c", "expected one of a, b"),
         ("deep", 1, "expected a bool, found an int"),

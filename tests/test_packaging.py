@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -13,6 +18,20 @@ import pytest
 
 import dualeval
 from tests.conftest import ROOT, Launch
+
+SETUP = (ROOT / "setup.py").read_text("utf-8")
+[OLDEST] = re.findall(r'python_requires=">=([0-9.]+)"', SETUP)
+
+
+@pytest.fixture(scope="module")
+def oldest_python() -> str:
+    """The oldest Python that setup.py names; skips where this machine has none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    # Those of pyenv first: its shims on the PATH may lead nowhere.
+    there = [*map(str, pyenv.glob(f"{OLDEST}.*/bin/python{OLDEST}")), shutil.which(f"python{OLDEST}")]
+    if there[0] is None:
+        pytest.skip(f"there is no python{OLDEST}; type: pyenv install {OLDEST}")
+    return there[0]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +117,108 @@ def test_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path, launch:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out/result.json").is_file()
 
+    # Where torch and torchvision do not fit, one command lets every script of the environment import both.
+    fits = launch([python, "-c", "import torchvision"], variables=nothing).returncode == 0
+    done = launch([python, "-m", "dualeval.vision_library"], cwd=tmp_path, variables=nothing)
+    assert done.returncode == 0, done.stderr
+    said = "fit together" if fits else f"with {own}/_dualeval_torchvision.pth 'import torchvision' works here"
+    assert said in done.stdout
+    for script in ("import torchvision; torchvision.models.resnet18()", "import torchmetrics.detection"):
+        done = launch([python, "-c", script], cwd=tmp_path, variables=nothing)
+        assert done.returncode == 0, done.stderr
+    # At the start of Python it is one small module, and nobody who looks for torchvision imports torch.
+    code = (
+        "import sys; new = {'torch', 'typing', 'dualeval'} & {*sys.modules}; assert not new, new\n"
+        "import importlib.util; assert importlib.util.find_spec('torchvision')\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = launch([python, "-c", code], cwd=tmp_path, variables=nothing)
+    assert done.returncode == 0, done.stderr
+
+
+def interpreter(minor: int) -> Path:
+    """A Python of this version, of the PATH or of pyenv; skips where there is none."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = [str(path) for path in root.glob(f"versions/3.{minor}.*/bin/python")]
+    found += filter(None, [shutil.which(f"python3.{minor}")])
+    if not found:
+        pytest.skip(f"there is no Python 3.{minor} on the PATH, nor of pyenv")
+    return Path(found[0])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("minor", [10, 11, 12, 13])
+def test_pip_install_in_a_clean_environment(built: Path, tmp_path: Path, launch: Launch, minor: int) -> None:
+    """With all that it depends on, and without constraints: as a user types it, in the clone."""
+    nothing = {"PYTHONPATH": ""}
+    venv = tmp_path / "venv"
+    assert launch([interpreter(minor), "-m", "venv", venv], variables=nothing).returncode == 0
+    pip: list[str | Path] = [
+        venv / "bin/python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    done = launch([*pip, "."], cwd=built / "clone", variables=nothing, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    command: list[str | Path] = [venv / "bin/dualeval", "run", "--limit", "64", "--out", tmp_path / "out"]
+    done = launch(command, cwd=tmp_path, variables=nothing, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/result.json").is_file()
+    shutil.rmtree(venv)  # with CUDA several GB
+
 
 def test_the_changelog_has_this_version() -> None:
     """A merge has emptied it once, and nothing noticed."""
     assert f"\n## {dualeval.__version__}\n\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+IMPORTED = """
+import ast, sys
+from pathlib import Path
+for path in map(Path, sys.argv[1:]):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in sys.stdlib_module_names:
+            try:
+                exec(ast.unparse(node))
+            except ImportError as error:
+                print(f"{path}:{node.lineno}: {error}")
+"""
+
+
+def test_the_oldest_python_has_all_that_is_imported_from_it(oldest_python: str, launch: Launch) -> None:
+    """Python 3.10 has no typing.Self, and every run ended there in an ImportError."""
+    files = [path for room in ("dualeval", "backends", "launch") for path in (ROOT / room).rglob("*.py")]
+    done = launch([oldest_python, "-I", "-c", IMPORTED, *files])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_the_oldest_versions_that_setup_py_names(
+    oldest_python: str, built: Path, tmp_path: Path, launch: Launch
+) -> None:
+    """A fresh environment of the oldest Python, with the oldest of each package: gigabytes, and minutes."""
+    [install_requires] = re.findall(r"install_requires=\[(.*?)\]", SETUP, re.DOTALL)
+    oldest = [needed.replace(">=", "==") for needed in re.findall('"(.+)",', install_requires)]
+    assert oldest and all("==" in needed for needed in oldest)
+    [wheel] = built.glob("*.whl")
+    nothing = {"PYTHONPATH": ""}
+    # Not in a folder of pytest's, which would keep the gigabytes.
+    with tempfile.TemporaryDirectory() as folder:
+        python = Path(folder) / "bin/python"
+        assert launch([oldest_python, "-m", "venv", folder], timeout=120).returncode == 0
+        install: list[str | Path] = [python, "-m", "pip", "install", "-q", *oldest, wheel]
+        done = launch(install, timeout=1800, variables=nothing)
+        assert done.returncode == 0, done.stderr
+        digests = []
+        for ranks in ("1", "2"):
+            words = ["run", "--limit", "256", "--nproc", ranks, "--out", ranks]
+            command: list[str | Path] = [python.with_name("dualeval"), *words]
+            done = launch(command, cwd=tmp_path, variables=nothing, timeout=300)
+            assert done.returncode == 0, done.stderr
+            digests.append(json.loads((tmp_path / ranks / "result.json").read_text())["metrics_digest"])
+    assert digests[0] == digests[1]

@@ -280,12 +280,12 @@ def test_a_job_file(launch: Launch, home: Path, wanted: Ran, tmp_path: Path) -> 
     assert json.loads(done.stdout)["metrics_digest"] == wanted.result["metrics_digest"]
 
 
-def test_the_commands_of_the_readme(launch: Launch, home: Path, tmp_path: Path) -> None:
+def test_the_commands_of_the_page(launch: Launch, home: Path, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models/bert-squad").symlink_to(home / "model")
     (tmp_path / "dev-v2.0.json").symlink_to(home / "v2.json")
-    readme = (ROOT / "README.md").read_text("utf-8")
-    commands = [line for line in readme.splitlines() if line.startswith("dualeval ") and "--task" in line]
+    page = (ROOT / "docs/question-answering.md").read_text("utf-8")
+    commands = [line for line in page.splitlines() if line.startswith("dualeval ") and "--task" in line]
     assert len(commands) == 2
     for line in commands:
         done = launch([BIN / "dualeval", *line.split()[1:]], cwd=tmp_path)

@@ -33,15 +33,11 @@ PROGRAMS = (
 # Begun by the README's words, but not tried here.
 ELSEWHERE = {
     "apt install git make python3-venv": "the system's own: tests do not install any of it",
-    "pip install .": "for another environment: tests/test_packaging.py makes one",
-    "pip install '.[qa]'": "for another environment",
-    "pip install git+URL": "for another environment, with the reader's URL",
     "make test": "this is one of its tests",
-    "make check": "it is run on every change",
-    "make bench": "it takes an hour",
+    "make gpu": "it wants a GPU",
 }
 # What needs no environment; anything else comes after the line that activates it.
-BEFORE = {"apt install git make python3-venv", "make run", "make test", ". .venv/bin/activate"}
+BEFORE = {*ELSEWHERE, "make run", ". .venv/bin/activate"}
 # Two ranks where the README has more: this is about what has to be there, and each costs a second of a core.
 FEWER = {"8": "2", "4": "2"}
 WITHOUT_HOROVOD = "pip install -e '.[mpi]'"
@@ -73,12 +69,12 @@ def test_the_lines_were_found() -> None:
     for line in ("make run", ". .venv/bin/activate", "make horovod", "pip install -e '.[qa]'"):
         assert line in found
     # What installs stands before what needs it.
-    order = [found.index(line) for line in ("make run", ". .venv/bin/activate", "dualeval run")]
+    order = [found.index(line) for line in ("make run", ". .venv/bin/activate", "dualeval run --nproc 2")]
     assert order == sorted(order)
     assert all(
         found.index(". .venv/bin/activate") < found.index(line) for line in found if line not in BEFORE
     )
-    for line in ("dualeval run --nproc 2", "horovodrun -np 8 dualeval run", "mpirun -np 4 dualeval run"):
+    for line in ("horovodrun -np 8 dualeval run", "mpirun -np 4 dualeval run"):
         assert found.index("make horovod") < found.index(line)
 
 
@@ -105,8 +101,7 @@ def a_clone(folder: Path) -> Path:
 def as_typed(line: str, pictures: Path) -> str:
     words = [FEWER.get(word, word) for word in shlex.split(line)]
     typed = line if words == shlex.split(line) else shlex.join(words)
-    embedded = "$(ls -d runs/2* | head -n 1)"
-    return typed.replace("/data/imagenet/val", str(pictures)).replace(" OUT", f" {embedded}")
+    return typed.replace("/data/imagenet/val", str(pictures))
 
 
 class Shell:
@@ -156,7 +151,7 @@ def test_each_line_works_with_what_was_installed_before(launch: Launch, tmp_path
         if re.search(r"make run|dualeval run(?!.*--(model|task|help))", line):
             assert "10,000 of 10,000 evaluated" in done.said, f"{line}\n{done.said}"
             digests[line] = re.findall(r"metrics_digest +([0-9a-f]{64})", done.said)
-    assert len(digests) >= 8
+    assert len(digests) >= 6
     assert len({tuple(found) for found in digests.values()}) == 1, digests
 
     # A library that has gone is named once, with what to type; and that is enough.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
@@ -17,8 +18,9 @@ from dualeval import waiting
 from dualeval.backends import horovod, rendezvous
 from dualeval.backends.horovod import gloo_variables
 from dualeval.errors import BackendError
+from dualeval.meetings import master
 from dualeval.meetings.horovodrun import AtHorovodrun
-from dualeval.meetings.master import AtTorchrun
+from dualeval.meetings.master import AtMaster, AtTorchrun
 from dualeval.network import LOOPBACK
 from dualeval.store import names_of_absent
 from dualeval.world import World
@@ -113,8 +115,9 @@ def test_a_rank_alone_meets_nobody() -> None:
         assert port is not None
 
 
-def test_an_address_of_torchruns_that_leads_nowhere_is_an_error_at_once() -> None:
+def test_an_address_of_torchruns_that_leads_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch itself would try for as long as a rank may be late."""
+    monkeypatch.setattr(master, "_NAMED_WITHIN_S", 0.0)
     world = World(
         rank=1,
         size=2,
@@ -129,6 +132,38 @@ def test_an_address_of_torchruns_that_leads_nowhere_is_an_error_at_once() -> Non
         world.meeting.open(world, "a test"),
     ):
         pass
+
+
+def test_a_masters_name_that_is_not_known_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """That of a pod comes into the DNS when the pod runs; a rank that was there before ended at once."""
+    asked = threading.Semaphore(0)
+    is_known = threading.Event()
+    really = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *others: Any, **more: Any) -> Any:
+        asked.release()
+        if host == "master" and not is_known.is_set():
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return really(LOOPBACK if host == "master" else host, *others, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(master, "_LOOK_UP_EVERY_S", 0.01)
+    monkeypatch.setattr(waiting, "FIRST_WORD_S", 0.05)
+    monkeypatch.setattr(AtMaster, "_connect", lambda self, world: "the store")
+    world = replace(world_of(1, (2,)), launcher="env")
+    with ThreadPoolExecutor(1) as pool:
+        joined: Future[object] = pool.submit(AtMaster(address=("master", 29500))._join, world)
+        for _ in range(3):
+            assert asked.acquire(timeout=30)
+        said = ""
+        while "has waited" not in said:
+            assert asked.acquire(timeout=30)
+            said += capfd.readouterr().err
+        is_known.set()
+        assert joined.result(30) == "the store"
+    assert "for the name master (MASTER_ADDR) to lead to a host. Check that rank 0 has been started" in said
 
 
 def test_horovod_over_ipv6_is_refused() -> None:

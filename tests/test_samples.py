@@ -83,7 +83,10 @@ def test_ids(data: Any, ids: Any, expected: list[str]) -> None:
             lambda: dualeval.wrap(datasets.DatasetDict({"test": rows()})),
             r"Give one part of it: data\['test'\]",
         ),
-        (lambda: dualeval.wrap(rows().to_iterable_dataset()), "Ranks cannot share out"),
+        (
+            lambda: dualeval.wrap(rows().to_iterable_dataset()),
+            "one after the other cannot be divided among processes",
+        ),
     ],
 )
 def test_what_cannot_be_wrapped(wrap: Callable[[], Any], message: str) -> None:

@@ -129,7 +129,7 @@ def test_two_samples_of_one_id_are_refused_before_anything_is_evaluated(ids: Any
     held = [Named("abcb")[index] for index in range(4)]
     options: dict[str, Any] = {"metrics": [], "observe": lambda outputs, batch: {"one": outputs[:, 0]}}
     model = nn.Identity()
-    with pytest.raises(UsageError, match="2 samples have the id 'b', and ids tell samples apart"):
+    with pytest.raises(UsageError, match="2 samples have the id 'b': each sample needs an id of its own"):
         dualeval.evaluate(model=model, data=wrap(held, ids=ids), out=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     # Each of those that are evaluated has its own.

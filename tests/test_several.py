@@ -216,6 +216,11 @@ def test_a_pattern_in_natural_order(pictures: Path) -> None:
         ("ckpts/*", ["ckpts/a.pt", "ckpts/a.safetensors"], ["a.pt", "a.safetensors"]),
         ("*.p[tk]", ["a.pt", "a.pk"], ["a.pt", "a.pk"]),
         ("/x/*.pt", ["/x/\udcff.pt"], ["udcff"]),
+        (
+            "*.pt",
+            ["result.json.pt", "models.csv.pt", "lease.json.pt", "job.json.pt"],
+            ["result.json-model", "models.csv-model", "lease.json-model", "job.json-model"],
+        ),
     ],
 )
 def test_names_are_those_of_files(pattern: str, paths: list[str], names: list[str]) -> None:
@@ -277,7 +282,8 @@ def test_wrong_tables(tmp_path: Path, tables: str, flags: dict[str, Any], says: 
     [
         (["a", "a"], "2 of the models are called a"),
         (["a/b"], "expected letters, digits"),
-        (["models.csv"], "expected letters, digits"),
+        (["models.csv"], "expected letters, digits.* such as models.csv-model"),
+        (["result.json"], "expected letters, digits.* such as result.json-model"),
         (["..", "b"], "expected letters, digits"),
     ],
 )
@@ -314,15 +320,14 @@ def test_each_result_is_that_of_a_run_alone(
         assert one.description == other.description
         # The failed checkpoint is as it was; a good one takes its place, and another one comes.
     (pictures / "ckpts/epoch3.pt").write_bytes((pictures / "ckpts/epoch1.pt").read_bytes())
+    (pictures / "all/models.csv.0123abcd.partial").write_text("of a killed run")
     capsys.readouterr()
     assert run(*little(pictures / "val", "ckpts/*.pt", "--out", "all", "--json")) == EXIT_DONE
     models = json.loads(capsys.readouterr().out)["models"]
     earlier = {model["name"]: model["result"]["earlier"] for model in models}
     assert earlier == {"epoch1": True, "epoch2": True, "epoch3": False, "epoch10": True}
     assert TABLES[0] == MODELS
-    for path in TABLES:
-        assert (pictures / "all" / path).is_file()
-    assert not (pictures / "all/lease.json").exists()
+    assert {path.name for path in (pictures / "all").iterdir()} == {*TABLES, *done}
 
 
 def _models_alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -63,7 +63,8 @@ def test_one_task_a_gpu_where_tasks_are_not_given(asked: dict[str, int], tasks: 
 
 
 def test_counts_and_words_are_all_fields() -> None:
-    assert {*COUNTS, *WORDS, "backend"} == {field.name for field in fields(SlurmJob)}
+    others = {"backend", "setup", "sbatch_option", "container_image", "container_mounts"}
+    assert {*COUNTS, *WORDS, *others} == {field.name for field in fields(SlurmJob)}
 
 
 @given(
@@ -293,6 +294,7 @@ CUDA = [*OWN_OUT, "--device", "cuda"]
         ({}, [], OWN_OUT),
         (GPUS, [], CUDA),
         ({"SLURM_JOB_GPUS": "0,3"}, [], CUDA),
+        ({"SLURM_JOB_GPUS": "0"}, [], CUDA),
         ({"SLURM_GPUS_PER_NODE": "a100:8"}, [], CUDA),
         ({"SLURM_GPUS": "16"}, [], CUDA),
         ({"SLURM_GPUS_ON_NODE": "0"}, [], OWN_OUT),

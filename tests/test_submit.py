@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -106,10 +107,39 @@ def test_every_option_is_a_field_of_the_job(sbatch: Sbatch) -> None:
         "job_name": "n",
         "log": "l-%j",
         "backend": "horovod",
+        "container_image": "i",
+        "container_mounts": "/d:/d",
     }
-    assert set(given) == {field.name for field in fields(SlurmJob)}
-    call(*(f"--{name.replace('_', '-')}={value}" for name, value in given.items()))
-    assert sbatch.script == sbatch_text(SlurmJob(**given))  # type: ignore[arg-type]
+    several = {"setup": ("module load x", "echo 'y'"), "sbatch_option": ("constraint=a100", "exclusive")}
+    assert {*given, *several} == {field.name for field in fields(SlurmJob)}
+    pairs = [*given.items(), *((name, value) for name, values in several.items() for value in values)]
+    call(*(f"--{name.replace('_', '-')}={value}" for name, value in pairs))
+    assert sbatch.script == sbatch_text(SlurmJob(**given, **several))  # type: ignore[arg-type]
+    assert {"--constraint=a100", "--exclusive"} < {*sbatch.argv}
+
+
+def test_setup_options_and_a_container_are_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    call(
+        "--dry-run", "--setup", "module load a", "--setup", "module load b", "--sbatch-option=--constraint=x"
+    )
+    script = capsys.readouterr().out
+    assert "set -e\nmodule load a\nmodule load b\nset -euo pipefail\n" in script
+    assert "#SBATCH --constraint=x\n" in script
+    call(
+        "--dry-run",
+        "--container-image",
+        "nvcr.io#a/b:1",
+        "--container-mounts",
+        "/data:/data",
+    )
+    script = capsys.readouterr().out
+    assert "step+=(--container-image='nvcr.io#a/b:1' " in script
+    assert ' --container-mounts="$PWD:$PWD",/data:/data --container-workdir="$PWD")' in script
+    # The dualeval is the image's.
+    assert "type -P dualeval" not in script
+    bash = shutil.which("bash")
+    assert bash is not None
+    subprocess.run([bash, "-n"], input=script, text=True, check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +173,10 @@ def test_dry_run_needs_no_slurm(sbatch: Sbatch, capsys: pytest.CaptureFixture[st
 
 REFUSED = {
     "no node": (["--nodes", "0"], UsageError, ["--nodes 0", "at least 1"]),
+    "sbatch's option of submit": (["--sbatch-option=nodes=2"], UsageError, ["sets --nodes itself"]),
+    "sbatch's warning": (["--sbatch-option=--signal=9"], UsageError, ["sets --signal itself"]),
+    "two words for sbatch": (["--sbatch-option=a b"], UsageError, ["--sbatch-option 'a b'", "one word"]),
+    "mounts of no container": (["--container-mounts=/a"], UsageError, ["--container-image IMAGE"]),
     "a line of its own": (["--partition", "a\n#SBATCH -A b"], UsageError, ["--partition", "one word"]),
     "a backend without a script": (["--backend", "mpi"], UsageError, ["--backend 'mpi'", "torch, horovod"]),
     "no folder for the log": (["--log", "nowhere/%j"], UsageError, ["--log nowhere/%j", "mkdir -p nowhere"]),

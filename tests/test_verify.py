@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import shutil
 import struct
 import sys
@@ -264,6 +265,43 @@ def test_a_file_that_was_cut(run: Path, left: int) -> None:
 def test_a_file_that_is_gone(run: Path) -> None:
     (run / "predictions.parquet").unlink()
     assert "cannot be read" in differences(run)["rows"][0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("metrics", [], r"its field metrics is \[\], expected dict\[str, Value\]"),
+        ("intervals", {"top1": 3}, r"its field intervals is \{'top1': 3\}, expected dict"),
+        ("intervals", {"top1": [0.5]}, "its field intervals is"),
+        ("samples", {"total": True}, "its field samples is"),
+        ("samples", {}, "its field samples has no evaluated"),
+        ("samples_digest", 7, r"its field samples_digest is 7, expected str \| None"),
+        ("scores", {"top1": "rank"}, "its field scores is"),
+        ("warnings", None, "its field warnings is None"),
+    ],
+)
+def test_a_field_of_another_type(run: Path, field: str, value: object, says: str) -> None:
+    rewrite_result(run, lambda content: content.update({field: value}), digest=False)
+    for reads in (lambda: differences(run), lambda: dualeval.compare(run, run)):
+        with pytest.raises(DualevalError, match=rf"result\.json is damaged: {says}"):
+            reads()
+
+
+@pytest.mark.parametrize("name", ["status.json", "result.json", "job.json", "predictions.parquet"])
+def test_a_pipe_in_the_place_of_a_file(run: Path, name: str) -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    assert f"{run / name} is no regular file" in refusal("verify", run)
+
+
+def test_a_status_that_is_gone_is_written_anew(tmp_path: Path) -> None:
+    evaluate(TinyTask(8), tmp_path / "run")
+    (tmp_path / "run/status.json").unlink()
+    found = refusal("verify", tmp_path / "run")
+    assert f"{tmp_path / 'run'} has no readable status.json" in found
+    assert f"--out {tmp_path / 'run'}: it writes status.json anew" in found
+    evaluate(TinyTask(8), tmp_path / "run")
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "done"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 1}'])

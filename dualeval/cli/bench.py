@@ -17,7 +17,7 @@ from dualeval.bench.plots import check_plots, draw
 from dualeval.choices import CAST, PRECISIONS, check_preparation
 from dualeval.cli.bench_cell import OWN_COMMAND, run_cell
 from dualeval.cli.bench_cells import prepare
-from dualeval.cli.grouped import grouped
+from dualeval.cli.grouped import PATH, grouped
 from dualeval.cli.sweep import check_new_folder, check_no_rank, counts_of, words_of
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
@@ -109,7 +109,7 @@ _OF_EVALUATION = ("metric", "cluster", "on_error", "keep_batchnorm_fp32", "layou
 @grouped(
     "--out",
     group=RUN,
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="DIR",
     help="A new or empty folder.  [default: runs/bench-TIME]",
 )

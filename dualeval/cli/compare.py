@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
+from dualeval.cli.grouped import PATH
 from dualeval.errors import EXIT_DONE, EXIT_GATE, UsageError
 from dualeval.result import json_text
 
 
 @click.command()
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 @click.option(
     "--metric",
     "metrics",
@@ -29,9 +30,7 @@ from dualeval.result import json_text
     help="B may be worse by at most this, in the metric's own unit (top1=0.002, exact_match=0.2), with 95 % "
     "confidence; give it again for more. Exit code 3 if one does not pass.",
 )
-@click.option(
-    "--flips", type=click.Path(path_type=Path), help="Write the ids of all flipped samples here, as CSV."
-)
+@click.option("--flips", type=PATH, help="Write the ids of all flipped samples here, as CSV.")
 @click.option("--cluster", metavar="COLUMN", help="Samples with equal entries here depend on each other.")
 @click.option("--trust-ids", is_flag=True, help="Equal ids are equal samples, whatever the fingerprints say.")
 @click.option("--markdown", is_flag=True, help="Print Markdown.")

@@ -20,6 +20,7 @@ from typing import Any
 import click
 
 from dualeval.cli import node_facts, options
+from dualeval.cli.grouped import PATH
 from dualeval.cli.sweep import check_new_folder, check_no_rank, counts_of, make_folders, words_of
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, UsageError
 from dualeval.launch.launchers import WAYS
@@ -57,9 +58,7 @@ class _Asked:
 
 
 @click.command()
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="A new or empty folder.  [default: runs/conformance-TIME]"
-)
+@click.option("--out", type=PATH, help="A new or empty folder.  [default: runs/conformance-TIME]")
 @click.option(
     "--launchers",
     callback=words_of,

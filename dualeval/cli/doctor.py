@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualeval.cli import options
+from dualeval.cli.grouped import PATH
 from dualeval.cli.invariance import FLAG, DoctorCommand
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError
 from dualeval.launch import Detection, examine
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 _LIBRARIES = ("torchvision", "pillow", "transformers", "tokenizers")
 _PAUSE_S = 0.05
 _HEAD_START_S = 2.0
+# What torchrun's agent has open beside its store's connections: some 20, and pipes of its ranks.
+_FILES_OF_AGENT = 64
 _GO = "go"
 _STOP = "stop"
 
@@ -81,7 +85,7 @@ class _Findings:
 @click.option("--launcher", help=f"Launcher of the ranks: {', '.join(LAUNCHERS)}.  [default: detected]")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path("runs"),
     help="Output folder to check.  [default: runs]",
 )
@@ -145,7 +149,7 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
             launcher: [asdict(variable) for variable in variables]
             for launcher, variables in detection.found.items()
         },
-        "notes": list(detection.notes),
+        "notes": [*detection.notes, *_files_of_agent(world)],
         "outer": list(detection.outer),
         "backend": None,
         "gpus": [gpu.name for gpu in sight.gpus],
@@ -178,6 +182,26 @@ def _facts(detection: Detection, world: World, asked: _Asked) -> dict[str, Any]:
         except DualevalError as error:
             errors.append(str(error))
     return facts
+
+
+def _files_of_agent(world: World) -> list[str]:
+    """What is wrong with the open files of torchrun's agent: on the first node it serves the ranks' store."""
+    agent = os.getppid()
+    if world.launcher != "torchrun" or world.node_rank != 0:
+        return []
+    try:
+        limits = Path(f"/proc/{agent}/limits").read_text()
+    except OSError:
+        return []  # another user's, or no /proc
+    found = re.search(r"^Max open files +(\d+) +(\w+)", limits, re.MULTILINE)
+    needed = world.size + _FILES_OF_AGENT
+    if found is None or int(found[1]) >= needed:
+        return []
+    return [
+        f"torchrun (pid {agent}) serves a store with a connection to each of {world.size} ranks, needs about "
+        f"{needed:,} open files for it, and may have {int(found[1]):,}: type 'ulimit -Sn {needed}' before "
+        f"torchrun (the hard limit is {found[2]})"
+    ]
 
 
 def _nccl() -> str:
@@ -262,8 +286,9 @@ def _try_together(findings: _Findings, facts: dict[str, Any], world: World, aske
         the exit code, the same on every rank; rank 0 has shown the report by then.
     """
     from dualeval.backends.rendezvous import placed_on_hosts
-    from dualeval.store import join_store, serve_store
+    from dualeval.store import JOINING, allow_connections, join_store, serve_store
 
+    allow_connections(JOINING * world.size, f"rank {world.rank}")
     with ExitStack() as stack:
         store, _, _ = stack.enter_context(world.meeting.open(world, "the doctor"))
         world = placed_on_hosts(world, store)

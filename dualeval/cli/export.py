@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
+from dualeval.cli.grouped import PATH
 from dualeval.report.loggers.targets import check_installed, targets_of
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PATH)
 @click.option(
     "--to",
     "texts",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,6 +50,21 @@ class Words(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generi
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         return [CompletionItem(word) for word in self._words if word.startswith(incomplete)]
+
+
+class _PathType(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            os.lstat(value)
+        except OSError as error:
+            if not str(value) or error.errno == errno.ENAMETOOLONG:
+                what = error.strerror if str(value) else "it is empty"
+                self.fail(f"{what}; expected a path, such as runs/mine.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+# A path that is not empty, and not too long for the system.
+PATH = _PathType(path_type=Path)
 
 
 class _FieldType(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic from click 8.4 on

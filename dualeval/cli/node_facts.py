@@ -45,6 +45,7 @@ def _node_facts(environ: Mapping[str, str]) -> dict[str, Any]:
     import torch
 
     from dualeval.backends import horovod, mpi
+    from dualeval.engine.accelerator import nvidia_driver
     from dualeval.engine.agreement import machine_facts
 
     machine = machine_facts(torch.device("cpu"), ())
@@ -55,7 +56,7 @@ def _node_facts(environ: Mapping[str, str]) -> dict[str, Any]:
         "cpu_capability": machine["cpu_capability"],
         "cores": usable_cores(),
         "gpus": [],
-        "driver": _driver(),
+        "driver": nvidia_driver(),
         "network": _network(environ),
         "horovod_built": [],
         "no_horovod": None,
@@ -97,14 +98,6 @@ def _node_facts(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _first_sentence(error: Exception) -> str:
     return re.split(r"(?<=[.,]) ", str(error))[0].rstrip(".,")
-
-
-def _driver() -> str | None:
-    """Version of NVIDIA's driver."""
-    with suppress(OSError):
-        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", Path("/proc/driver/nvidia/version").read_text())
-        return found[1] if found else None
-    return None
 
 
 def _system() -> str | None:

@@ -14,7 +14,7 @@ import click
 
 from dualeval.choices import SCHEDULES, check_choice, check_sharding
 from dualeval.cli import options
-from dualeval.cli.grouped import Words, grouped
+from dualeval.cli.grouped import PATH, Words, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, jobs_of, task_flags
 from dualeval.engine.ending import say
 from dualeval.engine.options import check_timeout
@@ -133,14 +133,14 @@ class _Invocation:
 @grouped(
     "--out",
     group=RUN,
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="DIR",
     help="Output folder; an unfinished run resumes there.",
 )
 @grouped(
     "--reference",
     group=RUN,
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="RUN",
     help="Compare predictions with a finished run's.",
 )

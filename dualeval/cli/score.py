@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from dualeval.cli import options
-from dualeval.cli.grouped import GroupedCommand, Words, flag_for, grouped, with_flag
+from dualeval.cli.grouped import PATH, GroupedCommand, Words, flag_for, grouped, with_flag
 from dualeval.errors import EXIT_DONE, LaunchError, UsageError
 from dualeval.job import COMMON
 from dualeval.launch import examine
@@ -33,7 +33,7 @@ def _flags_of_task(function: Any) -> Any:
 
 
 @click.command(cls=GroupedCommand, groups=(_GROUP,))
-@click.argument("run", required=False, type=click.Path(path_type=Path))
+@click.argument("run", required=False, type=PATH)
 @grouped(
     "--task",
     group=_GROUP,
@@ -45,7 +45,7 @@ def _flags_of_task(function: Any) -> Any:
 @options.CLUSTER
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Output folder.  [default: a new one in runs/; with RUN nothing is written]",
 )
 @options.FRESH

@@ -250,6 +250,9 @@ def _taken(folder: Path, session: Session) -> KeptLease:
         raise UsageError(
             f"the output folder {folder} cannot be written: {error.strerror or error}. Give another --out."
         ) from error
+    # Of tables that a killed run has begun; no other run writes here now.
+    for partial_table in (file for name in TABLES for file in folder.glob(f"{name}.*.partial")):
+        partial_table.unlink(missing_ok=True)
     kept = KeptLease(lease, folder.is_dir)
     kept.call_when_lost(lambda reason: session.control.give_up(reason, rank=session.world.rank))
     return kept

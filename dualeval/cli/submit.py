@@ -73,6 +73,17 @@ class _Submit(click.Command):
     show_default=True,
     help=f"Backend: {', '.join(SHIPPED)}.",
 )
+@click.option(
+    "--setup",
+    multiple=True,
+    metavar="COMMAND",
+    help="Shell line before the ranks, such as 'module load cuda'.",
+)
+@click.option("--container-image", metavar="IMAGE", help="Image in which Pyxis starts the ranks.")
+@click.option("--container-mounts", metavar="DIR:DIR", help="Folders for the container, besides this one.")
+@click.option(
+    "--sbatch-option", multiple=True, metavar="NAME=VALUE", help="Any other option of sbatch; repeatable."
+)
 @click.option("--dry-run", is_flag=True, help="Print the batch script and how to submit it; submit nothing.")
 @click.argument("arguments", metavar="[-- ARGS]", nargs=-1, type=click.UNPROCESSED)
 def submit(dry_run: bool, arguments: tuple[str, ...], **asked: Any) -> None:

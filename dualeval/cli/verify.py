@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
+from dualeval.cli.grouped import PATH
 from dualeval.errors import EXIT_DONE, EXIT_FAILED
 from dualeval.result import JOB, json_text
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print only the checks, as JSON.")
 @click.pass_context
 def verify(context: click.Context, run: Path, as_json: bool) -> None:

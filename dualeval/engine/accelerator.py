@@ -7,10 +7,12 @@ takes one entry in ``ACCELERATORS``, if PyTorch's common interface does not desc
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +31,12 @@ _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: |out of memory|not enough memory: you tried to allocate|Cannot allocate memory|"
     r"\b[A-Z]\w*_ALLOC(ATION)?_FAILED\b"
 )
+
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_MAPS = Path("/proc/self/maps")
+# cuBLAS's workspace, and TF32 switched off or on behind torch's back.
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 
 
 class Event(Protocol):
@@ -66,6 +74,10 @@ class Accelerator:
 
     def versions(self) -> dict[str, str]:
         """Versions of the device's libraries that can change a result."""
+        return {}
+
+    def runtime(self) -> dict[str, str | None]:
+        """What else of the process and its node can change a last bit."""
         return {}
 
     def release(self) -> None:
@@ -144,12 +156,38 @@ class Cuda(Accelerator):
             "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         }
 
+    def runtime(self) -> dict[str, str | None]:
+        """cuBLAS as it is loaded, the driver, and the variables that both read."""
+        found = {"cublas": _cublas(), "driver": nvidia_driver()}
+        return {**found, **{name: os.environ.get(name) for name in _VARIABLES}}
+
     def record_event(self) -> Event:
         """An event that the host waits for asleep, which leaves its core to the loader's workers."""
         # PyTorch's common event cannot do that: its option ``blocking`` does nothing.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+
+def nvidia_driver() -> str | None:
+    """Version of NVIDIA's driver; None where there is none."""
+    with suppress(OSError):
+        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", _DRIVER.read_text())
+        return found[1] if found else None
+    return None
+
+
+def _cublas() -> str | None:
+    """Version of the cuBLAS that this process has loaded; None where it has none."""
+    path = next(
+        (line.split()[-1] for line in _MAPS.read_text().splitlines() if "/libcublas.so" in line), None
+    )
+    if path is None:
+        return None
+    numbers = [ctypes.c_int() for _ in range(3)]
+    # libraryPropertyType of CUDA: major version, minor version, patch level.
+    codes = [ctypes.CDLL(path).cublasGetProperty(kind, ctypes.byref(n)) for kind, n in enumerate(numbers)]
+    return None if any(codes) else ".".join(str(number.value) for number in numbers)
 
 
 # Device types that are not as PyTorch's common interface has them.

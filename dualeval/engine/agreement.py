@@ -50,6 +50,8 @@ def machine_facts(
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "versions": versions,
         **({} if precision is None else {"bits": numeric_bits(device, precision)}),
+        # After the bits, which load its libraries.
+        **({"runtime": runtime} if (runtime := accelerator.runtime()) else {}),
     }
 
 

@@ -30,10 +30,11 @@ from dualeval.errors import (
     text_of,
     with_type,
 )
+from dualeval.store import limit_for
 
 # Until rank 0 waits no longer for what the others have saved, and these no longer for rank 0 to write that
-# down. Every rank has ended before 5 s.
-_ALL_SAVED_WITHIN_S = 4.0
+# down. Every rank has ended before 5 s, of up to a thousand (``limit_for``).
+ALL_SAVED_WITHIN_S = 4.0
 _STOPPED_WITHIN_S = 4.6
 _FLUSH_WITHIN_S = 1.0
 _LEAVE_AFTER_FAILURE_S = 2.0
@@ -66,6 +67,7 @@ class Conclusion:
         self._control = control
         self._is_owner = is_owner
         self._debug = debug
+        self._leave_within_s = limit_for(control.size, _LEAVE_AFTER_FAILURE_S)
         self._concluding = threading.Lock()
         self._code = EXIT_FAILED
         self.progress = ""
@@ -136,7 +138,7 @@ class Conclusion:
     def by_watch(self) -> int:
         """Conclude from the watch's thread: the main thread is in something that does not return."""
         if not self._concluding.acquire(blocking=False):
-            threading.Event().wait(_ALL_SAVED_WITHIN_S)
+            threading.Event().wait(limit_for(self._control.size, ALL_SAVED_WITHIN_S))
             return self._code
         close_displays()
         control = self._control
@@ -178,7 +180,7 @@ class Conclusion:
         if self._control.name.rank == 0 and self._control.stopping is not None:
             self._control.report_end(code)
         elif self._control.stopping is not None:
-            self._control.leave(_LEAVE_AFTER_FAILURE_S)
+            self._control.leave(self._leave_within_s)
 
     def _conclude_stop(self) -> int | None:
         """Have all ranks save what they have, and rank 0 write it down; returns the exit code.
@@ -193,7 +195,8 @@ class Conclusion:
             control.saved(0 if recorder is None else recorder.chunks_saved)
         else:
             control.fail_to_save(problem)
-        within_s = _ALL_SAVED_WITHIN_S if control.name.rank == 0 else _STOPPED_WITHIN_S
+        within_s = ALL_SAVED_WITHIN_S if control.name.rank == 0 else _STOPPED_WITHIN_S
+        within_s = limit_for(control.size, within_s)
         control.all_saved.wait(max(0.0, within_s - (monotonic() - start)))
         if control.name.rank != 0:
             is_done = folder is not None and folder.shared and self._is_done(folder)
@@ -257,7 +260,7 @@ class Conclusion:
         if self._control.may_speak() and line is not None:
             self._say(line)
         self._control.has_spoken()
-        self._control.leave(limit_s=_LEAVE_AFTER_FAILURE_S)
+        self._control.leave(self._leave_within_s)
 
     def _say(self, line: str) -> None:
         """Say how the run ended; a guest raises it instead."""

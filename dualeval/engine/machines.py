@@ -22,6 +22,13 @@ def kind_of(machine: Machine) -> dict[str, Any]:
     return {name: machine[name] for name in ("device", "versions", "libraries")}
 
 
+def is_same(one: Machine, other: Machine) -> bool:
+    """Whether two are one machine; ``runtime`` counts where both say it, which older results do not."""
+    one_sided = {"runtime"} - (one.keys() & other.keys())
+    names = (one.keys() | other.keys()) - {"chunks"} - one_sided
+    return all(one.get(name) == other.get(name) for name in names)
+
+
 def check_kinds_of_ranks(machines: Sequence[Machine], hosts: Sequence[str], *, mix: bool) -> None:
     """Check that all ranks are of one kind.
 
@@ -80,7 +87,7 @@ def chunks_by_machine(parts: Iterable[tuple[Machine, int]]) -> list[dict[str, An
         if not chunks:
             continue
         for known in counted:
-            if {**machine, "chunks": known["chunks"]} == known:
+            if is_same(machine, known):
                 known["chunks"] += chunks
                 break
         else:

@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.backends.opt_einsum  # torch 2.8 does not import it itself
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -34,6 +35,8 @@ CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 # NVIDIA's Ampere: the first GPUs with TF32.
 _TF32_CAPABILITY = (8, 0)
+# AMD's CDNA 3, and CDNA 4 where it is emulated; as torch.cuda.is_tf32_supported has it.
+_TF32_ARCHITECTURES = ("gfx94", "gfx95")
 
 # PyTorch 2.9's settings of how float32 is computed, parents before children: a child that is "none" takes its
 # parent's value. The older ones (allow_tf32) are still there, and raise when they are read and do not agree.
@@ -54,6 +57,15 @@ def check_precision(precision: str, device: torch.device) -> None:
             f"--precision tf32: the device is {device}, and TF32 is a format of NVIDIA GPUs. Leave it "
             "out (fp32), or run on a GPU with --device cuda."
         )
+    if torch.version.hip:
+        # Its compute capability is 9.0 from the MI200 on.
+        arch: str = torch.cuda.get_device_properties(device).gcnArchName
+        if not arch.startswith(_TF32_ARCHITECTURES):
+            raise UsageError(
+                f"--precision tf32: {torch.cuda.get_device_name(device)} ({arch}) has no TF32, which AMD's "
+                "GPUs have from the MI300 on (gfx94, gfx95). Leave --precision out (fp32)."
+            )
+        return
     found = torch.cuda.get_device_capability(device)
     if found < _TF32_CAPABILITY:
         raise UsageError(

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dualeval.choices import AUTO, LOCKSTEP, check_kind
 from dualeval.columns import Column, Ragged, as_column, host_columns, of_parts, parts_of, to_rows
@@ -19,7 +20,7 @@ from dualeval.engine.context import RunContext
 from dualeval.engine.evaluation_mode import training_note
 from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.guest import Snapshot
+from dualeval.engine.guest import Snapshot, version_of
 from dualeval.engine.loop import Evaluation, read_alone
 from dualeval.engine.options import RunOptions
 from dualeval.engine.own_task import LoopKind, LoopTask
@@ -103,7 +104,7 @@ class OwnLoop:
         self._plan = plan_of(self._task.dataset(), context)
         self._batches: Generator[Any, None, None] | None = None
         self._execution: Execution | None = None
-        self._in_hand: tuple[Any, range] | None = None
+        self._in_hand: tuple[Any, range, list[tuple[Tensor, int]]] | None = None
         self._added: Columns | None = None
         self._first: tuple[int, Columns] | None = None
         self._done = 0
@@ -122,13 +123,18 @@ class OwnLoop:
         """Take the columns of the batch in hand, as ``Session.add`` was given them."""
         if self._in_hand is None:
             raise UsageError(f"add was called without a current batch: {_USAGE}")
-        given, samples = self._in_hand
+        given, samples, versions = self._in_hand
         if self._added is not None:
             raise UsageError(f"the batch of {_named(samples)} was added before: add each batch once")
         if not any(batch is part for part in _parts(given)):
             raise UsageError(
                 f"add was given a {type(batch).__name__} that is not the current batch, of "
                 f"{_named(samples)}: give the loop's last batch, or a part of it, unchanged: {_USAGE}"
+            )
+        if any(version_of(tensor) != version for tensor, version in versions):
+            raise UsageError(
+                f"the batch of {_named(samples)} was changed in place before it was added: compute on a "
+                "copy, as in inputs = inputs.clone()"
             )
         if not columns:
             raise UsageError(f"add was given no column for the batch of {_named(samples)}: {_USAGE}")
@@ -341,7 +347,9 @@ class OwnLoop:
         return columns, failed
 
     def _hand_out(self, data: Any, samples: range) -> Generator[Any, None, Columns]:
-        self._in_hand, self._added = (data, samples), None
+        tensors = [part for part in tree_leaves(_parts(data)) if isinstance(part, Tensor)]
+        versions = [(tensor, version_of(tensor)) for tensor in tensors]
+        self._in_hand, self._added = (data, samples, versions), None
         yield data
         added = self._take_added()
         if added is None:

@@ -23,6 +23,7 @@ from dualeval.engine.columns import columns_of, update
 from dualeval.engine.feed import FailedSample
 from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.windows import EVALUATED, evaluated_of
+from dualeval.engine.machines import is_same
 from dualeval.engine.measured import plain
 from dualeval.engine.parts import texts_of
 from dualeval.engine.plan import EvalPlan
@@ -152,7 +153,7 @@ class Proof:
     ) -> None:
         self._stored = stored
         self._evaluate = evaluate
-        self._same_machine = all(other == machine for other in stored.machines)
+        self._same_machine = all(is_same(other, machine) for other in stored.machines)
         self._tolerance = _TOLERANCES[precision]
         self._place = place
         self._name = name

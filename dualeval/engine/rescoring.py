@@ -24,7 +24,7 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured, Metric, RowMetric, keeps_rows, per_batch, split_by_kind
 from dualeval.metrics.by_name import check_metrics
 from dualeval.metrics.clusters import ClusterIntervals
-from dualeval.result import JOB, PREDICTIONS, RESULT, Result, checksum_of, read_result, read_status
+from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS, Result, checksum_of, read_result, read_status
 
 
 def rescore(
@@ -87,6 +87,9 @@ def check_finished(folder: Path) -> None:
     Raises:
         UsageError: it does not; says what is there.
     """
+    for file in (folder / name for name in (STATUS, RESULT, JOB, PREDICTIONS)):
+        if file.exists() and not file.is_file():
+            raise UsageError(f"{file} is no regular file. Give the output folder of a finished run.")
     status = read_status(folder)
     if status is not None and status.state == "done" and (folder / RESULT).is_file():
         return
@@ -94,6 +97,11 @@ def check_finished(folder: Path) -> None:
         raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
     if status is None and (folder / RESULT).is_file():
         of = read_result(folder / RESULT).job.get("rows_of")
+        if (folder / PREDICTIONS).is_file():
+            raise UsageError(
+                f"{folder} has no readable {STATUS}, which says whether its run has come to an end. Type "
+                f"the run's own command again, with --out {folder}: it writes {STATUS} anew."
+            )
         raise UsageError(
             f"{folder} holds metrics that 'dualeval score' computed, and no rows. Give the run's own folder"
             f"{'' if of is None else f': {of}'}."

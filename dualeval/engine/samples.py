@@ -72,7 +72,7 @@ def check_samples(data: Any) -> None:
     elif isinstance(data, Mapping):
         hint = f". Give one part of it: data[{next(iter(data), 'test')!r}]"
     elif isinstance(data, IterableDataset):
-        hint = ". Ranks cannot share out, nor a resume find again, what only comes one after the other"
+        hint = ". Samples that only come one after the other cannot be divided among processes, or resumed"
     elif isinstance(data, tuple) and len(data) > 1 and all(isinstance(part, _ARRAYS) for part in data):
         hint = ". Inputs and targets go together as torch.utils.data.TensorDataset(inputs, targets)"
     elif isinstance(data, str | bytes | PurePath):

@@ -67,8 +67,8 @@ def check_ids(dataset: Dataset, samples: int, hashes: npt.NDArray[np.uint64], ba
             twice = repeated(torch.cat(of_ranks).numpy().view(np.uint64), ids)
     for name, count in twice.items():
         raise UsageError(
-            f"{count:,} samples have the id {name!r}, and ids tell samples apart. Have ids= or the data "
-            "set's id() give each its own, or leave ids= out: the index is the id then"
+            f"{count:,} samples have the id {name!r}: each sample needs an id of its own. Let ids= (or the "
+            "data set's id()) return another text for each, or leave ids= out: then the index is the id"
         )
 
 

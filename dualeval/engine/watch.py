@@ -26,6 +26,7 @@ from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
 from dualeval.errors import EXIT_DONE, DualevalError, Stopped, message_of
 from dualeval.result import STATUS
+from dualeval.store import limit_for
 
 # Seconds from a signal, or from the news of a failure, until the main thread is waited for no longer.
 GRACE_S = 3.0
@@ -310,6 +311,7 @@ class Watch:
     def _end(self) -> None:
         """Give the main thread its time, and have the run concluded where that has not."""
         start = self.since = monotonic()
+        out_within_s = limit_for(self._control.size, _OUT_WITHIN_S)
         if self._finding.kind == "collective":
             self._dump()
         if not self._ends_process:
@@ -319,7 +321,7 @@ class Watch:
             if self._is_over.is_set():
                 return  # the main thread has concluded meanwhile, and left: nobody would disarm it
             # Whatever hangs from here on, a full disk or a file server included.
-            self._dump_later(_AT_LAST_S)
+            self._dump_later(limit_for(self._control.size, _AT_LAST_S))
             if self._guardian is not None:
                 self._guardian.ends()
         if self._control.failure is None and self.recorder is not None:
@@ -329,7 +331,7 @@ class Watch:
         self._note_stop()
         self._main_concludes.wait(GRACE_S)
         if self._main_concludes.is_set():
-            if self._is_over.wait(_OUT_WITHIN_S - (monotonic() - start)):
+            if self._is_over.wait(out_within_s - (monotonic() - start)):
                 return
             assert self._code is not None
             end_process(self._code)
@@ -337,7 +339,7 @@ class Watch:
             # The signal came when the result was written; the main thread is on its way out.
             if self._control.name.rank == 0:
                 self._control.report_end(EXIT_DONE)
-            self._is_over.wait(_OUT_WITHIN_S - (monotonic() - start))
+            self._is_over.wait(out_within_s - (monotonic() - start))
             end_process(EXIT_DONE)
         end_process(self._conclude())
 

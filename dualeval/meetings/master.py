@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _SHORTEST_PAUSE_S = 0.005
 _PAUSE_PER_RANK_S = 1e-4
+_NAMED_WITHIN_S = 60.0
+_LOOK_UP_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +64,37 @@ class AtMaster(Meeting):
             BackendError: the address is a name that leads nowhere, or rank 0 cannot serve there.
         """
         host, port = self.address
-        try:
-            socket.getaddrinfo(host, port)
-        except socket.gaierror as error:
-            # torch would try for half an hour, and log pages of C++ frames.
-            if error.errno != socket.EAI_AGAIN:
-                raise BackendError(
-                    f"rank {world.rank} is to meet the others at {at(host, port)}, by MASTER_ADDR and "
-                    f"MASTER_PORT, but {socket.gethostname()} knows no host of that name. {self.remedy}"
-                ) from error
+        in_dns = (
+            f"Check that rank 0 has been started, and that 'getent hosts {host}' prints its address here."
+        )
+        with waiting(world, f"the name {host} (MASTER_ADDR) to lead to a host", in_dns, each_node=True):
+            self._await_name(world)
         check = (
             f"Check that {self.server}, that 'getent hosts {host}' prints its address on this node, and that "
             f"this port is open between the nodes."
         )
         with waiting(world, f"{self.name} at {at(host, port)}", check, each_node=True):
             return self._connect(world)
+
+    def _await_name(self, world: World) -> None:
+        """Wait until the host's name is known: that of a pod comes into the DNS when the pod runs."""
+        host, port = self.address
+        start = monotonic()
+        while True:
+            try:
+                socket.getaddrinfo(host, port)
+                return
+            except socket.gaierror as error:
+                if error.errno == socket.EAI_AGAIN:
+                    return  # no name server answers, and torch tries again by itself
+                if monotonic() - start > _NAMED_WITHIN_S:
+                    # torch would try for half an hour, and log pages of C++ frames.
+                    raise BackendError(
+                        f"rank {world.rank} is to meet the others at {at(host, port)}, by MASTER_ADDR and "
+                        f"MASTER_PORT, but {socket.gethostname()} knows no host of that name, also after "
+                        f"{_NAMED_WITHIN_S:.0f} s. {self.remedy}"
+                    ) from error
+            sleep(_LOOK_UP_EVERY_S)
 
     def _connect(self, world: World) -> Store:
         from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]

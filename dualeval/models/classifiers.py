@@ -35,20 +35,29 @@ KINDS = {
 }
 
 
-def source_of(name: str, arguments: Mapping[str, Any] = NO_ARGUMENTS, *, trust: bool = False) -> ModelSource:
+def source_of(
+    name: str | nn.Module | Callable[[], nn.Module],
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    *,
+    trust: bool = False,
+) -> ModelSource:
     """The source of a model.
 
     Args:
         name: a torchvision classifier, "fashion-cnn", "timm:NAME", "hf:DIR", "package.module:factory" (a
             callable that returns a module and may take ``num_classes``), or the path of a TorchScript archive
-            or a torch.export program.
+            or a torch.export program; or a module, or a function without arguments that returns one.
         arguments: keyword arguments of what makes the model.
         trust: files that can run code may be opened.
 
     Raises:
         UsageError: there is no such model; offers the nearest names.
     """
-    return _kind_of(name)(name, arguments, trust=trust)
+    if isinstance(name, str):
+        return _kind_of(name)(name, arguments, trust=trust)
+    from dualeval.models.sources.module import ModuleModel
+
+    return ModuleModel(name, arguments, trust=trust)
 
 
 def _kind_of(name: str) -> type[ModelSource]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ _DIGITS = 6
 _LONGEST_VALUE = 40
 # From here on, and below this, a power of ten is easier to read than zeros.
 _LARGE, _SMALL = 1e9, 1e-4
+# Letters of one width, without which the lines of the table are broken.
+_HTML = "<pre style=\"font-family: Menlo, 'DejaVu Sans Mono', monospace; line-height: 1.2\">{code}</pre>"
 
 
 def print_result(result: Result, console: Console | None = None) -> None:
@@ -36,6 +39,22 @@ def print_result(result: Result, console: Console | None = None) -> None:
         print_line(console, labelled(label, text))
     for warning in result.warnings:
         print_line(console, f"warning: {warning}", style="yellow")
+
+
+def as_text(result: Result) -> str:
+    """What ``print_result`` prints, as plain text."""
+    return _recorded(result).export_text().rstrip("\n")
+
+
+def as_html(result: Result) -> str:
+    """What ``print_result`` prints, for a notebook."""
+    return _recorded(result).export_html(inline_styles=True, code_format=_HTML)
+
+
+def _recorded(result: Result) -> Console:
+    console = Console(record=True, file=io.StringIO(), width=_WIDTH)
+    print_result(result, console)
+    return console
 
 
 def _facts(result: Result) -> Iterator[tuple[str, str]]:

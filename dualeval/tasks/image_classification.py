@@ -69,7 +69,8 @@ class ImageClassification(Task):
     """A classifier on images with one true class each.
 
     Args:
-        model: as for ``models.classifiers.source_of``; None is the embedded job's network.
+        model: as for ``models.classifiers.source_of``; a module, or a function that returns one; None is the
+            embedded job's network.
         weights: a path, a name of weights that are published for the model, or "random:SEED"; None is the
             model's own, where it comes with weights.
         model_arguments: keyword arguments of what makes the model.
@@ -108,7 +109,7 @@ class ImageClassification(Task):
     def __init__(
         self,
         *,
-        model: str | None = None,
+        model: str | nn.Module | Callable[[], nn.Module] | None = None,
         weights: str | None = None,
         weights_key: str | None = None,
         weights_prefix: str | None = None,
@@ -129,18 +130,20 @@ class ImageClassification(Task):
     ) -> None:
         if data_fingerprint not in ("ends", "content"):
             raise UsageError(f"--data-fingerprint {data_fingerprint!r}: expected ends or content")
-        refuse_other_task(model, None if data is None else Path(data))
+        refuse_other_task(model if isinstance(model, str) else None, None if data is None else Path(data))
         given_weights = weights
         if model is None and (weights is not None or data is not None):
             given = "--weights" if data is None else "--data"
             raise UsageError(f"{given} was given without --model. Name the model that is to be evaluated.")
-        self._model_name = model or classifiers.EMBEDDED
+        self._model = classifiers.source_of(
+            classifiers.EMBEDDED if model is None else model,
+            dict(model_arguments or {}),
+            trust=trust_checkpoint,
+        )
+        self._model_name = model = self._model.name
         embedded = self._model_name == classifiers.EMBEDDED
         if embedded and weights in (None, "DEFAULT"):
             weights = str(EMBEDDED_WEIGHTS)
-        self._model = classifiers.source_of(
-            self._model_name, dict(model_arguments or {}), trust=trust_checkpoint
-        )
         if weights is None and self._model.needs_weights:
             raise UsageError(
                 f"--model {model} was given without --weights. Give --weights PATH, "
@@ -350,7 +353,7 @@ class ImageClassification(Task):
         expected, labels = self._num_classes, self._dataset.labels
         if expected is not None and classes != expected and not self._may_have_more_classes:
             raise UsageError(
-                f"the model {self._model_name} tells {classes} classes apart, but {expected} were expected "
+                f"the model {self._model_name} has {classes} classes, but {expected} were expected "
                 "(from the data, or --num-classes). Give data and model of the same classes."
                 + hint_for(labels, classes)
             )
@@ -358,8 +361,8 @@ class ImageClassification(Task):
         if largest >= classes:
             whose = "data has" if self._class_map is None else f"class map {self._class_map} gives"
             raise UsageError(
-                f"the {whose} a label {largest}, but the model {self._model_name} tells {classes} classes "
-                f"apart (labels 0 to {classes - 1}). Give data and model of the same classes."
+                f"the {whose} a label {largest}, but the model {self._model_name} has {classes} classes "
+                f"(labels 0 to {classes - 1}). Give data and model of the same classes."
             )
         return classes
 
@@ -429,7 +432,7 @@ class ImageClassification(Task):
             return _SHIPPED.format(EMBEDDED_WEIGHTS.name)
         source = self._source
         if source.path is None:
-            return f"{source.text}, untrained"
+            return source.text if source.seed is None else f"{source.text}, untrained"
         path = f"{source.path}{place_in_file(self.loaded_weights)}"
         return path if source.entry is None else f"{source.entry}, {path}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dualeval.choices import CLASS_ORDERS, DATA_FINGERPRINTS, SPLITS, check_mean, check_std
 from dualeval.data.set_names import data_beside
@@ -165,18 +165,23 @@ class ImageClassificationOptions:
 
             source_of(self.model).download(self.weights)
 
-    def make(self, cache: DataCache | None = None) -> ImageClassification:
+    def make(
+        self, cache: DataCache | None = None, *, model: Any = None, preprocessing: Any = None
+    ) -> ImageClassification:
         """The task.
 
         Args:
             cache: what other tasks of the run have read of their data.
+            model: from Python, a module or a function that returns one, in place of the name.
+            preprocessing: likewise a function, or a dict of fields.
         """
         from dualeval.models.classifiers import arguments_of
         from dualeval.tasks.image_classification import ImageClassification
 
         asked = {name: getattr(self, name) for name in _PIXELS}
+        asked["preprocessing"] = self.preprocessing if preprocessing is None else preprocessing
         return ImageClassification(
-            model=self.model,
+            model=self.model if model is None else model,
             weights=self.weights,
             weights_key=self.weights_key,
             weights_prefix=self.weights_prefix,

@@ -197,4 +197,4 @@ def _origin(kind: type[Normalisation], asked: Mapping[str, Any], others: str) ->
     if {*_names(kind)} & {*STEPS} - {"channels"} <= {*given}:
         return "given"
     *most, last = given
-    return f"{', '.join(most)}{' and ' if most else ''}{last} given, else {others}"
+    return f"{', '.join(most)}{' and ' if most else ''}{last} given; the rest: {others}"

@@ -218,7 +218,7 @@ class ModelTask(Task):
         if outputs.ndim and target.ndim and len(outputs) != len(target):
             raise UsageError(
                 f"the model returned {len(outputs)} rows (shape {tuple(outputs.shape)}) for a batch of "
-                f"{len(target)} samples, expected one row a sample, in the samples' order"
+                f"{len(target)} samples, expected one row for each sample, in their order"
             )
         if self._why_no_logits is None:
             self._why_no_logits = why_no_classes(outputs, target)
@@ -254,7 +254,9 @@ class ModelTask(Task):
         """Note how many classes the first logits tell apart; looking at them waits for the device, once."""
         with self._first_look:
             if self._classes is None:
-                refuse_probabilities("the model", outputs, f" {OBSERVE} where that is what you want.")
+                refuse_probabilities(
+                    "the model", outputs, f" {OBSERVE}, to evaluate the probabilities themselves."
+                )
                 self._classes = outputs.shape[1]
 
     def postprocess(self, columns: Mapping[str, Any], samples: range) -> Mapping[str, Any]:
@@ -264,8 +266,9 @@ class ModelTask(Task):
         wrong = ((targets < 0) | (targets >= self._classes)).nonzero().flatten().tolist()
         if wrong:
             raise UsageError(
-                f"sample {samples[wrong[0]]} has the label {int(targets[wrong[0]])}, and the model tells "
-                f"{self._classes} classes apart (labels 0 to {self._classes - 1})"
+                f"sample {samples[wrong[0]]} has the label {int(targets[wrong[0]])}, but the model has "
+                f"{self._classes} classes (labels 0 to {self._classes - 1}). Correct the label, or give a "
+                "model with more classes."
             )
         return columns
 

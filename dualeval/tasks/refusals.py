@@ -12,7 +12,7 @@ from dualeval.errors import UsageError
 from dualeval.metrics.classification import are_probabilities
 
 FORWARD = "Give forward=, a function (model, batch) -> outputs"
-OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns, one row a sample"
+OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns with one row for each sample"
 
 
 def check_call(argument: str, function: Any, given: tuple[str, ...]) -> None:

@@ -57,7 +57,7 @@ def typed(cluster: Cluster, launch: Launch, tmp_path: Path) -> Typed:
             *("", "--backend mpi", ["without a way into MPI", "'srun --mpi=pmix'"]),
             marks=pytest.mark.needs("mpi"),
         ),
-        ("", "--backend single", ["--backend single cannot run a world of 2 started by srun"]),
+        ("", "--backend single", ["--backend single cannot run with world size 2, started by srun"]),
     ],
 )
 def test_a_wrong_start_is_said_once(typed: Typed, option: str, words: str, expected: list[str]) -> None:

@@ -14,6 +14,7 @@ from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.world import World
 from tests.conftest import Launch
+from tests.test_env_ranks import free_port
 
 
 def test_single_is_the_default_without_a_launcher() -> None:
@@ -121,6 +122,35 @@ def test_single_imports_no_distributed_backend(launch: Launch) -> None:
 def test_a_groups_devices(config: str, devices: set[str]) -> None:
     """Only what a library sends from a device's own memory is sent from there."""
     assert devices_of(config) == devices
+
+
+NCCL = """
+import os
+from types import SimpleNamespace
+import torch, torch.distributed as dist
+from dualeval.backends import connect, torch_distributed
+from dualeval.launch import detect
+torch_distributed._all_have_nccl = lambda store, world: True
+made = []
+dist.new_group = lambda **options: made.append(options["backend"]) or dist.group.WORLD
+with connect("torch", detect(os.environ)) as backend:
+    backend.all_reduce(torch.ones(2))
+    print(dist.get_backend_config(), made, backend.carrier(torch.device("cuda", 0)))
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    assert backend._group(on_a_gpu) is backend._group(on_a_gpu) is dist.group.WORLD
+    backend.device = torch.device("cuda", 0)
+    assert backend._group_of_device() is dist.group.WORLD
+    print(made)
+"""
+
+
+def test_nccl_is_made_with_the_first_tensor_on_a_gpu(launch: Launch) -> None:
+    """Played: a run that has GPUs sends none by itself, and had NCCL's part of a group all the same."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    finished = launch([sys.executable, "-c", NCCL], variables=variables)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines() == ["cpu:gloo [] cuda:0", "['nccl']"]
 
 
 def test_a_group_of_another_world(launch: Launch) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from dualeval.engine.control.heartbeat import Name
 from dualeval.engine.control.verdict import Verdict, propose
 from dualeval.errors import EXIT_FAILED, PeerError
-from dualeval.store import names_of_absent, pause_for
+from dualeval.store import limit_for, names_of_absent, pause_for
 
 _SPEAK_WITHIN_S = 3.0
 _SHORTEST_PAUSE_S = 0.001
@@ -184,7 +184,8 @@ class Meetings:
         """
         with suppress(PeerError), rank_0_reachable(self._rank_0):
             # Whoever has spoken may be gone a moment later: it is not asked once more.
-            if self._name.rank != 0 and self._await("spoken", _SPEAK_WITHIN_S) is not None:
+            within_s = limit_for(self._size, _SPEAK_WITHIN_S)
+            if self._name.rank != 0 and self._await("spoken", within_s) is not None:
                 return False
             return self.store.add(self.key("speakers"), 1) == 1
         return True  # rank 0 is gone, and nobody else is known to be there

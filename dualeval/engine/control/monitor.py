@@ -12,6 +12,7 @@ from typing import Literal
 
 from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name
 from dualeval.engine.ending import say
+from dualeval.store import limit_for
 
 # A rank may be there for as long as the others, or its caller, need.
 IDLE = "idle"
@@ -247,7 +248,7 @@ class Observer:
     def _left_behind(self, waiting: Sequence[int], now: float) -> tuple[int, str] | None:
         """A rank that has left though another waits for all."""
         seconds = self._alone.seconds(bool(waiting and self._left), now)
-        if not (waiting and self._left) or seconds < _LEFT_BEHIND_S:
+        if not (waiting and self._left) or seconds < limit_for(len(self.names), _LEFT_BEHIND_S):
             return None
         rank = min(self._left)
         return rank, (

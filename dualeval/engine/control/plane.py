@@ -29,7 +29,7 @@ from dualeval.engine.control.verdict import NO_VERDICT, Verdict
 from dualeval.engine.progress import Progress
 from dualeval.errors import DualevalError, LaunchError, PeerError, Stopped
 from dualeval.network import at
-from dualeval.store import join_store, pause_for, serve_store
+from dualeval.store import join_store, limit_for, pause_for, serve_store
 from dualeval.waiting import CONNECTED, STARTED, waiting
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ class ControlPlane:
         self._proposals: deque[Verdict] = deque()
         self._saved: int | None = None
         self._saved_by_all: dict[int, int] = {}
+        self._is_counted = False
+        self._look_after = 0.0
         self._names: dict[int, Name] = {name.rank: name}
         self._end_reported = threading.Event()
         self._left = False
@@ -136,7 +138,7 @@ class ControlPlane:
         else:
             if not isinstance(error, PeerError):
                 self.fail(error)
-            self.leave(limit_s=_LEAVE_AFTER_FAILURE_S)
+            self.leave(limit_for(self.size, _LEAVE_AFTER_FAILURE_S))
 
     # -- meeting and sharing out, on the main thread -----------------------------------------------
 
@@ -255,7 +257,8 @@ class ControlPlane:
         self._failed += 1
         with self.progress.inside("meet"):
             name = f"failed/{self._attempt}.{self._failed}"
-            if meetings.all_come(name, _FAILED_EVERYWHERE_WITHIN_S, self._check_failure):
+            limit_s = limit_for(self.size, _FAILED_EVERYWHERE_WITHIN_S)
+            if meetings.all_come(name, limit_s, self._check_failure):
                 return True
         self._conclude(Verdict.own_failure(self.name.rank, error, str(self.name)))
         return False
@@ -458,13 +461,23 @@ class ControlPlane:
         every = _BEAT_EVERY_S if self.timeout_s is None else min(_BEAT_EVERY_S, self.timeout_s / 6)
         return pause_for(self.size, _REQUESTS_A_BEAT, _BEAT_WHILE_STOPPING_S if stopping else every)
 
+    def _pause_s(self) -> float:
+        if self._counts_saved:
+            return _BEAT_WHILE_STOPPING_S  # it asks for a count, whatever the number of ranks
+        return self._beat_every_s(stopping=self._stop is not None)
+
+    @property
+    def _counts_saved(self) -> bool:
+        """Whether this is rank 0, in a stop."""
+        return self.name.rank == 0 and self._stop is not None
+
     def _beat(self, client: TCPStore, meetings: Meetings) -> None:
         """Report this rank's heartbeats, look for a verdict, and on rank 0 at the heartbeats of all."""
         closing = self._closing
         observer: Observer | None = None
         slept_s = 0.0
         while True:
-            pause_s, start = self._beat_every_s(stopping=self._stop is not None), monotonic()
+            pause_s, start = self._pause_s(), monotonic()
             self._wake.wait(pause_s)
             slept_s = max(slept_s, monotonic() - start - pause_s)
             self._wake.clear()
@@ -507,6 +520,11 @@ class ControlPlane:
             self._proposals.popleft()
             if verdict.kind == "end":
                 self._end_reported.set()
+        self._count_saved(client, meetings)
+        if self._counts_saved:
+            if monotonic() < self._look_after:
+                return
+            self._look_after = monotonic() + self._beat_every_s(stopping=True)
         tally = self._tally
         run, done = (0, 0) if tally is None else (tally.number, tally.done)
         heartbeat = self._own_heartbeats.next(self._saved, run, done)
@@ -521,6 +539,18 @@ class ControlPlane:
             tally.total = observer.samples_done(heartbeats, tally.number)
         self._observe(observer, heartbeats)
 
+    def _count_saved(self, client: TCPStore, meetings: Meetings) -> None:
+        """Count this rank's chunks once; rank 0 looks whether all ranks have."""
+        ranks, chunks = meetings.key("saved-ranks"), meetings.key("saved-chunks")
+        if self._saved is not None and not self._is_counted:
+            self._is_counted = True
+            client.add(chunks, self._saved)
+            client.add(ranks, 1)
+        if self._counts_saved and not self.all_saved.is_set() and client.add(ranks, 0) == self.size:
+            # Whose they are is asked only where one is missing: by heartbeats, which come later.
+            self._saved_by_all = {**dict.fromkeys(range(self.size), 0), 0: client.add(chunks, 0)}
+            self.all_saved.set()
+
     def _observer(self, client: TCPStore, meetings: Meetings) -> Observer:
         """Whom this rank watches: rank 0 all of them, the others rank 0."""
         if self.name.rank == 0:
@@ -532,13 +562,9 @@ class ControlPlane:
     def _observe(self, observer: Observer, heartbeats: dict[int, Heartbeat]) -> None:
         gone: list[int] = []
         if self.name.rank == 0:
-            self._saved_by_all.update(
-                {
-                    rank: heartbeat.saved
-                    for rank, heartbeat in heartbeats.items()
-                    if heartbeat.saved is not None
-                }
-            )
+            if not self.all_saved.is_set():
+                saved = {rank: heartbeat.saved for rank, heartbeat in heartbeats.items()}
+                self._saved_by_all.update({rank: count for rank, count in saved.items() if count is not None})
             gone = [rank for rank in observer.gone(heartbeats) if rank not in self._saved_by_all]
             if self._saved is not None and len(self._saved_by_all) + len(gone) >= self.size:
                 self.all_saved.set()

@@ -137,21 +137,27 @@ class RunFolder:
         check_file_names(facts["files"])
         check_path(path, facts["files"])
         with writable(path):
-            journal_of(path).mkdir(parents=True, exist_ok=True)
-            held = Lease.take(path, token, waiting=step) if lease else None
-            try:
-                _write_probe(journal_of(path), token)
-            except BaseException:
-                if held is not None:
-                    held.release()
-                raise
-            folder = cls(path, token, rank=0)
-        folder._launch = named_launch(facts["launches"])
-        folder._lease = None if held is None else KeptLease(held, folder._is_own)
+            is_new = not path.exists()
+            path.mkdir(parents=True, exist_ok=True)
+        held = folder = None
         try:
+            with writable(path):
+                held = Lease.take(path, token, waiting=step) if lease else None
+                # Not before: a run that ends here meanwhile removes its own.
+                journal_of(path).mkdir(exist_ok=True)
+                _write_probe(journal_of(path), token)
+                folder = cls(path, token, rank=0)
+            folder._launch = named_launch(facts["launches"])
+            folder._lease = None if held is None else KeptLease(held, folder._is_own)
             return folder, folder._begin(plan, facts, fresh, mix_machines, step)
         except BaseException:
-            folder.close()
+            if folder is not None:
+                folder.close()
+            elif held is not None:
+                held.release()
+            if is_new:
+                remove_if_empty(journal_of(path))
+                remove_if_empty(path)
             raise
 
     def _begin(

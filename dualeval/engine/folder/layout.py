@@ -76,7 +76,8 @@ def check_path(path: Path, files: Sequence[str] = ()) -> None:
             f"the output folder's name, {str(path)!a}, is not UTF-8: it could not be written into "
             f"{RESULT}. Give another --out."
         ) from None
-    wrong = [path / name for name in (*_names(files), LEASE) if (path / name).is_dir()]
+    with writable(path):  # its name may be too long
+        wrong = [path / name for name in (*_names(files), LEASE) if (path / name).is_dir()]
     if wrong:
         raise UsageError(
             f"{wrong[0]} is a folder, and a run writes a file of that name. Remove it, or give another --out."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -76,22 +77,58 @@ class StampedFile:
                 "its end."
             )
 
-    def read_into(self, descriptor: int, offset: int, values: Tensor) -> None:
-        """Fill a contiguous tensor of the CPU with the bytes at an offset.
+    def read_into(self, descriptor: int, offset: int, values: Tensor, crc: int | None = None) -> int | None:
+        """Fill a contiguous tensor of the CPU with the bytes at an offset, and go on with their CRC32.
 
         The bytes are read into the tensor's own memory: nothing is mapped, and nothing is held twice.
         """
         room = values.detach().view(-1).view(torch.uint8).numpy().data
         while room:
-            count = os.preadv(descriptor, [room], offset)
+            # In pieces that are still in the processor's cache when they are checked.
+            count = os.preadv(descriptor, [room if crc is None else room[:_PIECE_BYTES]], offset)
             if count == 0:
                 raise UsageError(f"weights file {self.path} is cut short: {len(room):,} bytes are missing")
+            if crc is not None:
+                crc = zlib.crc32(room[:count], crc)
             room, offset = room[count:], offset + count
+        return crc
 
 
 def _stamp(descriptor: int) -> tuple[int, int, int]:
     status = os.fstat(descriptor)
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A record of a zip file: where its bytes lie in the file, and their CRC32; 0 where none was computed."""
+
+    name: str
+    begin: int
+    size: int
+    crc: int
+
+
+class _Reading:
+    """One reading of values; where it reads all of a record from first to last, their CRC32 is compared."""
+
+    def __init__(self, part: FilePart, descriptor: int) -> None:
+        self._file, self._record, self._descriptor = part.file, part.record, descriptor
+        self._crc: int | None = 0
+        self._next = self._record.begin if self._record is not None and self._record.crc else None
+
+    def read_into(self, offset: int, values: Tensor) -> None:
+        is_next = offset == self._next
+        self._crc = self._file.read_into(self._descriptor, offset, values, self._crc if is_next else None)
+        self._next = offset + values.nbytes if is_next else None
+
+    def check(self) -> None:
+        record = self._record
+        if record is not None and self._next == record.begin + record.size and self._crc != record.crc:
+            raise UsageError(
+                f"weights file {self._file.path} is damaged: its record {record.name} does not fit its "
+                "CRC32. Fetch or save it again."
+            )
 
 
 class Source(Protocol):
@@ -131,6 +168,7 @@ class FilePart:
         shape: of the tensor.
         strides: of the tensor, in values.
         dtype: of the values.
+        record: of the zip file that they are in; None in another file.
     """
 
     file: StampedFile
@@ -138,6 +176,7 @@ class FilePart:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    record: Record | None = None
 
     @property
     def extent(self) -> int:
@@ -170,13 +209,15 @@ class FilePart:
         if 0 in self.shape:
             return
         with self.file.opened() as descriptor:
+            reading = _Reading(self, descriptor)
             is_same = target.dtype == self.dtype and target.device.type == "cpu"
             if is_same and self._is_contiguous and target.is_contiguous():
-                self.file.read_into(descriptor, self.offset, target)
+                reading.read_into(self.offset, target)
             else:
-                self._copy_pieces(target, descriptor)
+                self._copy_pieces(target, reading)
+            reading.check()
 
-    def _copy_pieces(self, target: Tensor, descriptor: int) -> None:
+    def _copy_pieces(self, target: Tensor, reading: _Reading) -> None:
         """As ``copy_to``, with at most ``_PIECE_BYTES`` in memory beside the target."""
         # The dimension in which neighbours are farthest from each other.
         dimension = max(
@@ -185,7 +226,7 @@ class FilePart:
             default=None,
         )
         if dimension is None or self.extent == 1:
-            self._copy_at_once(target, descriptor)
+            self._copy_at_once(target, reading)
             return
         step = self.strides[dimension] * self.dtype.itemsize
         inner = self.narrow(dimension, 0, 1).nbytes
@@ -196,13 +237,13 @@ class FilePart:
             piece = self.narrow(dimension, first, here)
             into = target.narrow(dimension, first, here)
             if piece.nbytes <= _PIECE_BYTES:
-                piece._copy_at_once(into, descriptor)
+                piece._copy_at_once(into, reading)
             else:
-                piece._copy_pieces(into, descriptor)
+                piece._copy_pieces(into, reading)
 
-    def _copy_at_once(self, target: Tensor, descriptor: int) -> None:
+    def _copy_at_once(self, target: Tensor, reading: _Reading) -> None:
         values = torch.empty(self.extent, dtype=self.dtype)
-        self.file.read_into(descriptor, self.offset, values)
+        reading.read_into(self.offset, values)
         target.copy_(values.as_strided(self.shape, self.strides))
 
 

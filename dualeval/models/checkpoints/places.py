@@ -6,23 +6,26 @@ import struct
 import sys
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from dualeval.models.checkpoints.file_parts import FilePart, StampedFile
+from dualeval.models.checkpoints.file_parts import FilePart, Record, StampedFile
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _BYTE_ORDER = "byteorder"  # the name of a record behind the folder's
+_PICKLE = "data.pkl"  # likewise: small, and read before any tensor
 
 
 class NotInPlace(Exception):
     """A tensor's values are not plainly in the file: it is sparse or quantized, or in a foreign layout."""
 
 
-def records_of(stream: BinaryIO) -> dict[int, int]:
-    """Where the records of a zip stream begin, in bytes, and how many bytes they have.
+def records_of(stream: BinaryIO) -> dict[int, Record]:
+    """The records of a zip stream, by the byte at which they begin.
 
     Args:
         stream: can be sought.
@@ -42,15 +45,26 @@ def records_of(stream: BinaryIO) -> dict[int, int]:
                     and archive.read(entry) != sys.byteorder.encode()
                 ):
                     return {}
+                if entry.filename.rpartition("/")[2] == _PICKLE and entry.CRC:
+                    archive.read(entry)  # torch does not compare its CRC32
                 stream.seek(entry.header_offset)
                 name, extra = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
-                found[entry.header_offset + _LOCAL_HEADER.size + name + extra] = entry.file_size
+                begin = entry.header_offset + _LOCAL_HEADER.size + name + extra
+                found[begin] = Record(name=entry.filename, begin=begin, size=entry.file_size, crc=entry.CRC)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error):
         return {}
     return found
 
 
-def part_of(value: Tensor, file: StampedFile, records: Mapping[int, int], begin: int = 0) -> FilePart:
+def check_records(path: Path) -> None:
+    """Compare the records of a zip file that torch then reads by itself, without a look at their CRC32."""
+    with zipfile.ZipFile(path) as archive:
+        archive.filelist = [entry for entry in archive.filelist if entry.CRC]  # 0: written without
+        if (name := archive.testzip()) is not None:
+            raise ValueError(f"its record {name} does not fit its CRC32. Fetch or save it again.")
+
+
+def part_of(value: Tensor, file: StampedFile, records: Mapping[int, Record], begin: int = 0) -> FilePart:
     """Where the values of a tensor lie that was loaded to the device "meta".
 
     Args:
@@ -67,13 +81,15 @@ def part_of(value: Tensor, file: StampedFile, records: Mapping[int, int], begin:
     if not isinstance(offset, int) or offset not in records:
         raise NotInPlace
     first = int(value.storage_offset()) * value.dtype.itemsize
+    record = records[offset]
     part = FilePart(
         file=file,
-        offset=begin + offset + first,
+        offset=begin + record.begin + first,
         shape=tuple(value.shape),
         strides=tuple(value.stride()),
         dtype=value.dtype,
+        record=replace(record, begin=begin + record.begin),
     )
-    if first + part.nbytes > records[offset]:
+    if first + part.nbytes > record.size:
         raise NotInPlace
     return part

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map_only
 
 from dualeval.errors import UsageError
 from dualeval.models.checkpoints.admitted import admitting
-from dualeval.models.checkpoints.file_parts import StampedFile
+from dualeval.models.checkpoints.file_parts import Record, StampedFile
 from dualeval.models.checkpoints.finding import choose
 from dualeval.models.checkpoints.late import LateTensor
-from dualeval.models.checkpoints.places import NotInPlace, part_of, records_of
+from dualeval.models.checkpoints.places import NotInPlace, check_records, part_of, records_of
 from dualeval.models.checkpoints.programs import program_in
 
 _REFUSED = re.compile(r"unsupported global(?:: global)? (\S+)", re.IGNORECASE)
@@ -91,7 +91,7 @@ class TorchFile:
         with self._path.open("rb") as file:
             return file.read(len(_BEGINS_AS_ZIP)) == _BEGINS_AS_ZIP
 
-    def _places(self) -> dict[int, int]:
+    def _places(self) -> dict[int, Record]:
         with self._file.opened() as descriptor, open(descriptor, "rb", closefd=False) as opened:
             return records_of(opened)
 
@@ -104,6 +104,8 @@ class TorchFile:
 
     def _with_values(self) -> object:
         try:
+            if self._is_zip:
+                check_records(self._path)
             return self._load("cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             if self._trust:

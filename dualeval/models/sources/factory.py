@@ -78,19 +78,24 @@ class FactoryModel(ModelSource):
             return own, f"{self.name}.preprocessing"
         with torch.random.fork_rng(devices=[]):
             model = self.create(num_classes)
-        if (own := getattr(model, "preprocessing", None)) is not None:
-            return own, "model.preprocessing"
-        from dualeval.models.sources.timm_models import DATA_CONFIG, preprocessing_of
-
-        for name in ("pretrained_cfg", "default_cfg"):
-            config = getattr(model, name, None)
-            if isinstance(config, Mapping) and config.keys() >= {*DATA_CONFIG}:
-                return preprocessing_of(config, self.name), f"model.{name}"
-        return preprocessing_beside(weights.path, self.name)
+        return carried_by(model, self.name) or preprocessing_beside(weights.path, self.name)
 
     def sources(self) -> list[Any]:
         """The factory and its module."""
         return [_import_factory(self.name), sys.modules[self.name.partition(":")[0]]]
+
+
+def carried_by(model: nn.Module, shown: str) -> tuple[Any, str] | None:
+    """The preprocessing that a model has as an attribute, and which one; None where it has none."""
+    if (own := getattr(model, "preprocessing", None)) is not None:
+        return own, "model.preprocessing"
+    from dualeval.models.sources.timm_models import DATA_CONFIG, preprocessing_of
+
+    for name in ("pretrained_cfg", "default_cfg"):
+        config = getattr(model, name, None)
+        if isinstance(config, Mapping) and config.keys() >= {*DATA_CONFIG}:
+            return preprocessing_of(config, shown), f"model.{name}"
+    return None
 
 
 def refuse_file_of_code(name: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
 from dualeval.model_errors import first_line
+from dualeval.models.checkpoints.places import check_records
 from dualeval.models.checkpoints.programs import SCRIPT, program_in
 from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, refuse_arguments
 from dualeval.models.sources.processors import preprocessing_beside
@@ -72,6 +73,7 @@ class ProgramModel(ModelSource):
             with warnings.catch_warnings():
                 # Both formats are deprecated by one of torch's versions or another, and are in use.
                 warnings.simplefilter("ignore")
+                check_records(self._path)
                 if self._kind == SCRIPT:
                     load: Any = torch.jit.load
                     return _in_evaluation(load(self._path, map_location="cpu"))
