@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import groups, requirements
+from tests import forks, groups, requirements
 
 ROOT = Path(__file__).resolve().parent.parent
 # Seconds that a process or thread gets to end on its own once nothing holds it any more.
@@ -63,8 +63,19 @@ class Finished:
     stderr: str
 
 
+# Tests of how processes start, of what is loaded then, and of memory: each of their starts is a real one.
+REAL_STARTS = (
+    "cluster/",
+    "test_launchers",
+    "test_readme",
+)
+
+
 class Launch:
     """Runs commands in sessions of their own, and ends all that they started, whatever happens."""
+
+    def __init__(self) -> None:
+        self.server = forks.ForkServer()
 
     def __call__(
         self,
@@ -74,7 +85,15 @@ class Launch:
         variables: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Finished:
-        """Run a command to its end; fails the test on a time-out, and where it leaves processes behind."""
+        """Run a command to its end; fails the test on a time-out, and where it leaves processes behind.
+
+        ``python FILE.py``, ``dualeval ...`` and the same behind ``torchrun`` are forks of a server that has
+        loaded torch, but in the tests of REAL_STARTS and with variables that libraries read when they load.
+        """
+        asked = forks.ranks_of(command, variables or {})
+        current = os.environ.get("PYTEST_CURRENT_TEST", "").removeprefix("tests/")
+        if asked is not None and not current.startswith(REAL_STARTS):
+            return self._forked(*asked, variables or {}, cwd, timeout)
         with self.started(command, variables=variables, cwd=cwd) as process:
             try:
                 stdout, stderr = process.communicate(timeout=timeout)
@@ -82,6 +101,17 @@ class Launch:
                 output = f"{_text(error.stdout)}\n{_text(error.stderr)}"
                 pytest.fail(f"{' '.join(map(str, command))} did not end in {timeout} s:\n{output}")
         return Finished(returncode=process.returncode, stdout=stdout, stderr=stderr)
+
+    def _forked(
+        self, size: int, words: Sequence[str], variables: Mapping[str, str], cwd: Path | None, timeout: float
+    ) -> Finished:
+        environ, mark = _environ(variables)
+        code, stdout, stderr = forks.run(self.server, size, words, environ, cwd, timeout)
+        if code is None:
+            _end(_marked(mark))
+            pytest.fail(f"{' '.join(words)} did not end in {timeout} s:\n{stdout}\n{stderr}")
+        _check_nothing_left(mark, words)
+        return Finished(returncode=code, stdout=stdout, stderr=stderr)
 
     @contextmanager
     def started(
@@ -92,11 +122,7 @@ class Launch:
         cwd: Path | None = None,
     ) -> Iterator[subprocess.Popen[str]]:
         """Start a command and give the test its process, with pipes for standard output and error."""
-        mark = uuid.uuid4().hex
-        environ = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-        path = f"{BIN}{os.pathsep}{environ.get('PATH', os.defpath)}"
-        environ |= {"PYTHONPATH": str(ROOT), "PATH": path, LAUNCH_MARK: mark}
-        environ |= {**MPI_VARIABLES, **(variables or {})}
+        environ, mark = _environ(variables or {})
         process = subprocess.Popen(
             list(map(str, command)),
             env=environ,
@@ -116,11 +142,24 @@ class Launch:
             if process.poll() is None:
                 _end(_marked(mark))
                 pytest.fail(f"{' '.join(map(str, command))} was still running when its test was through")
-            _, left = psutil.wait_procs(_marked(mark), timeout=GRACE)
-            if left:
-                found = [" ".join(other.cmdline()) for other in left if other.is_running()]
-                _end(left)
-                pytest.fail(f"{' '.join(map(str, command))} left processes behind: {found}")
+            _check_nothing_left(mark, command)
+
+
+def _environ(variables: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """The environment of a started command, and the mark that names all processes that have it from there."""
+    mark = uuid.uuid4().hex
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+    path = f"{BIN}{os.pathsep}{environ.get('PATH', os.defpath)}"
+    environ |= {"PYTHONPATH": str(ROOT), "PATH": path, LAUNCH_MARK: mark}
+    return environ | {**MPI_VARIABLES, **variables}, mark
+
+
+def _check_nothing_left(mark: str, command: Sequence[str | Path]) -> None:
+    _, left = psutil.wait_procs(_marked(mark), timeout=GRACE)
+    if left:
+        found = [" ".join(other.cmdline()) for other in left if other.is_running()]
+        _end(left)
+        pytest.fail(f"{' '.join(map(str, command))} left processes behind: {found}")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -135,9 +174,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def launch() -> Launch:
+def launch() -> Iterator[Launch]:
     """Run commands that cannot outlive their test: ``launch([sys.executable, "worker.py"])``."""
-    return Launch()
+    launch = Launch()
+    yield launch
+    launch.server.stop()
 
 
 @pytest.fixture
@@ -183,7 +224,7 @@ def _variables() -> dict[str, str]:
 
 def _children() -> list[psutil.Process]:
     """List this process's children, but for multiprocessing's own, which last as long as their parent."""
-    helpers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+    helpers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "tests.fork_server")
     found = []
     for child in psutil.Process().children(recursive=True):
         try:
