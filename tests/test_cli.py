@@ -382,9 +382,8 @@ try:
 except UsageError as error:
     print(error, "torch" in sys.modules)
 """
-    (tmp_path / "command.py").write_text(code)
     for given in (["--weights", "none.pt", "--data", "."], ["--weights", "random:0", "--data", "nowhere"]):
-        done = launch([sys.executable, "command.py", "run", "--model", "resnet18", *given], cwd=tmp_path)
+        done = launch([sys.executable, "-c", code, "run", "--model", "resnet18", *given], cwd=tmp_path)
         assert re.search(r"does not exist\. Give .* False$", done.stdout), done.stderr
 
 

@@ -475,7 +475,7 @@ def test_a_look_that_fails_ends_no_run(
     def fails(*_: Any, **__: Any) -> Any:
         raise BlockingIOError("there is one already")
 
-    monkeypatch.setattr(looks, "_look", fails)
+    monkeypatch.setattr(looks, "differences", fails)
     result, said = evaluate(Net(), capsys)
     assert "could not be computed twice (BlockingIOError: there is one already)" in said
     assert result.deterministic is None and result.metrics == wanted.metrics

@@ -74,10 +74,18 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[[i
     whole = evaluation.context.options.optimize == COMPILE or is_compiled(evaluation.model)
     batches = [plan.batch_samples(batch) for batch, _ in first]
     own = [chunk for _, chunk in first]
+    computed: list[bool] = []
     try:
         with as_before(evaluation.model, evaluation.task) as put_back:
             tried = partial(
-                _look, evaluation, own=own, computes=computes, threads=threads, share=share, put_back=put_back
+                _look,
+                evaluation,
+                own=own,
+                computes=computes,
+                threads=threads,
+                share=share,
+                put_back=put_back,
+                computed=computed,
             )
             if whole:
                 return tried(batches)
@@ -87,9 +95,10 @@ def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[[i
                 looked = tried(batches)
                 said = f"whole batches can be computed, and {few} samples of one cannot ({with_type(error)})"
                 return replace(looked, notes=[said, *looked.notes])
-    except DualevalError:
-        raise
-    except Exception as error:  # noqa: BLE001 - of the user's code the loop raises it, too
+    except Exception as error:
+        # What cannot be computed once is the run's error; what cannot be computed twice is said.
+        if isinstance(error, DualevalError) or not computed:
+            raise
         said = (
             f"the first samples could not be computed twice ({with_type(error)}), so it is not known whether "
         )
@@ -136,6 +145,7 @@ def _look(
     threads: int,
     share: int,
     put_back: Callable[[], None],
+    computed: list[bool],
 ) -> Looked:
     task, model, step = evaluation.task, evaluation.model, evaluation.context.control.progress.step
     trusted = task.thread_safe is True
@@ -158,6 +168,7 @@ def _look(
             return postprocessed(task, evaluation.dataset, columns, pieces[number])
 
         found = [alone(0, read[0])]
+        computed.append(True)
         before = Kept(roots)
         start = perf_counter()
         # The second: the first may compile, or build tables, which the loop would do as well.
