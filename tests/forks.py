@@ -96,7 +96,7 @@ def _line(connection: socket.socket) -> str:
     return found.decode()
 
 
-def ranks_of(command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, list[str]] | None:
+def ranks_of(command: Sequence[str | Path], variables: Mapping[str, str]) -> tuple[int, list[str]] | None:
     """How many ranks a command starts, and what follows ``python``; None where it is to start as it is."""
     if any(_READ_EARLY.match(name) for name in variables if name != "OMP_NUM_THREADS"):
         return None
@@ -131,7 +131,7 @@ def run(
         store, ranks = None, []
         environs = [dict(variables)]
         if size:
-            from torch.distributed import TCPStore
+            from torch.distributed.distributed_c10d import TCPStore
 
             store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             environs = [{**variables, **_of_torchrun(rank, size, store.port)} for rank in range(size)]
