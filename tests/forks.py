@@ -131,7 +131,7 @@ def run(
         store, ranks = None, []
         environs = [dict(variables)]
         if size:
-            from torch.distributed.distributed_c10d import TCPStore
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
             store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             environs = [{**variables, **_of_torchrun(rank, size, store.port)} for rank in range(size)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import dualeval
 from dualeval.devices import connect
