@@ -373,7 +373,7 @@ def test_cifar_is_read_from_disk(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, classes: int
 ) -> None:
     sets = importlib.import_module("image_sets")
-    kind = getattr(sets.torchvision().datasets, name)
+    kind = getattr(sets.torchvision.datasets, name)
     folder = tmp_path / kind.base_folder
     folder.mkdir()
     draw = np.random.default_rng(0)
