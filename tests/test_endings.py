@@ -17,6 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.conftest import ROOT, Launch
+from tests.faults import is_alive
 from tests.faulty_models import FAULT, FLUSH_S
 
 ASSETS = ROOT / "dualeval" / "assets"
@@ -138,6 +139,45 @@ def test_a_signal_in_the_middle_of_a_long_forward(launch: Launch, tmp_path: Path
     assert code == 75, said
     assert read(out / "status.json")["state"] == "stopped"
     assert goes_on(launch, out, wanted)["chunks"]["resumed"] > 0
+
+
+@contextmanager
+def writing(
+    launch: Launch, out: Path, *options: str
+) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A run of two ranks, and these, as rank 0 writes the result: for some hundredths of a second."""
+    words = ["env", "--default-signal", *RUN, "--nproc", "2", *JOB, *options, "--out", out]
+    with launch.started(words) as process:
+        await_that(lambda: (out / "status.json").exists() and len(ranks_of(process)) == 2, process)
+        ranks = ranks_of(process)
+        deadline = monotonic() + DEADLINE_S
+        while not list(out.glob("predictions*")):
+            assert process.poll() is None and monotonic() < deadline
+            sleep(0.0005)
+        yield process, ranks
+
+
+def test_a_signal_while_the_result_is_written_comes_too_late(launch: Launch, tmp_path: Path) -> None:
+    """Rank 1, which waits for rank 0, left by itself; and rank 0 broke as it waited for that one."""
+    with writing(launch, tmp_path / "out") as (process, ranks):
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        code, said = end(process)
+    assert code == 0, said
+    assert "error" not in said and "stopped" not in said
+    assert read(tmp_path / "out/status.json")["state"] == "done"
+
+
+def test_a_finished_run_that_loses_a_rank_is_finished(launch: Launch, tmp_path: Path) -> None:
+    """Rank 1 does not answer any more as rank 0 writes the result, and finds rank 0 gone when it wakes."""
+    with writing(launch, tmp_path / "out", "--heartbeat-timeout", "5") as (process, ranks):
+        ranks[1].suspend()
+        await_that(lambda: not is_alive(ranks[0]), process)
+        ranks[1].resume()
+        code, said = end(process)
+    assert code == 0, said
+    assert "note: the result is complete" in said and "error" not in said
+    assert read(tmp_path / "out/status.json")["state"] == "done"
 
 
 def test_a_stop_is_written_down_before_all_have_saved(launch: Launch, tmp_path: Path, wanted: str) -> None:

@@ -89,6 +89,8 @@ class Conclusion:
             self._control.stop(text_of(error))
             code = self._conclude_stop()
         failure = self._control.failure
+        if isinstance(error, PeerError) and self._is_late(error):
+            code, failure = EXIT_DONE, None
         if code is None or (failure is not None and failure.where is not None):
             code = self._conclude_failure(error if failure is None or not stops else failure)
         self.watch.main_concludes(code)
@@ -145,7 +147,9 @@ class Conclusion:
         code = self._conclude_stop() if control.failure is None else None
         failure = control.failure
         # A failure that a rank has told of is why a launcher ends the others by a signal.
-        if failure is not None and (code is None or failure.where is not None):
+        if failure is not None and self._is_late(failure):
+            code = EXIT_DONE
+        elif failure is not None and (code is None or failure.where is not None):
             self._save(failure)
             if self._is_to_say(failure):
                 say(spoken(failure, control.name.rank))
@@ -159,6 +163,16 @@ class Conclusion:
         self._code = code
         self._release(code)
         return code
+
+    def _is_late(self, failure: PeerError) -> bool:
+        """Whether a rank was lost, by no error of its own, after the result was written; says so."""
+        folder = self.watch.folder
+        if failure.where is not None or folder is None or not folder.shared or self.watch.more_follows:
+            return False
+        if not folder.is_written:
+            return False
+        self._say(f"dualeval: note: the result is complete: {folder.path}; but {text_of(failure)}")
+        return True
 
     def _is_to_say(self, failure: PeerError) -> bool:
         """Whether the watch's thread says why all end: of wrong usage one rank does."""

@@ -473,8 +473,9 @@ class Execution:
             replay=self._proof,
             setup_s=self._setup_s,
         )
-        # No rank is through before the result is on the disk: a stop until then is all ranks' or none's.
-        self._control.meet()
+        # No rank is through before the result is on the disk: a stop until then is all ranks' or none's. One
+        # while rank 0 writes ends the others only where rank 0 takes longer than the watch's grace.
+        self._control.meet(stoppable=False)
         self._close(done=True)
         return result
 

@@ -641,10 +641,19 @@ class Session:
         if self._control is not None and not failed:
             self._control.progress.step("end")
             failure = self._leave(self._control)
-            failed = failure is not None
-        if self._backend is not None:
-            self._backend.close(failed=failed)
+        try:
+            if self._backend is not None:
+                self._backend.close(failed=failed or failure is not None)
+        except BackendError as error:
+            failure = error
         if self._conclusion is not None:
+            if failure is not None and self._conclusion.watch.is_done:
+                # All ranks have met since: none of them has more to do.
+                say(
+                    f"dualeval: note: the result is complete, but not all ranks left with rank "
+                    f"{self.world.rank}: one was killed, suspended or cut off"
+                )
+                failure = None
             self._conclusion.watch.stop()
         if self._signals is not None:
             self._signals.close()

@@ -69,6 +69,7 @@ class Watch:
         more_follows: whether a signal that comes when a result is written is not too late, as more is to be
             done.
         since: ``monotonic()`` when it was heard that the run is to end; None before.
+        is_done: whether the last run has come to its end on all ranks: a signal comes too late.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Watch:
         self.folder: RunFolder | None = None
         self.since: float | None = None
         self.more_follows = False
+        self.is_done = False
         self._control = control
         self._conclude = conclude
         self._ends_process = ends_process
@@ -97,7 +99,6 @@ class Watch:
         self._was_interrupted = False
         self._main_concludes = threading.Event()
         self._code: int | None = None
-        self._is_done = False
         self._is_over = threading.Event()
         self._finding = Finding("going")
         self._has_named = False
@@ -113,7 +114,7 @@ class Watch:
 
     def begin(self) -> None:
         """Say that an evaluation begins."""
-        self._is_done = self._is_idle = False
+        self.is_done = self._is_idle = False
         if self._guardian is not None:
             self._guardian.set_idle(idle=False)
         with self._interrupting:
@@ -157,7 +158,7 @@ class Watch:
         Args:
             done: whether the run has come to its end, so that a signal comes too late.
         """
-        self._is_done = done and not self.more_follows
+        self.is_done = done and not self.more_follows
         self.recorder = self.folder = None
         if self._guardian is not None:
             self._guardian.forget()
@@ -180,7 +181,7 @@ class Watch:
 
         It may take its time, also in C code that keeps Python's lock.
         """
-        self._is_done = False
+        self.is_done = False
         self._is_idle = True
         if self._guardian is not None:
             self._guardian.set_idle(idle=True)
@@ -252,7 +253,7 @@ class Watch:
     def _heard(self) -> bool:
         return (
             self._control.failure is not None
-            or (self._control.stopping is not None and not self._is_done)
+            or (self._control.stopping is not None and not self.is_done)
             or self._main_concludes.is_set()
         )
 
@@ -335,7 +336,7 @@ class Watch:
                 return
             assert self._code is not None
             end_process(self._code)
-        if self._is_done:
+        if self.is_done:
             # The signal came when the result was written; the main thread is on its way out.
             if self._control.name.rank == 0:
                 self._control.report_end(EXIT_DONE)

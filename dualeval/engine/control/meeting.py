@@ -214,7 +214,8 @@ class Meetings:
             if self._name.rank == 0:
                 # Not before the others have seen it: torch prints pages of frames where the store has gone.
                 return self._await("all-gone", limit_s) is not None
-            while together and not all_left and verdict is None:
+            # After a stop as well: where all are through, it came too late.
+            while together and not all_left and (verdict is None or verdict.kind == "stop"):
                 all_left = self._await("all-left", _LOOK_FOR_VERDICT_S) is not None
                 verdict = Verdict.read(self.store.get(self.key(VERDICT)))
             if self.store.add(self.key("gone"), 1) == self._size - 1:

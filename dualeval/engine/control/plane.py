@@ -142,22 +142,24 @@ class ControlPlane:
 
     # -- meeting and sharing out, on the main thread -----------------------------------------------
 
-    def meet(self, limit_s: float = float("inf")) -> None:
+    def meet(self, limit_s: float = float("inf"), *, stoppable: bool = True) -> None:
         """Wait, asleep, until every rank has come here.
 
         Args:
             limit_s: how long to wait for the last one.
+            stoppable: raise ``Stopped``. Without it a stop is the watch's, where the last rank is late.
 
         Raises:
             PeerError: another rank has failed instead of coming, the ranks have not come in time, or rank 0
                 can no longer be reached.
             Stopped: a signal has asked the run to end.
         """
+        check = self.check if stoppable else self.raise_if_peer_failed
         if self._meetings is None:
-            self.check()
+            check()
             return
         with self.progress.inside("meet"):
-            if not self._meetings.meet(self.check, limit_s):
+            if not self._meetings.meet(check, limit_s):
                 with rank_0_reachable(self.rank_0):
                     held = Verdict.read(self._meetings.store.get(self._meetings.key(VERDICT)))
                 assert held is not None, "who ends a meeting has given the verdict before"

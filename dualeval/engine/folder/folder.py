@@ -228,6 +228,12 @@ class RunFolder:
         status = read_status(self.path)
         return status is not None and status.state == "done"
 
+    @property
+    def is_written(self) -> bool:
+        """Whether this run, and no earlier one, has written its result here."""
+        status = read_status(self.path)
+        return status is not None and (status.state, status.run) == ("done", self.token)
+
     def _is_own(self) -> bool:
         """Whether the folder is this run's: it was not emptied, and is no other one under its name."""
         if self._fingerprint is None:
