@@ -86,6 +86,10 @@ class TorchBackend(Backend):
             if with_nccl and network is not None:
                 # For as long as the group is there: NCCL reads it when it is set up.
                 self._settings.enter_context(variables_set(nccl_variables(network)))
+            # Imported later, it keeps the group for the default of an argument, and a group that is never
+            # destroyed now and then aborts the interpreter at exit (SIGABRT).
+            import torch.distributed.nn  # noqa: F401
+
             with (
                 variables_set({"GLOO_SOCKET_IFNAME": network} if network else {}),
                 joining(self.world, store, "torch.distributed's group (gloo)"),
@@ -201,8 +205,7 @@ class TorchBackend(Backend):
         return parts
 
     def _close(self, failed: bool) -> None:
-        # A gloo rank that leaves while another is still in its last collective breaks it, and a group that is
-        # never destroyed now and then aborts the interpreter at exit (SIGABRT).
+        # A gloo rank that leaves while another is still in its last collective breaks it.
         with self._settings:
             try:
                 if not failed:

@@ -11,6 +11,7 @@ The server has one thread, so that a child may have its own.
 from __future__ import annotations
 
 import builtins
+import faulthandler
 import json
 import os
 import runpy
@@ -111,6 +112,7 @@ def run(asked: dict[str, Any], path: list[str]) -> None:
     import numpy as np
     import torch
 
+    faulthandler.enable()  # where a thread of C++ ends the process, its log names all threads
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["variables"])

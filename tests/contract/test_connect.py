@@ -146,11 +146,27 @@ with connect("torch", detect(os.environ)) as backend:
 
 def test_nccl_is_made_with_the_first_tensor_on_a_gpu(launch: Launch) -> None:
     """Played: a run that has GPUs sends none by itself, and had NCCL's part of a group all the same."""
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    variables |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    finished = launch([sys.executable, "-c", NCCL], variables=variables)
+    finished = launch([sys.executable, "-c", NCCL], variables=of_one_rank())
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines() == ["cpu:gloo [] cuda:0", "['nccl']"]
+
+
+def test_a_closed_group_has_no_threads_left(launch: Launch) -> None:
+    """One that a library has kept meanwhile: with its threads, the interpreter's end may be an abort."""
+    code = (
+        "import os; from pathlib import Path; from dualeval.backends import connect; "
+        "from dualeval.launch import detect\n"
+        "with connect('torch', detect(os.environ)): import torch.distributed.nn\n"
+        "print([path.read_text() for path in Path('/proc/self/task').glob('*/comm')])"
+    )
+    finished = launch([sys.executable, "-c", code], variables=of_one_rank())
+    assert finished.returncode == 0, finished.stderr
+    assert "gloo" not in finished.stdout
+
+
+def of_one_rank() -> dict[str, str]:
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return variables | {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def test_a_group_of_another_world(launch: Launch) -> None:
