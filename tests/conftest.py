@@ -120,8 +120,12 @@ class Launch:
         *,
         variables: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        grace: float = GRACE,
     ) -> Iterator[subprocess.Popen[str]]:
-        """Start a command and give the test its process, with pipes for standard output and error."""
+        """Start a command and give the test its process, with pipes for standard output and error.
+
+        What it has started itself may end ``grace`` seconds later.
+        """
         environ, mark = _environ(variables or {})
         process = subprocess.Popen(
             list(map(str, command)),
@@ -142,7 +146,7 @@ class Launch:
             if process.poll() is None:
                 _end(_marked(mark))
                 pytest.fail(f"{' '.join(map(str, command))} was still running when its test was through")
-            _check_nothing_left(mark, command)
+            _check_nothing_left(mark, command, grace)
 
 
 def _environ(variables: Mapping[str, str]) -> tuple[dict[str, str], str]:
@@ -154,8 +158,8 @@ def _environ(variables: Mapping[str, str]) -> tuple[dict[str, str], str]:
     return environ | {**MPI_VARIABLES, **variables}, mark
 
 
-def _check_nothing_left(mark: str, command: Sequence[str | Path]) -> None:
-    _, left = psutil.wait_procs(_marked(mark), timeout=GRACE)
+def _check_nothing_left(mark: str, command: Sequence[str | Path], grace: float = GRACE) -> None:
+    _, left = psutil.wait_procs(_marked(mark), timeout=grace)
     if left:
         found = [" ".join(other.cmdline()) for other in left if other.is_running()]
         _end(left)

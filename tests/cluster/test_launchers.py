@@ -17,13 +17,15 @@ from _pytest.mark.structures import ParameterSet
 
 from tests import test_digests
 from tests.cluster.hosts import Cluster
-from tests.conftest import ROOT, Launch
+from tests.conftest import GRACE, ROOT, Launch
 from tests.test_digests import EMBEDDED, SINGLE, Evaluate, Evaluation, Way, check, write_table
 
 pytestmark = pytest.mark.needs("cluster")
 
 # The longest of them takes a tenth of that on two cores.
 PATIENCE = 120.0
+# Slurm (proctrack/linuxproc) may miss the sleep that a script starts as its job is queued again.
+_SCRIPT_SLEEPS_S = 60.0
 # A PATH on which no environment is active.
 INACTIVE = os.pathsep.join(
     folder for folder in os.environ["PATH"].split(os.pathsep) if not Path(folder, "dualeval").exists()
@@ -271,7 +273,9 @@ class Batch:
         environ = {**self.cluster.variables, "PYTHONPATH": "", **(variables or {})}
         command = self.cluster.on("h0", shlex.split(typed))
         # The job has the mark of its launch.
-        with self.launch.started(command, variables=environ, cwd=self.folder) as process:
+        with self.launch.started(
+            command, variables=environ, cwd=self.folder, grace=_SCRIPT_SLEEPS_S + GRACE
+        ) as process:
             said, errors = process.communicate(timeout=PATIENCE)
             assert (process.returncode, errors) == (0, ""), said + errors
             number = int(said.replace("Submitted batch job", "job").split()[1])
