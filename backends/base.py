@@ -343,14 +343,6 @@ class Backend(JsonExchange):
         The header (content bytes, rows, hash of the kind; int64) tells every rank the longest length, and
         whether all ranks send the same kind of thing. Where they do not, each tells the others what it has,
         and all raise the same error; without the header they would wait for ever or take one for the other.
-
-        Args:
-            payload: uint8 of shape (bytes,), on its ``carrier``.
-            kind: what the content is; must be the same on every rank.
-            refusal: why this rank has nothing to send.
-
-        Returns:
-            the content and the rows of each rank, in rank order; None on the other ranks than ``dst``.
         """
         own = f"{call}{'' if dst is None else f' to rank {dst}'} of {refusal or kind}"
         signature = _hash(own) if refusal is None else _REFUSED
@@ -428,32 +420,15 @@ class Backend(JsonExchange):
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: Op) -> None:
-        """Reduce in place.
-
-        Args:
-            tensor: int32, int64, float32 or float64, of one dimension, contiguous, not empty, on the host or
-                on a device of a type in ``_sends_from``.
-        """
+        """Reduce in place."""
 
     @abstractmethod
     def _broadcast(self, payload: Tensor, src: int) -> None:
-        """Overwrite ``payload`` by that of ``src``.
-
-        Args:
-            payload: uint8 of shape (bytes,), contiguous, not empty, of the same size on every rank, on a
-                device as in ``_all_reduce``.
-        """
+        """Overwrite ``payload`` by that of ``src``."""
 
     @abstractmethod
     def _gather(self, payload: Tensor, dst: int | None) -> list[Tensor] | None:
-        """Gather ``payload`` (as in ``_broadcast``) to ``dst``, or to all ranks where that is None.
-
-        Args:
-            payload: may be the caller's own memory; it is not to be changed.
-
-        Returns:
-            one new tensor of the payload's shape a rank, in rank order; None where this rank is not meant.
-        """
+        """Gather ``payload`` (as in ``_broadcast``) to ``dst``, or to all ranks where that is None."""
 
     def _gather_headers(self, header: Tensor) -> list[Tensor]:
         """Gather a few bytes to all ranks, before each ``_gather`` of what they announce."""

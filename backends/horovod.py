@@ -69,11 +69,6 @@ class HorovodBackend(Backend):
 
     Horovod has names for collectives, and one name for all of a kind is right here: each one is over on this
     rank before the next begins, and a name that is known already is agreed on faster.
-
-    Raises:
-        LaunchError: Horovod is missing, cannot be loaded, lacks what the launcher needs, or finds other ranks
-            than the launcher started.
-        BackendError: the group could not be joined.
     """
 
     name = "horovod"
@@ -210,11 +205,7 @@ class HorovodBackend(Backend):
 
 
 def runs_over_mpi() -> bool:
-    """Whether Horovod is installed, and built with MPI.
-
-    Raises:
-        LaunchError: it is installed, but cannot be loaded.
-    """
+    """Whether Horovod is installed, and built with MPI."""
     if importlib.util.find_spec("horovod") is None:
         return False
     return bool(_load().mpi_built())
@@ -234,14 +225,7 @@ def describe() -> str:
 
 @contextmanager
 def serve_rendezvous(size: int) -> Iterator[Callable[[int], Mapping[str, str]]]:
-    """Serve the place where ranks on this machine find each other over gloo, as horovodrun does.
-
-    Args:
-        size: number of ranks.
-
-    Yields:
-        a function from a rank to the variables that horovodrun would set for it.
-    """
+    """Serve the place where ranks on this machine find each other over gloo, as horovodrun does."""
 
     def variables_of(rank: int) -> Mapping[str, str]:
         world = World(
@@ -276,13 +260,7 @@ def _rendezvous(address: str) -> Iterator[int]:
 
 
 def gloo_variables(world: World, address: str, port: int, interface: str | None) -> dict[str, str]:
-    """Find the variables that horovodrun would set for a rank.
-
-    Args:
-        world: the rank's place, with ``node_rank`` and ``node_sizes``.
-        address: where the rendezvous is served, as the rank reaches it; likewise ``port``.
-        interface: the network interface over which the nodes reach each other; None leaves it to Horovod.
-    """
+    """Find the variables that horovodrun would set for a rank."""
     assert world.node_sizes is not None
     # Horovod's "cross" ranks are those with one local rank, one on each node that has so many.
     cross = [size > world.local_rank for size in world.node_sizes]
@@ -345,9 +323,6 @@ def _meets_over_mpi(hvd: Any, world: World) -> bool:
     """Whether the ranks of this launcher find each other over MPI, else over gloo.
 
     In a step of Slurm's both may go; HOROVOD_CONTROLLER then says otherwise than MPI.
-
-    Raises:
-        LaunchError: Horovod lacks the library that it takes.
     """
     if LAUNCHERS[world.launcher].starts_mpi:
         if not hvd.mpi_built():

@@ -28,9 +28,6 @@ class MpiBackend(Backend):
     Where the caller has initialised MPI already (``from mpi4py import MPI`` does), it stays the caller's to
     finalise. Otherwise the last backend to close finalises it, and MPI cannot be started again in this
     process.
-
-    Raises:
-        LaunchError: mpi4py or the MPI library is missing, or is not that of the mpirun which started this.
     """
 
     name = "mpi"
@@ -101,18 +98,7 @@ class _Held:
 
 
 def start_mpi(world: World, advice: str = "") -> Any:
-    """Import mpi4py and initialise MPI, unless the caller or another backend has; ``stop_mpi`` undoes it.
-
-    Args:
-        world: this process's place.
-        advice: what to type where the library is another than the launcher's; empty for mpi4py's own way.
-
-    Returns:
-        the module ``mpi4py.MPI``.
-
-    Raises:
-        LaunchError: as ``MpiBackend``.
-    """
+    """Import mpi4py and initialise MPI, unless the caller or another backend has; ``stop_mpi`` undoes it."""
     mpi = _load()
     if mpi.Is_finalized():
         raise LaunchError(

@@ -27,13 +27,7 @@ _ELSEWHERE = "dualeval/elsewhere"
 
 @contextmanager
 def joining(world: World, store: Store, what: str) -> Iterator[None]:
-    """Say what is waited for while a library joins all ranks; rank 0 names those that are missing.
-
-    Args:
-        world: this process's place.
-        store: of ``Meeting.open``.
-        what: what they join, as "torch.distributed's group (gloo)".
-    """
+    """Say what is waited for while a library joins all ranks; rank 0 names those that are missing."""
     here = [arrival(rank) for rank in range(world.size)]
     missing = names_of_absent(store, lambda: here) if world.is_main else None
 
@@ -52,15 +46,7 @@ def own_place(world: World) -> tuple[str, int]:
 
 
 def placed_on_hosts(world: World, store: Store) -> World:
-    """Find which ranks share a host, where the launcher does not tell. A collective there.
-
-    Args:
-        world: this process's place.
-        store: one that all ranks share.
-
-    Returns:
-        the world with this rank's place on its node.
-    """
+    """Find which ranks share a host, where the launcher does not tell. A collective there."""
     if world.placed:
         return world
     store.set(f"dualeval/host/{world.rank}", json.dumps(own_place(world)))
@@ -76,15 +62,6 @@ def interface_between_nodes(world: World, store: Store, port: int | None) -> str
     """Find the network interface over which this node and the others reach each other. A collective.
 
     gloo would take the one that has the address of the host's own name, and many hosts map that to 127.0.1.1.
-
-    Args:
-        world: this process's place.
-        store: one that all ranks share.
-        port: on rank 0, where that store is served on all of its interfaces; None elsewhere.
-
-    Returns:
-        its name; the loopback interface where what the launcher calls nodes is one host; None where none was
-        found.
     """
     if world.is_main:
         offer = {"host": host_identity(), "addresses": offered_addresses(one_node=False), "port": port}
@@ -109,10 +86,6 @@ def interface_beside(world: World, store: Store) -> Iterator[str | None]:
     """Find that interface where a library of the script's own has joined the ranks. A collective.
 
     Until the block is left, rank 0 can be reached where the others look for it.
-
-    Args:
-        world: this process's place.
-        store: one that all ranks share, for this search alone.
     """
     store.set(arrival(world.rank), "")
     server = serve_store(world)[0] if world.is_main else None
@@ -124,9 +97,6 @@ def nccl_variables(interface: str | None) -> dict[str, str]:
 
     NCCL reads it when it first needs it, which is long after its library has joined the ranks: it has to stay
     set for as long as the backend lives.
-
-    Args:
-        interface: from ``interface_between_nodes``; None leaves it to NCCL.
     """
     # "=" is NCCL's word for this very name; without it every interface that begins so would do.
     return {"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}

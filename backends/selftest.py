@@ -21,10 +21,6 @@ def check_operations(backend: Backend) -> dict[str, str | None]:
     """Run every operation once on values whose outcome is known. A collective.
 
     Those on tensors run on host tensors, and on tensors of the backend's device where that is another.
-
-    Returns:
-        by operation, with " on cuda" or the like behind it for a device's tensors, what came out wrong on
-        this rank; None where it was right.
     """
     found: dict[str, str | None] = {}
     for device in _devices(backend):
@@ -34,13 +30,7 @@ def check_operations(backend: Backend) -> dict[str, str | None]:
 
 
 def measure_all_reduce(backend: Backend) -> dict[str, dict[str, float]]:
-    """Time all_reduce of host tensors, and of the backend's device's where that is another. A collective.
-
-    Returns:
-        by the type of the device: ``latency_us``, microseconds for 8 bytes, the median of 50; and
-        ``bandwidth_gb_s``, 64 MiB over the time that they took, in 1e9 bytes a second, the best of 3. Of the
-        slowest rank.
-    """
+    """Time all_reduce of host tensors, and of the backend's device's where that is another. A collective."""
     return {device.type: _measure_on(backend, device) for device in _devices(backend)}
 
 

@@ -51,11 +51,6 @@ class TorchBackend(Backend):
 
     Where the caller has already initialised torch.distributed, host tensors travel over a gloo group of the
     backend's own on the same ranks, and devices' tensors over the caller's, which stays the caller's to end.
-
-    Raises:
-        LaunchError: the caller's group has another rank or size than ``world``, or there is neither an
-            address to meet at nor an MPI to learn one.
-        BackendError: the group could not be joined.
     """
 
     name = "torch"
@@ -148,11 +143,7 @@ class TorchBackend(Backend):
                 dist.destroy_process_group(group)
 
     def _group_of_device(self) -> Any:
-        """The group between the memories where the models are; None where there is none yet.
-
-        Raises:
-            UsageError: there can be none.
-        """
+        """The group between the memories where the models are; None where there is none yet."""
         kind = self.device.type
         if kind == "cpu":
             return dist.group.WORLD if self._host_group is None else self._host_group
@@ -221,11 +212,7 @@ class TorchBackend(Backend):
 
 
 def devices_of(config: str) -> frozenset[str]:
-    """The types of devices from whose memory a process group sends.
-
-    Args:
-        config: what torch says of the group, such as "cpu:gloo,cuda:nccl".
-    """
+    """The types of devices from whose memory a process group sends."""
     pairs = (entry.split(":") for entry in config.split(","))
     return frozenset(
         device for device, library in pairs if library not in _HOST_LIBRARIES and device != "cpu"

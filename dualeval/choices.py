@@ -31,48 +31,20 @@ LARGEST_COUNT = 2**63 - 1  # of an int64, as tensors and files have it
 
 
 def check_choice(option: str, value: object, known: Sequence[object]) -> None:
-    """Check that an option has one of its values.
-
-    Args:
-        option: as the caller has typed it, such as "--schedule" or "schedule".
-        value: what was given.
-        known: its values.
-
-    Raises:
-        UsageError: it has another one; offers the nearest.
-    """
+    """Check that an option has one of its values."""
     if value not in known:
         hint = did_you_mean(value, known, cutoff=0.4)
         raise UsageError(f"{option} {value!r}: expected one of {', '.join(map(str, known))}.{hint}")
 
 
 def check_kind(option: str, value: object, fits: bool, expected: str) -> None:
-    """Check that an option is of its kind.
-
-    Args:
-        option: as the caller has typed it.
-        value: what was given.
-        fits: whether it is of that kind.
-        expected: what it may be.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Check that an option is of its kind."""
     if not fits:
         raise UsageError(f"{option} {reprlib.repr(value)}: expected {expected}")
 
 
 def check_count(option: str, value: object, least: int) -> None:
-    """Check that an option is a whole number that is large enough; None passes.
-
-    Args:
-        option: as the caller has typed it.
-        value: what was given.
-        least: the smallest number that it may be.
-
-    Raises:
-        UsageError: it is no such number.
-    """
+    """Check that an option is a whole number that is large enough; None passes."""
     if value is None:
         return
     # A bool is an int for Python.
@@ -85,15 +57,7 @@ def check_count(option: str, value: object, least: int) -> None:
 
 
 def check_part(*, limit: int | None, sample: int | None, seed: int | None, dashes: bool = False) -> None:
-    """Check the options that say which part of a data set is evaluated.
-
-    Args:
-        limit: as in ``RunOptions``, and ``sample`` and ``seed``.
-        dashes: whether the user has typed them as flags.
-
-    Raises:
-        UsageError: one has a value that it cannot have, or they do not go together.
-    """
+    """Check the options that say which part of a data set is evaluated."""
     sign = "--" if dashes else ""
     check_count(f"{sign}limit", limit, 1)
     check_count(f"{sign}sample", sample, 1)
@@ -110,17 +74,7 @@ def check_part(*, limit: int | None, sample: int | None, seed: int | None, dashe
 def check_preparation(
     *, precision: str, keep_batchnorm_fp32: bool, optimize: str | None, dashes: bool = False
 ) -> None:
-    """Check the options that say how the model is prepared.
-
-    Args:
-        precision: as in ``RunOptions``, and the others.
-        keep_batchnorm_fp32: whether batch norms stay in float32.
-        optimize: what is done to the model.
-        dashes: whether the user has typed them as flags.
-
-    Raises:
-        UsageError: they do not go together.
-    """
+    """Check the options that say how the model is prepared."""
     if not keep_batchnorm_fp32:
         return
     sign, flag = ("--", "--keep-batchnorm-fp32") if dashes else ("", "keep_batchnorm_fp32")
@@ -144,18 +98,7 @@ def check_sharding(
     schedule: str | None = None,
     dashes: bool = False,
 ) -> None:
-    """Check the options that say how the model is divided over the ranks.
-
-    Args:
-        shard: as in ``RunOptions``, and the others.
-        offload: whether a rank's part stays in host memory.
-        optimize: what is done to the model.
-        schedule: how chunks go to ranks; None where that is not known yet.
-        dashes: whether the user has typed them as flags.
-
-    Raises:
-        UsageError: they do not go together.
-    """
+    """Check the options that say how the model is divided over the ranks."""
     sign = "--" if dashes else ""
     if shard is None:
         if offload:
@@ -178,11 +121,7 @@ def check_sharding(
 
 
 def check_mean(option: str, values: object) -> None:
-    """Check the mean of pixels, a number a channel; None passes.
-
-    Raises:
-        UsageError: these are no such numbers.
-    """
+    """Check the mean of pixels, a number a channel; None passes."""
     if values is not None and not _numbers(values, lambda value: 0 <= value <= 1):
         raise UsageError(
             f"{option} {_joined(values)}: expected numbers from 0 to 1, one a channel: the mean of pixels "
@@ -191,11 +130,7 @@ def check_mean(option: str, values: object) -> None:
 
 
 def check_std(option: str, values: object) -> None:
-    """Check the standard deviation of pixels, a number a channel; None passes.
-
-    Raises:
-        UsageError: these are no such numbers.
-    """
+    """Check the standard deviation of pixels, a number a channel; None passes."""
     if values is not None and not _numbers(values, lambda value: 0 < value < math.inf):
         raise UsageError(
             f"{option} {_joined(values)}: expected numbers above 0, one a channel: the standard deviation of "

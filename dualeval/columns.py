@@ -143,18 +143,14 @@ class Text(Ragged):
 
 
 class RaggedRows(Sequence[Any]):
-    """The rows of a ragged column in numpy: a read-only sequence of the samples' arrays.
-
-    Attributes:
-        values: those of all samples, one sample's behind the other's, shape (total,) or (total, k).
-        offsets: where each sample's values begin, and where the last one's end, int64 of shape
-            (samples + 1,).
-    """
+    """The rows of a ragged column in numpy: a read-only sequence of the samples' arrays."""
 
     form: ClassVar[str] = "ragged"
 
     def __init__(self, values: npt.NDArray[Any], offsets: npt.NDArray[np.int64]) -> None:
+        # Those of all samples, one sample's behind the other's, shape (total,) or (total, k).
         self.values = values
+        # Where each sample's values begin, and where the last one's end, int64 of shape (samples + 1,).
         self.offsets = offsets
 
     @property
@@ -239,12 +235,7 @@ def parts_of(column: Any) -> list[Any]:
 
 
 def of_parts(kind: type[Any], parts: Sequence[Any]) -> Any:
-    """A column of such parts.
-
-    Args:
-        kind: the column's type.
-        parts: as ``parts_of`` gives them.
-    """
+    """A column of such parts."""
     if not issubclass(kind, Ragged):
         [part] = parts
         return part
@@ -337,9 +328,6 @@ def as_columns(made: Any) -> Any:
     """What a task made of a batch, with lists of tensors as ``Ragged`` and lists of strings as ``Text``.
 
     On the device too, without waiting for it. What is no mapping stays as it is.
-
-    Raises:
-        UsageError: a column is a list of something else, or of tensors that do not go together; names it.
     """
     if not isinstance(made, Mapping):
         return made
@@ -350,11 +338,7 @@ def as_columns(made: Any) -> Any:
 
 
 def as_column(name: str, entries: Sequence[Any]) -> Column:
-    """A list with an entry a sample as a column: of tensors a ``Ragged``, of strings a ``Text``.
-
-    Raises:
-        UsageError: it is a list of something else, or of tensors that do not go together.
-    """
+    """A list with an entry a sample as a column: of tensors a ``Ragged``, of strings a ``Text``."""
     if entries and all(isinstance(entry, str) for entry in entries):
         try:
             return Text(entries)
@@ -381,11 +365,7 @@ def as_column(name: str, entries: Sequence[Any]) -> Column:
 
 
 def host_columns(made: Any, samples: range) -> Any:
-    """As ``as_columns``, of columns on the host, with the lengths of each ragged one checked.
-
-    Raises:
-        UsageError: besides, lengths are negative or do not fit the values; names the column.
-    """
+    """As ``as_columns``, of columns on the host, with the lengths of each ragged one checked."""
     columns = as_columns(made)
     for name, column in columns.items() if isinstance(columns, Mapping) else ():
         if isinstance(column, Ragged):

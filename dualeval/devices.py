@@ -71,17 +71,6 @@ def take_device(
 
     A collective. In a group that the caller has opened, and where the caller computes on GPUs already, its
     current GPU is taken, and stays current; but GPU 0 only where no other rank has it as well.
-
-    Args:
-        backend: of all ranks.
-        wanted: "cpu"; "cuda", one GPU for each rank among those that it sees; "cuda:N", that GPU on every
-            rank; None, the same as "cuda" where GPUs are seen and else the CPU.
-        allow_shared_gpu: where there are fewer GPUs than ranks, let these share them.
-        mix_machines: let some ranks compute on GPUs and others on CPUs.
-
-    Raises:
-        UsageError: it is none of these, or some rank has no such GPU, or two would have one; on all ranks.
-        DualevalError: some rank's GPU does not work; on all ranks.
     """
     check_name(wanted)
     # Before GPUs are looked at, which makes torch ready to use them.
@@ -112,10 +101,6 @@ def take_cores(backend: Backend, *, sets_threads: bool) -> int:
     """Divide the cores of each node among its ranks; returns this rank's number of them.
 
     A collective.
-
-    Args:
-        backend: carries what each rank may use.
-        sets_threads: have torch use as many threads, unless the user has set OMP_NUM_THREADS.
     """
     own = own_cores()
     alone = backend.world.size == 1
@@ -132,16 +117,7 @@ def take_cores(backend: Backend, *, sets_threads: bool) -> int:
 def device_here(
     wanted: str | None, ranks: int, world: World, *, allow_shared_gpu: bool = False
 ) -> torch.device:
-    """Choose as ``take_device`` would for the last of some ranks on this node, before any is started.
-
-    Args:
-        wanted: as for ``take_device``, and ``allow_shared_gpu``.
-        ranks: how many there will be.
-        world: this process's place.
-
-    Raises:
-        UsageError: as ``take_device``.
-    """
+    """Choose as ``take_device`` would for the last of some ranks on this node, before any is started."""
     check_name(wanted)
     seen = _look_if_wanted(world, wanted)
     everyone = [replace(seen, rank=rank) for rank in range(ranks)]

@@ -29,30 +29,20 @@ _ALL_UPDATE = "Every rank has to call update, with its own result: not rank 0 al
 
 @dataclass(frozen=True, kw_only=True)
 class _Progress:
-    """What the updates so far have come to.
-
-    Attributes:
-        updates: their number.
-        waited: how many there were since the last one that was better by more than ``min_delta``.
-        reference: the value of that one.
-        best_value: the best value, by however little.
-        best_epoch: the number of its update, from 0.
-    """
+    """What the updates so far have come to."""
 
     updates: int = 0
+    # How many there were since the last one that was better by more than `min_delta`.
     waited: int = 0
+    # The value of that one.
     reference: float | None = None
+    # The best value, by however little.
     best_value: float | None = None
+    # The number of its update, from 0.
     best_epoch: int | None = None
 
     def after(self, value: float | None, sign: int, min_delta: float) -> _Progress:
-        """What another update makes of it.
-
-        Args:
-            value: the metric; None where it is not finite, which is never better.
-            sign: 1 where higher is better, -1 where lower is.
-            min_delta: a value that is better by no more than this does not end the wait.
-        """
+        """What another update makes of it."""
         better = value is not None and (self.best_value is None or sign * (value - self.best_value) > 0)
         enough = value is not None and (self.reference is None or sign * (value - self.reference) > min_delta)
         return _Progress(

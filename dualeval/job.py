@@ -289,9 +289,6 @@ def start_of(path: Path | None) -> dict[str, Any]:
     """``out``, ``reference``, ``nproc`` and ``logger`` of a job file, where they are in it.
 
     Paths count from its folder.
-
-    Raises:
-        UsageError: the file is missing or malformed, or a value is wrong.
     """
     content = {} if path is None else _content(path)
     found = {}
@@ -323,11 +320,7 @@ def owners_of(name: str) -> list[str]:
 
 
 def refuse_foreign(name: str, task: str) -> None:
-    """Refuse an option that belongs to another built-in task, and say to which.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Refuse an option that belongs to another built-in task, and say to which."""
     if owners := owners_of(name):
         raise UsageError(
             f"{flag_of(name)} belongs to --task {owners[0]}, and the task is {task}. Leave it out, or give "
@@ -391,11 +384,7 @@ def _has_path(value: Any) -> bool:
 
 
 def texts_of(words: tuple[str, ...]) -> dict[str, str]:
-    """The ``name=text`` of several -T, by the field's name.
-
-    Raises:
-        UsageError: one has no "=", or a name comes twice.
-    """
+    """The ``name=text`` of several -T, by the field's name."""
     found: dict[str, str] = {}
     for word in words:
         key, equals, text = word.partition("=")

@@ -24,17 +24,7 @@ _STARTED = "DUALEVAL_STARTED_RANKS"
 
 
 def last_rank(nproc: int, world: World, backend: str | None) -> World:
-    """The last of the ranks that are started from here: whatever stops any of them stops this one.
-
-    Args:
-        nproc: how many are to be started.
-        world: the place of this process, which starts them.
-        backend: over which they will talk; None takes torch.
-
-    Raises:
-        LaunchError: this process is itself a rank.
-        UsageError: it is no number of processes.
-    """
+    """The last of the ranks that are started from here: whatever stops any of them stops this one."""
     if not may_start_ranks(world):
         raise LaunchError(
             f"--nproc {nproc} was given to a process that {world.launcher} had started already. "
@@ -59,20 +49,7 @@ def start_ranks(
     takes_signals: bool,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Run a command as ranks of torchrun's or horovodrun's kind; returns their exit code.
-
-    Args:
-        command: the program and its arguments.
-        last: the last of them, from ``last_rank``.
-        backend: over which they will talk; None takes the launcher's own.
-        device: the one that is wanted, as for ``devices.take_device``; likewise ``allow_shared_gpu``.
-        stop_signals: as for ``launch.local.run_local``; likewise ``takes_signals``.
-        variables: further ones for the ranks.
-
-    Raises:
-        UsageError: the last rank would find no such backend or device; or as ``run_local``.
-        DualevalError: as ``run_local``.
-    """
+    """Run a command as ranks of torchrun's or horovodrun's kind; returns their exit code."""
     # Said here once, before any rank is started.
     choose_backend(backend, last)
     device_here(device, last.size, last, allow_shared_gpu=allow_shared_gpu)
@@ -98,20 +75,6 @@ def start_this_script(
     In the ranks, and in those of any other launcher that are as many, it does nothing. So what the script
     does before this call is done once more here than in the ranks, and what comes after it in the ranks only.
     They get the script's arguments, the interpreter's options and the environment.
-
-    Args:
-        nproc: number of ranks on this machine.
-        backend: over which the ranks will talk; None takes torch.
-        device: the one that is wanted, as for ``devices.take_device``; likewise ``allow_shared_gpu``.
-        stop_signals: on which the ranks save what they have and end.
-
-    Returns:
-        the launcher whose variables say which rank this is, where a script has started it; else None.
-
-    Raises:
-        SystemExit: the ranks have ended; with their exit code.
-        UsageError: there is no script that can be run again, or as ``start_ranks``.
-        LaunchError: this process is a rank already, of another number; or its variables are gone.
     """
     launcher, group, world = os.environ.get(_STARTED), group_of_caller(), rank_of_script()
     if launcher is not None or group is not None or not may_start_ranks(world):
@@ -146,11 +109,7 @@ def start_this_script(
 
 
 def rank_of_script() -> World:
-    """Which rank this process is: of the group that its script has opened, or of what has started it.
-
-    Raises:
-        LaunchError: a launcher's variables are incomplete.
-    """
+    """Which rank this process is: of the group that its script has opened, or of what has started it."""
     # Said, not left to be found: variables of another launcher may be left over in the shell. Where its own
     # are gone, that is an error here, and no start of ranks without end.
     world = detect(os.environ, os.environ.get(_STARTED))
@@ -159,11 +118,7 @@ def rank_of_script() -> World:
 
 
 def _own_command(nproc: int) -> list[str]:
-    """The command of this process, by which its script can be run again.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The command of this process, by which its script can be run again."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     problem = None

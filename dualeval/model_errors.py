@@ -26,16 +26,7 @@ class _Call:
 
 
 def why_model_failed(error: BaseException, model: nn.Module) -> str | None:
-    """What does not fit between a model and what it was given.
-
-    Args:
-        error: raised in a forward or a loss.
-        model: whose forward it was.
-
-    Returns:
-        What was found, what was expected and what to do, as sentences; None where the error says nothing of
-        this kind.
-    """
+    """What does not fit between a model and what it was given."""
     calls = list(_calls(error))
     said = text_of(error)
     if isinstance(error, IndexError):

@@ -31,10 +31,6 @@ def offered_addresses(*, one_node: bool, master: str | None = None) -> list[str]
     """Addresses under which this host may be reached, the likeliest first, each once.
 
     The interfaces are asked, not the host's name: Debian, for one, maps that to 127.0.1.1.
-
-    Args:
-        one_node: everyone who is to reach it runs on this very host.
-        master: the name or address that the launcher gives to it, tried first.
     """
     if one_node:
         return [LOOPBACK]
@@ -45,11 +41,7 @@ def offered_addresses(*, one_node: bool, master: str | None = None) -> list[str]
 
 
 def check_own_name() -> None:
-    """Refuse a host name with which libraries here cannot be used: they look their own host up by it.
-
-    Raises:
-        LaunchError: it is one that Python cannot look up.
-    """
+    """Refuse a host name with which libraries here cannot be used: they look their own host up by it."""
     name = socket.gethostname()
     try:
         name.encode("idna")
@@ -66,11 +58,7 @@ def at(host: str, port: int) -> str:
 
 
 def reach(addresses: Sequence[str], port: int) -> tuple[str | None, list[str]]:
-    """Find the first address that answers on a port.
-
-    Returns:
-        the address, or None where none answered; and what was tried in vain, as text for a message.
-    """
+    """Find the first address that answers on a port."""
     tried = []
     for address in addresses:
         try:

@@ -53,22 +53,7 @@ def option(
     metavar: str | None = None,
     is_repeated: bool = False,
 ) -> Any:
-    """A field of a dataclass of options.
-
-    Args:
-        default: its value where nobody gives one; without it the option has to be given.
-        help: one line.
-        group: the heading in the help under which it stands; None: "Options of" and the task's name.
-        least: the smallest whole number that it may be.
-        choices: the words that it may be, for a type that does not say them.
-        is_path: whether a text is a path, which in a job file counts from that file; without it each value of
-            a field of type ``Path`` is one, and no other.
-        resolve: makes of a text in a job file, and of the file's folder, the text that is meant; for texts
-            that have a path inside.
-        shown: what the help says in place of a default of None.
-        metavar: what the help says in place of the value.
-        is_repeated: a tuple of texts whose flag is given once for each, and not once with commas.
-    """
+    """A field of a dataclass of options."""
     said = {
         "help": help,
         "group": group,
@@ -98,20 +83,15 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class OptionField:
-    """One option, as read from a field of a dataclass.
-
-    Attributes:
-        name: the field's.
-        kind: its type.
-        default: its value where nobody gives one; None where it has none.
-        is_required: whether it has to be given.
-        help, group, least, choices, is_path, resolve, shown, metavar, is_repeated: as for ``option``.
-    """
+    """One option, as read from a field of a dataclass."""
 
     name: str
     kind: Any
+    # Its value where nobody gives one; None where it has none.
     default: Any
+    # Whether it has to be given.
     is_required: bool
+    # As for `option`.
     help: str
     group: str | None
     least: int | None
@@ -142,15 +122,7 @@ class OptionField:
         return all(map(_is_settable, _kinds(self.kind)))
 
     def parse(self, text: str, said: str) -> Any:
-        """The value that a text stands for.
-
-        Args:
-            text: as typed.
-            said: what it was typed behind, for messages: "--mean" or "-T mean".
-
-        Raises:
-            UsageError: it stands for none.
-        """
+        """The value that a text stands for."""
         if self.choices:
             check_choice(said, text, self.choices)
         if self.is_repeated:
@@ -171,11 +143,7 @@ class OptionField:
         raise UsageError(f"{said} {text!r}: expected {' or '.join(map(_expected, kinds))}")
 
     def of_toml(self, value: Any, where: str, folder: Path) -> Any:
-        """The value that one of a job file stands for; paths count from ``folder``.
-
-        Raises:
-            UsageError: it is of another type.
-        """
+        """The value that one of a job file stands for; paths count from ``folder``."""
         return self._resolved(_typed(value, self.kind, where), folder)
 
     def _resolved(self, value: Any, folder: Path) -> Any:
@@ -190,11 +158,7 @@ class OptionField:
         return value
 
     def check(self, value: Any) -> None:
-        """Check a value of the field's type for its bounds and its choices; None passes.
-
-        Raises:
-            UsageError: it is outside of them.
-        """
+        """Check a value of the field's type for its bounds and its choices; None passes."""
         if self.least is not None:
             check_count(self.flag, value, self.least)
         if self.choices and value is not None:
@@ -234,21 +198,13 @@ def fields_of(options_class: type) -> tuple[OptionField, ...]:
 
 
 def check_fields(options: Any) -> None:
-    """Check the values of a dataclass of options for their bounds and choices.
-
-    Raises:
-        UsageError: one is outside of them.
-    """
+    """Check the values of a dataclass of options for their bounds and choices."""
     for field in fields_of(type(options)):
         field.check(getattr(options, field.name))
 
 
 def options_of_call(function: Callable[..., Any]) -> type:
-    """A dataclass of the keyword arguments of a function, or of a class's ``__init__``.
-
-    Raises:
-        UsageError: it takes an argument that has no name.
-    """
+    """A dataclass of the keyword arguments of a function, or of a class's ``__init__``."""
     called = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
     parameters = [
         parameter

@@ -39,16 +39,7 @@ def importable(folder: Path) -> None:
 
 
 def own_module(place: str, said: str) -> ModuleType:
-    """Import a module of the user's by its name, from the working folder too, or by its path, FILE.py.
-
-    Args:
-        place: the name or path.
-        said: the option that names it, for messages.
-
-    Raises:
-        LibraryError: it is not there, or cannot be imported.
-        UsageError: it is no name of a module, or has that of one which is in use.
-    """
+    """Import a module of the user's by its name, from the working folder too, or by its path, FILE.py."""
     importable(Path.cwd())
     if place.endswith(".py"):
         return _module_of_file(Path(place), said)
@@ -134,14 +125,7 @@ def wants_debug(environ: Mapping[str, str]) -> bool:
 
 
 def own_code(error: BaseException) -> str:
-    """The lines of the user's own code that an error came through, as a traceback shows them.
-
-    Args:
-        error: raised; of one that was raised from another, the first of the chain that has any.
-
-    Returns:
-        Ends with a line feed; "" where there are none.
-    """
+    """The lines of the user's own code that an error came through, as a traceback shows them."""
     for each in _chain(error):
         found: str = getattr(each, _ATTRIBUTE, "") or _lines(each)
         if found:

@@ -51,22 +51,19 @@ SCORED = {"question-answering": "dualeval.tasks.given_answers_options:GivenAnswe
 
 @dataclass(frozen=True, kw_only=True)
 class TaskKind:
-    """A kind of evaluation, and how one is made.
+    """A kind of evaluation, and how one is made."""
 
-    Attributes:
-        name: as asked for.
-        origin: where it comes from, in words.
-        summary: what it evaluates, in a line.
-        options_class: the dataclass of its options.
-        make: makes the task of such options.
-        source: what was found by the name: a class, a function or a task.
-    """
-
+    # As asked for.
     name: str
+    # Where it comes from, in words.
     origin: str
+    # What it evaluates, in a line.
     summary: str
+    # The dataclass of its options.
     options_class: type
+    # Makes the task of such options.
     make: Callable[[Any], Any]
+    # What was found by the name: a class, a function or a task.
     source: Any
 
     @functools.cached_property
@@ -79,16 +76,7 @@ class TaskKind:
 
 
 def task_kind(reference: str) -> TaskKind:
-    """The kind of task that ``--task`` names.
-
-    Args:
-        reference: a built-in task's name, that of a package's entry point, ``package.module:Class`` or
-            ``file.py:Class``; in place of a class a function that returns a task, or a task.
-
-    Raises:
-        LibraryError: its code cannot be imported on this node.
-        UsageError: there is none, or it is no task.
-    """
+    """The kind of task that ``--task`` names."""
     if reference in TASKS:
         return _kind_of(_built_in(TASKS[reference]), reference, BUILT_IN)
     if ":" in reference:
@@ -184,16 +172,7 @@ def _options_of(source: Any, said: str) -> tuple[type, Callable[[Any], Any]]:
 
 
 def made_task(kind: TaskKind, options: Any, cache: DataCache | None = None) -> Task:
-    """The task of a kind, made of its options.
-
-    Args:
-        kind: the kind.
-        options: an object of its ``options_class``.
-        cache: what other tasks of the run have read of their data; a task of the user's own reads its own.
-
-    Raises:
-        UsageError: what was made is no task.
-    """
+    """The task of a kind, made of its options."""
     from dualeval.tasks import Task
 
     task = kind.make(options) if cache is None or kind.name not in TASKS else options.make(cache)
@@ -269,11 +248,7 @@ def origin_of(entry: EntryPoint) -> str:
 
 
 def load_plugin(entry: EntryPoint) -> Any:
-    """What an entry point names.
-
-    Raises:
-        LibraryError: it cannot be imported on this node.
-    """
+    """What an entry point names."""
     try:
         return entry.load()
     except DualevalError:
@@ -283,14 +258,7 @@ def load_plugin(entry: EntryPoint) -> Any:
 
 
 def plugin_metric(name: str) -> Any:
-    """The metric that a package offers under a name, made where it is a class or a function.
-
-    Returns:
-        None where no package offers one.
-
-    Raises:
-        LibraryError: it cannot be imported on this node.
-    """
+    """The metric that a package offers under a name, made where it is a class or a function."""
     entry = entry_points_of(METRIC_GROUP).get(name)
     if entry is None:
         return None

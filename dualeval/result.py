@@ -190,11 +190,7 @@ class Result:
 
 
 def described_part(part: Mapping[str, Any]) -> str:
-    """A part of a data set in words: "first 5,000 of 50,000 (100 of 1,000 classes)".
-
-    Args:
-        part: as ``Result.part``.
-    """
+    """A part of a data set in words: "first 5,000 of 50,000 (100 of 1,000 classes)"."""
     count, total = f"{part['samples']:,}", f"{part['of']:,}"
     if part["kind"] == ALL_SAMPLES:
         return f"all {total}"
@@ -212,12 +208,7 @@ def sha256_of_json(value: Any) -> str:
 
 
 def read_result(path: Path) -> Result:
-    """Read a result.json and check it against its own digest.
-
-    Raises:
-        OSError: there is none, or it cannot be read.
-        DualevalError: it is damaged, or of another version.
-    """
+    """Read a result.json and check it against its own digest."""
     try:
         return result_from(json.loads(path.read_text("utf-8")))
     except (ValueError, DualevalError) as error:
@@ -225,11 +216,7 @@ def read_result(path: Path) -> Result:
 
 
 def result_from(content: Any) -> Result:
-    """Make a result of the content of a result.json.
-
-    Raises:
-        DualevalError: a field is missing or unknown, or the metrics do not fit the digest.
-    """
+    """Make a result of the content of a result.json."""
     result, digest = stated_result(content)
     if result.metrics_digest != digest:
         raise DualevalError("its metrics do not fit its metrics_digest")
@@ -237,11 +224,7 @@ def result_from(content: Any) -> Result:
 
 
 def stated_result(content: Any) -> tuple[Result, str]:
-    """Make a result of the content of a result.json, as it is, and return the digest that it states too.
-
-    Raises:
-        DualevalError: a field is missing, unknown or of another type.
-    """
+    """Make a result of the content of a result.json, as it is, and return the digest that it states too."""
     try:
         values = dict(content)
         version, digest = values.pop("schema_version"), values.pop("metrics_digest")
@@ -294,11 +277,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def checksum_of(path: Path, step: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Size and sha256 of a file; ``step`` is called with every piece that is read.
-
-    Returns:
-        {"bytes": size, "sha256": hex}
-    """
+    """Size and sha256 of a file; ``step`` is called with every piece that is read."""
     digest = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
@@ -334,27 +313,24 @@ def write_text(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The state of a run; status.json, the truth for scripts whatever a launcher makes of exit codes.
+    """The state of a run; status.json, the truth for scripts whatever a launcher makes of exit codes."""
 
-    Attributes:
-        state: "running", "done", "failed" or "stopped".
-        exit_code: what the ranks end with; None while running.
-        reason: the first error's message, where there was one.
-        signal: the name of the signal that stopped the run.
-        chunks_saved: number of chunks that a stopped run has finished and saved since it was started;
-            None where it was killed before all ranks had reported.
-        launch_id: of the launchers that may start a stopped run's ranks again.
-        process: which process has written this: host, number, and when it began.
-        run: names this run apart from any other in the same folder.
-    """
-
+    # "running", "done", "failed" or "stopped".
     state: str
+    # What the ranks end with; None while running.
     exit_code: int | None = None
+    # The first error's message, where there was one.
     reason: str | None = None
+    # The name of the signal that stopped the run.
     signal: str | None = None
+    # Number of chunks that a stopped run has finished and saved since it was started; None where it was
+    # killed before all ranks had reported.
     chunks_saved: int | None = None
+    # Of the launchers that may start a stopped run's ranks again.
     launch_id: str | None = None
+    # Names this run apart from any other in the same folder.
     run: str | None = None
+    # Which process has written this: host, number, and when it began.
     process: str | None = None
 
     def write(self, folder: Path) -> None:

@@ -33,13 +33,9 @@ Found: TypeAlias = "tuple[str, int, str | None]"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One of several models.
+    """One of several models."""
 
-    Attributes:
-        name: of its folder and its row; no other has it.
-        job: what is evaluated.
-    """
-
+    # Of its folder and its row; no other has it.
     name: str
     job: Job
 
@@ -60,11 +56,7 @@ def pattern_of(job: Job) -> str | None:
 
 
 def found_models(jobs: Sequence[tuple[str | None, Job]]) -> list[Found]:
-    """Look for the files of all patterns, and name every model; one rank does, as files may come meanwhile.
-
-    Raises:
-        UsageError: a pattern fits nothing, or a name is twice there or cannot be that of a folder.
-    """
+    """Find the files of all patterns, and name every model; one rank does, as files may come meanwhile."""
     found: list[Found] = []
     for number, (name, job) in enumerate(jobs):
         pattern = pattern_of(job)
@@ -96,11 +88,7 @@ def candidates_of(jobs: Sequence[tuple[str | None, Job]], found: Sequence[Found]
 
 
 def expanded(pattern: str) -> list[str]:
-    """The files and folders that a pattern fits, in natural order: epoch2 before epoch10.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """The files and folders that a pattern fits, in natural order: epoch2 before epoch10."""
     # A Path's own glob takes no absolute pattern.
     found = glob(pattern, recursive=True)  # noqa: PTH207
     if not found:

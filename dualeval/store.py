@@ -29,13 +29,7 @@ JOINING = 2
 
 
 def pause_for(size: int, requests: int, least_s: float) -> float:
-    """How long each rank waits between its requests, so that rank 0 can answer those of all.
-
-    Args:
-        size: number of ranks.
-        requests: number of each rank's, one after the other.
-        least_s: the pause where there are few ranks.
-    """
+    """How long each rank waits between its requests, so that rank 0 can answer those of all."""
     return max(least_s, size * requests / _ANSWERS_A_S)
 
 
@@ -48,15 +42,7 @@ def limit_for(size: int, seconds: float) -> float:
 
 
 def allow_connections(count: int, who: str) -> None:
-    """Let this process open so many files more: raises its soft limit where that is too low.
-
-    Args:
-        count: of connections.
-        who: this process, in the error.
-
-    Raises:
-        LaunchError: the hard limit is too low as well.
-    """
+    """Let this process open so many files more: raises its soft limit where that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # None are counted where there is no /proc.
     opened = len(list(Path("/proc/self/fd").glob("*")))
@@ -74,19 +60,7 @@ def allow_connections(count: int, who: str) -> None:
 
 
 def serve_store(world: World, connections: int = 1) -> tuple[TCPStore, dict[str, Any]]:
-    """Serve a store on a port that the kernel picks.
-
-    Args:
-        world: this rank's, with the number of ranks.
-        connections: of each rank to the store.
-
-    Returns:
-        rank 0's own end, which serves for as long as it is kept; and the offer for ``join_store``, of plain
-        values.
-
-    Raises:
-        LaunchError: this process may not open enough files for all ranks.
-    """
+    """Serve a store on a port that the kernel picks."""
     allow_connections(connections * world.size, f"rank {world.rank}")
     server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     addresses = offered_addresses(one_node=world.is_one_node, master=world.meeting.host_of_rank_0)
@@ -94,17 +68,7 @@ def serve_store(world: World, connections: int = 1) -> tuple[TCPStore, dict[str,
 
 
 def join_store(offer: dict[str, Any], rank: int, purpose: str, timeout: timedelta = _CONNECT) -> TCPStore:
-    """Join the store of an offer, at the first of its addresses that answers.
-
-    Args:
-        offer: from ``serve_store``.
-        rank: this rank, for messages.
-        purpose: what the store is for, likewise.
-        timeout: limit of each wait for a key.
-
-    Raises:
-        BackendError: no address answered, which names those that were tried; or what answered is no store.
-    """
+    """Join the store of an offer, at the first of its addresses that answers."""
     # A plain connection first: a store that cannot connect logs pages of C++ frames.
     address, tried = reach(offer["addresses"], offer["port"])
     if address is None:
@@ -122,10 +86,6 @@ def names_of_absent(store: Any, keys: Callable[[], list[str]]) -> Callable[[], s
     """Make a function that says which ranks have not come, for another thread than the store's own.
 
     Only where it is called for: it has a connection of its own.
-
-    Args:
-        store: of ``serve_store`` or ``join_store``, or another of torch's.
-        keys: gives by rank the key that a rank sets when it comes.
     """
     # The store's own client may be in a call that holds it; and made later, this one would take the store's
     # whole limit, and log pages of C++ frames, where that has gone.

@@ -47,15 +47,6 @@ def waiting(
     Not every rank speaks: a thousand would say the same. Where rank 0 knows most, it and the last rank do,
     which speaks in case rank 0 itself is what is missing. Where it is a matter of each node, its first rank
     does (on rank 0's node, that may be rank 1).
-
-    Args:
-        world: this rank's place.
-        what: what is waited for, with its address: "rank 0 at n1, port 16400".
-        check: what to look at, as sentences.
-        known: called when it speaks; gives what is known by then, as who is missing. Empty where nothing is.
-        each_node: whether it is a matter of each node.
-        keeps_lock: the block keeps Python's lock, so that no thread of this process can speak; a process of
-            its own does then, without ``known``.
     """
     of_node = world.local_rank == 0 or world.rank == 1
     if world.size == 1 or not (of_node if each_node else world.rank in (0, world.size - 1)):

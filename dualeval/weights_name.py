@@ -24,11 +24,7 @@ def is_path_of_weights(weights: str) -> bool:
 
 
 def check_weights_file(weights: str, hint: str = "") -> None:
-    """Check that a file of weights is there; ``hint`` is for a word that may have been meant as a name.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Check that a file of weights is there; ``hint`` is for a word that may have been meant as a name."""
     path = Path(weights)
     if not os.path.exists(path):  # noqa: PTH110 - False also where the name is too long
         shown = "" if path.suffix or len(path.parts) > 1 or not hint else f" {hint}"

@@ -57,18 +57,7 @@ class World:
 
 
 def place_by_hosts(world: World, hosts: Sequence[Hashable], local_ranks: Sequence[int]) -> World:
-    """Find a rank's place on its node from the hosts on which all ranks run.
-
-    Args:
-        world: the rank's place among all ranks.
-        hosts: by rank, what tells its host from all others.
-        local_ranks: by rank, the number on the host that its launcher gave to it. Where those of a host are
-            not 0, 1, 2 and so on, each once, its ranks are numbered in their order instead.
-
-    Returns:
-        the world with ``local_rank``, ``local_size``, ``node_rank`` and ``node_sizes``; nodes are numbered by
-        their first rank.
-    """
+    """Find a rank's place on its node from the hosts on which all ranks run."""
     ranks_on: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks_on.setdefault(host, []).append(rank)

@@ -13,16 +13,12 @@ from dualeval.network import host_identity
 
 @dataclass(frozen=True, kw_only=True)
 class Cores:
-    """The cores on which a rank may run.
-
-    Attributes:
-        host: name of its host.
-        numbers: the system's numbers of the cores there.
-        quotas: of how many cores' time the groups may have that it is in, by name, as ``cpu_quotas`` tells.
-    """
+    """The cores on which a rank may run."""
 
     host: str
+    # The system's numbers of the cores there.
     numbers: Sequence[int]
+    # Of how many cores' time the groups may have that it is in, by name, as `cpu_quotas` tells.
     quotas: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -43,10 +39,6 @@ def share_of_cores(own: Cores, everyone: Sequence[Cores]) -> int:
     A launcher may have bound ranks to cores of their own (mpirun does), to a socket that several share, or
     not at all: the number of ranks on the node alone does not tell. A quota is divided among the ranks that
     are in its group.
-
-    Args:
-        own: the rank's.
-        everyone: all ranks', this one's too.
     """
     neighbours = [cores for cores in everyone if cores.host == own.host]
     allowed = [set(cores.numbers) for cores in neighbours]

@@ -28,20 +28,16 @@ from dualeval.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Detection:
-    """What the environment says, for ``detect`` and for people.
+    """What the environment says, for ``detect`` and for people."""
 
-    Attributes:
-        world: this process's place; None where ``error`` is.
-        error: why there is none.
-        found: by launcher, in the order of ``LAUNCHERS``, those of its variables that are set.
-        notes: sentences about what does not fit together, and what was made of it.
-        outer: sentences about the launchers that started this one, as srun may have started torchrun.
-    """
-
+    # This process's place; None where `error` is.
     world: World | None = None
     error: LaunchError | None = None
+    # By launcher, in the order of `LAUNCHERS`, those of its variables that are set.
     found: Mapping[str, tuple[Variable, ...]] = field(default_factory=dict)
+    # Sentences about what does not fit together, and what was made of it.
     notes: tuple[str, ...] = ()
+    # Sentences about the launchers that started this one, as srun may have started torchrun.
     outer: tuple[str, ...] = ()
 
     @property
@@ -71,15 +67,7 @@ def detect(environ: Mapping[str, str], launcher: str | None = None) -> World:
 
 
 def examine(environ: Mapping[str, str], launcher: str | None = None) -> Detection:
-    """Find the same as ``detect``, with the reasons; a launcher's variables that are wrong are no exception.
-
-    Args:
-        environ: the environment variables.
-        launcher: as for ``detect``.
-
-    Raises:
-        UsageError: there is no launcher of that name.
-    """
+    """Find the same as ``detect``, with the reasons; wrong variables of a launcher raise nothing."""
     found = {each.name: each.found(environ) for each in LAUNCHERS.values() if each.rank}
     promised = promised_gpus(environ)
     try:
@@ -132,12 +120,6 @@ def _refuse_contradiction(environ: Mapping[str, str], world: World) -> bool:
     Enough of torchrun's variables for torch.distributed, exported in a shell, would make every task of srun's
     the same rank; set by a script in its task they would be right, and nobody but the user knows which they
     are. Nor does anybody else know whether Flux has started an mpirun, or an mpirun Flux.
-
-    Returns:
-        whether such variables are there, and say the same.
-
-    Raises:
-        LaunchError: they say another rank or size.
     """
     if TORCHRUN.mark in environ:
         return False

@@ -22,40 +22,32 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU, or a slice of one.
+    """A GPU, or a slice of one."""
 
-    Attributes:
-        number: torch's number for it, on the rank that sees it.
-        id: its UUID.
-        name: its model.
-        whole: the UUID of the whole GPU, where it is a slice: NCCL takes two slices of one for one GPU.
-    """
-
+    # Torch's number for it, on the rank that sees it.
     number: int
+    # Its UUID.
     id: str
+    # Its model.
     name: str
+    # The UUID of the whole GPU, where it is a slice: NCCL takes two slices of one for one GPU.
     whole: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """What one rank sees.
-
-    Attributes:
-        rank: its number.
-        host: name of its host.
-        gpus: what it can compute on.
-        reason: why there is none; empty where there is.
-        promised: the variable by which its launcher says that there are some, with its value; empty where no
-            launcher does.
-        current: the number of the GPU that is current in a caller's process that uses CUDA; else None.
-    """
+    """What one rank sees."""
 
     rank: int
     host: str
+    # What it can compute on.
     gpus: tuple[Gpu, ...] = ()
+    # Why there is none; empty where there is.
     reason: str = ""
+    # The variable by which its launcher says that there are some, with its value; empty where no launcher
+    # does.
     promised: str = ""
+    # The number of the GPU that is current in a caller's process that uses CUDA; else None.
     current: int | None = None
 
     @property
@@ -94,21 +86,7 @@ def as_callers_chose(everyone: Sequence[Sight], *, allow_shared: bool = False) -
 def choose_gpus(
     everyone: Sequence[Sight], wanted: str | None = None, *, allow_shared: bool = False, mix: bool = False
 ) -> list[Gpu | None]:
-    """Choose each rank's GPU.
-
-    Args:
-        everyone: what each rank sees, in rank order.
-        wanted: "cpu"; "cuda", a GPU for each rank; "cuda:N", number N on each; None, as "cuda" where a GPU is
-            seen.
-        allow_shared: where there are fewer GPUs than ranks, let them share.
-        mix: let some ranks compute on GPUs and others on CPUs.
-
-    Returns:
-        each rank's GPU; None for the CPU.
-
-    Raises:
-        UsageError: some rank has no GPU that it could have, or two would have the same.
-    """
+    """Choose each rank's GPU."""
     if wanted == "cpu":
         return [None for _ in everyone]
     if wanted is not None and ":" in wanted:
@@ -184,9 +162,6 @@ def _divide(sights: Sequence[Sight], most: int) -> dict[int, Gpu]:
 
     A maximum matching by augmenting paths (Berge 1957), in rank order. Ranks that see the same GPUs take them
     in that order, so that rank k of a plain node has GPU k.
-
-    Returns:
-        by rank, its GPU; ranks for which none is left are missing.
     """
     seen_before: dict[tuple[str, ...], int] = {}
     preferences: dict[int, list[Gpu]] = {}

@@ -101,17 +101,14 @@ WITHOUT_CUDA = (
 
 @dataclass(frozen=True, kw_only=True)
 class Torch:
-    """The installed torch, read from its files: importing it takes a second.
-
-    Attributes:
-        cuda: the CUDA that it was built with; None without.
-        abi: "1" where its strings are C++11's, "0" where they are the older ones; None where not told.
-        standard: the C++ standard that its headers need, such as 20.
-    """
+    """The installed torch, read from its files: importing it takes a second."""
 
     version: str
+    # The CUDA that it was built with; None without.
     cuda: str | None
+    # "1" where its strings are C++11's, "0" where they are the older ones; None where not told.
     abi: str | None
+    # The C++ standard that its headers need, such as 20.
     standard: int
 
 
@@ -136,20 +133,17 @@ class Nccl:
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """All that a wheel of Horovod depends on.
-
-    Attributes:
-        compiler: its version; empty where there is none.
-        mpi: what it is built with; None for without. ``nccl`` likewise.
-        compiler_variables: the user's, of ``COMPILER_VARIABLES``.
-        python: the binary interface of Python's extensions, with the platform.
-    """
+    """All that a wheel of Horovod depends on."""
 
     torch: Torch
+    # Its version; empty where there is none.
     compiler: str
+    # What it is built with; None for without. `nccl` likewise.
     mpi: Mpi | None
     nccl: Nccl | None
+    # The user's, of `COMPILER_VARIABLES`.
     compiler_variables: Mapping[str, str] = field(default_factory=dict)
+    # The binary interface of Python's extensions, with the platform.
     python: str = str(sysconfig.get_config_var("SOABI"))
     libc: str = " ".join(platform.libc_ver())
 
@@ -210,11 +204,7 @@ class Build:
 
 
 def find_torch() -> Torch:
-    """Read the installed torch.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Read the installed torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise UsageError("Horovod is built for the installed torch, and there is none: 'pip install torch'.")
@@ -330,11 +320,7 @@ def find_toolkit(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def edit(source: Path, build: Build) -> None:
-    """Apply a build's edits to an unpacked source.
-
-    Raises:
-        DualevalError: what is to be replaced is not there exactly once.
-    """
+    """Apply a build's edits to an unpacked source."""
     for change in build.edits:
         text = (source / change.file).read_text("utf-8")
         found = text.count(change.old)

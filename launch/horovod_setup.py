@@ -66,45 +66,39 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What the caller of ``set_up`` chose.
+    """What the caller of ``set_up`` chose."""
 
-    Attributes:
-        with_mpi: whether to build with MPI; None: where there is one. ``with_nccl`` likewise.
-        cache: the folder of the cache; None: the user's own.
-        rebuild: build even where the cache has the wheel.
-        constraint: a file of versions for pip.
-    """
-
+    # Whether to build with MPI; None: where there is one. `with_nccl` likewise.
     with_mpi: bool | None = None
     with_nccl: bool | None = None
+    # The folder of the cache; None: the user's own.
     cache: Path | None = None
+    # Build even where the cache has the wheel.
     rebuild: bool = False
+    # A file of versions for pip.
     constraint: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be done.
+    """What is to be done."""
 
-    Attributes:
-        environ: the variables of all that is started; the folder of this Python is the first on its PATH,
-            whether its environment is activated or not.
-        folder: of the build in the cache; ``wheel``: the one in it, None where it has to be built.
-        installed: whether that wheel is what is installed.
-        absent: packages to install beside Horovod: for its build, and for its ranks.
-        missing: what has to be there first, each with what to type: less where there is a wheel.
-        description: lines that tell what is built, and why it is without MPI or NCCL.
-        pins: pip's options for the versions.
-    """
-
+    # The variables of all that is started; the folder of this Python is the first on its PATH, whether its
+    # environment is activated or not.
     environ: Mapping[str, str]
     build: Build
+    # Of the build in the cache; `wheel`: the one in it, None where it has to be built.
     folder: Path
     wheel: Path | None
+    # Whether that wheel is what is installed.
     installed: bool
+    # Packages to install beside Horovod: for its build, and for its ranks.
     absent: Sequence[str]
+    # What has to be there first, each with what to type: less where there is a wheel.
     missing: Sequence[str]
+    # Lines that tell what is built, and why it is without MPI or NCCL.
     description: Sequence[str]
+    # Pip's options for the versions.
     pins: Sequence[str]
 
     @property
@@ -162,15 +156,6 @@ def set_up(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
 
     Call it in the main thread of a process that ends with it: SIGTERM and SIGHUP interrupt as Ctrl-C does,
     which leaves nothing behind.
-
-    Args:
-        wishes: what to build, and where to keep it.
-        environ: the user's variables.
-        say: takes each line for the user.
-
-    Raises:
-        UsageError: something is missing; nothing was begun.
-        DualevalError: a step failed, or the Horovod that was installed is not what was wanted.
     """
     plan = make_plan(wishes, environ, say)
     build, folder, wheel = plan.build, plan.folder, plan.wheel
@@ -206,11 +191,7 @@ def set_up(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
 
 
 def dry_run(wishes: Wishes, environ: Mapping[str, str], say: Say) -> None:
-    """Say what ``set_up`` would do, and do nothing.
-
-    Raises:
-        UsageError: something is missing, as in ``set_up``.
-    """
+    """Say what ``set_up`` would do, and do nothing."""
     plan = make_plan(wishes, environ, say)
     say("\n".join(plan.description))
     say(f"key: {plan.build.key}, of")
@@ -296,11 +277,7 @@ def _build(build: Build, folder: Path, environ: Mapping[str, str], log: Path) ->
 
 
 def _run(step: str, command: Sequence[str], variables: Mapping[str, str], log: Path, folder: Path) -> None:
-    """Run a command into the log; where it is interrupted, end all that it started.
-
-    Raises:
-        DualevalError: it failed; the log is kept beside ``folder``.
-    """
+    """Run a command into the log; where it is interrupted, end all that it started."""
     with log.open("ab") as sink:
         sink.write(f"\n--- {step}: {' '.join(command)}\n".encode())
         sink.flush()

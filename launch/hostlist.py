@@ -19,19 +19,12 @@ def expand_hosts(text: str) -> list[str]:
 
     Several brackets in a name count like digits, the last one fastest. Numbers keep the width of the range's
     first one.
-
-    Raises:
-        ValueError: it is no such list.
     """
     return [host for name in _names(text) for host in _expand_name(name)]
 
 
 def expand_tasks(text: str) -> tuple[int, ...]:
-    """Write out the number of tasks on each node: ``"2(x2),1"`` is (2, 2, 1).
-
-    Raises:
-        ValueError: it is no such list.
-    """
+    """Write out the number of tasks on each node: ``"2(x2),1"`` is (2, 2, 1)."""
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
@@ -45,16 +38,6 @@ def order_by_component(environ: Mapping[str, str], hosts: list[str]) -> list[str
     """Put the hosts of a step in the order of the components of its heterogeneous job.
 
     Slurm numbers nodes and tasks component by component, but lists the hosts of all in the order of names.
-
-    Args:
-        environ: the environment variables, with a list of hosts for each component.
-        hosts: those of the step, as listed.
-
-    Returns:
-        the same hosts; as listed where the job is not heterogeneous, or the components' lists do not tell.
-
-    Raises:
-        ValueError: a component's list is none.
     """
     components = itertools.takewhile(bool, (_component(environ, number) for number in itertools.count()))
     ordered = [host for component in components for host in expand_hosts(component) if host in hosts]
@@ -72,10 +55,6 @@ def node_addresses(environ: Mapping[str, str], node: str) -> tuple[str, ...]:
 
     Slurm knows every node's address, and hands on that of a node in a cloud, whose name nobody may know; and
     that of the host where srun was typed, which inside a batch script is the first node itself.
-
-    Args:
-        environ: the environment variables of a task.
-        node: the name of the node.
     """
     found = [
         part.strip("[]")

@@ -60,27 +60,6 @@ def run_local(
     SIGTERM and, 30 s later, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT sent to this process are passed to
     the ranks in the same way, but ``stop_signals`` leave them time to end by themselves. Call it in the main
     thread.
-
-    Args:
-        command: the program and its arguments.
-        processes: number of ranks.
-        environ: variables for the ranks, on top of this process's own.
-        variables_of: further ones for each rank.
-        stop_signals: on which ranks save what they have and end: these are passed on, each time they come.
-        takes_signals: whether the command unblocks ``stop_signals`` as soon as it takes them. It is then
-            started with them blocked, so that none ends it before.
-
-    Returns:
-        0 when every rank exited 0; 2 when any rank exited 2 (wrong input is a cause, never a consequence);
-        else the code of the rank that failed first, 130 for a death by SIGINT and 143 by SIGTERM.
-        128 + N when this process itself was sent signal N and ended the ranks. After one of ``stop_signals``
-        the code of the ranks.
-
-    Raises:
-        UsageError: fewer than one rank, or more than this machine can sensibly run; or this host's name
-            is one that torch cannot look up.
-        LaunchError: it may not open enough files.
-        DualevalError: a rank died by a signal that nobody sent to all of them; names both.
     """
     cores = usable_cores()
     limit = process_limit(cores)

@@ -24,14 +24,6 @@ def cpu_quotas(root: Path = Path("/")) -> dict[str, float]:
 
     Each group around the process's own limits it, too: in a container with 8 CPUs in a pod with 4 it gets 4
     at most, less what the pod's other containers take.
-
-    Args:
-        root: where ``/proc`` and the cgroups are; another folder than ``/`` in tests.
-
-    Returns:
-        CPUs by a name of the group that limits them. Two processes of a machine have the same name if and
-        only if they share those CPUs, whatever their containers call the group. Empty where nothing is
-        limited, the kernel has no cgroups, or its files say nothing that can be understood.
     """
     quotas = {}
     for group in _groups(root):

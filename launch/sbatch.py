@@ -162,46 +162,42 @@ exit "$code"
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What a job asks Slurm for. Every field is also an option of ``dualeval submit``.
+    """What a job asks Slurm for. Every field is also an option of ``dualeval submit``."""
 
-    Attributes:
-        backend: what the ranks talk over, one of ``SHIPPED``.
-        nodes: number of nodes.
-        ntasks_per_node: ranks on each; None is one a GPU, and one where no GPU is asked for.
-        gpus_per_node: GPUs on each; None asks for none.
-        cpus_per_task: cores for each rank; None leaves it to the cluster, which mostly gives one.
-        mem: memory on each node ("64G"); None leaves it to the cluster, as do the next four.
-        time: most time that it may take ("2:00:00").
-        partition: where it waits.
-        account: whom it is charged to.
-        qos: quality of service.
-        array: numbers of the tasks of a job array ("0-9", "1,3,5%2"): one evaluation each; None is no array.
-        job_name: the name in Slurm's lists.
-        log: file for the output of all ranks; Slurm puts the job's number for %j, in an array that of the
-            array and the task.
-        setup: lines of shell before anything else, such as "module load cuda".
-        container_image: what Pyxis starts the ranks in, with the folder where sbatch was typed; its dualeval
-            is used. None for no container.
-        container_mounts: other folders that the container gets ("/data:/data").
-        sbatch_option: any other options of sbatch, as "constraint=a100" or "exclusive".
-    """
-
+    # What the ranks talk over, one of `SHIPPED`.
     backend: str = "torch"
     nodes: int = 1
+    # Ranks on each; None is one a GPU, and one where no GPU is asked for.
     ntasks_per_node: int | None = None
+    # GPUs on each; None asks for none.
     gpus_per_node: int | None = None
+    # Cores for each rank; None leaves it to the cluster, which mostly gives one.
     cpus_per_task: int | None = None
+    # Memory on each node ("64G"); None leaves it to the cluster, as do the next four.
     mem: str | None = None
+    # Most time that it may take ("2:00:00").
     time: str | None = None
+    # Where it waits.
     partition: str | None = None
+    # Whom it is charged to.
     account: str | None = None
+    # Quality of service.
     qos: str | None = None
+    # Numbers of the tasks of a job array ("0-9", "1,3,5%2"): one evaluation each; None is no array.
     array: str | None = None
+    # The name in Slurm's lists.
     job_name: str = "dualeval"
+    # File for the output of all ranks; Slurm puts the job's number for %j, in an array that of the array and
+    # the task.
     log: str = "dualeval-%j.log"
+    # Lines of shell before anything else, such as "module load cuda".
     setup: tuple[str, ...] = ()
+    # What Pyxis starts the ranks in, with the folder where sbatch was typed; its dualeval is used. None for
+    # no container.
     container_image: str | None = None
+    # Other folders that the container gets ("/data:/data").
     container_mounts: str | None = None
+    # Any other options of sbatch, as "constraint=a100" or "exclusive".
     sbatch_option: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -308,16 +304,7 @@ def _container(job: SlurmJob) -> list[str]:
 
 
 def log_path(job: SlurmJob, folder: Path, job_id: str) -> Path:
-    """Say where Slurm writes a job's log.
-
-    Args:
-        job: what was submitted.
-        folder: where it was submitted; absolute.
-        job_id: the number that Slurm gave it.
-
-    Returns:
-        the path, with the job's number and name filled in; what else Slurm fills in stands as it is.
-    """
+    """Say where Slurm writes a job's log."""
     known = {"%j": job_id, "%A": job_id, "%x": job.job_name, "%%": "%"}
     return folder / re.sub(r"%[jAx%]", lambda found: known[found[0]], _log(job))
 
@@ -332,16 +319,7 @@ def _of_task(found: re.Match[str]) -> str:
 
 
 def sbatch_environ(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Make the variables for sbatch, which hands them on to the job.
-
-    Args:
-        environ: those of this process.
-        folder: what is first on the job's PATH.
-
-    Returns:
-        the variables, without those of a job that this process itself is in: some of them would stay in the
-        new job, and say there how ranks are placed and bound.
-    """
+    """Make the variables for sbatch, which hands them on to the job."""
     kept = {
         name: value
         for name, value in environ.items()

@@ -8,33 +8,27 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node on which ranks can be started.
+    """A node on which ranks can be started."""
 
-    Attributes:
-        host: the name by which launchers reach it.
-        cores: how many cores ranks may use there.
-        gpus: how many GPUs.
-    """
-
+    # The name by which launchers reach it.
     host: str
+    # How many cores ranks may use there.
     cores: int
+    # How many GPUs.
     gpus: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Libraries:
-    """What the environment has beside torch.
+    """What the environment has beside torch."""
 
-    Attributes:
-        horovod: of "gloo", "mpi" and "nccl", with what Horovod is built.
-        no_horovod: why Horovod cannot be used; None where it can.
-        mpi: mpi4py's version and the MPI library that it loads, such as "4.1.2 (Open MPI v4.1.4)".
-        no_mpi: why mpi4py cannot be used; None where it can.
-    """
-
+    # Of "gloo", "mpi" and "nccl", with what Horovod is built.
     horovod: frozenset[str] = frozenset()
+    # Why Horovod cannot be used; None where it can.
     no_horovod: str | None = None
+    # Mpi4py's version and the MPI library that it loads, such as "4.1.2 (Open MPI v4.1.4)".
     mpi: str = ""
+    # Why mpi4py cannot be used; None where it can.
     no_mpi: str | None = None
 
     def lack_horovod(self, controller: str) -> str | None:
@@ -46,30 +40,26 @@ class Libraries:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where ranks can be started, and with what.
+    """Where ranks can be started, and with what."""
 
-    Attributes:
-        nodes: this machine alone, or those of the Slurm job.
-        programs: path of each launcher that was found, by name.
-        libraries: of the environment.
-        job: number of the Slurm job whose nodes they are; None for this machine alone.
-        in_step: this process is a step of that job itself, whose cores it holds.
-        at_a_node: this process runs on one of the nodes.
-        srun_mpi: what ``srun --mpi=list`` shows.
-        mpirun: first line of ``mpirun --version``.
-        no_ssh: why the nodes are not reached through ssh; None where they are, or there is one node.
-        is_root: this user is root, for whom Open MPI starts nothing unless told so.
-    """
-
+    # This machine alone, or those of the Slurm job.
     nodes: tuple[Node, ...]
+    # Path of each launcher that was found, by name.
     programs: Mapping[str, str] = field(default_factory=dict)
     libraries: Libraries = field(default_factory=Libraries)
+    # Number of the Slurm job whose nodes they are; None for this machine alone.
     job: str | None = None
+    # This process is a step of that job itself, whose cores it holds.
     in_step: bool = False
+    # This process runs on one of the nodes.
     at_a_node: bool = True
+    # What `srun --mpi=list` shows.
     srun_mpi: tuple[str, ...] = ()
+    # First line of `mpirun --version`.
     mpirun: str = ""
+    # Why the nodes are not reached through ssh; None where they are, or there is one node.
     no_ssh: str | None = None
+    # This user is root, for whom Open MPI starts nothing unless told so.
     is_root: bool = False
 
     @property

@@ -12,14 +12,7 @@ from dualeval.world import World
 
 
 def start_words(way: str, ranks: int, site: Site, number: int = 0) -> list[str]:
-    """Give the words before a command that start so many ranks of it.
-
-    Args:
-        way: a name of ``WAYS``.
-        ranks: how many.
-        site: where.
-        number: of this start, where several follow each other: what has to differ between them does.
-    """
+    """Give the words before a command that start so many ranks of it."""
     return WAYS[way].words(site, spread(ranks, len(site.nodes)), number)
 
 
@@ -39,11 +32,7 @@ def why_not(way: str, backend: str, ranks: int, device: str, site: Site) -> str 
 
 
 def choose_ways(names: Sequence[str]) -> list[str]:
-    """Check names of ways to start ranks, and give them in the order of the table, each once.
-
-    Raises:
-        UsageError: there is no way of that name.
-    """
+    """Check names of ways to start ranks, and give them in the order of the table, each once."""
     for name in names:
         if name not in WAYS:
             raise UsageError(f"--launchers {name!r}: expected some of {', '.join(WAYS)}.")
@@ -59,10 +48,6 @@ def child_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
     """Make the variables for launchers: without what would say in their steps how ranks are placed.
 
     Nor does it hand on what makes this process itself a rank: ranks would find two launchers who disagree.
-
-    Args:
-        environ: those of this process.
-        folder: what is first on the PATH.
     """
     own = {name for launcher in LAUNCHERS.values() for name in launcher.not_handed_on(environ)}
     kept = {name: value for name, value in environ.items() if name not in own}

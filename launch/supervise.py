@@ -28,14 +28,11 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a command ended.
+    """How a command ended."""
 
-    Attributes:
-        code: its exit code, -N where signal N ended it; None where it ran into the time limit.
-        seconds: how long it ran.
-    """
-
+    # Its exit code, -N where signal N ended it; None where it ran into the time limit.
     code: int | None
+    # How long it ran.
     seconds: float
 
 
@@ -85,16 +82,6 @@ def run_supervised(
 
     Whatever happens, an exception in this process too, none of its processes on this host is left when this
     returns. Those on other hosts are the launcher's to end, which is given the time.
-
-    Args:
-        command: the program and its arguments.
-        stdout: file for its standard output, which is made; likewise ``stderr``.
-        environ: all of its variables.
-        timeout_s: after so many seconds it is ended.
-        check: called several times a second; where it raises, the command is ended.
-
-    Raises:
-        OSError: the program cannot be started.
     """
     mark = uuid.uuid4().hex
     start = monotonic()
@@ -124,11 +111,7 @@ def ask(
     limit_s: float,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[int | None, str, str]:
-    """Run a short command as ``run_supervised`` does.
-
-    Returns:
-        its exit code (None: it took too long), standard output and standard error.
-    """
+    """Run a short command as ``run_supervised`` does."""
     with tempfile.TemporaryDirectory(prefix="dualeval-") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         ended = run_supervised(

@@ -12,25 +12,22 @@ from dualeval.launch.starts import start_words, why_not
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One start of ``dualeval run`` or, as a self-test, of ``dualeval doctor``.
+    """One start of ``dualeval run`` or, as a self-test, of ``dualeval doctor``."""
 
-    Attributes:
-        launcher: a name of ``launch.launchers.WAYS``.
-        backend: which backend is asked for.
-        ranks: how many ranks, on how many ``nodes``.
-        device: "cpu" or "cuda".
-        is_reference: one process, with which the others of its device are compared.
-        is_self_test: every operation of the backend is tried in place of a run.
-        reason: why it cannot be started here; None where it can.
-    """
-
+    # A name of `launch.launchers.WAYS`.
     launcher: str
+    # Which backend is asked for.
     backend: str
+    # How many ranks, on how many `nodes`.
     ranks: int
     nodes: int
+    # "cpu" or "cuda".
     device: str
+    # One process, with which the others of its device are compared.
     is_reference: bool = False
+    # Every operation of the backend is tried in place of a run.
     is_self_test: bool = False
+    # Why it cannot be started here; None where it can.
     reason: str | None = None
 
 
@@ -40,12 +37,6 @@ def plan_trials(
     """List what to start, in this order; for each device its reference comes first.
 
     Each launcher and backend gets one self-test, with the most ranks that it can be started with.
-
-    Args:
-        site: where.
-        devices: of "cpu" and "cuda".
-        launchers: names of ``launch.launchers.WAYS``; "none" is the reference, and always there.
-        ranks: numbers of ranks; None takes the site's own for each device.
     """
     trials = []
     for device in devices:
@@ -78,16 +69,7 @@ def _run(site: Site, launcher: str, backend: str, ranks: int, device: str) -> Tr
 def command_of(
     trial: Trial, site: Site, number: int, dualeval: Sequence[str], arguments: Mapping[str, str]
 ) -> list[str]:
-    """Give the whole command of a trial.
-
-    Args:
-        trial: what is started.
-        site: where.
-        number: of this start among all.
-        dualeval: the words that are the command ``dualeval`` here.
-        arguments: options of ``dualeval run`` or ``dualeval doctor`` with a value each, beside those that
-            follow from the trial.
-    """
+    """Give the whole command of a trial."""
     entry = WAYS[trial.launcher]
     own = [] if trial.backend == "single" else ["--backend", trial.backend]
     return [

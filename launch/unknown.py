@@ -12,18 +12,15 @@ _PMI_START = "Start with 'mpirun -np N dualeval run' or 'srun --ntasks-per-node 
 
 @dataclass(frozen=True, kw_only=True)
 class _Unread:
-    """A launcher whose ranks need other words to start.
+    """A launcher whose ranks need other words to start."""
 
-    Attributes:
-        rank: its variable with a process's number.
-        size: its variable with their number; empty where it tells none.
-        start: what to type.
-        first: the highest number of a process that is not one of several.
-    """
-
+    # Its variable with a process's number.
     rank: str
+    # Its variable with their number; empty where it tells none.
     size: str = ""
+    # What to type.
     start: str
+    # The highest number of a process that is not one of several.
     first: int = -1
 
 
@@ -73,15 +70,7 @@ _UNREAD = (
 
 
 def unread_rank(environ: Mapping[str, str], known: str) -> str | None:
-    """Say what was found where a process is one of several, by a launcher that is not read.
-
-    Args:
-        environ: the environment variables.
-        known: the names of the launchers that are read.
-
-    Returns:
-        the message; None where nothing was found.
-    """
+    """Say what was found where a process is one of several, by a launcher that is not read."""
     for launcher in _UNREAD:
         number = environ.get(launcher.rank, "")
         if not number or environ.get(launcher.size) == "1":

@@ -24,18 +24,7 @@ _TIMES = ("evaluate", "data", "transfer", "compute", "metrics", "meet", "reduce"
 def measure_evaluation(
     session: Session, make_task: Callable[[], Task], options: Mapping[str, Any], start: CellStart
 ) -> dict[str, Any]:
-    """Evaluate until enough was measured; a collective, every rank gets the same.
-
-    Args:
-        session: open, on the cell's ranks.
-        make_task: gives the task, anew for each pass.
-        options: of the evaluation, as ``session.evaluate`` takes them.
-        start: what is measured.
-
-    Returns:
-        plain values: ``seconds``, ``samples`` and ``batches`` of all passes together, each one's seconds in
-        ``passes``, ``startup_s``, each rank's times, cores, threads and peaks in ``ranks``, and the digest.
-    """
+    """Evaluate until enough was measured; a collective, every rank gets the same."""
 
     def evaluate(**more: Any) -> Any:
         task = make_task()

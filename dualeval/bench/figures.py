@@ -12,11 +12,7 @@ MEASURED, FAILED, NOT_HERE, NOT_RUN = "measured", "failed", "not here", "not run
 
 
 def with_figures(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each cell its ``figures``; None to one that was never measured.
-
-    Args:
-        cells: plain values: those of ``Cell``, ``outcome``, and ``measurements``, each with its ``round``.
-    """
+    """Add to each cell its ``figures``; None to one that was never measured."""
     return [{**cell, "figures": _figures(cell, baseline_of(cell, cells))} for cell in cells]
 
 

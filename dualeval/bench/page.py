@@ -20,12 +20,7 @@ _NUMBERS = ("efficiency", "peak_bytes", "peak_bytes_together", "peak_gpu_bytes",
 
 
 def page(report: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
-    """The report as a Markdown page.
-
-    Args:
-        report: what bench.json holds.
-        pictures: names of plots beside the page.
-    """
+    """The report as a Markdown page."""
     return "\n".join(_lines(report, pictures)) + "\n"
 
 

@@ -21,11 +21,7 @@ STAGES = ("forward", "backward", "all_reduce", "optimiser")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The options of ``dualeval bench`` beside those of the job, as docs/bench.md has them; None is open.
-
-    Raises:
-        UsageError: one has a value that it cannot have.
-    """
+    """The options of ``dualeval bench`` beside those of the job, as docs/bench.md has them; None is open."""
 
     mode: list[str] | None
     processes: list[int] | None
@@ -58,20 +54,17 @@ class BenchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One combination that is measured.
+    """One combination that is measured."""
 
-    Attributes:
-        mode: one of ``MODES``.
-        processes: how many ranks; for "dataparallel" how many GPUs its one process uses.
-        precision: one of ``choices.PRECISIONS``.
-        batch_size: samples a batch of each process.
-        reason: why it cannot be measured here; None where it can.
-    """
-
+    # One of `MODES`.
     mode: str
+    # How many ranks; for "dataparallel" how many GPUs its one process uses.
     processes: int
+    # One of `choices.PRECISIONS`.
     precision: str
+    # Samples a batch of each process.
     batch_size: int
+    # Why it cannot be measured here; None where it can.
     reason: str | None = None
 
     @property
@@ -84,27 +77,24 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class CellStart:
-    """What one start of a cell does.
+    """What one start of a cell does."""
 
-    Attributes:
-        mode: as in ``Cell``; likewise ``processes``, ``precision`` and ``batch_size``.
-        cores: of each process, which are its own.
-        min_seconds: the least time that is measured.
-        warmup: batches a process before that.
-        train: whether training steps are timed in place of evaluations.
-        begun: ``time.monotonic()`` when its command was started.
-        to: the file for what was measured.
-    """
-
+    # As in `Cell`; likewise `processes`, `precision` and `batch_size`.
     mode: str
     processes: int
     precision: str
     batch_size: int
+    # Of each process, which are its own.
     cores: int
+    # The least time that is measured.
     min_seconds: float
+    # Batches a process before that.
     warmup: int
+    # Whether training steps are timed in place of evaluations.
     train: bool
+    # `time.monotonic()` when its command was started.
     begun: float
+    # The file for what was measured.
     to: str
 
     def to_json(self) -> dict[str, Any]:
@@ -122,13 +112,6 @@ def plan_cells(
     """List the cells: every combination that is one, in a fixed order.
 
     One process is a cell of its own mode; DataParallel needs at least two GPUs to differ from it.
-
-    Args:
-        modes: of ``MODES``.
-        processes: numbers of ranks, or of GPUs of DataParallel.
-        precisions: of ``choices.PRECISIONS``.
-        batch_sizes: samples a batch.
-        why_not: says why a cell cannot be measured here; None: it can.
     """
     cells = []
     for precision in precisions:
@@ -150,10 +133,6 @@ def order_of_round(count: int, number: int) -> list[int]:
     """In which order a round measures its cells: each round begins one cell later, every second backwards.
 
     So no cell is always first, or always behind the same one.
-
-    Args:
-        count: how many cells there are.
-        number: of the round, from 0.
     """
     first = number % max(count, 1)
     order = [*range(first, count), *range(first)]
@@ -166,11 +145,5 @@ def cores_of_processes(processes: Sequence[int], usable: int) -> int:
 
 
 def own_part(cores: Sequence[int], each: int, local_rank: int) -> list[int]:
-    """The cores of one of the ranks of this machine.
-
-    Args:
-        cores: numbers of those that all of them may use.
-        each: how many each rank gets.
-        local_rank: which one it is.
-    """
+    """The cores of one of the ranks of this machine."""
     return list(cores[local_rank * each : (local_rank + 1) * each])

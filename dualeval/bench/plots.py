@@ -39,12 +39,7 @@ def check_plots() -> None:
 
 
 def draw(report: Mapping[str, Any], folder: Path) -> list[str]:
-    """Draw the plots of a report; returns the names of the PNG files. Nothing measured, nothing drawn.
-
-    Args:
-        report: what bench.json holds.
-        folder: where the files go, each as PNG and SVG.
-    """
+    """Draw the plots of a report; returns the names of the PNG files. Nothing measured, nothing drawn."""
     if not any(cell["figures"] for cell in report["cells"]):
         return []
     drawn = []

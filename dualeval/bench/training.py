@@ -43,18 +43,6 @@ def measure_training(
 
     A step is: forward and cross entropy; backward; the sum of all gradients over the ranks, as one tensor,
     which then replaces them as their mean; SGD with momentum. The stages follow each other.
-
-    Args:
-        session: open, on the cell's ranks.
-        task: an image classification.
-        options: of the evaluation, of which ``limit``, ``sample`` and ``seed`` count.
-        start: what is measured.
-
-    Returns:
-        plain values as ``measure_evaluation`` gives them, with the seconds of each stage in ``ranks``.
-
-    Raises:
-        UsageError: there are not as many whole batches as processes.
     """
     device = session.backend.device
     if start.mode == DATAPARALLEL:
@@ -111,11 +99,7 @@ def _batches(session: Session, task: Task, options: Mapping[str, Any], start: Ce
 
 
 class _Training:
-    """A model that is trained on batches, one step at a time.
-
-    Attributes:
-        seconds: by stage, of all steps since it was set.
-    """
+    """A model that is trained on batches, one step at a time."""
 
     def __init__(self, backend: Backend, task: Task, model: nn.Module, start: CellStart) -> None:
         self._backend = backend
@@ -126,6 +110,7 @@ class _Training:
         self._optimiser = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
         # float16 has too small a range for gradients; the scaler does nothing for the others.
         self._scaler = torch.amp.GradScaler(backend.device.type, enabled=start.precision == "amp-fp16")
+        # By stage, of all steps since it was set.
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
     def step(self, batch: Mapping[str, Tensor]) -> None:

@@ -186,11 +186,7 @@ def bench(context: click.Context, /, **flags: Any) -> None:
 
 
 def _check_training(options: BenchOptions, job: Job, flags: Mapping[str, Any]) -> None:
-    """Check that the job is one whose training steps can be timed.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Check that the job is one whose training steps can be timed."""
     if job.task != DEFAULT_TASK:
         raise UsageError(
             f"--train times --task {DEFAULT_TASK}, and the task is {job.task}. Leave out --train."

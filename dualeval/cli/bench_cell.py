@@ -24,14 +24,7 @@ OWN_COMMAND = (sys.executable, str(Path(__file__).resolve().parent.parent / "__m
 
 
 def run_cell(job: Job, start: CellStart, launcher: str | None, command: Sequence[str]) -> int:
-    """Measure a cell once; returns the exit code.
-
-    Args:
-        job: with the cell's precision and batch size.
-        start: what is measured.
-        launcher: who has started this rank; None where this process starts the ranks, or is alone.
-        command: that of this process.
-    """
+    """Measure a cell once; returns the exit code."""
     backend = start.mode if start.mode in OF_RANKS else "single"
     if launcher is None:
         # Where 'dualeval bench' is killed: what it measures next would be beside this.

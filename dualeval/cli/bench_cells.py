@@ -57,12 +57,7 @@ def prepare(
     words: Sequence[str],
     started: datetime,
 ) -> Cells:
-    """Check the job, look at the machine, and list the cells.
-
-    Raises:
-        UsageError: the job cannot be evaluated, or there is no such device.
-        Interrupted: a signal has come.
-    """
+    """Check the job, look at the machine, and list the cells."""
     from dualeval.devices import device_here
     from dualeval.world import World
 

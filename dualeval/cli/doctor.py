@@ -57,24 +57,20 @@ class _Asked:
 
 @dataclass(kw_only=True)
 class _Findings:
-    """What is known so far: rank 0's of all ranks, the others' of their own.
-
-    Attributes:
-        size: number of ranks.
-        ranks: by rank, its facts.
-        addresses: that rank 0 offers to the others.
-        speed: of all_reduce.
-        stage: what this rank is doing.
-        probe: the file that rank 0 has made in the output folder.
-        shown: whether the report has been shown.
-    """
+    """What is known so far: rank 0's of all ranks, the others' of their own."""
 
     size: int
+    # By rank, its facts.
     ranks: dict[int, dict[str, Any]]
+    # That rank 0 offers to the others.
     addresses: list[str] = field(default_factory=list)
+    # Of all_reduce.
     speed: dict[str, dict[str, float]] = field(default_factory=dict)
+    # What this rank is doing.
     stage: str = "meeting the other ranks"
+    # The file that rank 0 has made in the output folder.
     probe: str | None = None
+    # Whether the report has been shown.
     shown: bool = False
 
 
@@ -280,11 +276,7 @@ def _try_alone(facts: dict[str, Any], world: World, asked: _Asked) -> dict[str, 
 
 
 def _try_together(findings: _Findings, facts: dict[str, Any], world: World, asked: _Asked) -> int:
-    """Meet, tell rank 0 what was found, and try the backend where all ranks can and agree.
-
-    Returns:
-        the exit code, the same on every rank; rank 0 has shown the report by then.
-    """
+    """Meet, tell rank 0 what was found, and try the backend where all ranks can and agree."""
     from dualeval.backends.rendezvous import placed_on_hosts
     from dualeval.store import JOINING, allow_connections, join_store, serve_store
 

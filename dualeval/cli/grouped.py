@@ -19,11 +19,7 @@ _WIDTH = 110
 
 
 class GroupedOption(click.Option):
-    """A flag that stands under a heading in the help.
-
-    Args:
-        group: the heading; None for that of options without one.
-    """
+    """A flag that stands under a heading in the help."""
 
     def __init__(self, *arguments: Any, group: str | None = None, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -31,12 +27,7 @@ class GroupedOption(click.Option):
 
 
 class Words(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic from click 8.4 on
-    """A text that is one of a few words; what it may be is checked where all options are.
-
-    Args:
-        words: offered by the shell's completion.
-        metavar: shown in the help.
-    """
+    """A text that is one of a few words; what it may be is checked where all options are."""
 
     name = "text"
 
@@ -101,13 +92,7 @@ class _FieldType(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # g
 
 
 def flag_for(field: OptionField, *, name: str | None = None, multiple: bool = False) -> GroupedOption:
-    """The flag of a field; None where it is not given.
-
-    Args:
-        field: whose flag.
-        name: of its value among the command's; without it the field's own.
-        multiple: it may be given several times, a value each.
-    """
+    """The flag of a field; None where it is not given."""
     default = "" if field.default in (None, (), [], "", False) else _shown(field.default)
     said = "" if "(default)" in field.help else field.shown or default
     text = f"{field.help}  [default: {said}]" if said else field.help
@@ -142,12 +127,7 @@ def grouped(*declared: str, group: str, **named: Any) -> Callable[[Any], Any]:
 
 
 class GroupedCommand(click.Command):
-    """A command whose help shows its flags in groups, in the order of ``groups`` and then as they come.
-
-    Args:
-        groups: the headings that come first.
-        last: the headings that come last.
-    """
+    """A command whose help shows its flags in groups, in the order of ``groups`` and then as they come."""
 
     def __init__(
         self, *arguments: Any, groups: Sequence[str] = (), last: Sequence[str] = (), **named: Any

@@ -126,19 +126,7 @@ def _mb_s(interface: str) -> int | None:
 def find_site(
     environ: Mapping[str, str], dualeval: Sequence[str], run: Run
 ) -> tuple[Site, list[dict[str, Any]]]:
-    """Find the nodes and the launchers that ranks can be started with.
-
-    Args:
-        environ: this process's variables, with the PATH on which launchers are looked for.
-        dualeval: the words that are the command ``dualeval`` here.
-        run: how to run a command.
-
-    Returns:
-        the site, and each node's facts.
-
-    Raises:
-        DualevalError: a node could not be looked at.
-    """
+    """Find the nodes and the launchers that ranks can be started with."""
     found = {name: shutil.which(name, path=environ["PATH"]) for name in _PROGRAMS}
     programs = {name: path for name, path in found.items() if path is not None}
     job = environ.get("SLURM_JOB_ID") if "srun" in programs else None

@@ -41,16 +41,7 @@ ALLOW_SHARED_GPU = grouped(
 
 
 def show(result: Result, *, as_json: bool, kept: Path | None) -> None:
-    """Show a result on standard output, as a table or as the text of result.json.
-
-    Args:
-        result: what is shown.
-        as_json: as the text of result.json.
-        kept: the file that holds it; None where there is none.
-
-    Raises:
-        DualevalError: standard output cannot be written, and the result is kept nowhere.
-    """
+    """Show a result on standard output, as a table or as the text of result.json."""
     from dualeval.report.table import print_result
 
     if as_json:
@@ -73,14 +64,7 @@ def evaluate_and_show(
     as_json: bool,
     targets: Sequence[Target] = (),
 ) -> int:
-    """Evaluate in a session of its own; returns the exit code, the same on every rank.
-
-    Args:
-        session: not open yet.
-        evaluate: called in it.
-        as_json: as for ``show``.
-        targets: where the result is logged, when it is shown.
-    """
+    """Evaluate in a session of its own; returns the exit code, the same on every rank."""
     from dualeval.result import RESULT
 
     code, result = work_in_session(session, evaluate)
@@ -100,13 +84,7 @@ def evaluate_and_show(
 def work_in_session(
     session: Session, work: Callable[[Session], _T], code_of: Callable[[_T], int] | None = None
 ) -> tuple[int, _T | None]:
-    """Do something in a session of its own; returns the exit code, and what came of it if anything did.
-
-    Args:
-        session: not open yet.
-        work: called in it.
-        code_of: the exit code, of what came of it; None where that is 0.
-    """
+    """Do something in a session of its own; returns the exit code, and what came of it if anything did."""
     from dualeval.engine.ending import end_process
 
     try:

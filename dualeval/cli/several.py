@@ -43,12 +43,7 @@ def exit_code_of(rows: Sequence[ModelRow]) -> int:
 def dry_run(
     jobs: Sequence[tuple[str | None, Job]], check: Callable[[Job], dict[str, Any]]
 ) -> tuple[int, dict[str, Any]]:
-    """Check every model; returns the exit code, and what is printed.
-
-    Args:
-        jobs: as ``Job.read_all`` gives them.
-        check: checks one, and returns its options as they would be used.
-    """
+    """Check every model; returns the exit code, and what is printed."""
     models, rows = [], []
     for candidate in candidates_of(jobs, found_models(jobs)):
         try:
@@ -62,15 +57,7 @@ def dry_run(
 
 
 class Models:
-    """Several models, evaluated one after the other by the same ranks.
-
-    Args:
-        jobs: as ``Job.read_all`` gives them.
-        out: the folder with a folder for each model; None makes a new one.
-        targets: where each result is logged.
-        as_json: print the list of results, and no table.
-        evaluate: evaluates one model in the session.
-    """
+    """Several models, evaluated one after the other by the same ranks."""
 
     def __init__(
         self,
@@ -90,13 +77,7 @@ class Models:
         self._written: tuple[Path, ModelsTable] | None = None
 
     def evaluate(self, session: Session) -> list[ModelRow]:
-        """Evaluate each model in an open session; a collective. Returns a row for each.
-
-        Raises:
-            UsageError: a pattern fits nothing, or the folder is another run's.
-            PeerError: another rank failed in a way that ends the run; what is done is in the table.
-            Stopped: a signal has ended the run; likewise.
-        """
+        """Evaluate each model in an open session; a collective. Returns a row for each."""
         folder, candidates, lease = self._begin(session)
         rows = [ModelRow(name=each.name, folder=str(folder / each.name)) for each in candidates]
         cache = DataCache()

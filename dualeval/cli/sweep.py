@@ -30,15 +30,7 @@ def counts_of(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 def check_no_rank(launcher: str | None, why: str) -> None:
-    """Refuse to be one of several ranks, each of which would start all runs.
-
-    Args:
-        launcher: that was named on the command line.
-        why: the rest of the message: what the command does itself, and where to type it.
-
-    Raises:
-        LaunchError: this process is one.
-    """
+    """Refuse to be one of several ranks, each of which would start all runs."""
     world = detect(os.environ, launcher)
     if not may_start_ranks(world):
         raise LaunchError(
@@ -47,11 +39,7 @@ def check_no_rank(launcher: str | None, why: str) -> None:
 
 
 def check_new_folder(folder: Path) -> None:
-    """Refuse a folder for the report that has something in it, or cannot be written; makes none.
-
-    Raises:
-        UsageError: it is such a folder.
-    """
+    """Refuse a folder for the report that has something in it, or cannot be written; makes none."""
     if folder.is_dir():
         if any(folder.iterdir()):
             raise UsageError(f"--out {folder}: this folder is not empty. Give a new or an empty one.")
@@ -66,11 +54,7 @@ def check_new_folder(folder: Path) -> None:
 
 
 def make_folders(folder: Path, *names: str) -> None:
-    """Make the folders of these names in the report's folder.
-
-    Raises:
-        UsageError: the file system refuses what its permissions allow.
-    """
+    """Make the folders of these names in the report's folder."""
     try:
         for name in names:
             (folder / name).mkdir(parents=True)

@@ -131,11 +131,7 @@ def job_of(flags: Mapping[str, Any]) -> Job:
 
 
 def whole_job_of(flags: Mapping[str, Any], command: str) -> Job:
-    """As ``job_of``, for a command whose process has all of the model.
-
-    Raises:
-        UsageError: a job file asks for a model that is divided over the ranks.
-    """
+    """As ``job_of``, for a command whose process has all of the model."""
     job = job_of(flags)
     if job.shard is not None:
         raise _takes_whole_models(command, f"--config {flags['config']}: shard")

@@ -27,88 +27,74 @@ _LISTED = 10
 
 @dataclass(frozen=True, kw_only=True)
 class MetricComparison:
-    """One metric in both runs, over the pairs.
+    """One metric in both runs, over the pairs."""
 
-    Attributes:
-        a: its value in A.
-        b: in B.
-        difference: b - a.
-        interval: 95 % confidence interval of the difference.
-        p: two-sided p-value of "there is no difference".
-        p_holm: the same, adjusted for the number of metrics compared.
-        p_exact: that of McNemar's exact test, where each sample's score is 0 or 1; else None.
-        test: the name of the test.
-        samples: number of pairs.
-        clusters: number of clusters of these; None where samples are taken to be independent.
-        unit: as in ``Result.units``.
-        direction: "higher" or "lower" is better; None where neither is.
-        verdict: "B is better", "B is worse", "B is higher", "B is lower", "no difference shown" or "the same
-            on every sample".
-        detectable: the smallest difference that would be found with 80 % power; None where it is unknown.
-        flips: the samples that changed, where each sample's score is 0 or 1 and independent; else None.
-    """
-
+    # Its value in A.
     a: float
     b: float
+    # B minus A.
     difference: float
+    # 95 % confidence interval of the difference.
     interval: tuple[float, float]
+    # Two-sided p-value of "there is no difference".
     p: float
+    # The same, adjusted for the number of metrics compared.
     p_holm: float
+    # That of McNemar's exact test, where each sample's score is 0 or 1; else None.
     p_exact: float | None
     test: str
+    # Number of pairs.
     samples: int
+    # Number of clusters of these; None where samples are taken to be independent.
     clusters: int | None
+    # As in `Result.units`.
     unit: str | None
+    # "higher" or "lower" is better; None where neither is.
     direction: str | None
+    # "B is better", "B is worse", "B is higher", "B is lower", "no difference shown" or "the same on every
+    # sample".
     verdict: str
+    # The smallest difference that would be found with 80 % power; None where it is unknown.
     detectable: float | None
+    # The samples that changed, where each sample's score is 0 or 1 and independent; else None.
     flips: Flips | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Whether B may be worse than A by no more than a margin, with 95 % confidence.
-
-    Attributes:
-        metric: its name.
-        margin: in the metric's own unit.
-        bound: the largest loss from A to B that the samples allow, a one-sided 95 % bound; negative where B
-            is better.
-        passed: the bound is not above the margin.
-    """
+    """Whether B may be worse than A by no more than a margin, with 95 % confidence."""
 
     metric: str
+    # In the metric's own unit.
     margin: float
+    # The largest loss from A to B that the samples allow, a one-sided 95 % bound; negative where B is better.
     bound: float
+    # The bound is not above the margin.
     passed: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs over the same samples; B against A.
+    """Two runs over the same samples; B against A."""
 
-    Attributes:
-        a: ``folder``, ``metrics_digest`` and ``samples_digest`` of the first run.
-        b: of the second.
-        pairs: number of samples that both have evaluated.
-        failed: number of samples left out because they failed ``in_a``, ``in_b`` or ``in_both``.
-        agreement: number of pairs with the same prediction; None where the runs keep none.
-        metrics: by name, those that were compared.
-        not_compared: by name, why a metric was not.
-        gates: in the order given.
-        cluster: the column whose equal entries mark dependent samples; None where all are independent.
-        notes: what a reader of the numbers should know.
-    """
-
+    # `folder`, `metrics_digest` and `samples_digest` of the first run.
     a: dict[str, Any]
     b: dict[str, Any]
+    # Number of samples that both have evaluated.
     pairs: int
+    # Number of samples left out because they failed `in_a`, `in_b` or `in_both`.
     failed: dict[str, int]
+    # Number of pairs with the same prediction; None where the runs keep none.
     agreement: int | None
+    # By name, those that were compared.
     metrics: dict[str, MetricComparison]
+    # By name, why a metric was not.
     not_compared: dict[str, str]
+    # In the order given.
     gates: list[Gate] = field(default_factory=list)
+    # The column whose equal entries mark dependent samples; None where all are independent.
     cluster: str | None = None
+    # What a reader of the numbers should know.
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -124,11 +110,7 @@ class Comparison:
         return {"schema_version": 1, **content, "passed": self.passed}
 
     def write_flips(self, path: Path) -> None:
-        """Write all flipped samples as CSV: metric, change ("lost" or "gained"), id.
-
-        Raises:
-            UsageError: the file cannot be written.
-        """
+        """Write all flipped samples as CSV: metric, change ("lost" or "gained"), id."""
         try:
             with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
                 writer = csv.writer(file)

@@ -27,14 +27,11 @@ _ROUNDING = 2.0**-20
 
 @dataclass(frozen=True, kw_only=True)
 class Flips:
-    """Samples whose score of 0 or 1 changes from A to B.
+    """Samples whose score of 0 or 1 changes from A to B."""
 
-    Attributes:
-        lost: ids of the samples that are 1 in A and 0 in B, in A's order.
-        gained: ids of the samples that are 0 in A and 1 in B.
-    """
-
+    # Ids of the samples that are 1 in A and 0 in B, in A's order.
     lost: Sequence[str]
+    # Ids of the samples that are 0 in A and 1 in B.
     gained: Sequence[str]
 
 
@@ -60,22 +57,18 @@ def clusters_of(pairs: Pairs, name: str) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A metric over the pairs.
+    """A metric over the pairs."""
 
-    Attributes:
-        a: its value in A.
-        b: in B.
-        difference: b - a.
-        samples: number of pairs that count for it.
-        clusters: number of clusters of these; None where samples are independent.
-        flips: the samples that changed, where each sample's score is 0 or 1; else None.
-    """
-
+    # Its value in A.
     a: float
     b: float
+    # B minus A.
     difference: MeanDifference | ProportionDifference | ClusteredProportionDifference
+    # Number of pairs that count for it.
     samples: int
+    # Number of clusters of these; None where samples are independent.
     clusters: int | None
+    # The samples that changed, where each sample's score is 0 or 1; else None.
     flips: Flips | None
 
 
@@ -86,13 +79,7 @@ class _NotCompared(Exception):
 def differences_of(
     pairs: Pairs, clusters: npt.NDArray[np.int64] | None, chosen: Sequence[str] | None = None
 ) -> tuple[dict[str, Estimate], dict[str, str]]:
-    """Estimate the difference of each metric that both runs have; for the others say why not.
-
-    Args:
-        pairs: the samples of both runs.
-        clusters: the number of each pair's cluster.
-        chosen: names of metrics; None for all.
-    """
+    """Estimate the difference of each metric that both runs have; for the others say why not."""
     found: dict[str, Estimate] = {}
     not_compared: dict[str, str] = {}
     a, b = pairs.a, pairs.b
@@ -154,11 +141,7 @@ def _terms(pairs: Pairs, score: Score) -> tuple[_Terms, _Terms]:
 
 
 def _estimate(pairs: Pairs, score: Score, clusters: npt.NDArray[np.int64] | None) -> Estimate:
-    """Estimate the difference of one metric.
-
-    Raises:
-        _NotCompared: says why it cannot be.
-    """
+    """Estimate the difference of one metric."""
     one, other = _terms(pairs, score)
     _check_terms(one, other)
     chosen = one.counts

@@ -26,28 +26,19 @@ _TARGET = "target"
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """A finished run.
-
-    Attributes:
-        folder: as given.
-        result: what result.json says; of an earlier version's run with what its rows add.
-        rows: its Parquet file.
-        scores: by metric, how the value follows from a number of each sample.
-    """
+    """A finished run."""
 
     folder: Path
+    # What result.json says; of an earlier version's run with what its rows add.
     result: Result
+    # Its Parquet file.
     rows: StoredRows
+    # By metric, how the value follows from a number of each sample.
     scores: Mapping[str, Score]
 
 
 def open_run(folder: str | Path) -> ComparedRun:
-    """Open a run.
-
-    Raises:
-        UsageError: no finished run is there, or none of its metrics follows from a number of each sample.
-        DualevalError: its files are damaged.
-    """
+    """Open a run."""
     folder = Path(folder)
     result, rows = finished_run(folder)
     scores = result.scores or _scores_of_rows(folder)
@@ -79,28 +70,22 @@ def _scores_of_rows(folder: Path) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """The samples that both runs have evaluated, in the order of A.
-
-    Attributes:
-        a: the first run.
-        b: the second.
-        rows_a: the row of each pair in A's file, shape (pairs,).
-        rows_b: in B's.
-        ids: of all rows of A, a ``pyarrow.Array``.
-        failed_a: number of samples that failed in A only.
-        failed_b: in B only.
-        failed_both: in both.
-        notes: sentences about the data.
-    """
+    """The samples that both runs have evaluated, in the order of A."""
 
     a: ComparedRun
     b: ComparedRun
+    # The row of each pair in A's file, shape (pairs,).
     rows_a: npt.NDArray[np.int64]
     rows_b: npt.NDArray[np.int64]
+    # Of all rows of A, a `pyarrow.Array`.
     ids: Any
+    # Number of samples that failed in A only.
     failed_a: int
+    # In B only.
     failed_b: int
+    # In both.
     failed_both: int
+    # Sentences about the data.
     notes: tuple[str, ...] = field(default=())
 
     def __len__(self) -> int:
@@ -128,17 +113,7 @@ def taken(array: Any, rows: npt.NDArray[np.int64]) -> Any:
 
 
 def pair(a: ComparedRun, b: ComparedRun, *, trust_ids: bool = False) -> Pairs:
-    """Pair two runs' samples by id.
-
-    Args:
-        a: the first run.
-        b: the second.
-        trust_ids: equal ids are equal samples, whatever the fingerprints of the data say.
-
-    Raises:
-        UsageError: the runs are over different data; says what differs.
-        DualevalError: a file is damaged.
-    """
+    """Pair two runs' samples by id."""
     ids, other_ids = a.rows.whole("id"), b.rows.whole("id")
     same_order = bool(ids.equals(other_ids))
     rows_b = np.arange(len(ids), dtype=np.int64) if same_order else _joined(a, b, ids, other_ids)

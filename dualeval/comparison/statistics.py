@@ -56,18 +56,14 @@ class MeanDifference:
     removal of skewness by transformation", JRSS B 54, 1992): the interval ends where the farther of the two
     does, and the larger p-value counts. Alone, t errs too often where the differences are skewed, and Hall's
     where they are symmetric with heavy tails.
-
-    Attributes:
-        value: B - A.
-        error: its standard error.
-        skewness: of the influences, m3 / m2**1.5; 0 where it is not used.
-        units: number of independent samples or clusters, at least 2.
-        test: the name of the test.
     """
 
+    # B - A.
     value: float
     error: float
+    # Of the influences, m3 / m2**1.5; 0 where it is not used.
     skewness: float
+    # Number of independent samples or clusters, at least 2.
     units: int
     test: str
 
@@ -109,19 +105,15 @@ class MeanDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class ProportionDifference:
-    """The difference of two paired proportions.
+    """The difference of two paired proportions."""
 
-    Attributes:
-        lost: number of samples that are 1 in A and 0 in B.
-        gained: number of samples that are 0 in A and 1 in B.
-        samples: number of pairs.
-        factor: what the proportions are multiplied by, 100 for percent.
-        test: the name of the test.
-    """
-
+    # Number of samples that are 1 in A and 0 in B.
     lost: int
+    # Number of samples that are 0 in A and 1 in B.
     gained: int
+    # Number of pairs.
     samples: int
+    # What the proportions are multiplied by, 100 for percent.
     factor: float = 1.0
     test: str = "McNemar mid-p"
 
@@ -204,13 +196,11 @@ class ClusteredProportionDifference:
 
     Clusters that hardly differ say little of how far others do. So the interval is never shorter, and the
     p-value never smaller, than for independent samples.
-
-    Attributes:
-        by_cluster: from the clusters' sums.
-        independent: as if each sample were independent.
     """
 
+    # From the clusters' sums.
     by_cluster: MeanDifference
+    # As if each sample were independent.
     independent: ProportionDifference
 
     @property
@@ -261,11 +251,6 @@ def mean_difference(
     Standard error: sqrt(n / (n - 1) sum(u**2)), the delta method (W. G. Cochran, *Sampling Techniques*, 1977,
     section 6.4). With clusters each u is a cluster's sum, and n their number (S.-Y. Liang and S. L. Zeger,
     Biometrika 73, 1986); skewness is then left out, because few clusters say little of it.
-
-    Args:
-        value: B - A.
-        influences: u, shape (pairs,); their sum is 0 but for rounding.
-        clusters: the number of each pair's cluster, from 0 on, without gaps, shape (pairs,).
     """
     u = influences if clusters is None else np.bincount(clusters, weights=influences)
     n = len(u)

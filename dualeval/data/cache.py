@@ -15,12 +15,7 @@ class DataCache:
         self._read: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, read: Callable[[], _T]) -> _T:
-        """What was read under a key, read now where it was not; an error is not remembered.
-
-        Args:
-            key: names all that decides what is read.
-            read: reads it.
-        """
+        """What was read under a key, read now where it was not; an error is not remembered."""
         if key not in self._read:
             self._read[key] = read()
         found: _T = self._read[key]

@@ -21,22 +21,19 @@ _SHAPE = (3, 32, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class CifarFiles:
-    """The published files of one of the two.
+    """The published files of one of the two."""
 
-    Attributes:
-        folder: theirs below the root, as torchvision unpacks the archive.
-        splits: the batches of each split.
-        labels: the key of a batch's labels.
-        meta: the file of the classes' names.
-        names: its key.
-        archive: that holds all of them.
-    """
-
+    # Theirs below the root, as torchvision unpacks the archive.
     folder: str
+    # The batches of each split.
     splits: Mapping[str, tuple[str, ...]]
+    # The key of a batch's labels.
     labels: str
+    # The file of the classes' names.
     meta: str
+    # Its key.
     names: str
+    # That holds all of them.
     archive: str
 
 
@@ -83,16 +80,7 @@ _ADMITTED = {
 
 
 def read_cifar(name: str, root: Path, split: str) -> SmallImages:
-    """Read CIFAR-10 or CIFAR-100 from the disk.
-
-    Args:
-        name: "CIFAR10" or "CIFAR100".
-        root: holds ``cifar-10-batches-py`` or ``cifar-100-python``.
-        split: "test" or "train".
-
-    Raises:
-        UsageError: a file is missing, or is not the published one.
-    """
+    """Read CIFAR-10 or CIFAR-100 from the disk."""
     files = FILES[name]
     # Of all files, before any is read further: a missing one is said first.
     paths = [f"{files.folder}/{file}" for file in (*files.splits[split], files.meta)]

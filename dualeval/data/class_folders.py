@@ -23,18 +23,15 @@ _NAMED_AT_MOST = 8
 
 @dataclass(kw_only=True)
 class PassedOver:
-    """What is in a data folder and is no sample.
+    """What is in a data folder and is no sample."""
 
-    Attributes:
-        files: how many, by extension in small letters; hidden ones under "hidden".
-        hidden_folders: how many folders have a name that begins with a dot.
-        repeated_folders: how many links lead to a folder that was read already.
-        beside: how many of the files are images beside the class folders.
-    """
-
+    # How many, by extension in small letters; hidden ones under "hidden".
     files: Counter[str] = field(default_factory=Counter)
+    # How many folders have a name that begins with a dot.
     hidden_folders: int = 0
+    # How many links lead to a folder that was read already.
     repeated_folders: int = 0
+    # How many of the files are images beside the class folders.
     beside: int = 0
 
     def add(self, name: str) -> None:
@@ -78,11 +75,7 @@ _PARTS = ("train", "training", "val", "valid", "validation", "test", "testing")
 
 
 def check_folder(root: Path) -> None:
-    """Check that a data folder is there.
-
-    Raises:
-        UsageError: it is not, or is a file.
-    """
+    """Check that a data folder is there."""
     if not root.is_dir():
         found = "is a file" if root.exists() else "does not exist"
         raise UsageError(
@@ -92,11 +85,7 @@ def check_folder(root: Path) -> None:
 
 
 def class_folders(root: Path, passed_over: PassedOver) -> list[str]:
-    """The names of the class folders, by code point; hidden ones and files are counted as passed over.
-
-    Raises:
-        UsageError: the data folder is missing, or cannot be listed.
-    """
+    """The names of the class folders, by code point; hidden ones and files are counted as passed over."""
     check_folder(root)
     try:
         entries = list(os.scandir(root))
@@ -125,11 +114,7 @@ def is_image(name: str) -> bool:
 
 
 def images_in(root: Path, class_name: str, passed_over: PassedOver) -> list[str]:
-    """Paths below the root of the images of a class, sorted; counts what is passed over.
-
-    Raises:
-        UsageError: a folder cannot be listed.
-    """
+    """Paths below the root of the images of a class, sorted; counts what is passed over."""
     found = []
     seen: set[tuple[int, int]] = set()
     for folder, inner, names in os.walk(root / class_name, onerror=_refuse, followlinks=True):

@@ -18,14 +18,10 @@ _EXPECTED = 'expected {"FOLDER": INDEX, ...} in a .json file or lines FOLDER,IND
 
 @dataclass(frozen=True, kw_only=True)
 class ClassMap:
-    """Which class each folder is.
-
-    Attributes:
-        path: the file.
-        classes: index of the class by name of the folder; None for a folder that is left out.
-    """
+    """Which class each folder is."""
 
     path: Path
+    # Index of the class by name of the folder; None for a folder that is left out.
     classes: dict[str, int | None]
 
 
@@ -34,12 +30,6 @@ def read_class_map(path: Path) -> ClassMap:
 
     JSON: one object, folder to index; null leaves a folder out. CSV: two columns, folder and index, in UTF-8,
     with or without a line of headings; an empty index leaves a folder out.
-
-    Args:
-        path: a file whose name ends with .json or .csv.
-
-    Raises:
-        UsageError: it cannot be read, is no class map, or names a folder twice.
     """
     kind = path.suffix.lower()
     if kind not in (".json", ".csv"):

@@ -16,15 +16,7 @@ _ARCHIVES = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"7z\xbc\x
 
 
 def what_it_is(path: Path) -> str | None:
-    """What a file is that cannot be what it was given for, and what to do.
-
-    Returns:
-        Goes behind the file's name: "is empty (0 bytes): ..."; None where its first bytes say nothing of this
-        kind.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """What a file is that cannot be what it was given for, and what to do."""
     with path.open("rb") as file:
         return what_it_holds(file.read(HEAD))
 
@@ -49,11 +41,7 @@ def what_it_holds(head: bytes) -> str | None:
 
 
 def what_weights_are(path: Path) -> str | None:
-    """As ``what_it_is``, of a file that should hold weights, by its suffix safetensors or torch's own.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """As ``what_it_is``, of a file that should hold weights, by its suffix safetensors or torch's own."""
     with path.open("rb") as file:
         head = file.read(HEAD)
     is_safetensors = path.suffix == ".safetensors"

@@ -41,16 +41,7 @@ class Decoder:
         self._notes: list[str] = []
 
     def decode(self, image: Image.Image, file: IO[bytes]) -> _Pixels | None:
-        """The pixels of a picture, where that is faster than by Pillow.
-
-        Args:
-            image: the picture, which Pillow has opened and not decoded.
-            file: the one that it was opened from.
-
-        Returns:
-            uint8 of shape (height, width) or (height, width, 3); None where Pillow is to decode it, which
-            also says what is wrong with a damaged file.
-        """
+        """The pixels of a picture, where that is faster than by Pillow."""
         if self._off or image.format != "JPEG" or image.mode not in _COLOURS:
             return None
         decode = _installed()

@@ -11,14 +11,7 @@ import numpy.typing as npt
 
 
 class FileNames:
-    """Names of files, in an order; by index each one as Python's functions of files take it.
-
-    Args:
-        names: in their order; bytes that are no UTF-8 as ``os.fsdecode`` gives them.
-
-    Raises:
-        UnicodeEncodeError: one cannot be the name of a file.
-    """
+    """Names of files, in an order; by index each one as Python's functions of files take it."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._bytes = bytearray()

@@ -30,12 +30,6 @@ def read_idx(path: Path) -> np.ndarray:
 
     Format: two zero bytes, a type code, the number of dimensions, one big-endian uint32 per dimension,
     then the values in C order (http://yann.lecun.com/exdb/mnist/).
-
-    Returns:
-        A writable uint8 array of the shape that the file states.
-
-    Raises:
-        UsageError: the file is no such idx file, or is cut short.
     """
     content = path.read_bytes()
     if path.suffix == ".gz" or content.startswith(_GZIP):
@@ -58,17 +52,7 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 class IdxImages(SmallImages):
-    """Grey images of one or more pairs of idx files.
-
-    Args:
-        folder: holds ``*-images-idx3-ubyte`` and the ``*-labels-idx1-ubyte`` that go with it, with ``.gz``
-            behind their names or without.
-        split: which pair, as "train" or "t10k"; None takes the test split (t10k) where there are several.
-        classes: as for ``SmallImages``.
-
-    Raises:
-        UsageError: a file is missing or damaged, or images and labels differ in number.
-    """
+    """Grey images of one or more pairs of idx files."""
 
     def __init__(self, folder: Path, split: str | None = None, *, classes: Sequence[str] = ()) -> None:
         splits = _splits(folder)

@@ -26,22 +26,7 @@ from dualeval.vision_library import torchvision
 
 
 class ImageFiles:
-    """Pictures in files, in a fixed order.
-
-    Args:
-        root: the folder from which paths count.
-        paths: one a sample; absolute ones stand for themselves.
-        targets: the class of each sample, int64 (samples,).
-        labels: which class each label is.
-        preprocessing: resize and crop, or the user's function, are done here; normalisation is the task's, on
-            the device.
-        whole_files: whether a content fingerprint covers all bytes of a file; else its size and its ends.
-        cache: what other tasks of the run have read: files that have not changed are read for their contents
-            once.
-
-    Attributes:
-        labels: as given.
-    """
+    """Pictures in files, in a fixed order."""
 
     in_memory = False
     unique_ids = True
@@ -128,11 +113,6 @@ class ImageFiles:
         """Decode, resize and crop images: (uint8 (channels, height, width), target) for each index.
 
         With a function of the user's, it is what that returns.
-
-        Raises:
-            OSError: a file cannot be read, is no whole image, or has changed since ``fingerprint``. Pillow
-                raises others on damaged files.
-            ValueError: pixels are 32-bit integers or floats.
         """
         return [(self._image(index), int(self._targets[index])) for index in indices]
 

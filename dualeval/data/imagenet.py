@@ -16,15 +16,7 @@ _TAR = "ILSVRC2012_img_{}.tar"
 
 
 def imagenet_folder(root: Path, split: str) -> Path:
-    """The folder of ImageNet's class folders, named by wnid.
-
-    Args:
-        root: as torchvision's ``ImageNet`` takes it.
-        split: "val" or "train".
-
-    Raises:
-        UsageError: there is none, or its folders are no wnids of ILSVRC-2012.
-    """
+    """The folder of ImageNet's class folders, named by wnid."""
     places = [root / place.format(name) for place in _PLACES for name in _NAMES[split]]
     found = next((place for place in places if place.is_dir()), None)
     if found is None:

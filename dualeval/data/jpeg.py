@@ -17,42 +17,30 @@ _SMALL = 16
 
 @dataclass(frozen=True, kw_only=True)
 class JpegKind:
-    """What a decoder goes by: pictures of one kind take the same way through it.
+    """What a decoder goes by: pictures of one kind take the same way through it."""
 
-    Attributes:
-        process: "baseline", "extended" (both with Huffman codes) or "progressive".
-        ids: the components' numbers, which tell RGB from YCbCr where no marker does.
-        sampling: horizontal and vertical factor of the first component; those of the others are 1.
-        scanned: components in the first scan: all of them, or one.
-        restarts: whether there are restart markers.
-        jfif: whether the file says that it is JFIF, and so YCbCr.
-        adobe: the colour transform of Adobe's marker; None without one.
-        ragged: whether width and height end within a block.
-        small: whether a side is so short that few blocks have neighbours.
-    """
-
+    # "baseline", "extended" (both with Huffman codes) or "progressive".
     process: str
+    # The components' numbers, which tell RGB from YCbCr where no marker does.
     ids: tuple[int, ...]
+    # Horizontal and vertical factor of the first component; those of the others are 1.
     sampling: tuple[int, int]
+    # Components in the first scan: all of them, or one.
     scanned: int
+    # Whether there are restart markers.
     restarts: bool
+    # Whether the file says that it is JFIF, and so YCbCr.
     jfif: bool
+    # The colour transform of Adobe's marker; None without one.
     adobe: int | None
+    # Whether width and height end within a block.
     ragged: tuple[bool, bool]
+    # Whether a side is so short that few blocks have neighbours.
     small: bool
 
 
 def kind_of(data: bytes) -> JpegKind | None:
-    """The kind of a JPEG of one or three components of 8 bits.
-
-    Args:
-        data: the file.
-
-    Returns:
-        None where the header is not plain: another number of components, arithmetic or lossless coding,
-        quantisation tables of 16 bits, missing tables, odd sampling, bytes between the segments, several
-        frames; and where it is damaged.
-    """
+    """The kind of a JPEG of one or three components of 8 bits."""
     if data[:2] != bytes((0xFF, _START)):
         return None
     header = _Header()

@@ -23,18 +23,15 @@ _NAMED_AT_MOST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class KnownClasses:
-    """Classes whose names are known.
+    """Classes whose names are known."""
 
-    Attributes:
-        of: whose classes they are, for messages.
-        names: by index.
-        wnids: WordNet's ids by index; empty where they have none.
-        go_by_name: whether a folder may have a class's name; else wnids alone are looked up.
-    """
-
+    # Whose classes they are, for messages.
     of: str
+    # By index.
     names: tuple[str, ...]
+    # WordNet's ids by index; empty where they have none.
     wnids: tuple[str, ...] = ()
+    # Whether a folder may have a class's name; else wnids alone are looked up.
     go_by_name: bool = True
 
     @cached_property
@@ -55,12 +52,7 @@ class KnownClasses:
         return _places(map(_simple, self.names))
 
     def find(self, folder: str, *, exactly: bool) -> list[int]:
-        """Indices of the classes that a folder's name names.
-
-        Args:
-            folder: a wnid, or a class's name.
-            exactly: take a name letter by letter; else small and capital letters, "_" and " " are equal.
-        """
+        """Indices of the classes that a folder's name names."""
         wnid = folder.lower()
         if wnid in self.wnids:
             return [self.wnids.index(wnid)]
@@ -76,28 +68,25 @@ class KnownClasses:
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """Which class each folder or label is.
+    """Which class each folder or label is."""
 
-    Attributes:
-        rule: how that was decided, in words for people.
-        classes: index of the class by folder or label, in the order of their names; empty where the data has
-            indices of classes already.
-        names: names of classes by index, as far as they are known.
-        num_classes: the number of classes; None where a class map gives single ones alone, or the data has
-            indices and says no more.
-        left_out: folders or labels that a class map leaves out.
-        notes: sentences for people.
-        warnings: sentences that belong beside the numbers.
-        noun: what has a class, "folder" or "label".
-    """
-
+    # How that was decided, in words for people.
     rule: str
+    # Index of the class by folder or label, in the order of their names; empty where the data has indices of
+    # classes already.
     classes: dict[str, int]
+    # Names of classes by index, as far as they are known.
     names: Mapping[int, str]
+    # The number of classes; None where a class map gives single ones alone, or the data has indices and says
+    # no more.
     num_classes: int | None
+    # Folders or labels that a class map leaves out.
     left_out: tuple[str, ...] = ()
+    # Sentences for people.
     notes: tuple[str, ...] = ()
+    # Sentences that belong beside the numbers.
     warnings: tuple[str, ...] = ()
+    # What has a class, "folder" or "label".
     noun: str = "folder"
 
     @property
@@ -111,11 +100,7 @@ class Labels:
         return bool(self.classes) and self.num_classes is None
 
     def fingerprint(self) -> str | None:
-        """sha256, in hex, over labels, their classes and the classes' names: all that the rule comes to.
-
-        Returns:
-            None where labels are indices of classes without names.
-        """
+        """sha256, in hex, over labels, their classes and the classes' names: all that the rule comes to."""
         if not self.classes and not self.names:
             return None
         content = [self.classes, sorted(self.names.items())]
@@ -134,12 +119,7 @@ class Labels:
 
 
 def indices_of_classes(names: Sequence[str] = (), known: KnownClasses | None = None) -> Labels:
-    """The labels of data that has indices of classes.
-
-    Args:
-        names: of all its classes, by index; empty where the data does not say them.
-        known: the model's classes, whose names are taken where the data has none.
-    """
+    """The labels of data that has indices of classes."""
     of_model = {} if known is None else known.shown
     return Labels(
         rule="indices of classes",
@@ -158,19 +138,7 @@ def choose_labels(
     known: KnownClasses | None = None,
     noun: str = "class folder",
 ) -> Labels:
-    """Decide which class each folder or label is.
-
-    Args:
-        folders: names of folders, or labels, sorted.
-        class_map: decides where it is given.
-        order: one of ``choices.CLASS_ORDERS``; None takes the names of known classes, or else the order of
-            names.
-        known: the model's classes, where their names are known.
-        noun: what one of ``folders`` is called in messages, "class folder" or "label".
-
-    Raises:
-        UsageError: one has no class, or it is not clear which.
-    """
+    """Decide which class each folder or label is."""
     found = _chosen(folders, class_map, order, known, noun)
     return replace(found, noun=_short(noun))
 
@@ -355,17 +323,7 @@ def _by_map(folders: Sequence[str], given: ClassMap, known: KnownClasses | None,
 
 
 def check_indices(classes: Mapping[str, int], count: int, said: str, because: str) -> None:
-    """Check that each folder's class is one of ``count`` classes.
-
-    Args:
-        classes: index by folder.
-        count: the number of classes.
-        said: who gives the index, for messages.
-        because: why there are so many classes, for messages.
-
-    Raises:
-        UsageError: one is not.
-    """
+    """Check that each folder's class is one of ``count`` classes."""
     for folder, index in classes.items():
         if index >= count:
             raise UsageError(f"{said} makes {folder!r} class {index}, but {because} (0 to {count - 1}).")

@@ -35,20 +35,6 @@ class ManifestImages(ImageFiles):
 
     Their ids are the paths as they stand there; where a path stands there again, with ``#2`` behind it, then
     ``#3``.
-
-    Args:
-        path: the manifest, as for ``read_rows``.
-        preprocessing: as for ``ImageFiles``.
-        label: decides which class each label is, where labels are names.
-        image_root: the folder from which paths count; None is the manifest's.
-        path_column: as for ``read_rows``.
-        label_column: as there.
-        whole_files: as for ``ImageFiles``.
-        cache: as there; the manifest is read once for all tasks.
-
-    Raises:
-        UsageError: a row has no path or no label, labels are numbers and names, one has no class, or none of
-            the files is there.
     """
 
     def __init__(
@@ -126,29 +112,21 @@ class ManifestImages(ImageFiles):
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
-    """What a manifest holds, in little room.
-
-    Attributes:
-        of: the rows that were read.
-        paths: one a row.
-        hashes: of the paths, of this process alone.
-        codes: the place of each row's label among ``labels``.
-        labels: those that there are, in the order of their first rows, with the numbers of these.
-    """
+    """What a manifest holds, in little room."""
 
     of: ManifestRows
+    # One a row.
     paths: FileNames
+    # Of the paths, of this process alone.
     hashes: array[int]
+    # The place of each row's label among `labels`.
     codes: array[int]
+    # Those that there are, in the order of their first rows, with the numbers of these.
     labels: dict[str | int, int]
 
 
 def _read(of: ManifestRows) -> _Read:
-    """Read all rows.
-
-    Raises:
-        UsageError: there is none, or one has no path or no label that may be one.
-    """
+    """Read all rows."""
     paths, hashes, codes = FileNames(), array("q"), array("i")
     places: dict[str | int, int] = {}
     first: dict[str | int, int] = {}
@@ -209,11 +187,7 @@ def _no_path(of: ManifestRows, number: int, path: object) -> UsageError:
 
 
 def _classes(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
-    """Which class each label of a manifest is.
-
-    Returns:
-        The labels, and by place among ``read.labels`` the class; ``_LEFT_OUT`` for those that are left out.
-    """
+    """Which class each label of a manifest is."""
     if label.takes_names:
         return _named(read, label)
     of = read.of
@@ -260,11 +234,7 @@ def _named(read: _Read, label: Labeler) -> tuple[Labels, npt.NDArray[np.int64]]:
 
 
 def _repeats(path: Path, paths: FileNames, hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
-    """How many earlier rows have the path of each row; None where no path stands there again.
-
-    Raises:
-        UsageError: a row's id would be the path of another row.
-    """
+    """How many earlier rows have the path of each row; None where no path stands there again."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     alike = np.zeros(len(paths), np.bool_)

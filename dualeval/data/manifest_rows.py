@@ -26,17 +26,12 @@ Row = tuple[int, Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestRows:
-    """The rows of a manifest, which can be read once.
-
-    Attributes:
-        path: the manifest.
-        unit: what a row's number counts: "line" or "row".
-        columns: the names of the two columns that are read.
-        rows: they, in their order.
-    """
+    """The rows of a manifest, which can be read once."""
 
     path: Path
+    # What a row's number counts: "line" or "row".
     unit: str
+    # The names of the two columns that are read.
     columns: tuple[str, str]
     rows: Iterator[Row]
 
@@ -51,16 +46,7 @@ def is_manifest(path: Path) -> bool:
 
 
 def read_rows(path: Path, path_column: str | None, label_column: str | None) -> ManifestRows:
-    """Open a manifest; its rows are read when they are asked for.
-
-    Args:
-        path: the file; its suffix says its format.
-        path_column: the column of paths; None takes the one that has a usual name.
-        label_column: the column of labels; None likewise.
-
-    Raises:
-        UsageError: it cannot be read, or lacks a column. Reading the rows raises it, too, with their numbers.
-    """
+    """Open a manifest; its rows are read when they are asked for."""
     wanted = (path_column, label_column)
     kind = path.suffix.lower()
     if not path.is_file():

@@ -20,11 +20,7 @@ _IDX_CLASSES = {"FashionMNIST": FASHION_MNIST_CLASSES, "MNIST": MNIST_CLASSES}
 
 
 def read_small(wanted: NamedSet) -> SmallImages:
-    """Read one of those whose images are held in memory: all but ImageNet.
-
-    Raises:
-        UsageError: a file is missing or damaged.
-    """
+    """Read one of those whose images are held in memory: all but ImageNet."""
     if wanted.name not in _IDX_CLASSES:
         return read_cifar(wanted.name, wanted.root, wanted.split)
     # torchvision's place; then that of the files where nobody gave them a folder of their own.

@@ -32,18 +32,6 @@ def read_pixels(file: IO[bytes], wanted: Normalisation, decoder: Decoder | None 
     """Decode a picture, and do with it what ``prepare`` does.
 
     The first frame of an animation or the first page of a TIFF is taken. The rotation in EXIF is left alone.
-
-    Args:
-        file: the picture.
-        wanted: as for ``prepare``.
-        decoder: a faster one than Pillow's, for the JPEGs that it takes.
-
-    Returns:
-        As ``prepare``.
-
-    Raises:
-        OSError: the file is of none of ``FORMATS``, or is truncated. Pillow raises others on damaged files.
-        ValueError: pixels are 32-bit integers or floats.
     """
     with _opened(file) as image, _whole_pictures_only():
         if not isinstance(wanted, Preprocessing):

@@ -22,17 +22,11 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True, kw_only=True)
 class Normalisation:
-    """What is done to the pixels of an image that is taken in its own size.
+    """What is done to the pixels of an image that is taken in its own size."""
 
-    Attributes:
-        mean: per channel, of pixels scaled to [0, 1].
-        std: per channel, of pixels scaled to [0, 1].
-
-    Raises:
-        UsageError: these are no such values.
-    """
-
+    # Per channel, of pixels scaled to [0, 1].
     mean: tuple[float, ...] = IMAGENET_MEAN
+    # Per channel, of pixels scaled to [0, 1].
     std: tuple[float, ...] = IMAGENET_STD
 
     def __post_init__(self) -> None:
@@ -52,37 +46,30 @@ def _channels(values: tuple[float, ...] | tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing(Normalisation):
-    """Resize, crop and normalisation. The defaults are those of most ImageNet classifiers.
+    """Resize, crop and normalisation. The defaults are those of most ImageNet classifiers."""
 
-    Attributes:
-        resize: length in pixels that the shorter side is brought to; in other modes the height.
-        crop: side in pixels of the square cut from the centre; where there is a ``crop_width``, the height.
-        interpolation: one of ``INTERPOLATIONS``; as Pillow computes them.
-        channels: 3 for RGB, 1 for grey.
-        resize_mode: "shorter": the shorter side becomes ``resize``. The others go by a height and a width:
-            "squash" takes exactly these, "inside" the largest picture of the same shape that fits in, "cover"
-            the smallest that covers them, both with rounded sides.
-        resize_width: the width beside the height ``resize``; None: the same.
-        crop_width: the width of the crop; None: the same as its height.
-        crop_rounding: where an odd number of pixels is left over, the crop begins at half of it, rounded to
-            the "nearest" (to the even one where both are as near; torchvision and timm) or "down"
-            (transformers).
-        padding: the colour of what a picture lacks of its crop, 0 to 255 a channel; None: black.
-        channel_order: "bgr" for models that were trained with blue first.
-
-    Raises:
-        UsageError: these are no such values.
-    """
-
+    # Length in pixels that the shorter side is brought to; in other modes the height.
     resize: int = 256
+    # Side in pixels of the square cut from the centre; where there is a `crop_width`, the height.
     crop: int = 224
+    # One of `INTERPOLATIONS`; as Pillow computes them.
     interpolation: str = "bilinear"
+    # 3 for RGB, 1 for grey.
     channels: int = 3
+    # "shorter": the shorter side becomes `resize`. The others go by a height and a width: "squash" takes
+    # exactly these, "inside" the largest picture of the same shape that fits in, "cover" the smallest that
+    # covers them, both with rounded sides.
     resize_mode: str = "shorter"
+    # The width beside the height `resize`; None: the same.
     resize_width: int | None = None
+    # The width of the crop; None: the same as its height.
     crop_width: int | None = None
+    # Where an odd number of pixels is left over, the crop begins at half of it, rounded to the "nearest" (to
+    # the even one where both are as near; torchvision and timm) or "down" (transformers).
     crop_rounding: str = "nearest"
+    # The colour of what a picture lacks of its crop, 0 to 255 a channel; None: black.
     padding: tuple[int, ...] | None = None
+    # "bgr" for models that were trained with blue first.
     channel_order: str = "rgb"
 
     def __post_init__(self) -> None:

@@ -43,18 +43,7 @@ def resized_part(
     resample: Resampling,
     part: tuple[int, int, int, int],
 ) -> Image.Image:
-    """``image.resize(resized, resample).crop(part)`` in less time.
-
-    Args:
-        rows: the image.
-        size: width and height of the image.
-        resized: width and height after the resize.
-        resample: Pillow's filter.
-        part: left, upper, right and lower edge in the resized picture; what lies outside becomes black.
-
-    Returns:
-        The part.
-    """
+    """``image.resize(resized, resample).crop(part)`` in less time."""
     left, upper, right, lower = part
     inside = 0 <= left < right <= resized[0] and 0 <= upper < lower <= resized[1]
     if inside and part != (0, 0, *resized) and _is_usual(size, resized) and _across_first(resample):

@@ -11,16 +11,7 @@ from dualeval.data.resized_part import Rows, resized_part
 
 
 def cut_out(rows: Rows, size: tuple[int, int], wanted: Preprocessing) -> Tensor:
-    """Bring a picture to its size, and cut out its centre.
-
-    Args:
-        rows: the picture, of mode L or RGB.
-        size: its width and height.
-        wanted: resize and its mode, interpolation, crop with rounding and padding, order of channels.
-
-    Returns:
-        uint8 of shape (channels, height, width).
-    """
+    """Bring a picture to its size, and cut out its centre."""
     resized = _resized_size(size, wanted)
     resample = Image.Resampling[wanted.interpolation.upper()]
     height, width = wanted.crop_size

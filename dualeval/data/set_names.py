@@ -25,16 +25,12 @@ _NAME_BEFORE = re.compile(r"([A-Za-z][\w-]*):(.*)", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class NamedSet:
-    """A data set by its name.
-
-    Attributes:
-        name: torchvision's.
-        root: the folder that torchvision takes.
-        split: one of ``SPLITS``.
-    """
+    """A data set by its name."""
 
     name: str
+    # The folder that torchvision takes.
     root: Path
+    # One of `SPLITS`.
     split: str
 
     def __str__(self) -> str:
@@ -43,15 +39,7 @@ class NamedSet:
 
 
 def named_set(data: str, split: str | None = None) -> NamedSet | None:
-    """The data set that a value of ``--data`` names; None for a path.
-
-    Args:
-        data: ``NAME:DIR``, the name in small or capital letters; or a path.
-        split: one of the set's; None for its first.
-
-    Raises:
-        UsageError: there is no such data set, it has no such split, or its folder is missing.
-    """
+    """The data set that a value of ``--data`` names; None for a path."""
     if Path(data).exists() or (found := _NAME_BEFORE.fullmatch(data)) is None:
         return None
     name, folder = _NAMES.get(_simple(found[1])), found[2]

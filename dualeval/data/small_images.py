@@ -17,17 +17,7 @@ from dualeval.errors import UsageError
 
 
 class SmallImages:
-    """Images of one size, in memory.
-
-    Args:
-        images: uint8 (images, channels, height, width).
-        targets: the label of each image, int64 (images,).
-        split: the part of the data set that they are, such as "t10k"; ids begin with it.
-        classes: the names of all classes, by index; empty where the data does not say them.
-
-    Attributes:
-        labels: indices of classes, and their names.
-    """
+    """Images of one size, in memory."""
 
     in_memory = True
 
@@ -35,6 +25,7 @@ class SmallImages:
         self._images = images
         self._targets = targets
         self._split = split
+        # Indices of classes, and their names.
         self.labels: Labels = indices_of_classes(classes)
 
     def __len__(self) -> int:
@@ -113,10 +104,6 @@ class ResizedImages(SmallImages):
     """Small images that are brought to other channels and another size, with the bits of a picture file.
 
     Ids, labels and fingerprints are those of the small images: the preprocessing is the job's.
-
-    Args:
-        images: the small images.
-        preprocessing: resize, crop, interpolation and channels, or the user's function.
     """
 
     # Pillow resizes one at a time: reading processes are worth their start.
@@ -145,17 +132,7 @@ class ResizedImages(SmallImages):
 
 
 def check_small(images: Tensor, targets: Tensor, where: object, classes: Sequence[str] = ()) -> None:
-    """Check that images and labels go together.
-
-    Args:
-        images: as for ``SmallImages``.
-        targets: as there.
-        where: the folder, for messages.
-        classes: as there.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Check that images and labels go together."""
     if targets.ndim != 1 or len(images) != len(targets):
         raise UsageError(
             f"{where}: images of shape {tuple(images.shape)} and labels of shape {tuple(targets.shape)}, "

@@ -41,35 +41,29 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """One question on one text.
+    """One question on one text."""
 
-    Attributes:
-        id: unique in its file.
-        question: as it stands in the file.
-        context: the text, the same object for all questions on it.
-        answers: the gold answers; none where the text holds no answer.
-        starts: where each of them is said to begin in the context, in characters.
-        article: the title of the article that the text is of.
-    """
-
+    # Unique in its file.
     id: str
+    # As it stands in the file.
     question: str
+    # The text, the same object for all questions on it.
     context: str
+    # The gold answers; none where the text holds no answer.
     answers: tuple[str, ...]
+    # Where each of them is said to begin in the context, in characters.
     starts: tuple[int, ...]
+    # The title of the article that the text is of.
     article: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """The questions of one file, in its order.
+    """The questions of one file, in its order."""
 
-    Attributes:
-        questions: at least one.
-        unanswerable: the file is of v2.0: it says so, or holds questions without an answer.
-    """
-
+    # At least one.
     questions: tuple[Question, ...]
+    # The file is of v2.0: it says so, or holds questions without an answer.
     unanswerable: bool
 
     def __len__(self) -> int:
@@ -114,12 +108,7 @@ class _Wrong(Exception):
 
 
 def read_questions(path: Path) -> Questions:
-    """Read a file of questions.
-
-    Raises:
-        UsageError: it cannot be read, is no JSON or not of this format (names line and key), holds no
-            question, or two questions of one id.
-    """
+    """Read a file of questions."""
     text = _read_text(path, "questions in the JSON format of SQuAD", "--data")
     content = _parse(text, path)
     try:
@@ -141,15 +130,7 @@ def read_questions(path: Path) -> Questions:
 
 
 def questions_of_rows(rows: Sequence[Mapping[str, Any]]) -> Questions:
-    """Questions from rows in memory, as Hugging Face's ``load_dataset("squad", split=...)`` gives them.
-
-    Args:
-        rows: each with ``id``, ``context``, ``question`` and ``answers``, a dict of the lists ``text`` and
-            ``answer_start``; and the ``title`` of the article, where they have one.
-
-    Raises:
-        UsageError: there is none, one is not of this form, or two have one id.
-    """
+    """Questions from rows in memory, as Hugging Face's ``load_dataset("squad", split=...)`` gives them."""
     if isinstance(rows, Mapping):
         raise UsageError(
             f"the questions are in parts ({', '.join(map(str, rows))}): give one, as data['validation']"
@@ -227,21 +208,13 @@ def _question(entry: Any, context: str, article: str, way: _Way) -> Question:
 
 
 def read_predictions(path: Path) -> dict[str, str]:
-    """Read answers in the official format: one JSON object of question id to text, "" for no answer.
-
-    Raises:
-        UsageError: as for ``read_questions``.
-    """
+    """Read answers in the official format: one JSON object of question id to text, "" for no answer."""
     content = _read_object(path, "--predictions", "question id to answer")
     return {key: _checked(path, key, value, str, "a text") for key, value in content.items()}
 
 
 def read_null_odds(path: Path) -> dict[str, float]:
-    """Read how little each question is believed to have an answer: one JSON object of question id to number.
-
-    Raises:
-        UsageError: as for ``read_questions``.
-    """
+    """Read how likely each question has no answer: one JSON object of question id to number."""
     content = _read_object(path, "--null-odds", "question id to number")
     odds = {}
     for key, value in content.items():

@@ -33,38 +33,21 @@ EncodedQuestion = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """What a tokenizer has decided for its model.
+    """What a tokenizer has decided for its model."""
 
-    Attributes:
-        pad_id: the token that fills up.
-        pad_type_id: its token type.
-        null_id: the token whose place stands for "no answer": [CLS]; None takes the first place.
-        type_ids: whether the model is told which tokens are the question's.
-        left: whether it is filled up on the left; the context then comes before the question.
-    """
-
+    # The token that fills up.
     pad_id: int
     pad_type_id: int
+    # The token whose place stands for "no answer": [CLS]; None takes the first place.
     null_id: int | None
+    # Whether the model is told which tokens are the question's.
     type_ids: bool
+    # Whether it is filled up on the left; the context then comes before the question.
     left: bool
 
 
 class WindowEncoder:
-    """Encodes questions into windows and joins windows to groups.
-
-    Args:
-        tokenizer: of the tokenizers library; its settings of truncation and padding are changed.
-        facts: about it.
-        max_length: most tokens of a window.
-        stride: tokens that a window shares with the one before.
-        most_windows: of a group.
-
-    Attributes:
-        max_length: as given.
-        stride: as given.
-        most_windows: as given.
-    """
+    """Encodes questions into windows and joins windows to groups."""
 
     def __init__(
         self, tokenizer: Tokenizer, facts: TokenizerFacts, *, max_length: int, stride: int, most_windows: int
@@ -89,16 +72,7 @@ class WindowEncoder:
         return hashlib.sha256(f"{self._tokenizer.to_str()}\n{self._facts}".encode()).hexdigest()
 
     def encode(self, question: str, context: str) -> dict[str, Tensor]:
-        """Cut a question and its text into windows.
-
-        Returns:
-            ``ids`` and ``types`` int32 (tokens,); ``spans`` int32 (tokens, 2), the characters of the context
-            that a token stands for, -1 where it is not the context's; per window ``lengths`` (tokens) and
-            ``null`` (the place of [CLS]), int32 (windows,).
-
-        Raises:
-            ValueError: the question leaves a text that has to be cut too little room, or there is no token.
-        """
+        """Cut a question and its text into windows."""
         # White space before a question would become tokens with some tokenizers; SQuAD has such questions.
         question = question.lstrip()
         room = self.max_length - self._special - self._tokens_of(question)
@@ -154,14 +128,7 @@ class WindowEncoder:
         return ids.index(wanted) if wanted in ids else 0
 
     def collate(self, samples: Sequence[EncodedQuestion]) -> dict[str, Any]:
-        """Make one batch of encoded questions; a sample whose windows are all empty has none.
-
-        Returns:
-            ``groups``: a list of dicts with ``inputs`` (what the model takes, int64 (windows, tokens)),
-            ``spans`` (int32 (windows, tokens, 2)) and ``null`` (int64 (windows,)); ``places``, int64
-            (questions, most windows of one): where each question's windows lie among those of all groups, -1
-            for none; and per question ``windows``, ``tokens`` and ``padded_tokens``, int32.
-        """
+        """Make one batch of encoded questions; a sample whose windows are all empty has none."""
         # (question, number of the window in it, first token, tokens)
         windows = [
             (place, number, stop - length, length)
@@ -215,12 +182,7 @@ class WindowEncoder:
 
 
 class EncodedQuestions:
-    """Questions as windows of tokens.
-
-    Args:
-        questions: what is asked.
-        encoder: makes the windows.
-    """
+    """Questions as windows of tokens."""
 
     def __init__(self, questions: Questions, encoder: WindowEncoder) -> None:
         self._questions = questions
@@ -234,11 +196,7 @@ class EncodedQuestions:
         return self._questions.id(index)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Encode questions with their texts.
-
-        Raises:
-            ValueError: as ``WindowEncoder.encode``.
-        """
+        """Encode questions with their texts."""
         chosen = self._questions.__getitems__(indices)
         return [self._encoder.encode(question.question, question.context) for question in chosen]
 
@@ -256,15 +214,7 @@ class EncodedQuestions:
 
 
 def grouped(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Divide windows into groups so that they take the least: tokens with padding, and a constant a group.
-
-    Args:
-        lengths: tokens of each window, falling.
-        most: windows of a group.
-
-    Returns:
-        (first, stop) of each group, in order.
-    """
+    """Divide windows into groups so that they take the least: tokens with padding, and a constant a group."""
     sizes = np.array(lengths, dtype=np.int64)
     # Of the first n windows: what they take at least, and where their last group begins.
     least = np.zeros(len(sizes) + 1, dtype=np.int64)

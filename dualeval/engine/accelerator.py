@@ -54,11 +54,7 @@ class Stream(AbstractContextManager[Any], Protocol):
 
 
 class Accelerator:
-    """A device that works beside the host, through PyTorch's common interface.
-
-    Args:
-        device: the device.
-    """
+    """A device that works beside the host, through PyTorch's common interface."""
 
     # Whether the device is the host itself: nothing is copied, and nothing runs beside it.
     is_host = False
@@ -81,11 +77,7 @@ class Accelerator:
         return {}
 
     def release(self) -> None:
-        """Wait for the device, and give back memory that PyTorch keeps for later.
-
-        Raises:
-            RuntimeError: the device cannot be used any more: after an error inside of a kernel all fails.
-        """
+        """Wait for the device, and give back memory that PyTorch keeps for later."""
         torch.accelerator.synchronize(self.device)
         torch.get_device_module(self.device).empty_cache()  # torch.accelerator's came with 2.9
 
@@ -104,14 +96,7 @@ class Accelerator:
         return event
 
     def pinned(self, count: int) -> Tensor:
-        """Host memory that the device copies from and to by itself.
-
-        Args:
-            count: bytes.
-
-        Returns:
-            uint8 of shape (count,), not initialised.
-        """
+        """Host memory that the device copies from and to by itself."""
         return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def empty(self, like: Tensor) -> Tensor:

@@ -28,13 +28,7 @@ _MOST_LISTED = 16
 def machine_facts(
     device: torch.device, libraries: Sequence[str], precision: str | None = None
 ) -> dict[str, Any]:
-    """What of this rank's machine can change a bit: device model, CPU capability, versions, and its bits.
-
-    Args:
-        device: what computes.
-        libraries: packages whose version can change a result, besides torch and numpy.
-        precision: what the bits are computed in, inside ``numerics.settings``; None leaves them out.
-    """
+    """What of this rank's machine can change a bit: device model, CPU capability, versions, and its bits."""
     versions = {"python": platform.python_version()}
     for library in (*_LIBRARIES, *libraries):
         try:
@@ -112,13 +106,7 @@ def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
 
 
 def listing(found: Sequence[tuple[str, Any, Any]], there: str, here: str) -> str:
-    """Differences in words; the attributes of the model's structure by name, where they are known.
-
-    Args:
-        found: as ``differences`` gives them.
-        there: where the first of the values is.
-        here: where the second is.
-    """
+    """Differences in words; the attributes of the model's structure by name, where they are known."""
     attributes = [item for item in found if _ATTRIBUTES in item[0]]
     explained = {name.replace(_ATTRIBUTES, "structure.") for name, _, _ in attributes}
     named = [

@@ -22,11 +22,7 @@ _NUMBERED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 
 
 def check_cluster(name: str, columns: Mapping[str, Column]) -> None:
-    """Check that a batch has the column, and that its entries can be told apart.
-
-    Raises:
-        UsageError: it has not, or they cannot.
-    """
+    """Check that a batch has the column, and that its entries can be told apart."""
     if name not in columns:
         raise UsageError(
             f"--cluster {name!r}: there is no such column. The columns are {', '.join(columns)}. Name one of "
@@ -52,13 +48,7 @@ def columns_wanted(name: str, measured: Sequence[Measured], kept: Sequence[str])
 
 
 def find_clusters(name: str, measured: Sequence[Measured], rows: Mapping[str, Rows]) -> ClusterIntervals:
-    """The intervals by clusters of all that metrics have measured.
-
-    Args:
-        name: the column whose equal entries make a cluster.
-        measured: by all metrics.
-        rows: the columns of ``columns_wanted``, of all evaluated samples in data-set order.
-    """
+    """The intervals by clusters of all that metrics have measured."""
     values = {key: value for part in measured for key, value in part.values.items()}
     units = {key: unit for part in measured for key, unit in part.units.items()}
     scores = {key: score for part in measured for key, score in part.scores.items()}
@@ -88,11 +78,7 @@ def _holds(ends: Ends, value: Any) -> bool:
 
 
 def check_scores(measured: Sequence[Measured], columns: Mapping[str, Column]) -> None:
-    """Check that the columns of metrics' scores hold a number a sample.
-
-    Raises:
-        UsageError: one does not; names it.
-    """
+    """Check that the columns of metrics' scores hold a number a sample."""
     for part in measured:
         for key, score in part.scores.items():
             for name in score.columns:
@@ -107,16 +93,7 @@ def check_scores(measured: Sequence[Measured], columns: Mapping[str, Column]) ->
 def with_clusters(
     fields: Mapping[str, Any], name: str | None, found: ClusterIntervals | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a result with intervals by clusters in place of those of independent samples.
-
-    Args:
-        fields: as ``fields_of_result`` gave them.
-        name: of the column; None where there are no clusters.
-        found: likewise.
-
-    Returns:
-        The fields, and sentences on their intervals.
-    """
+    """The fields of a result with intervals by clusters in place of those of independent samples."""
     if name is None or found is None:
         return dict(fields), rough_warnings(fields["rough"])
     without = [

@@ -38,9 +38,6 @@ def kept_columns(
 
     Without those of metrics that say ``keeps_rows = False``; last the one that says which samples go
     together, where it is not among these. The same on every rank.
-
-    Raises:
-        UsageError: a metric does not say which columns it reads.
     """
     check_declarations([*metrics, *row_metrics])
     # The rows are all that a row metric has: its columns are kept whatever it says.
@@ -50,11 +47,7 @@ def kept_columns(
 
 
 def check_declarations(metrics: Sequence[Metric | RowMetric]) -> None:
-    """Check that metrics say which columns they read.
-
-    Raises:
-        UsageError: one does not.
-    """
+    """Check that metrics say which columns they read."""
     for metric in metrics:
         declared = getattr(metric, "columns", None)
         named = isinstance(declared, (tuple, list)) and all(isinstance(name, str) for name in declared)
@@ -66,11 +59,7 @@ def check_declarations(metrics: Sequence[Metric | RowMetric]) -> None:
 
 
 def columns_of(metric: Metric | RowMetric, columns: Mapping[str, Values]) -> Mapping[str, Values]:
-    """The columns that a metric has declared, of all that there are; any other one is a ``UsageError``.
-
-    Raises:
-        UsageError: one of them does not exist.
-    """
+    """The columns that a metric has declared, of all that there are; any other one is a ``UsageError``."""
     absent = [name for name in metric.columns if name not in columns]
     if absent:
         raise UsageError(
@@ -81,17 +70,7 @@ def columns_of(metric: Metric | RowMetric, columns: Mapping[str, Values]) -> Map
 
 
 def update(metric: Metric, slots: Tensor, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
-    """Add the samples of consecutive batches to a metric, one batch at a time where it asks for that.
-
-    Args:
-        metric: gets the columns that it has declared.
-        slots: its part of a ledger.
-        columns: of all these samples.
-        batches: how many samples of each batch could be read; their sum is the number of rows.
-
-    Raises:
-        UsageError: as ``columns_of``.
-    """
+    """Add the samples of consecutive batches to a metric, one batch at a time where it asks for that."""
     own = columns_of(metric, columns)
     if not per_batch(metric):
         metric.update(slots, own)

@@ -54,25 +54,7 @@ def usable_threads(task: Task, model: nn.Module, device: torch.device, threads: 
 
 
 class Compute:
-    """Runs batches on one device.
-
-    Args:
-        task: does the work.
-        model: its model, on the device.
-        device: where.
-        precision: a key of ``numerics.PRECISIONS``.
-        threads: batches that are computed at the same time, as ``usable_threads`` gives it; each thread has a
-            copy of the model's modules, which shares their parameters and buffers.
-        inference: compute in inference mode; without it gradients are off by ``torch.no_grad()``, for models
-            that are trained afterwards: what they keep of a forward in inference mode cannot be used there.
-        explain: says why a forward failed that an option has to do with; None where it was something else.
-        around_forward: entered around each forward.
-
-    Attributes:
-        ahead: batches that may be under way before the oldest is to be waited for.
-        changed_settings: what the model's code has changed in the threads; for
-            ``NumericSettings.check_after_loop``.
-    """
+    """Runs batches on one device."""
 
     def __init__(
         self,
@@ -95,8 +77,10 @@ class Compute:
         self._model = model
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
+        # What the model's code has changed in the threads; for `NumericSettings.check_after_loop`.
         self.changed_settings: set[str] = set()
         accelerator = accelerator_of(device)
+        # Batches that may be under way before the oldest is to be waited for.
         self.ahead = accelerator.batches_ahead
         self._downloads = Downloads(accelerator, self.ahead)
         # From a GPU they are copied in any case: nothing that a model does later changes a column.

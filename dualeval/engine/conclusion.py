@@ -42,18 +42,7 @@ _ASKED_WITHIN_S = 1.0
 
 
 class Conclusion:
-    """How the runs of one session end early.
-
-    Args:
-        control: where the ranks learn of it.
-        is_owner: say how it ended; a guest raises it instead.
-        debug: print the whole traceback of every rank's error.
-        ends_process: as for ``Watch``, and ``stop``.
-
-    Attributes:
-        watch: sees to it that it comes to a conclusion; what is to be saved is in its hands.
-        progress: of several attempts, how many are done; said where the run is stopped.
-    """
+    """How the runs of one session end early."""
 
     def __init__(
         self,
@@ -70,7 +59,9 @@ class Conclusion:
         self._leave_within_s = limit_for(control.size, _LEAVE_AFTER_FAILURE_S)
         self._concluding = threading.Lock()
         self._code = EXIT_FAILED
+        # Of several attempts, how many are done; said where the run is stopped.
         self.progress = ""
+        # Sees to it that it comes to a conclusion; what is to be saved is in its hands.
         self.watch = Watch(control, self.by_watch, ends_process=ends_process, stop=stop)
 
     def by_main(self, error: BaseException) -> int:
@@ -102,16 +93,6 @@ class Conclusion:
 
         What is finished is saved, all ranks learn how it went, and rank 0 writes a failure into status.json.
         The session goes on.
-
-        Args:
-            error: in which it has ended on this rank; None where it went well here.
-
-        Returns:
-            The failure, the same on every rank; None where it went well on all.
-
-        Raises:
-            PeerError: another rank has failed for good.
-            Stopped: a signal has asked the run to end.
         """
         folder = self.watch.folder
         if error is not None:

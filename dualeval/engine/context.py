@@ -21,41 +21,34 @@ Show: TypeAlias = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """Where an evaluation runs, how, and whom it reports to.
+    """Where an evaluation runs, how, and whom it reports to."""
 
-    Attributes:
-        backend: how the ranks reduce and gather.
-        control: where the ranks meet; opened on the same backend.
-        options: how it runs, and where its files go.
-        watch: saves what is finished, and ends this process, where it cannot end by itself.
-        note: called with sentences for people, on rank 0 only.
-        job: the options as the caller wants them recorded in the result; ``task.options()`` is added.
-        show: progress display, called on rank 0 from a thread of its own.
-        started: ``perf_counter()`` at the start of the run.
-        guest: the process belongs to a caller's script, such as one that trains; it finds everything
-            afterwards as it was before.
-        cores: number of cores that are this rank's.
-        gathers: watches the collectives inside of the model's forward; None before there is a model.
-    """
-
+    # How the ranks reduce and gather.
     backend: Backend
+    # Where the ranks meet; opened on the same backend.
     control: ControlPlane
+    # How it runs, and where its files go.
     options: RunOptions
+    # Saves what is finished, and ends this process, where it cannot end by itself.
     watch: Watch | None = None
+    # Called with sentences for people, on rank 0 only.
     note: Callable[[str], None] = lambda sentence: None
+    # The options as the caller wants them recorded in the result; `task.options()` is added.
     job: Mapping[str, Any] = field(default_factory=dict)
+    # Progress display, called on rank 0 from a thread of its own.
     show: Show | None = None
+    # `perf_counter()` at the start of the run.
     started: float = field(default_factory=perf_counter)
+    # The process belongs to a caller's script, such as one that trains; it finds everything afterwards as it
+    # was before.
     guest: bool = False
+    # Number of cores that are this rank's.
     cores: int = 1
+    # Watches the collectives inside of the model's forward; None before there is a model.
     gathers: Gathers | None = None
 
     def from_rank_0(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; a collective. The others' own is not looked at.
-
-        Args:
-            value: plain JSON values.
-        """
+        """Rank 0's value, on every rank; a collective. The others' own is not looked at."""
         self.control.meet()
         return self.backend.broadcast_json(value, src=0)
 

@@ -15,19 +15,7 @@ _SHOWN_DIGITS = 8
 def describe(
     task: Task, part: Mapping[str, Any], plan: EvalPlan, job: Mapping[str, Any], fingerprint: str
 ) -> dict[str, str]:
-    """Complete a task's description with what the engine knows.
-
-    Args:
-        task: says what it evaluates; one that does not is named.
-        part: of the data set, as ``part_of`` gives it.
-        plan: the run's.
-        job: the facts of the run's identity: ``data``, ``contents`` (None where the data set gives none) and
-            ``weights`` with fingerprints, ``precision``.
-        fingerprint: of the whole job; two jobs whose other lines are equal differ in it.
-
-    Returns:
-        By label: the task's own lines, of which ``weights`` and ``data`` get a fingerprint, and ``job``.
-    """
+    """Complete a task's description with what the engine knows."""
     own = task.description()
     first = {} if "model" in own else {"task": task.name}
     # In this order, whatever the task's.

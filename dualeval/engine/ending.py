@@ -38,11 +38,7 @@ def say(line: str) -> None:
 
 
 def show_until_end(close: Callable[[], None]) -> None:
-    """Have a display closed before the last line is written: else half a bar stays, and a prompt behind it.
-
-    Args:
-        close: closes it, from any thread and more than once.
-    """
+    """Have a display closed before the last line is written: else half a bar stays."""
     _displays.append(close)
 
 
@@ -56,15 +52,7 @@ _displays: list[Callable[[], None]] = []
 
 
 def say_traceback(error: BaseException, *, whole: bool, is_first: bool = True) -> None:
-    """Write on standard error where an error was raised.
-
-    Args:
-        error: raised.
-        whole: all of its traceback. Without it the lines of the user's own code, or all where there are none
-            and the error is nobody's message.
-        is_first: whether all ranks end because of this one; without it what follows from the first is not
-            shown, unless the whole is wanted.
-    """
+    """Write on standard error where an error was raised."""
     if whole:
         text = "".join(traceback.format_exception(error))
     elif not is_first:

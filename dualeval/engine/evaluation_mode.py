@@ -10,11 +10,7 @@ _LISTED_AT_MOST = 3
 
 
 def set_evaluation_mode(model: nn.Module) -> list[str]:
-    """Set a model to evaluation where a module of it is in training mode.
-
-    Returns:
-        What was done, and which modules stayed in training mode all the same; a sentence each.
-    """
+    """Set a model to evaluation where a module of it is in training mode."""
     before = _in_training(model)
     if not before:
         return []

@@ -48,15 +48,7 @@ _MOST_AUTOMATIC_WORKERS = 8
 
 
 class Evaluator:
-    """Evaluates one task on the ranks of one backend.
-
-    Args:
-        task: what is evaluated.
-        backend: as in ``RunContext``, which the arguments make; likewise all others.
-
-    Raises:
-        UsageError: the task is none, or the device cannot have the precision.
-    """
+    """Evaluates one task on the ranks of one backend."""
 
     def __init__(
         self,

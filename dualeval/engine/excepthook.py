@@ -12,15 +12,12 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any
 
 
 class _QuietHook:
-    """Ends a script with the exit code of an error that was concluded; shows any other as ``previous`` does.
-
-    Attributes:
-        previous: the hook that was found.
-        outermost: this one, or what was put around it while the session was opened.
-    """
+    """Ends a script with the exit code of an error that was concluded; ``previous`` shows any other."""
 
     def __init__(self, previous: _Hook) -> None:
+        # The hook that was found.
         self.previous = previous
+        # This one, or what was put around it while the session was opened.
         self.outermost: _Hook = self
 
     def __call__(

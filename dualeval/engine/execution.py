@@ -52,29 +52,11 @@ _NO_METRICS = (
 
 
 class Execution:
-    """One evaluation on this rank: ``begin``, ``prove``, the ``loop``, ``finish``; ``fail`` where it breaks.
+    """One evaluation on this rank: ``begin``, ``prove``, ``loop``, ``finish``; ``fail`` where it breaks."""
 
-    Args:
-        task: what is evaluated.
-        dataset: the task's.
-        model: likewise, as it computes.
-        context: where it runs, and how.
-        rows: the columns that the task wants kept.
-        threads: what this rank may compute in.
-        identity: of the model as it was built; None takes that of ``model``, which nothing was done to.
-        attributes: the task's, for the job's identity, in ``both_readings``.
-
-    Attributes:
-        evaluation: all that is the same for each batch; complete after ``begin``.
-        previous: what earlier runs have left; from ``begin`` on.
-        loop: hands out the batches; from ``start_loop`` on.
-        settings_notes: sentences about this rank's settings, for the result.
-
-    Raises:
-        UsageError: the data set is empty, or metrics or columns are not as they must be.
-    """
-
+    # What earlier runs have left; from `begin` on.
     previous: PreviousRun
+    # Hands out the batches; from `start_loop` on.
     loop: Loop
 
     def __init__(
@@ -106,6 +88,7 @@ class Execution:
         chosen = chosen_metrics(self._options.metric, task.metrics(), (*rows, *task.on_request))
         # Of what only warns there is no number.
         measures = any(metric.name != NonfiniteWarning.name for metric in chosen)
+        # Sentences about this rank's settings, for the result.
         self.settings_notes = [] if measures else [_NO_METRICS]
         metrics, row_metrics = split_by_kind(chosen)
         cluster = self._options.cluster or task.cluster
@@ -116,6 +99,7 @@ class Execution:
         self._spelled = {metric.name: getattr(metric, "spelled", metric.name) for metric in chosen}
         # What nobody reads again is not kept where nothing is written.
         of_rows = tuple(dict.fromkeys(name for metric in row_metrics for name in metric.columns))
+        # All that is the same for each batch; complete after `begin`.
         self.evaluation = Evaluation(
             task=task,
             dataset=dataset,

@@ -41,43 +41,29 @@ _Tree = TypeVar("_Tree")
 
 @dataclass(frozen=True, kw_only=True)
 class FailedSample:
-    """A sample that could not be read, twice.
+    """A sample that could not be read, twice."""
 
-    Attributes:
-        index: its place in the data set.
-        error: type and message of the last error.
-        own_code: the lines of the user's own code that it came through, where it ends the run.
-    """
-
+    # Its place in the data set.
     index: int
+    # Type and message of the last error.
     error: str
+    # The lines of the user's own code that it came through, where it ends the run.
     own_code: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A batch as the evaluator gets it.
+    """A batch as the evaluator gets it."""
 
-    Attributes:
-        data: the task's batch on the device; None where no sample of it could be read, or where one could not
-            and its place is not filled.
-        failed: its unreadable samples, whose places in ``data`` hold placeholders or zeros.
-    """
-
+    # The task's batch on the device; None where no sample of it could be read, or where one could not and its
+    # place is not filled.
     data: Any
+    # Its unreadable samples, whose places in `data` hold placeholders or zeros.
     failed: tuple[FailedSample, ...]
 
 
 class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
-    """Reads and collates whole batches; ``reader[range]`` is what a loader's worker calls.
-
-    Args:
-        dataset: what is read.
-        task: collates.
-        fill: whether the place of a sample that cannot be read is filled, so that the rest of its batch is
-            computed as it would be with that sample; without it such a batch has no data.
-        model: the task's, which no reading process gets.
-    """
+    """Reads and collates whole batches; ``reader[range]`` is what a loader's worker calls."""
 
     def __init__(
         self, dataset: Dataset, task: Task, *, fill: bool = True, model: nn.Module | None = None
@@ -100,13 +86,7 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
         return pack(self, self._dataset, self._task, self._model)
 
     def __getitem__(self, indices: range) -> tuple[Any, tuple[FailedSample, ...]]:
-        """Read one batch: its data, None if no sample could be read, and the samples that failed.
-
-        Raises:
-            DualevalError: the data set does not give one sample an index.
-            UsageError: nothing can take a failed sample's place, which the first batch shows; or the data
-                set returns ready batches, and one cannot be read.
-        """
+        """Read one batch: its data, None if no sample could be read, and the samples that failed."""
         try:
             samples = self._dataset.__getitems__(indices)
         except Exception as error:  # noqa: BLE001 - any error of a data set is the sample's; next: whose
@@ -173,11 +153,7 @@ class Reader(torch.utils.data.Dataset[tuple[Any, tuple[FailedSample, ...]]]):
             raise refusal from error
 
     def _try_to_fill(self, example: Any) -> None:
-        """Find out at the first batch, and not at the first failure, that nothing can take a sample's place.
-
-        Raises:
-            UsageError: nothing can.
-        """
+        """Find out at the first batch that nothing can take the place of a failed sample."""
         if self._fill_tried or not self._fill:
             return
         self._fill_tried = True
@@ -253,22 +229,7 @@ def _with_own_code(said: DualevalError, error: BaseException | None = None) -> D
 
 
 class Feed:
-    """The batches of one rank, in the order given, on the device.
-
-    Args:
-        reader: reads a batch.
-        batches: the samples of each batch; asked for one by one, as they are needed.
-        workers: reading processes; 0 reads in this one.
-        ahead: batches that each of them may read ahead.
-        step: called with "transfer" before a batch is copied to a GPU.
-        device: where the batches are wanted. To a GPU a batch is copied from pinned memory, on a stream of
-            its own, while those before it are computed.
-
-    Attributes:
-        wait_s: seconds spent waiting for data so far.
-        transfer_s: seconds the host spent on writing batches into pinned memory and starting their copies.
-        notes: what the data set says of its reading, in all processes that read for this rank.
-    """
+    """The batches of one rank, in the order given, on the device."""
 
     def __init__(
         self,
@@ -286,8 +247,11 @@ class Feed:
         self._device = device
         self._ahead = ahead
         self._step = step
+        # Seconds spent waiting for data so far.
         self.wait_s = 0.0
+        # Seconds the host spent on writing batches into pinned memory and starting their copies.
         self.transfer_s = 0.0
+        # What the data set says of its reading, in all processes that read for this rank.
         self.notes: list[str] = []
         self._handing_out: Generator[Batch] | None = None
 

@@ -54,15 +54,6 @@ def fold(model: nn.Module) -> int:
 
     These are the pairs that ``torch.fx.experimental.optimization.fuse`` finds, with the same weights. But the
     model keeps its own forward, its methods and its signature. Modules are exchanged; no tensor is written.
-
-    Args:
-        model: in evaluation mode; with float32 weights, of which the new ones are made.
-
-    Returns:
-        How many were folded.
-
-    Raises:
-        UsageError: ``torch.fx`` cannot trace the model's forward.
     """
     pairs = _pairs(model, _traced(model, {}))
     if pairs and (defaults := _defaults(model)):
@@ -87,11 +78,7 @@ def _defaults(model: nn.Module) -> dict[str, Any]:
 
 
 def _traced(model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
-    """The graph of a model's forward with some of its arguments given.
-
-    Raises:
-        UsageError: ``torch.fx`` cannot trace it.
-    """
+    """The graph of a model's forward with some of its arguments given."""
     if "forward" in vars(model):
         raise UsageError(
             f"--optimize fold: the forward of this {type(model).__name__} is an attribute of the object "

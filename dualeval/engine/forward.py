@@ -67,15 +67,7 @@ def _begin(compute: Compute, data: Any) -> Pending | None:
 
 
 class UnderWay:
-    """The batches that are being computed, in the order in which they were handed out.
-
-    Args:
-        evaluation: what is evaluated.
-        loop: takes their columns.
-
-    Attributes:
-        compute_s: seconds in which batches were begun, or waited for.
-    """
+    """The batches that are being computed, in the order in which they were handed out."""
 
     def __init__(self, evaluation: Evaluation, loop: Loop) -> None:
         self._loop = loop
@@ -83,6 +75,7 @@ class UnderWay:
         # This thread sleeps while a GPU computes; on a CPU the threads are seen to compute.
         self._stage: Stage = "forward" if evaluation.device.type == "cpu" else "device"
         self._batches: deque[tuple[Work | None, Pending | None]] = deque()
+        # Seconds in which batches were begun, or waited for.
         self.compute_s = 0.0
 
     def start(self, work: Work | None, begin: Callable[[], Pending | None]) -> None:

@@ -28,16 +28,7 @@ _VARIABLES = ("PATH", "LD_LIBRARY_PATH")
 
 
 class Guardian:
-    """Guards this process until ``leave``.
-
-    Args:
-        name: of this process, for people.
-        timeout_s: it is ended where no ``beat`` comes for so long, while it is awake; None never ends it.
-        stream: where its stacks go then, until others are given.
-
-    Raises:
-        OSError: no further process can be started.
-    """
+    """Guards this process until ``leave``."""
 
     def __init__(self, name: str, timeout_s: float | None, stream: TextIO) -> None:
         most_looks = None if timeout_s is None else timeout_s / _LOOK_S
@@ -66,14 +57,7 @@ class Guardian:
         self._send("")
 
     def guard(self, status: Path, run: str, stacks: Path, resume: str) -> None:
-        """Have the end of a run written down that this process cannot write down itself.
-
-        Args:
-            status: the run's status.json.
-            run: what names the run in it.
-            stacks: where its stacks are found then.
-            resume: a sentence on how to go on.
-        """
+        """Have the end of a run written down that this process cannot write down itself."""
         self._send(json.dumps((str(status), run, str(stacks), resume)))
 
     def forget(self) -> None:

@@ -19,14 +19,11 @@ from typing import Any
 
 
 class _Guarded:
-    """The process that is guarded.
-
-    Attributes:
-        descriptor: readable once it has ended; None where the system has no such descriptors.
-    """
+    """The process that is guarded."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
+        # Readable once it has ended; None where the system has no such descriptors.
         self.descriptor: int | None = None
         with suppress(OSError, AttributeError):
             self.descriptor = os.pidfd_open(pid)

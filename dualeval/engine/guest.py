@@ -52,11 +52,7 @@ _LISTS: tuple[Any, ...] = (list, tuple, set, deque)
 
 
 class Snapshot:
-    """The state of models, to put them back as they were.
-
-    Args:
-        largest: bytes of buffers whose values are kept, in all.
-    """
+    """The state of models, to put them back as they were."""
 
     def __init__(self, largest: float = math.inf) -> None:
         self._left = largest

@@ -21,12 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRows(RowsOfChunks):
-    """Rows of finished chunks, read as those of a journal file are.
+    """Rows of finished chunks, read as those of a journal file are."""
 
-    Attributes:
-        content: the columns in C order, one after the other, uint8.
-    """
-
+    # The columns in C order, one after the other, uint8.
     content: npt.NDArray[np.uint8]
 
     def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
@@ -34,11 +31,7 @@ class MemoryRows(RowsOfChunks):
 
 
 class MemoryWriter:
-    """Takes what a ``JournalWriter`` takes, and keeps the rows alone.
-
-    Args:
-        keeps: whether a row metric wants any; without one nothing is kept.
-    """
+    """Takes what a ``JournalWriter`` takes, and keeps the rows alone."""
 
     def __init__(self, *, keeps: bool) -> None:
         self.folder = None
@@ -66,16 +59,7 @@ class MemoryWriter:
     def collect(
         self, backend: Backend, rounds: int, step: Callable[[], None] = lambda: None
     ) -> list[MemoryRows]:
-        """Bring all ranks' rows to rank 0, a part of each rank a round; a collective.
-
-        Args:
-            backend: carries them.
-            rounds: the largest number of parts of any rank.
-            step: called with every round.
-
-        Returns:
-            The rows of all ranks on rank 0; nothing on the others. No rank keeps its own.
-        """
+        """Bring all ranks' rows to rank 0, a part of each rank a round; a collective."""
         found = []
         parts, self.written = self.written[::-1], []
         for _ in range(rounds):

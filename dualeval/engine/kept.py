@@ -34,11 +34,6 @@ class Kept:
 
     Reached are attributes, parameters, buffers and hooks of modules, entries of containers, what functions
     close over, and the globals that the user's own functions name.
-
-    Args:
-        roots: where to begin, by the name that a place starts with.
-        returns: whether ``put_back`` is to be called. It leaves alone what an object of a library holds, and
-            a module outside of the roots: their parts belong together, as a cache and its count do.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, returns: bool = False) -> None:

@@ -43,16 +43,6 @@ def layout_of(model: nn.Module, asked: str) -> str:
     ``nn.ConvTranspose2d``), and without layers of transformers (``nn.LayerNorm``, ``nn.MultiheadAttention``,
     or a class with LayerNorm or RMSNorm in its name). All others are contiguous: ViT, Swin, ConvNeXt, MaxViT,
     those without such a convolution, and programs that are fixed (``fixed_part``).
-
-    Args:
-        model: as it was built.
-        asked: one of ``choices.LAYOUTS``.
-
-    Returns:
-        "contiguous" or "channels-last".
-
-    Raises:
-        UsageError: channels-last is asked for, and has no meaning for the model or cannot be had.
     """
     if asked == AUTO:
         can_change = is_changeable(model) or is_sharded(model)
@@ -103,18 +93,6 @@ def layout_by_trial(
     """As ``layout_of``; where "auto" comes to channels-last for code of somebody's own, it is tried.
 
     Where channels-last fails, or gives other numbers than contiguous, the layout is contiguous.
-
-    Args:
-        model: as it was built.
-        asked: one of ``choices.LAYOUTS``.
-        columns_in: computes some samples with a copy of the model in a layout, with the options of
-            ``OF_TRIAL``; gives columns by name. Where it raises in both layouts, nobody can tell.
-
-    Returns:
-        The layout, and a sentence for people where a trial has decided it.
-
-    Raises:
-        UsageError: as ``layout_of``.
     """
     layout = layout_of(model, asked)
     if not is_tried(model, asked):
@@ -154,12 +132,7 @@ def converter(layout: str) -> Callable[[Tensor], Tensor]:
 
 
 def _difference(contiguous: Mapping[str, Any], channels_last: Mapping[str, Any]) -> str | None:
-    """What is wrong with a model that gives other numbers in another layout; None for nothing.
-
-    Args:
-        contiguous: columns of some samples by name, computed contiguous in float32.
-        channels_last: those of the same samples, computed channels-last.
-    """
+    """What is wrong with a model that gives other numbers in another layout; None for nothing."""
     for name, column in contiguous.items():
         one, other = (
             each.values if isinstance(each, Ragged) else each for each in (column, channels_last.get(name))

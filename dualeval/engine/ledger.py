@@ -17,11 +17,7 @@ _NAMED_AT_MOST = 10
 
 
 class Ledger:
-    """Layout and content of the vector: per chunk [folded, evaluated, failed], then each metric's slots.
-
-    Attributes:
-        values: the vector, 1-d int64 on the CPU.
-    """
+    """Layout and content of the vector: per chunk [folded, evaluated, failed], then each metric's slots."""
 
     def __init__(self, plan: EvalPlan, metrics: Sequence[Metric]) -> None:
         self._plan = plan
@@ -31,30 +27,17 @@ class Ledger:
         for metric in self._metrics:
             self._slices.append(slice(start, start + metric.size))
             start += metric.size
+        # The vector, 1-d int64 on the CPU.
         self.values = torch.zeros(start, dtype=torch.int64)
 
     def fold(self, chunks: Sequence[int], evaluated: Sequence[int], failed: Sequence[int]) -> None:
-        """Note that chunks were folded in once more.
-
-        Args:
-            chunks: their numbers; one that is there twice counts twice.
-            evaluated: how many samples of each were evaluated.
-            failed: how many of each could not be read.
-        """
+        """Note that chunks were folded in once more."""
         counts = self.values[: 3 * self._plan.num_chunks].view(3, -1)
         new = torch.tensor([[1] * len(chunks), evaluated, failed], dtype=torch.int64)
         counts.index_add_(1, torch.tensor(chunks, dtype=torch.int64), new)
 
     def update(self, columns: Mapping[str, Column], batches: Sequence[int]) -> None:
-        """Add the evaluated samples of consecutive batches to every metric.
-
-        Args:
-            columns: on the CPU, first dimension the samples.
-            batches: how many of them are of each batch.
-
-        Raises:
-            UsageError: a metric reads a column that the task does not make, or that it has not declared.
-        """
+        """Add the evaluated samples of consecutive batches to every metric."""
         for metric, part in zip(self._metrics, self._slices, strict=True):
             update(metric, self.values[part], columns, batches)
 
@@ -69,11 +52,7 @@ class Ledger:
         return evaluated, failed
 
     def verify_exactly_once(self) -> None:
-        """Check on the reduced ledger that each chunk was folded once, with all its samples.
-
-        Raises:
-            ExactlyOnceError: names the chunks, and the samples in them.
-        """
+        """Check on the reduced ledger that each chunk was folded once, with all its samples."""
         folded, evaluated, failed = self.values[: 3 * self._plan.num_chunks].view(3, -1)
         sizes = torch.from_numpy(self._plan.chunk_sizes())
         wrong = ((folded != 1) | (evaluated + failed != sizes)).nonzero().flatten().tolist()

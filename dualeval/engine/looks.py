@@ -44,18 +44,15 @@ _NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """What a look has shown.
+    """What a look has shown."""
 
-    Attributes:
-        threads: batches that may be computed at the same time.
-        unlike: a warning where samples gave other columns a second time; None where no second was tried.
-        notes: for people.
-        of_reading: what the data set says of its reading, once a process.
-    """
-
+    # Batches that may be computed at the same time.
     threads: int
+    # A warning where samples gave other columns a second time; None where no second was tried.
     unlike: list[str] | None = None
+    # For people.
     notes: Sequence[str] = ()
+    # What the data set says of its reading, once a process.
     of_reading: Sequence[str] = ()
 
 

@@ -36,51 +36,42 @@ from dualeval.tasks import Dataset, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What is evaluated, and with what: known once the model is built, and the same for each batch.
-
-    Attributes:
-        task: what is evaluated.
-        dataset: the task's.
-        model: the task's, on the device.
-        plan: the division of the data set.
-        context: where it runs, and how.
-        device: where the batches are wanted.
-        workers: reading processes of this rank.
-        threads: what this rank may compute in.
-        metrics: the task's, of the ledger; none while its columns are not known yet.
-        row_metrics: the task's, of all rows together; likewise.
-        kept: the columns whose rows are kept: in the journal, or, where nothing is written, in memory.
-        cluster: the one of them that says which samples go together; None where all are independent.
-    """
+    """What is evaluated, and with what: known once the model is built, and the same for each batch."""
 
     task: Task
     dataset: Dataset
+    # The task's, on the device.
     model: nn.Module
+    # The division of the data set.
     plan: EvalPlan
+    # Where it runs, and how.
     context: RunContext
+    # Where the batches are wanted.
     device: torch.device
+    # Reading processes of this rank.
     workers: int
+    # What this rank may compute in.
     threads: int
+    # The task's, of the ledger; none while its columns are not known yet.
     metrics: Sequence[Metric] = ()
+    # The task's, of all rows together; likewise.
     row_metrics: Sequence[RowMetric] = ()
+    # The columns whose rows are kept: in the journal, or, where nothing is written, in memory.
     kept: Sequence[str] = ()
+    # The one of them that says which samples go together; None where all are independent.
     cluster: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A batch that has been handed out, without its data: these would stay on the device for as long.
+    """A batch that has been handed out, without its data: these would stay on the device for as long."""
 
-    Attributes:
-        chunk: number of its chunk.
-        batch: its own number.
-        samples: its samples' indices in the data set.
-        failed: those that could not be read.
-    """
-
+    # Number of its chunk.
     chunk: int
     batch: int
+    # Its samples' indices in the data set.
     samples: range
+    # Those that could not be read.
     failed: tuple[FailedSample, ...] = ()
 
 
@@ -167,17 +158,6 @@ class Loop:
     """The batches of one rank: hands them out, and takes their columns.
 
     Whoever computes them goes through ``work`` inside of ``running``, and calls ``take`` for each, in order.
-
-    Args:
-        evaluation: what is evaluated.
-        recorder: takes the finished batches.
-
-    Attributes:
-        times: seconds of the loop: ``evaluate``, and of it ``data`` and ``transfer``; who computes adds
-            ``look`` and ``compute``.
-        postprocess_s: seconds in the task's ``postprocess``.
-        notes: what the data set says of its reading.
-        unlike: a warning where samples gave other columns a second time; None where no second was tried.
     """
 
     def __init__(self, evaluation: Evaluation, recorder: Recorder) -> None:
@@ -191,9 +171,14 @@ class Loop:
         self._recorder = recorder
         self._tried = False
         self._feed: Feed | None = None
+        # Seconds of the loop: `evaluate`, and of it `data` and `transfer`; who computes adds `look` and
+        # `compute`.
         self.times: dict[str, float] = {}
+        # Seconds in the task's `postprocess`.
         self.postprocess_s = 0.0
+        # What the data set says of its reading.
         self.notes: list[str] = []
+        # A warning where samples gave other columns a second time; None where no second was tried.
         self.unlike: list[str] | None = None
 
     @contextmanager

@@ -30,16 +30,7 @@ def is_same(one: Machine, other: Machine) -> bool:
 
 
 def check_kinds_of_ranks(machines: Sequence[Machine], hosts: Sequence[str], *, mix: bool) -> None:
-    """Check that all ranks are of one kind.
-
-    Args:
-        machines: of each rank.
-        hosts: likewise.
-        mix: the user lets kinds be mixed.
-
-    Raises:
-        UsageError: they are not; names the first rank that differs from rank 0, and in what.
-    """
+    """Check that all ranks are of one kind."""
     for rank, machine in enumerate(machines):
         found = differences(kind_of(machines[0]), kind_of(machine))
         if found and not mix:
@@ -52,17 +43,7 @@ def check_kinds_of_ranks(machines: Sequence[Machine], hosts: Sequence[str], *, m
 
 
 def check_kinds_of_parts(folder: object, parts: Iterable[Machine], own: Machine, *, mix: bool) -> None:
-    """Check that what is in a folder was computed on this kind of machine.
-
-    Args:
-        folder: where it is, for the message.
-        parts: the machines that have computed it.
-        own: this machine.
-        mix: the user lets kinds be mixed.
-
-    Raises:
-        UsageError: it was not; names what differs.
-    """
+    """Check that what is in a folder was computed on this kind of machine."""
     for machine in parts:
         found = differences(kind_of(machine), kind_of(own))
         if found and not mix:
@@ -74,14 +55,7 @@ def check_kinds_of_parts(folder: object, parts: Iterable[Machine], own: Machine,
 
 
 def chunks_by_machine(parts: Iterable[tuple[Machine, int]]) -> list[dict[str, Any]]:
-    """Add up the chunks of equal machines.
-
-    Args:
-        parts: a machine, and how many chunks it has computed; those with none are left out.
-
-    Returns:
-        Each machine's facts with ``chunks``, in the order of the first part of each.
-    """
+    """Add up the chunks of equal machines."""
     counted: list[dict[str, Any]] = []
     for machine, chunks in parts:
         if not chunks:

@@ -23,13 +23,6 @@ def plain(metric: str, measured: Measured) -> Measured:
     """What a metric has measured as plain JSON values; numpy's numbers become Python's.
 
     NaN and infinities are no JSON: they become None, and a warning says so.
-
-    Args:
-        metric: its name.
-        measured: as ``compute`` gave it.
-
-    Raises:
-        UsageError: a value is of another kind; names metric and key.
     """
     if not isinstance(measured, Measured):
         raise UsageError(
@@ -89,11 +82,7 @@ def measured_from(content: Mapping[str, Any]) -> Measured:
 
 
 def check_keys(measured: Iterable[Measured]) -> None:
-    """Check that no two metrics give a value of the same name.
-
-    Raises:
-        UsageError: two do; names the key.
-    """
+    """Check that no two metrics give a value of the same name."""
     seen: set[str] = set()
     for part in measured:
         for key in part.values:
@@ -106,14 +95,11 @@ def check_keys(measured: Iterable[Measured]) -> None:
 
 
 class _Values:
-    """Checks the values of one metric.
-
-    Attributes:
-        lost: a sentence for each value that is not finite.
-    """
+    """Checks the values of one metric."""
 
     def __init__(self, metric: str) -> None:
         self._metric = metric
+        # A sentence for each value that is not finite.
         self.lost: list[str] = []
 
     def mapping(self, where: str, value: Any, *, each: Any = None, at_top: bool = False) -> dict[str, Any]:

@@ -38,15 +38,6 @@ def map_values(
     A mapping of a type that cannot be made anew from its items becomes a plain dict. A list or tuple of
     a type of its own becomes a plain one; a namedtuple stays one. What an object has beside its items or
     fields, in attributes, it keeps.
-
-    Args:
-        function: takes a value.
-        nest: what holds the values.
-        is_leaf: says of a dict, list, tuple or dataclass that it is one value for the function.
-        beside: takes the values in such attributes; None takes the function for tensors alone.
-
-    Raises:
-        NestError: a dataclass cannot be copied without a share in the original's fields.
     """
 
     if type(nest) is Tensor:
@@ -84,9 +75,6 @@ def zeros_like(sample: _Nest) -> _Nest:
     """A sample of the same structure, shapes and dtypes that holds only zeros (empty text for text).
 
     None and the members of an Enum stay as they are.
-
-    Raises:
-        TypeError: a value has no zero; names its type.
     """
     zeros: _Nest = map_values(_zero, sample)
     return zeros

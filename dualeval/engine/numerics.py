@@ -83,34 +83,21 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
 @dataclass(frozen=True, kw_only=True)
 class _Setting:
-    """One setting of the process.
+    """One setting of the process."""
 
-    Attributes:
-        name: as Python code reads or sets it.
-        read: gives its value.
-        write: sets it.
-        wanted: its value in the run.
-        usual: its values in a process where nobody has set it; None where any value is usual.
-    """
-
+    # As Python code reads or sets it.
     name: str
+    # Gives its value.
     read: Callable[[], Any]
     write: Callable[[Any], object]
+    # Its value in the run.
     wanted: Any
+    # Its values in a process where nobody has set it; None where any value is usual.
     usual: tuple[Any, ...] | None = None
 
 
 class NumericSettings:
-    """The settings of one run, from its start to ``restore``.
-
-    Args:
-        precision: a key of ``PRECISIONS``.
-        device: what computes.
-        leave: names of settings that stay as they are, and may change.
-
-    Attributes:
-        notes: sentences about what was set otherwise before the run.
-    """
+    """The settings of one run, from its start to ``restore``."""
 
     def __init__(self, precision: str, device: torch.device, leave: Collection[str] = ()) -> None:
         tf32 = precision == "tf32"
@@ -121,6 +108,7 @@ class NumericSettings:
         self._also = older if _HAS_FP32_PRECISION else []
         self._before = _read_without_parents(self._settings)
         self._also_before = _read_older() if _HAS_FP32_PRECISION else []
+        # Sentences about what was set otherwise before the run.
         self.notes = [
             f"{setting.name} was {found!r} before this run; it is {setting.wanted!r} in it"
             for setting, found in zip(self._settings, self._before, strict=True)

@@ -27,13 +27,6 @@ def numeric_bits(device: torch.device, precision: str) -> str:
     """Hash the bits that a few kernels give: convolutions, matrix products, sums, what lies between layers.
 
     Inside ``numerics.settings``. Equal hashes do not prove that every kernel gives equal bits, only these.
-
-    Args:
-        device: what computes.
-        precision: a key of ``numerics.PRECISIONS``.
-
-    Returns:
-        The first 16 hex digits of a sha256.
     """
     digest = hashlib.sha256()
     with torch.inference_mode(), numerics.autocast(precision, device):

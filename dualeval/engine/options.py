@@ -43,71 +43,64 @@ _BOOL = "True or False"
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of one evaluation; the same on every rank.
+    """The options of one evaluation; the same on every rank."""
 
-    Attributes:
-        out: folder for result.json and the rest, the same path on every rank; a run of the same job that
-            was begun there is gone on with. ``NEW_FOLDER`` makes a new one, None writes nothing at all.
-        batch_size: samples a batch.
-        metric: names of metrics: of the task's own, or those of installed packages; empty for the task's.
-        limit: evaluate only the first samples; None for all.
-        sample: evaluate only so many samples, drawn by their ids: those with the smallest sha256 of seed and
-            id, in data-set order; None for all.
-        seed: another one draws other samples; None is 0.
-        cluster: a column whose equal entries mark samples that are not independent, such as questions on one
-            text; the intervals allow for that. None: the task's own, which most have not.
-        precision: one of ``choices.PRECISIONS``.
-        keep_batchnorm_fp32: with precision "fp16" or "bf16", leave batch norms in float32.
-        layout: "contiguous", "channels-last", or "auto", which decides by the kinds of the model's layers.
-        optimize: "fold" makes batch norms a part of the convolutions before them, "compile" uses
-            torch.compile; None does neither.
-        shard: "fsdp" divides the model's parameters over the ranks, each of which gathers a layer's while it
-            computes it; None gives each rank all of them. The numbers are the same.
-        offload: with ``shard``, keep a rank's part in host memory, for a model that fits no device.
-        workers: reading processes of each rank; 0 reads in the rank's own process. None: none where the
-            samples lie in memory already, else up to one a core; a loop of the caller's own has none.
-        fewer_workers: take fewer, with a note, where the shared memory has no room for the batches of all.
-            Without it that is an error.
-        on_error: what a sample that cannot be read does: "stop" ends the run, "skip" leaves it out.
-        schedule: how chunks go to ranks: "static", chunk c to rank c mod size; "dynamic", to the rank that
-            has time for it; or "lockstep", as static, with one forward of every rank at a time, for models
-            whose forward holds collectives. A sharded model has "lockstep" in place of "static".
-        fresh: remove an earlier run's files from ``out`` first; not again where torchrun starts the ranks of
-            the same launch again.
-        replay: before going on from what is finished in ``out``, or giving back a finished result, evaluate
-            two finished batches anew and compare them with their rows.
-        mix_machines: let ranks of different device types or versions compute one result, and go on from what
-            another kind of machine has computed.
-        lease: keep other runs out of ``out`` for as long as this one lasts. Without it two runs there do the
-            same work twice, for one right result.
-        reference: the folder of a finished run over the same samples; the result says how the predictions
-            differ from its. None compares with nothing.
-
-    Raises:
-        UsageError: an option has a value that it cannot have.
-    """
-
+    # Folder for result.json and the rest, the same path on every rank; a run of the same job that was begun
+    # there is gone on with. `NEW_FOLDER` makes a new one, None writes nothing at all.
     out: Out = None
     batch_size: int = 64
+    # Names of metrics: of the task's own, or those of installed packages; empty for the task's.
     metric: Sequence[str] = ()
+    # Evaluate only the first samples; None for all.
     limit: int | None = None
+    # Evaluate only so many samples, drawn by their ids: those with the smallest sha256 of seed and id, in
+    # data-set order; None for all.
     sample: int | None = None
+    # Another one draws other samples; None is 0.
     seed: int | None = None
+    # A column whose equal entries mark samples that are not independent, such as questions on one text; the
+    # intervals allow for that. None: the task's own, which most have not.
     cluster: str | None = None
+    # One of `choices.PRECISIONS`.
     precision: str = "fp32"
+    # With precision "fp16" or "bf16", leave batch norms in float32.
     keep_batchnorm_fp32: bool = False
+    # "contiguous", "channels-last", or "auto", which decides by the kinds of the model's layers.
     layout: str = "auto"
+    # "fold" makes batch norms a part of the convolutions before them, "compile" uses torch.compile; None does
+    # neither.
     optimize: str | None = None
+    # "fsdp" divides the model's parameters over the ranks, each of which gathers a layer's while it computes
+    # it; None gives each rank all of them. The numbers are the same.
     shard: str | None = None
+    # With `shard`, keep a rank's part in host memory, for a model that fits no device.
     offload: bool = False
+    # Reading processes of each rank; 0 reads in the rank's own process. None: none where the samples lie in
+    # memory already, else up to one a core; a loop of the caller's own has none.
     workers: int | None = None
+    # Take fewer, with a note, where the shared memory has no room for the batches of all. Without it that is
+    # an error.
     fewer_workers: bool = False
+    # What a sample that cannot be read does: "stop" ends the run, "skip" leaves it out.
     on_error: str = "stop"
+    # How chunks go to ranks: "static", chunk c to rank c mod size; "dynamic", to the rank that has time for
+    # it; or "lockstep", as static, with one forward of every rank at a time, for models whose forward holds
+    # collectives. A sharded model has "lockstep" in place of "static".
     schedule: str = "static"
+    # Remove an earlier run's files from `out` first; not again where torchrun starts the ranks of the same
+    # launch again.
     fresh: bool = False
+    # Before going on from what is finished in `out`, or giving back a finished result, evaluate two finished
+    # batches anew and compare them with their rows.
     replay: bool = True
+    # Let ranks of different device types or versions compute one result, and go on from what another kind of
+    # machine has computed.
     mix_machines: bool = False
+    # Keep other runs out of `out` for as long as this one lasts. Without it two runs there do the same work
+    # twice, for one right result.
     lease: bool = True
+    # The folder of a finished run over the same samples; the result says how the predictions differ from its.
+    # None compares with nothing.
     reference: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -212,14 +205,7 @@ _OF_A_SESSION: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def check_session_options(options: Mapping[str, Any]) -> None:
-    """Check that options of a session are of the kinds that they have to be.
-
-    Args:
-        options: those that were given, by name; others than a session's are passed over.
-
-    Raises:
-        UsageError: one is not; says what was found and what was expected.
-    """
+    """Check that options of a session are of the kinds that they have to be."""
     for name, value in options.items():
         if name in _OF_A_SESSION:
             fits, expected = _OF_A_SESSION[name]
@@ -227,11 +213,7 @@ def check_session_options(options: Mapping[str, Any]) -> None:
 
 
 def run_options_of(options: Mapping[str, Any]) -> RunOptions:
-    """Make ``RunOptions`` of options by name.
-
-    Raises:
-        UsageError: there is no such option, or it has a value that it cannot have.
-    """
+    """Make ``RunOptions`` of options by name."""
     known = [field.name for field in fields(RunOptions)]
     unknown = next((name for name in options if name not in known), None)
     if unknown is None:

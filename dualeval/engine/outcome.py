@@ -39,18 +39,7 @@ _NAMED_AT_MOST = 5
 
 
 class Outcome:
-    """What this rank makes of the evaluation when its loop is through.
-
-    Args:
-        evaluation: what was evaluated.
-        facts: about job and machines, as the ranks have agreed on them.
-        previous: what was in the folder at the start.
-        folder: the output folder; None where nothing is written.
-        writer: what has taken this rank's rows.
-        recorder: what has taken its batches.
-        reference: on rank 0 the run that this one is compared with, and what is asked of this one for it;
-            None where there is none.
-    """
+    """What this rank makes of the evaluation when its loop is through."""
 
     def __init__(
         self,

@@ -51,17 +51,6 @@ class OwnLoop:
     Before the first batch is counted, each rank computes one, from whose columns all ranks learn what the
     caller adds; and where an earlier run has left finished batches, rank 0 computes two of them anew, which
     must have the same bits.
-
-    Args:
-        dataset: has ``__len__`` and ``__getitem__``; a tensor, a list, or a map-style data set.
-        context: where it runs, and how.
-        collate: makes a batch of a list of samples; torch's ``default_collate`` without it.
-        metrics: what is measured; without them the mean of every column, under its name, of bools the
-            fraction of true ones.
-        model: joins the job's identity, so that a loop with other weights does not go on in ``out``.
-
-    Raises:
-        UsageError: the data set has no length, or the precision is the caller's to choose.
     """
 
     def __init__(

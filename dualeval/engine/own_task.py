@@ -22,16 +22,12 @@ from dualeval.tasks import Dataset, Task
 
 @dataclass(frozen=True)
 class LoopKind:
-    """What is the same of a column in all batches of a loop, on all ranks.
-
-    Attributes:
-        dtype: its values'.
-        ndim: its dimensions; of a ragged column those of all samples' values together.
-        form: "plain", "ragged" or "text".
-    """
+    """What is the same of a column in all batches of a loop, on all ranks."""
 
     dtype: torch.dtype
+    # Its dimensions; of a ragged column those of all samples' values together.
     ndim: int
+    # "plain", "ragged" or "text".
     form: str = "plain"
 
     @classmethod
@@ -45,17 +41,7 @@ class LoopKind:
 
 
 class LoopTask(Task):
-    """What the engine asks of a task, as far as a caller's own loop has it.
-
-    Args:
-        dataset: with ids and a fingerprint.
-        collate: as for ``OwnLoop``; likewise ``metrics`` and ``model``.
-
-    Attributes:
-        given_model: as given; it may be wrapped for training on several processes.
-        model: what is inside of it; one without modules where there is none.
-        kinds: by column; known when the first batch is.
-    """
+    """What the engine asks of a task, as far as a caller's own loop has it."""
 
     name = "loop"
     wants_workers = False
@@ -72,8 +58,11 @@ class LoopTask(Task):
         self._collate = collate
         self._given = metrics
         self._metrics: list[Metric | RowMetric] = []
+        # As given; it may be wrapped for training on several processes.
         self.given_model = model
+        # What is inside of it; one without modules where there is none.
         self.model = nn.Module().eval() if model is None else unwrapped(model)
+        # By column; known when the first batch is.
         self.kinds: dict[str, LoopKind] = {}
 
     def make_metrics(self) -> None:

@@ -34,15 +34,6 @@ def draw(
 
     Each set of ``count`` ids is equally likely over the seeds, and a larger count keeps the samples of a
     smaller one. Samples of one id come in data-set order.
-
-    Args:
-        dataset: what is drawn from.
-        count: how many; at most as many as there are.
-        seed: another one gives other samples.
-        step: called after each part of the ids.
-
-    Returns:
-        Their indices, rising, int64 of shape (count,).
     """
     before = f"{seed}\0".encode()
     keys = []
@@ -106,11 +97,7 @@ class DrawnSamples(Samples):
                 setattr(self, name, getattr(self, f"_{name}"))
 
     def _checked(self, selected: Any) -> Any:
-        """What the data set's ``select`` has returned: a method of this name may mean something else.
-
-        Raises:
-            UsageError: these are not the samples that were drawn.
-        """
+        """What the data set's ``select`` has returned: a method of this name may mean something else."""
         names = ("__len__", "id", "fingerprint", "__getitems__")
         lacking = [name for name in names if not callable(getattr(selected, name, None))]
         if lacking:
@@ -187,14 +174,7 @@ def drawn(
     note: Callable[[str], None],
     step: Callable[[], None] = lambda: None,
 ) -> Dataset:
-    """The samples that the options ask to draw, or the data set as it is.
-
-    Args:
-        dataset: what is drawn from.
-        options: the run's.
-        note: takes a sentence for people.
-        step: as for ``draw``.
-    """
+    """The samples that the options ask to draw, or the data set as it is."""
     if options.sample is None:
         return dataset
     if options.sample >= len(dataset):
@@ -232,12 +212,7 @@ def indices_of(dataset: Dataset, start: int, stop: int) -> npt.NDArray[np.int64]
 
 
 def part_of(dataset: Dataset, plan: EvalPlan) -> dict[str, Any]:
-    """Which part of the data set is evaluated, for the result.
-
-    Returns:
-        ``kind``: "all", "first" or "drawn"; ``samples``: how many; ``of``: how many there are. Of drawn
-        samples their ``seed``; of a part with known targets ``classes`` in it and ``of_classes`` in all.
-    """
+    """Which part of the data set is evaluated, for the result."""
     whole = dataset.whole if isinstance(dataset, DrawnSamples) else dataset
     found: dict[str, Any] = {"kind": ALL_SAMPLES, "samples": plan.num_samples, "of": len(whole)}
     if plan.num_samples == len(whole):
@@ -288,12 +263,6 @@ def whole_set_intervals(
     The finite-population correction: both sides of an interval times sqrt(1 - n / N) (W. G. Cochran,
     "Sampling Techniques", 3rd ed. 1977, section 2.6). Samples are drawn one by one, so questions of one text
     are no clusters of this draw.
-
-    Args:
-        part: as ``part_of`` gives it.
-        evaluated: number n of the N samples that were drawn and could be read.
-        fields: of the result: ``metrics``, and their ``intervals`` about samples beyond the data set; where
-            these are of clusters, the ``naive_intervals`` of single samples.
     """
     if part.get("kind") != DRAWN_SAMPLES:
         return {}
@@ -316,16 +285,6 @@ def postprocessed(
     """The task's ``postprocess`` of a batch, as columns of the host.
 
     Of drawn samples it is called for each run of consecutive ones, by their indices in the whole data set.
-
-    Args:
-        task: what is evaluated.
-        dataset: the samples.
-        columns: of the batch, on the CPU.
-        samples: their places.
-
-    Raises:
-        UsageError: a column is not as it must be.
-        ExactlyOnceError: it gives more or fewer rows than samples.
     """
     if not isinstance(dataset, DrawnSamples) or type(task).postprocess is Task.postprocess:
         found: Mapping[str, Any] = host_columns(task.postprocess(columns, samples), samples)
@@ -366,14 +325,7 @@ def _check_part(made: Mapping[str, Any], first: Mapping[str, Any], indices: rang
 def texts_of(
     task: Task, dataset: Dataset, rows: Mapping[str, Rows], first: int
 ) -> Mapping[str, Sequence[str | None]]:
-    """The task's ``texts`` of consecutive rows; of drawn samples run by run, as ``postprocessed``.
-
-    Args:
-        task: what is evaluated.
-        dataset: the samples.
-        rows: by column.
-        first: the place of the first row's sample.
-    """
+    """The task's ``texts`` of consecutive rows; of drawn samples run by run, as ``postprocessed``."""
     if not isinstance(dataset, DrawnSamples) or type(task).texts is Task.texts:
         return task.texts(rows, first)
     count = len(next(iter(rows.values())))

@@ -19,13 +19,11 @@ class EvalPlan:
 
     A floating-point kernel may give a row other last bits in a batch of another shape, so a batch has the
     same samples at every world size: ranks take whole chunks.
-
-    Attributes:
-        num_samples: samples to evaluate.
-        batch_size: samples a batch; the last batch may be shorter.
     """
 
+    # Samples to evaluate.
     num_samples: int
+    # Samples a batch; the last batch may be shorter.
     batch_size: int
 
     def __post_init__(self) -> None:

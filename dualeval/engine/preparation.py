@@ -46,21 +46,6 @@ def prepare(
     Batch norms are folded first, with float32 weights. The model stays the same object, with its methods.
     Only its modules' entries are exchanged, and its ``forward`` and compiled call are set as attributes. No
     hook is set. Inputs of a call ``model(...)`` are cast and laid out; its outputs come back in float32.
-
-    Args:
-        model: as it was built, on the device, in evaluation mode.
-        options: of which ``precision``, ``keep_batchnorm_fp32``, ``layout`` and ``optimize`` count; a layout
-            of "auto" is what ``layouts.layout_of`` says.
-        device: what computes.
-        owned: nobody needs the model as it was: its parameters are written over, so that there are never two
-            copies of all. Without it no tensor of the model is touched: others take their places.
-        note: called with sentences for people.
-
-    Returns:
-        The same model.
-
-    Raises:
-        UsageError: an option has no meaning for the model, or cannot be had.
     """
     check_model(model, options)
     layout = layout_of(model, options.layout)
@@ -98,11 +83,7 @@ def dtype_in(module: nn.Module, own: torch.dtype, options: RunOptions) -> torch.
 
 
 def check_model(model: nn.Module, options: RunOptions) -> None:
-    """Check that a model can be prepared as the options say.
-
-    Raises:
-        UsageError: an option has no meaning for the model, or cannot be had.
-    """
+    """Check that a model can be prepared as the options say."""
     if options.optimize is not None and (part := fixed_part(model)) is not None:
         raise UsageError(
             f"--optimize {options.optimize}: {part}, and its operations were fixed when it was made. Leave "
@@ -133,11 +114,7 @@ def check_model(model: nn.Module, options: RunOptions) -> None:
 
 
 def identity_of(options: RunOptions) -> dict[str, Any]:
-    """What of the preparation is in a job's identity; only what changes bits, so that older runs go on.
-
-    Args:
-        options: as for ``prepare``, with the layout that "auto" came to.
-    """
+    """What of the preparation is in a job's identity; only what changes bits, so that older runs go on."""
     found: dict[str, Any] = {"precision": options.precision}
     if options.keep_batchnorm_fp32:
         found["keep_batchnorm_fp32"] = True
@@ -149,12 +126,7 @@ def identity_of(options: RunOptions) -> dict[str, Any]:
 
 
 def why_preparation_failed(error: BaseException, options: RunOptions) -> str | None:
-    """Why a forward failed that could have done without an option; None where it is not that.
-
-    Args:
-        error: raised in a forward.
-        options: those of the run, with the layout that "auto" came to.
-    """
+    """Why a forward failed that could have done without an option; None where it is not that."""
     said = (text_of(error).splitlines() or [""])[0].rstrip(".")
     if options.shard is not None and (why := _why_not_gathered(said)) is not None:
         return f"--shard {options.shard}: {why}"
@@ -254,11 +226,6 @@ def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
 
     An attribute of this one object, and no hook: those are in the identity, and leave one thread. As a method
     it is bound anew in a copy of the model.
-
-    Args:
-        model: whose inputs these are.
-        dtype: of the inputs; None leaves theirs.
-        layout: "contiguous" or "channels-last".
     """
     convert_layout = converter(layout)
 
@@ -285,12 +252,7 @@ def set_door(model: nn.Module, dtype: torch.dtype | None, layout: str) -> None:
 
 
 def mapped(function: _Convert, value: Any) -> Any:
-    """A nest with a function of each tensor in it; what cannot be made anew stays as it is.
-
-    Args:
-        function: gives a tensor for a tensor.
-        value: a tensor, or lists, dicts and dataclasses with tensors in them.
-    """
+    """A nest with a function of each tensor in it; what cannot be made anew stays as it is."""
     if isinstance(value, Tensor):
         return function(value)
     return pytree.tree_map(functools.partial(_mapped_leaf, function), value)
@@ -325,11 +287,7 @@ def _compile(model: nn.Module, device: torch.device) -> None:
 
 
 def _check_compiler(device: torch.device) -> None:
-    """Check that what torch.compile needs is there.
-
-    Raises:
-        UsageError: it is not; says what to install.
-    """
+    """Check that what torch.compile needs is there."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler

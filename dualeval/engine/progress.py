@@ -25,16 +25,13 @@ Stage = Literal[
 
 
 class Position(NamedTuple):
-    """One moment of a rank.
+    """One moment of a rank."""
 
-    Attributes:
-        steps: grows with every step; a rank whose steps stand still makes no progress.
-        stage: what it is doing.
-        chunk: the chunk in hand; None outside of the loop.
-    """
-
+    # Grows with every step; a rank whose steps stand still makes no progress.
     steps: int = 0
+    # What it is doing.
     stage: Stage = "setup"
+    # The chunk in hand; None outside of the loop.
     chunk: int | None = None
 
     def __str__(self) -> str:
@@ -47,13 +44,10 @@ def described(stage: str, chunk: int | None) -> str:
 
 
 class Progress:
-    """Where a rank is. Its main thread steps, until another one saves what it had; any thread may look.
-
-    Attributes:
-        position: the last step.
-    """
+    """Where a rank is. Its main thread steps, until another one saves what it had; any thread may look."""
 
     def __init__(self) -> None:
+        # The last step.
         self.position = Position()
 
     def step(self, stage: Stage, chunk: int | None = None) -> None:

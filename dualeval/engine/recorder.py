@@ -34,39 +34,32 @@ FLUSH_EVERY_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Finished:
-    """A batch whose columns are on the host.
+    """A batch whose columns are on the host."""
 
-    Attributes:
-        rows: number of its samples.
-        columns: None where no sample of it could be read.
-        failed: the rows of the samples that could not be read.
-    """
-
+    # Number of its samples.
     rows: int
+    # None where no sample of it could be read.
     columns: Mapping[str, Column] | None
+    # The rows of the samples that could not be read.
     failed: tuple[int, ...]
 
 
 class _Part:
-    """Finished chunks on their way into one journal file.
-
-    Attributes:
-        chunks: their numbers.
-        rows_of_chunks: number of rows of each.
-        failures: index and error of their samples that could not be read.
-        rows: number of their rows.
-        ragged_bytes: bytes of the values of their ragged columns.
-        delta: their ledger, without what is still to be folded.
-    """
+    """Finished chunks on their way into one journal file."""
 
     def __init__(self, plan: EvalPlan, metrics: Sequence[Metric], names: Sequence[str]) -> None:
         self._plan = plan
         self._names = tuple(names)
+        # Their ledger, without what is still to be folded.
         self.delta = Ledger(plan, metrics)
         self.chunks: list[int] = []
+        # Number of rows of each.
         self.rows_of_chunks: list[int] = []
+        # Index and error of their samples that could not be read.
         self.failures: list[tuple[int, str]] = []
+        # Number of their rows.
         self.rows = 0
+        # Bytes of the values of their ragged columns.
         self.ragged_bytes = 0
         self._unfolded: list[_Finished] = []
         self._unfolded_rows = 0
@@ -182,11 +175,7 @@ def _with_own_memory(column: Tensor) -> Tensor:
 
 
 def check_rows(columns: Mapping[str, Column], batch: int, samples: range) -> None:
-    """Check that the columns of a batch have one row a sample.
-
-    Raises:
-        ExactlyOnceError: one has more or fewer; names it.
-    """
+    """Check that the columns of a batch have one row a sample."""
     rows = len(samples)
     for name, column in columns.items():
         if len(column) != rows:
@@ -201,14 +190,6 @@ class Recorder:
     """Takes the batches of one rank, a chunk's one after the other, and folds whole chunks.
 
     One thread adds; another may flush, so that what is finished is saved also where the first one hangs.
-
-    Attributes:
-        ledger: everything written so far.
-        failed: indices of the failed samples so far; their errors are with their chunks' rows.
-        first_failed: index and error of the first of them.
-        chunks_saved: number of chunks written so far.
-        metrics_s: seconds spent on the ledger.
-        journal_s: seconds spent on journal files.
     """
 
     def __init__(
@@ -227,11 +208,17 @@ class Recorder:
         self._writer = writer
         self._progress = progress or Progress()
         self._lock = threading.Lock()
+        # Everything written so far.
         self.ledger = Ledger(plan, metrics)
+        # Indices of the failed samples so far; their errors are with their chunks' rows.
         self.failed: list[int] = []
+        # Index and error of the first of them.
         self.first_failed: tuple[int, str] | None = None
+        # Number of chunks written so far.
         self.chunks_saved = 0
+        # Seconds spent on the ledger.
         self.metrics_s = 0.0
+        # Seconds spent on journal files.
         self.journal_s = 0.0
         self._empty: dict[str, Column] | None = None  # the columns' dtypes and row shapes, once seen
         self._kinds: dict[str, tuple[Any, ...]] = {}  # theirs, as ``kind_of`` gives them
@@ -254,13 +241,7 @@ class Recorder:
         columns: Mapping[str, Column] | None,
         failed: Sequence[FailedSample],
     ) -> None:
-        """Take a batch whose columns (on the CPU) are complete.
-
-        Raises:
-            ExactlyOnceError: as ``check_rows``.
-            UsageError: a column is of another kind than in the first batch.
-            OSError: finished chunks could not be written.
-        """
+        """Take a batch whose columns (on the CPU) are complete."""
         samples = self._plan.batch_samples(batch)
         check_rows(columns or {}, batch, samples)
         with self._lock:
@@ -313,17 +294,7 @@ class Recorder:
             self._flush()
 
     def flush(self, wait_s: float = -1.0) -> bool:
-        """Write all whole chunks since the last flush, to one journal file, or two where samples failed.
-
-        Args:
-            wait_s: most seconds to wait for another thread that is adding or writing; -1 for ever.
-
-        Returns:
-            whether everything finished is written; False where that other thread did not come to an end.
-
-        Raises:
-            OSError: a file could not be written; what it was to hold is kept, for another try.
-        """
+        """Write all whole chunks since the last flush, to one journal file, or two where samples failed."""
         if not self._lock.acquire(timeout=wait_s):
             return False
         try:

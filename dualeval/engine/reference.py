@@ -40,12 +40,7 @@ _NOT_NAMED = ("workers", "device", "data", "metric")
 
 
 def differing_fingerprints(one: Result | Mapping[str, Any], other: Result) -> str:
-    """How two runs' data differ beyond the samples' ids, for a message; nothing where they do not.
-
-    Args:
-        one: a result, or ``data`` and ``job`` of one that is being made.
-        other: the other run's.
-    """
+    """How two runs' data differ beyond the samples' ids, for a message; nothing where they do not."""
     data, job = (one.data, one.job) if isinstance(one, Result) else (one["data"], one["job"])
     found = []
     for name, said in (("fingerprint", "labels, sizes or texts"), ("contents", "contents")):
@@ -61,26 +56,17 @@ def differing_fingerprints(one: Result | Mapping[str, Any], other: Result) -> st
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A finished run with which another one is compared.
+    """A finished run with which another one is compared."""
 
-    Attributes:
-        folder: its folder, absolute.
-        result: what its result.json says.
-        rows: its predictions.parquet.
-    """
-
+    # Its folder, absolute.
     folder: Path
+    # What its result.json says.
     result: Result
     rows: StoredRows
 
     @classmethod
     def open(cls, folder: str | Path) -> Reference:
-        """Open a run.
-
-        Raises:
-            UsageError: there is no such folder, no finished run in it, or it has no rows.
-            DualevalError: its files are damaged.
-        """
+        """Open a run."""
         try:
             result, rows = finished_run(Path(folder))
         except UsageError as error:
@@ -99,19 +85,7 @@ class Reference:
         facts: Mapping[str, Any],
         step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Check, before anything is evaluated, that it is a run over the same samples of the same data.
-
-        Args:
-            dataset: of the run that is to be evaluated.
-            count: number of its samples.
-            columns: the names of its columns.
-            facts: its ``data``, with ``fingerprint`` and ``contents``, and its ``job``.
-            step: called with each window of ids.
-
-        Raises:
-            UsageError: the samples or the data differ, or no column is in both; says what differs.
-            DualevalError: a file is damaged.
-        """
+        """Check, before anything is evaluated, that it is a run over the same samples of the same data."""
         start = 0
         for window in self.rows.windows(self.rows.names[:1], with_ids=True):
             samples = range(start, min(start + len(window.ids), count))
@@ -157,20 +131,7 @@ class Reference:
         facts: Mapping[str, Any],
         step: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Compare another run's rows with those of this one.
-
-        Args:
-            windows: all rows of the other run, in order.
-            dataset: of the other run, for ids.
-            facts: its ``job`` and the fingerprint of its ``weights``.
-            step: called with each window.
-
-        Returns:
-            ``reference`` of a result (docs/result-files.md).
-
-        Raises:
-            DualevalError: this run's file is damaged.
-        """
+        """Compare another run's rows with those of this one."""
         found = _Found()
         for own in windows:
             there = self.rows.batch(range(own.start, own.start + len(own.evaluated)))
@@ -211,15 +172,7 @@ class Reference:
 def windows_of_chunks(
     files: Sequence[RowsOfChunks], plan: EvalPlan, task: Task, dataset: Dataset, kept: Sequence[str]
 ) -> Iterator[Window]:
-    """The rows of a run that has just been evaluated, before they are written anywhere.
-
-    Args:
-        files: hold every chunk of the plan once.
-        plan: the run's.
-        task: makes the texts.
-        dataset: the task's.
-        kept: the columns.
-    """
+    """The rows of a run that has just been evaluated, before they are written anywhere."""
     for start, rows in windows_of(files, plan, kept):
         evaluated = evaluated_of(rows)
         yield Window(
@@ -233,12 +186,7 @@ def windows_of_chunks(
 
 
 def windows_of_file(rows: StoredRows, count: int) -> Iterator[Window]:
-    """The rows of a finished run.
-
-    Args:
-        rows: its predictions.parquet.
-        count: number of its rows.
-    """
+    """The rows of a finished run."""
     for start in range(0, count, WINDOW_ROWS):
         yield rows.batch(range(start, min(start + WINDOW_ROWS, count)))
 

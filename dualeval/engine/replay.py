@@ -53,22 +53,19 @@ _LONGEST_SHOWN = 400
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBatch:
-    """The rows of one batch as an earlier run has left them.
+    """The rows of one batch as an earlier run has left them."""
 
-    Attributes:
-        samples: the batch's indices in the data set.
-        evaluated: which of them that run could read, bool of shape (samples,).
-        columns: the rows of those, by column, first dimension the evaluated samples.
-        machines: what has computed it: one machine, or those that it may have been.
-        texts: the texts of these rows, by column, where the run had written them.
-        file: where the rows lie in a journal.
-    """
-
+    # The batch's indices in the data set.
     samples: range
+    # Which of them that run could read, bool of shape (samples,).
     evaluated: npt.NDArray[np.bool_]
+    # The rows of those, by column, first dimension the evaluated samples.
     columns: Mapping[str, Rows]
+    # What has computed it: one machine, or those that it may have been.
     machines: tuple[Mapping[str, Any], ...]
+    # The texts of these rows, by column, where the run had written them.
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+    # Where the rows lie in a journal.
     file: JournalFile | None = None
 
 
@@ -130,16 +127,7 @@ def batches_of_predictions(
 
 
 class Proof:
-    """Evaluates a stored batch anew and compares all that was made of it.
-
-    Args:
-        stored: what is on the disk.
-        evaluate: gives the columns of a batch, one row for each of its samples, and the samples that failed.
-        machine: this machine.
-        precision: how it computes; decides the tolerance.
-        place: where the rows lie, for messages.
-        name: names a sample by its place: its id and its index.
-    """
+    """Evaluates a stored batch anew and compares all that was made of it."""
 
     def __init__(
         self,

@@ -60,12 +60,7 @@ def rescore(
 
 
 def finished_run(folder: Path) -> tuple[Result, StoredRows]:
-    """Open the result and the rows of a finished run.
-
-    Raises:
-        UsageError: no finished run is there, or its rows are gone.
-        DualevalError: result.json or predictions.parquet is damaged.
-    """
+    """Open the result and the rows of a finished run."""
     check_finished(folder)
     if not (folder / PREDICTIONS).is_file():
         raise UsageError(
@@ -83,11 +78,7 @@ def finished_run(folder: Path) -> tuple[Result, StoredRows]:
 
 
 def check_finished(folder: Path) -> None:
-    """Check that a folder holds a run that has come to its end.
-
-    Raises:
-        UsageError: it does not; says what is there.
-    """
+    """Check that a folder holds a run that has come to its end."""
     if not os.path.isdir(folder):  # noqa: PTH112 - False also where the name is too long
         raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
     for file in (folder / name for name in (STATUS, RESULT, JOB, PREDICTIONS)):
@@ -120,17 +111,7 @@ def check_finished(folder: Path) -> None:
 def with_measured(
     result: Result, measured: Sequence[Measured], rows: StoredRows, cluster: str | None = None
 ) -> Result:
-    """A run's result with other metrics in place of its own.
-
-    Args:
-        result: the run's.
-        measured: by the other metrics.
-        rows: the run's.
-        cluster: the column of the clusters; None for the run's own.
-
-    Raises:
-        UsageError: the rows have no such column, or its entries cannot be told apart.
-    """
+    """A run's result with other metrics in place of its own."""
     cluster = cluster or result.clusters.get("column")
     found = None if cluster is None else _stored_clusters(rows, cluster, measured)
     fields, said = with_clusters(fields_of_result(measured), cluster, found)
@@ -176,13 +157,6 @@ def recompute(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> list[M
     """Compute metrics from rows; samples that could not be read are left out, as in the run.
 
     Memory holds a window of rows; columns of metrics of all rows are mapped from a temporary file.
-
-    Returns:
-        what each metric says, those with a ledger first.
-
-    Raises:
-        UsageError: a metric reads a column that is not there.
-        DualevalError: the rows are damaged, or there is no room for a temporary file.
     """
     check_columns(rows, metrics)
     of_ledger, row_metrics = split_by_kind(metrics)
@@ -239,11 +213,7 @@ def _batch_size(rows: StoredRows) -> int:
 
 
 def check_columns(rows: StoredRows, metrics: Sequence[Metric | RowMetric]) -> None:
-    """Check that metrics say which columns they read, and that the rows have them.
-
-    Raises:
-        UsageError: one does not, or they have not.
-    """
+    """Check that metrics say which columns they read, and that the rows have them."""
     check_declarations(metrics)
     absent = ((metric, name) for metric in metrics for name in metric.columns if name not in rows.names)
     metric, name = next(absent, (None, ""))

@@ -109,11 +109,7 @@ def wait_for_news(
 
 
 class _Rounds:
-    """The rounds of one rank.
-
-    Attributes:
-        under_way: the batches that are being computed.
-    """
+    """The rounds of one rank."""
 
     def __init__(self, evaluation: Evaluation, loop: Loop, compute: Compute) -> None:
         self._evaluation = evaluation
@@ -122,6 +118,7 @@ class _Rounds:
         self._progress = evaluation.context.control.progress
         self._loop = loop
         self._compute = compute
+        # The batches that are being computed.
         self.under_way = UnderWay(evaluation, loop)
 
     def run(self, remaining: Sequence[int]) -> None:

@@ -11,13 +11,7 @@ from dualeval.columns import RaggedRows, Rows, values_of
 
 
 def differing_rows(one: Rows, other: Rows, tolerance: float | None = None) -> npt.NDArray[np.intp]:
-    """The places of the rows that differ, rising.
-
-    Args:
-        one: rows of a column.
-        other: as many rows, of the same form, dtype and row shape.
-        tolerance: relative and absolute, for floats; None wants equal bits. Lengths and text have none.
-    """
+    """The places of the rows that differ, rising."""
     if isinstance(one, RaggedRows) and isinstance(other, RaggedRows):
         return _differing_ragged(one, other, tolerance)
     return np.flatnonzero(~_equal_rows(values_of(one), values_of(other), tolerance))

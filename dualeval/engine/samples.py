@@ -47,11 +47,7 @@ def wrap(dataset: Any, *, ids: Ids = None, fingerprint: str | None = None) -> Sa
 
 
 def as_dataset(data: Any) -> Dataset:
-    """What a task gave as its data set, with ids and a fingerprint.
-
-    Raises:
-        UsageError: it has no length or no samples by index.
-    """
+    """What a task gave as its data set, with ids and a fingerprint."""
     if not all(callable(getattr(data, name, None)) for name in ("id", "fingerprint")):
         return wrap(data)
     if hasattr(data, "__getitems__"):
@@ -62,11 +58,7 @@ def as_dataset(data: Any) -> Dataset:
 
 
 def check_samples(data: Any) -> None:
-    """Check that something has a length, and samples by index.
-
-    Raises:
-        UsageError: it has not.
-    """
+    """Check that something has a length, and samples by index."""
     if isinstance(data, DataLoader):
         hint = ". Give the loader's data set (loader.dataset), and batch_size beside it"
     elif isinstance(data, Mapping):

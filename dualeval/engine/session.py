@@ -432,11 +432,7 @@ class Session:
         )
 
     def _free_memory(self) -> None:
-        """Give back the memory of an attempt that is over.
-
-        Raises:
-            DualevalError: the device cannot be used any more.
-        """
+        """Give back the memory of an attempt that is over."""
         from dualeval.engine.accelerator import accelerator_of
 
         gc.collect()
@@ -448,11 +444,7 @@ class Session:
 
     @contextmanager
     def _concluding(self, *, of_task: bool = True) -> Iterator[None]:
-        """Conclude the run where the block raises.
-
-        Args:
-            of_task: the code that raises is the task's, which has no reason to end the process.
-        """
+        """Conclude the run where the block raises."""
         from dualeval.engine.watch import Interrupted
 
         try:
@@ -582,12 +574,7 @@ class Session:
         _ = self.control
 
     def _cause(self, error: BaseException, *, of_task: bool) -> BaseException:
-        """What the run ends with where an error is raised: the error itself, or what stands behind it.
-
-        Args:
-            error: raised in the main thread.
-            of_task: as for ``_concluding``.
-        """
+        """What the run ends with where an error is raised: the error itself, or what stands behind it."""
         from dualeval.engine.watch import Interrupted
 
         if isinstance(error, Interrupted):

@@ -33,28 +33,25 @@ _BESIDE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What the reading processes of a rank need of the shared memory, and what is there for them.
+    """What the reading processes of a rank need of the shared memory, and what is there for them."""
 
-    Attributes:
-        host: the name of the rank's host.
-        place: the same for ranks that share this memory, and for no others.
-        free: bytes of it that nobody has taken yet.
-        batch: bytes of the tensors of a batch, about; 0 where there are none, or that cannot be told.
-        workers: number of reading processes.
-        ahead: batches that each of them may read ahead.
-        held: batches that the rank itself may have at a time.
-        batches: number of batches for the rank.
-        full: whether there was no room even for the locks of one process.
-    """
-
+    # The name of the rank's host.
     host: str
+    # The same for ranks that share this memory, and for no others.
     place: str
+    # Bytes of it that nobody has taken yet.
     free: int
+    # Bytes of the tensors of a batch, about; 0 where there are none, or that cannot be told.
     batch: int
+    # Number of reading processes.
     workers: int
+    # Batches that each of them may read ahead.
     ahead: int
+    # Batches that the rank itself may have at a time.
     held: int
+    # Number of batches for the rank.
     batches: int
+    # Whether there was no room even for the locks of one process.
     full: bool = False
 
     @property
@@ -84,15 +81,7 @@ def measure_reading(
     held: int,
     batches: int,
 ) -> Reading:
-    """Find out, from the first sample, what a rank's reading processes need, before they are started.
-
-    Args:
-        dataset: what is read.
-        task: collates.
-        model: the task's, which stays here.
-        batch_size: samples a batch.
-        workers: as in ``Reading``; likewise ``ahead``, ``held`` and ``batches``.
-    """
+    """Find out, from the first sample, what a rank's reading processes need, before they are started."""
     free, batch, place, full = 0, 0, "", False
     if workers and SHARED_MEMORY.is_dir():
         # Its size is 0 where it has no limit.
@@ -131,18 +120,7 @@ def _batch_bytes(reader: _Sizes) -> tuple[int, bool]:
 
 
 def choose_workers(everyone: Sequence[Reading], *, chosen: bool) -> tuple[list[int], list[str]]:
-    """Decide on the number of reading processes of each rank; every rank comes to the same.
-
-    Args:
-        everyone: what each rank has measured.
-        chosen: whether the caller has asked for that many, so that fewer are not what is wanted.
-
-    Returns:
-        The numbers, by rank; and for people what was lowered, and why.
-
-    Raises:
-        UsageError: that many were ``chosen``, and the memory is too small for them.
-    """
+    """Decide on the number of reading processes of each rank; every rank comes to the same."""
     places: dict[str, list[Reading]] = {}
     for reading in everyone:
         if reading.needed:
@@ -203,12 +181,7 @@ class _Sizes(Reader):
 
 
 def tensor_bytes(batch: Any, *, samples: int = 1) -> int:
-    """The bytes of all storages that tensors in a batch have, wherever in it they are.
-
-    Args:
-        batch: goes through a queue between processes; a storage goes there once, and whole.
-        samples: count as for a batch that has this many times as many samples.
-    """
+    """The bytes of all storages that tensors in a batch have, wherever in it they are."""
     found = _Tensors(io.BytesIO())
     found.dump(batch)
     sharing: defaultdict[int, list[Tensor]] = defaultdict(list)

@@ -38,16 +38,6 @@ class Signals:
     no Python runs, it writes the signal's number into a pipe, which a second thread reads.
 
     Only the main thread can take signals: made in another one, this takes none (``is_active``).
-
-    Args:
-        names: of the signals, as "SIGTERM". One that is ignored (nohup, a job in a shell's background) stays
-            ignored.
-
-    Attributes:
-        is_active: whether it takes signals.
-
-    Raises:
-        UsageError: one of them is no signal that can be waited for.
     """
 
     def __init__(self, names: Sequence[str] = DEFAULT_SIGNALS) -> None:
@@ -58,6 +48,7 @@ class Signals:
         self._lock = threading.Lock()
         self._closing = False
         in_main_thread = threading.current_thread() is threading.main_thread()
+        # Whether it takes signals.
         self.is_active = in_main_thread and bool(self._numbers)
         if self.is_active:
             self._open()

@@ -15,16 +15,6 @@ def own_storages(batch: Any, *, samples: int = 1) -> Any:
 
     Consecutive samples of a tensor that holds the whole data set are a view of it. Shapes and strides stay,
     so that a model computes the same bits.
-
-    Args:
-        batch: what ``collate`` made; stays as it is.
-        samples: decide as for a batch that has this many times as many samples.
-
-    Returns:
-        The batch itself where there is nothing to copy.
-
-    Raises:
-        UsageError: as ``map_batch``.
     """
     sharing: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
 

@@ -22,38 +22,23 @@ _IDS = ("id", "index")
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Consecutive rows of the file.
+    """Consecutive rows of the file."""
 
-    Attributes:
-        start: number of the first of them.
-        evaluated: whether each sample could be read, shape (rows,).
-        columns: by name, the rows of the samples that could, in order, first dimension these samples.
-        ids: each row's, where they were asked for.
-        indices: likewise.
-        texts: by name, the texts of all rows, where they were asked for.
-    """
-
+    # Number of the first of them.
     start: int
+    # Whether each sample could be read, shape (rows,).
     evaluated: npt.NDArray[np.bool_]
+    # By name, the rows of the samples that could, in order, first dimension these samples.
     columns: Mapping[str, Rows]
+    # Each row's, where they were asked for.
     ids: Sequence[str]
     indices: npt.NDArray[np.int64]
+    # By name, the texts of all rows, where they were asked for.
     texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
 
 
 class StoredRows:
-    """The rows of a finished run.
-
-    Args:
-        path: its predictions.parquet.
-
-    Attributes:
-        path: as given.
-        names: the columns of the task and of its metrics; without id, index and the task's ``texts``.
-
-    Raises:
-        DualevalError: it cannot be read, or is no file of a run.
-    """
+    """The rows of a finished run."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow
@@ -64,6 +49,7 @@ class StoredRows:
             schema = pyarrow.parquet.read_schema(path)
         if any(name not in schema.names for name in _IDS):
             raise DualevalError(f"{path} is damaged: it has no column {' or '.join(_IDS)}")
+        # The columns of the task and of its metrics; without id, index and the task's `texts`.
         self.names = tuple(
             field.name for field in schema if field.name not in _IDS and not _is_of_texts(field)
         )
@@ -71,17 +57,7 @@ class StoredRows:
     def windows(
         self, names: Sequence[str], *, with_ids: bool = False, multiple_of: int = 1
     ) -> Iterator[Window]:
-        """Read columns, a window of rows at a time: memory does not grow with their number.
-
-        Args:
-            names: the columns; at least one, which tells which samples could be read.
-            with_ids: read ids and indices too.
-            multiple_of: the number of rows of each window but the last is a multiple of this one.
-
-        Raises:
-            UsageError: the file has no such column, or the task's ``texts`` have made it.
-            DualevalError: it is damaged.
-        """
+        """Read columns, a window of rows at a time: memory does not grow with their number."""
         for name in names:
             if name not in self.names:
                 raise UsageError(
@@ -105,18 +81,7 @@ class StoredRows:
             start += len(evaluated)
 
     def whole(self, name: str) -> Any:
-        """Read one column of all rows, ids and texts too.
-
-        Args:
-            name: the column.
-
-        Returns:
-            a ``pyarrow.Array`` with an entry a sample, null where the sample could not be read; None where
-            the file has no such column.
-
-        Raises:
-            DualevalError: the file is damaged.
-        """
+        """Read one column of all rows, ids and texts too."""
         import pyarrow
         import pyarrow.parquet
 
@@ -131,14 +96,7 @@ class StoredRows:
         return self._not_null(column, name) if name in _IDS else column
 
     def batch(self, samples: range) -> Window:
-        """Read the rows of consecutive samples, all columns and texts.
-
-        Args:
-            samples: their indices in the data set.
-
-        Raises:
-            DualevalError: the file is damaged.
-        """
+        """Read the rows of consecutive samples, all columns and texts."""
         import pyarrow.parquet
 
         with self._readable(), pyarrow.parquet.ParquetFile(self.path) as file:

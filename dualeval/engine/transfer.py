@@ -44,11 +44,7 @@ _LOOKED_INTO = 3
 
 
 class Uploads:
-    """Brings batches to the device.
-
-    Args:
-        accelerator: the device.
-    """
+    """Brings batches to the device."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -57,18 +53,7 @@ class Uploads:
             self._copies = accelerator.new_stream()
 
     def start(self, data: Any) -> Any:
-        """Start the copies of a batch's tensors; what the current stream is given from now on waits for them.
-
-        Args:
-            data: what ``collate`` made.
-
-        Returns:
-            The same nest on the device. A mapping, list or tuple of a type of its own may have become a plain
-            one; on a CPU, too.
-
-        Raises:
-            UsageError: it holds tensors in an object that nobody can bring to a device.
-        """
+        """Start the copies of a batch's tensors; later work of the current stream waits for them."""
         # In the computing stream: what memory it takes, only the object knows.
         moving = methodcaller("to", self._accelerator.device)
         if self._accelerator.is_host:
@@ -101,12 +86,7 @@ class Uploads:
 
 
 class Downloads:
-    """Brings columns to the host.
-
-    Args:
-        accelerator: the device.
-        ahead: batches that may be under way before the oldest is waited for.
-    """
+    """Brings columns to the host."""
 
     def __init__(self, accelerator: Accelerator, ahead: int) -> None:
         self._accelerator = accelerator
@@ -117,12 +97,6 @@ class Downloads:
         """Start the copies of a batch's columns behind what the current stream has been given.
 
         Where more batches are under way than were said to be, the oldest is waited for.
-
-        Args:
-            columns: by name; what is no tensor of the device stays as it is.
-
-        Returns:
-            Waits for this batch alone; gives the columns in ordinary memory.
         """
         if self._accelerator.is_host or not isinstance(columns, Mapping):
             return lambda: columns
@@ -151,13 +125,10 @@ class Downloads:
 
 
 class _Download:
-    """A batch's columns on their way.
-
-    Attributes:
-        parts: by name, the tensors that each column is made of.
-    """
+    """A batch's columns on their way."""
 
     def __init__(self, columns: Columns) -> None:
+        # By name, the tensors that each column is made of.
         self.parts: dict[str, list[Any]] = {name: parts_of(column) for name, column in columns.items()}
         self._kinds = {name: type(column) for name, column in columns.items()}
         self._pinned: Sequence[tuple[str, int]] = ()
@@ -178,17 +149,14 @@ class _Download:
 
 
 class _Buffer:
-    """A piece of pinned memory that grows to what it has to hold.
-
-    Attributes:
-        tensors: views of it, of what it was last taken for.
-        free: called before it is written again: waits until nobody reads or writes it any more.
-    """
+    """A piece of pinned memory that grows to what it has to hold."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._memory: Tensor | None = None
+        # Views of it, of what it was last taken for.
         self.tensors: list[Tensor] = []
+        # Called before it is written again: waits until nobody reads or writes it any more.
         self.free: Callable[[], object] = lambda: None
 
     def fill(self, like: Sequence[Tensor]) -> None:
@@ -212,12 +180,7 @@ class _Buffer:
 
 
 class PinnedRing:
-    """Pinned buffers that are used in turns.
-
-    Args:
-        accelerator: copies from and to them.
-        count: how many there are.
-    """
+    """Pinned buffers that are used in turns."""
 
     def __init__(self, accelerator: Accelerator, count: int) -> None:
         self._buffers = deque(_Buffer(accelerator) for _ in range(count))
@@ -239,15 +202,6 @@ def map_batch(tensor: Callable[[Tensor], Any], moving: Callable[[Any], Any], bat
     """Make a batch of the same structure; on every device in the same way.
 
     The structure is dicts, lists, tuples, dataclasses, and what is registered with ``torch.utils._pytree``.
-
-    Args:
-        tensor: takes a plain tensor of the host.
-        moving: takes anything else that has a method ``to(device)``: other tensors, and objects like the
-            batches of transformers and PyTorch Geometric.
-        batch: stays as it is.
-
-    Raises:
-        UsageError: it holds tensors in an object of another kind.
     """
 
     def leaf(value: Any) -> Any:

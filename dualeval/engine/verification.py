@@ -27,30 +27,18 @@ _FIELDS_OF_INTERVALS = ("intervals", "rough", "naive_intervals", "clusters", "wh
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that was checked.
+    """One thing that was checked."""
 
-    Attributes:
-        name: what was looked at.
-        says: what holds where nothing differs.
-        differences: a sentence for each thing that differs; none where all is right.
-    """
-
+    # What was looked at.
     name: str
+    # What holds where nothing differs.
     says: str
+    # A sentence for each thing that differs; none where all is right.
     differences: tuple[str, ...] = ()
 
 
 def verify(folder: Path, metrics: Sequence[Metric | RowMetric]) -> Iterator[Check]:
-    """Check a finished run's files against each other, and its metrics against its rows.
-
-    Args:
-        folder: the run's.
-        metrics: those of the run.
-
-    Raises:
-        UsageError: a metric reads a column that the run has not kept.
-        DualevalError: result.json is no result at all.
-    """
+    """Check a finished run's files against each other, and its metrics against its rows."""
     try:
         content = json.loads((folder / RESULT).read_text("utf-8"))
         result, digest = stated_result(content)

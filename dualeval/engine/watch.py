@@ -54,23 +54,7 @@ class Interrupted(BaseException):
 
 
 class Watch:
-    """Watches this rank's main thread, and has the run concluded where that does not do it.
-
-    Args:
-        control: what has been heard from other ranks and from signals.
-        conclude: concludes the run from this thread; returns the exit code.
-        ends_process: end the process then. Without it a main thread that runs Python is interrupted, and one
-            that does not is left where it is.
-        stop: polled; true, or a text that says why, asks all ranks to stop.
-
-    Attributes:
-        recorder: what is to be saved before an end; None where nothing is in hand.
-        folder: the run's output folder, likewise.
-        more_follows: whether a signal that comes when a result is written is not too late, as more is to be
-            done.
-        since: ``monotonic()`` when it was heard that the run is to end; None before.
-        is_done: whether the last run has come to its end on all ranks: a signal comes too late.
-    """
+    """Watches this rank's main thread, and has the run concluded where that does not do it."""
 
     def __init__(
         self,
@@ -80,10 +64,15 @@ class Watch:
         ends_process: bool = True,
         stop: Callable[[], bool | str] | None = None,
     ) -> None:
+        # What is to be saved before an end; None where nothing is in hand.
         self.recorder: Recorder | None = None
+        # The run's output folder, likewise.
         self.folder: RunFolder | None = None
+        # `monotonic()` when it was heard that the run is to end; None before.
         self.since: float | None = None
+        # Whether a signal that comes when a result is written is not too late, as more is to be done.
         self.more_follows = False
+        # Whether the last run has come to its end on all ranks: a signal comes too late.
         self.is_done = False
         self._control = control
         self._conclude = conclude
@@ -121,11 +110,7 @@ class Watch:
             self._in_evaluation = True
 
     def end(self, *, was_raised: bool = False) -> None:
-        """Say that the evaluation is left, in order or by an error: it is interrupted no more.
-
-        Args:
-            was_raised: whether it is left by what the watch has raised.
-        """
+        """Say that the evaluation is left, in order or by an error: it is interrupted no more."""
         try:
             with self._interrupting:
                 self._in_evaluation = False
@@ -153,11 +138,7 @@ class Watch:
                     self._guardian.write_stacks_to(self._stacks)
 
     def release(self, *, done: bool) -> None:
-        """Say that there is nothing to be saved any more.
-
-        Args:
-            done: whether the run has come to its end, so that a signal comes too late.
-        """
+        """Say that there is nothing to be saved any more."""
         self.is_done = done and not self.more_follows
         self.recorder = self.folder = None
         if self._guardian is not None:

@@ -24,12 +24,7 @@ _IN_THIS_PROCESS = "or read in the process that computes: --workers 0"
 
 
 class LeftOut:
-    """Stands, in a reading process, for what has stayed in its parent; whoever uses it is told so.
-
-    Args:
-        what: its name.
-        why: the reason, as a clause behind "which".
-    """
+    """Stands, in a reading process, for what has stayed in its parent; whoever uses it is told so."""
 
     def __init__(self, what: str, why: str) -> None:
         self._what = what
@@ -65,20 +60,7 @@ class LeftOut:
 
 
 def pack(reader: object, dataset: Dataset, task: Task, model: nn.Module | None) -> bytes:
-    """Pickle what reads, without device state.
-
-    Args:
-        reader: holds data set and task.
-        dataset: the task's.
-        task: what of it cannot be pickled is left out.
-        model: the task's, left out with all its parts wherever they are held.
-
-    Returns:
-        For ``unpack`` in a process that is just being started.
-
-    Raises:
-        UsageError: the data set cannot be pickled, or the task's class cannot.
-    """
+    """Pickle what reads, without device state."""
     left_out = _parts_of(model)
     missing: dict[str, LeftOut] = {}
     try:
@@ -109,11 +91,7 @@ def pack(reader: object, dataset: Dataset, task: Task, model: nn.Module | None) 
 
 
 def unpack(packed: bytes) -> Any:
-    """What ``pack`` was given, in another process.
-
-    Raises:
-        UsageError: this process cannot import a class or function.
-    """
+    """What ``pack`` was given, in another process."""
     try:
         return pickle.loads(packed)  # noqa: S301 - from this program itself
     except (AttributeError, ImportError) as error:

@@ -32,13 +32,11 @@ class Meeting:
     """The way in which ranks meet; this class itself is that of a process alone, which meets nobody.
 
     In most ways rank 0 serves a store, and the launcher is used to pass on where: ``_pass_on``.
-
-    Attributes:
-        restarts: how often the launcher has started the ranks again.
-        launch_id: what ranks that a launcher starts again have in common; None where it starts none again.
     """
 
+    # How often the launcher has started the ranks again.
     restarts: int = 0
+    # What ranks that a launcher starts again have in common; None where it starts none again.
     launch_id: str | None = None
 
     @property
@@ -51,18 +49,6 @@ class Meeting:
         """Open a store that all ranks share. A collective.
 
         Rank 0 serves it until its block is left, which has to wait for the others.
-
-        Args:
-            world: this process's place.
-            purpose: what the store is for, in messages; the same on all ranks.
-
-        Yields:
-            the store, the host or address at which this rank has reached it, and the port where it is served:
-            always on rank 0, and on the others where they know it.
-
-        Raises:
-            BackendError: the ranks have not met, for a reason that is named.
-            LaunchError: what the launcher gives to its ranks for it is missing or broken.
         """
         from dualeval.store import join_store, serve_store
 

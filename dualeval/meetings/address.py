@@ -36,18 +36,15 @@ _LONGEST_PAUSE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class AtAddress(Meeting):
-    """At an address that follows from what the launcher says.
+    """At an address that follows from what the launcher says."""
 
-    Attributes:
-        host: name or address of rank 0's host.
-        port: the first port at which to meet there.
-        others: other addresses at which that host may be, where its name leads nowhere.
-        run_id: what tells this run from all others that might be met there.
-    """
-
+    # Name or address of rank 0's host.
     host: str
+    # The first port at which to meet there.
     port: int
+    # Other addresses at which that host may be, where its name leads nowhere.
     others: tuple[str, ...] = ()
+    # What tells this run from all others that might be met there.
     run_id: str
 
     @property
@@ -62,17 +59,7 @@ class AtAddress(Meeting):
 
 @contextmanager
 def meeting(port: int, run_id: str, payload: Any, purpose: str = "") -> Iterator[Any]:
-    """Tell all who come to this host what they have to know; ``come_to_meeting`` is the other end.
-
-    Args:
-        port: the agreed port. Where another program has it, the next one is taken, and so on.
-        run_id: name of the run, so that one who comes to another's meeting can tell.
-        payload: plain values, as JSON has them.
-        purpose: what the ranks meet for: the doctor's meeting is still held when the backend's begins.
-
-    Raises:
-        BackendError: no port is free, or another process holds this run's meeting already.
-    """
+    """Tell all who come to this host what they have to know; ``come_to_meeting`` is the other end."""
     server = _first_free(port, run_id, purpose)
     text = json.dumps({"run": run_id, "purpose": purpose, "payload": payload}).encode()
 
@@ -105,20 +92,7 @@ def meeting(port: int, run_id: str, payload: Any, purpose: str = "") -> Iterator
 
 
 def come_to_meeting(hosts: Sequence[str], port: int, run_id: str, world: World, purpose: str = "") -> Any:
-    """Wait until rank 0 holds its meeting, and return its payload.
-
-    Args:
-        hosts: names or addresses of rank 0's host: the one that the launcher says first, then others where
-            it may be.
-        port: the agreed port; the next ones are tried as well.
-        run_id: name of the run.
-        world: this rank's place, for messages.
-        purpose: what the ranks meet for, as rank 0 says it.
-
-    Raises:
-        BackendError: the host's name leads nowhere, the host cannot be reached, or it has held no meeting for
-            half an hour.
-    """
+    """Wait until rank 0 holds its meeting, and return its payload."""
     search = _Search(hosts, port, run_id, purpose)
     with waiting(
         world,
@@ -133,18 +107,15 @@ def come_to_meeting(hosts: Sequence[str], port: int, run_id: str, world: World, 
 
 @dataclass
 class _Answer:
-    """What came of asking one host.
+    """What came of asking one host."""
 
-    Attributes:
-        payload: that of the meeting, in a tuple; None where there is none.
-        reached: whether the host answered.
-        unknown: whether its name leads nowhere.
-        problem: why there is no payload.
-    """
-
+    # That of the meeting, in a tuple; None where there is none.
     payload: tuple[Any] | None = None
+    # Whether the host answered.
     reached: bool = False
+    # Whether its name leads nowhere.
     unknown: bool = False
+    # Why there is no payload.
     problem: str = "not asked yet"
 
 
@@ -231,11 +202,7 @@ def _ask_ports(host: str, port: int, run_id: str, purpose: str, reach_s: float) 
 
 
 def _first_free(port: int, run_id: str, purpose: str) -> socket.socket:
-    """Listen on all interfaces of this host, on the first port that nobody else has.
-
-    Raises:
-        BackendError: there is none, or who has one holds a meeting of this very run.
-    """
+    """Listen on all interfaces of this host, on the first port that nobody else has."""
     both = socket.has_dualstack_ipv6()
     for number in range(port, port + _PORTS_TRIED):
         try:

@@ -23,12 +23,9 @@ _PAUSE_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class AtHorovodrun(Meeting):
-    """Rank 0 leaves a message beside those of Horovod itself.
+    """Rank 0 leaves a message beside those of Horovod itself."""
 
-    Attributes:
-        address: host and port of the rendezvous.
-    """
-
+    # Host and port of the rendezvous.
     address: tuple[str, int]
 
     def _pass_on(self, world: World, offer: Any, purpose: str) -> AbstractContextManager[Any]:

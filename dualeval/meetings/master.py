@@ -28,20 +28,17 @@ _LOOK_UP_EVERY_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class AtMaster(Meeting):
-    """At a store that rank 0 serves.
+    """At a store that rank 0 serves."""
 
-    Attributes:
-        address: host and port of the store.
-        name: what the store is called in messages.
-        server: what has to be there, in advice.
-        remedy: what to do where the host's name leads nowhere.
-        served_by_rank_0: the store is new, and all who come to it are ranks of this start.
-    """
-
+    # Host and port of the store.
     address: tuple[str, int]
+    # What the store is called in messages.
     name: ClassVar = "rank 0's store"
+    # What has to be there, in advice.
     server: ClassVar = "rank 0 has been started"
+    # What to do where the host's name leads nowhere.
     remedy: ClassVar = "Set MASTER_ADDR to an address of rank 0's host."
+    # The store is new, and all who come to it are ranks of this start.
     served_by_rank_0: ClassVar = True
 
     @property
@@ -58,11 +55,7 @@ class AtMaster(Meeting):
         yield own, *self.address
 
     def _join(self, world: World) -> Store:
-        """Join the store.
-
-        Raises:
-            BackendError: the address is a name that leads nowhere, or rank 0 cannot serve there.
-        """
+        """Join the store."""
         host, port = self.address
         in_dns = (
             f"Check that rank 0 has been started, and that 'getent hosts {host}' prints its address here."
@@ -124,14 +117,6 @@ class AtMaster(Meeting):
 
         torchrun keeps one store for all its starts, with the addresses of ranks that have ended in it; and
         the number of starts that it tells may differ from node to node.
-
-        Args:
-            store: of all ranks, and of those that were there before them.
-            world: this process's place.
-
-        Raises:
-            BackendError: a rank has not come.
-            LaunchError: ranks were told different numbers of ranks, or two the same rank, by plain variables.
         """
         from dualeval.store import names_of_absent
 

@@ -29,12 +29,9 @@ _LEAVE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class OverPmi(Meeting):
-    """Rank 0 puts into that store where its own is.
+    """Rank 0 puts into that store where its own is."""
 
-    Attributes:
-        descriptor: the file descriptor at which the launcher answers.
-    """
-
+    # The file descriptor at which the launcher answers.
     descriptor: int
 
     def _pass_on(self, world: World, offer: Any, purpose: str) -> AbstractContextManager[Any]:

@@ -21,14 +21,6 @@ def chosen_metrics(
     """The metrics of a task that were asked for; all of them where nobody asked.
 
     Logits that are not finite are warned of in any case.
-
-    Args:
-        asked: names of the task's own metrics, or what ``named`` takes.
-        own: the task's.
-        columns: that the task keeps.
-
-    Raises:
-        UsageError: there is none of that name.
     """
     check_metrics(own)
     known = {metric.name: metric for metric in own}
@@ -37,12 +29,7 @@ def chosen_metrics(
 
 
 def with_warning(metrics: Sequence[Metric | RowMetric], columns: Collection[str]) -> list[Metric | RowMetric]:
-    """Metrics, and behind them one that warns of logits that are not finite, where no other does.
-
-    Args:
-        metrics: those that are computed.
-        columns: all that they could read.
-    """
+    """Metrics, and behind them one that warns of logits that are not finite, where no other does."""
     if not {*_NONFINITE} <= {*columns}:
         return list(metrics)
     from dualeval.metrics.classification import NonfiniteLogits, NonfiniteWarning
@@ -52,11 +39,7 @@ def with_warning(metrics: Sequence[Metric | RowMetric], columns: Collection[str]
 
 
 def check_metrics(metrics: Sequence[Any]) -> None:
-    """Check that what was given as metrics are some.
-
-    Raises:
-        UsageError: one is none; says what to write.
-    """
+    """Check that what was given as metrics are some."""
     for metric in metrics:
         kind = type(metric)
         if isinstance(metric, type):
@@ -89,17 +72,7 @@ def of_no_task(asked: Sequence[str]) -> list[str]:
 
 
 def named(text: str, own: Sequence[Metric | RowMetric], columns: Collection[str]) -> Metric | RowMetric:
-    """A metric that is none of the task's.
-
-    Args:
-        text: the name of an installed package's entry point; that of a column, for its mean; or
-            "torchmetrics:Class(argument=value)", see ``dualeval.metrics.torchmetrics``.
-        own: the task's, for messages and for the columns that they read.
-        columns: that the task keeps.
-
-    Raises:
-        UsageError: there is none of that name, or the task does not make what it reads.
-    """
+    """A metric that is none of the task's."""
     if text.startswith("torchmetrics:"):
         from dualeval.metrics.torchmetrics import from_text
 

@@ -64,16 +64,6 @@ def observe_logits(logits: Tensor, target: Tensor, top: int, read: Collection[st
 
     Classes are in the order of descending logit (as float32), equal logits in the order of their index; -0.0
     equals 0.0. Prediction, rank and ``top`` all follow this one order. A row's results depend on it alone.
-
-    Args:
-        logits: any float dtype, shape (batch, classes).
-        target: any integer dtype, shape (batch,), 0 <= target < classes.
-        top: how many of the first classes to return, at least 1.
-        read: those of ``SCORES`` that are here are returned, too.
-
-    Returns:
-        The columns of the module's table, and ``top``, int32 of shape (batch, min(top, classes)): the first
-        classes in order; all -1 where a logit is NaN.
     """
     target_index = target.to(torch.int64).unsqueeze(1)
     values = logits.to(torch.float32) + _ZERO  # -0.0 + 0.0 is 0.0: their bits must not differ in the keys
@@ -114,11 +104,7 @@ def _loss_and_confidence(values: Tensor, target_index: Tensor) -> tuple[Tensor, 
 
 
 def classification_metric(name: str, num_classes: int) -> Metric | RowMetric:
-    """The metric of that name; see ``docs/metrics.md`` for what each one is.
-
-    Raises:
-        UsageError: no metric has that name, or it does not go with that many classes.
-    """
+    """The metric of that name; see ``docs/metrics.md`` for what each one is."""
     if match := _TOP.fullmatch(name):
         k = int(match.group(1))
         if k > num_classes:
@@ -221,11 +207,7 @@ class CalibrationError(Described):
         super().__init__("ece", FRACTION, higher_is_better=False)
 
     def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add the samples of columns ``confidence``, ``prediction`` and ``target``.
-
-        Raises:
-            UsageError: confidence is not float32.
-        """
+        """Add the samples of columns ``confidence``, ``prediction`` and ``target``."""
         confidence = columns["confidence"]
         right = columns["prediction"] == columns["target"]
         finite = confidence.isfinite()

@@ -42,30 +42,20 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterIntervals:
-    """What clusters say of values.
+    """What clusters say of values."""
 
-    Attributes:
-        count: how many clusters there are.
-        intervals: by key, cluster-robust 95 % intervals.
-        rough: by key, why an interval may cover less.
-        warnings: why there is none, a sentence each.
-    """
-
+    # How many clusters there are.
     count: int
+    # By key, cluster-robust 95 % intervals.
     intervals: dict[str, Ends] = field(default_factory=dict)
+    # By key, why an interval may cover less.
     rough: dict[str, str] = field(default_factory=dict)
+    # Why there is none, a sentence each.
     warnings: tuple[str, ...] = ()
 
 
 class Clusters:
-    """Which samples go together; takes 4 bytes of memory a sample.
-
-    Args:
-        column: an entry a sample: bool, integers or text; equal ones make a cluster.
-
-    Attributes:
-        count: how many clusters there are.
-    """
+    """Which samples go together; takes 4 bytes of memory a sample."""
 
     def __init__(self, column: Any) -> None:
         self._places = np.empty(len(column), np.int32)
@@ -75,6 +65,7 @@ class Clusters:
         known: dict[str, int] = {}
         for piece in _pieces(len(column)):
             self._places[piece] = [known.setdefault(text, len(known)) for text in column[piece]]
+        # How many clusters there are.
         self.count = len(known)
 
     def pieces(self) -> Iterator[tuple[slice, npt.NDArray[np.int32]]]:
@@ -124,15 +115,7 @@ def cluster_intervals(
     scores: Mapping[str, Score],
     units: Mapping[str, str],
 ) -> ClusterIntervals:
-    """Cluster-robust intervals of all values that follow from a number of each sample.
-
-    Args:
-        name: of the column whose equal entries make a cluster.
-        rows: this column and those of the scores, by name, in data-set order; memory for a piece of them.
-        values: the values by key; those that are no number have no interval.
-        scores: how they follow from the rows.
-        units: of the values: those of "fraction" and "percent" are of 0 to 1, if each sample's are.
-    """
+    """Cluster-robust intervals of all values that follow from a number of each sample."""
     clusters = Clusters(rows[name])
     intervals, rough = {}, {}
     without: dict[str, list[str]] = {}
@@ -160,13 +143,9 @@ def cluster_intervals(
 
 
 class _Sums:
-    """What the clusters' samples add up to for one score.
+    """What the clusters' samples add up to for one score."""
 
-    Attributes:
-        count: of clusters with a sample that counts.
-        rough: why the interval may cover less; from ``interval`` on.
-    """
-
+    # Why the interval may cover less; from `interval` on.
     rough: str | None = None
 
     def __init__(self, clusters: Clusters, rows: Mapping[str, Any], score: Score) -> None:
@@ -183,6 +162,7 @@ class _Sums:
             of_clusters += np.bincount(places[counts], minlength=clusters.count)
             self._lies_between = self._lies_between and bool(((y >= 0) & (y <= x)).all())
         present = of_clusters > 0
+        # Of clusters with a sample that counts.
         self.count = int(np.count_nonzero(present))
         self._samples = samples
         # Infinite only for a score that does not fit its metric: that has no value of nothing.
@@ -204,11 +184,7 @@ class _Sums:
         self._residuals = np.ldexp(residuals, -self._power)
 
     def interval(self, *, bounded: bool) -> Ends | str:
-        """The ends of the interval of the ratio of sums; or why there is none.
-
-        Args:
-            bounded: each sample's ratio is of 0 to 1, if its own numbers say so, too.
-        """
+        """The ends of the interval of the ratio of sums; or why there is none."""
         bounded = bounded and self._lies_between
         if self.count < 2:
             return "all samples are of one cluster"
@@ -274,9 +250,6 @@ def degrees_of_freedom(shares: _Floats) -> float:
     R. Bell, D. McCaffrey, "Bias reduction in standard errors for linear regression with multi-stage samples",
     Survey Methodology 28 (2002), 169-181, of cluster means of equal variance: with G clusters of one size it
     is G - 1.
-
-    Args:
-        shares: of each cluster in the sum of weights; all below 1, and adding up to 1.
     """
     # The variance is a quadratic form with the matrix (1 - 1 h') diag(c) (1 - h 1'); (tr M)**2 / tr(M**2).
     h, c = shares, shares * shares / (1 - shares)

@@ -65,11 +65,7 @@ class _Labels(ABC):
         """How many slots of the ledger it owns."""
 
     def _labels(self, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Target and prediction of every element that counts, int64 of shape (elements,).
-
-        Raises:
-            UsageError: they are no classes, or not equally many.
-        """
+        """Target and prediction of every element that counts, int64 of shape (elements,)."""
         target, prediction = (_elements(self.name, name, columns[name]) for name in self.columns)
         if len(target) != len(prediction) or not _alike(*(columns[name] for name in self.columns)):
             raise UsageError(

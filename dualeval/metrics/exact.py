@@ -54,18 +54,15 @@ _WHOLE_DOUBLES = 1 << 53  # integers up to here are float64 numbers
 
 @dataclass(frozen=True, kw_only=True)
 class ExactSums:
-    """Exact sums of float32 values, by group.
+    """Exact sums of float32 values, by group."""
 
-    Attributes:
-        sums: per group, the sum of the finite values in units of 2**-149.
-        square_sums: per group, the sum of their squares in units of 2**-298; 0 where only sums were made.
-        cube_sums: likewise, the sum of their cubes in units of 2**-447.
-        nonfinite: over all groups, how many values were NaN, +inf and -inf; they are in no sum.
-    """
-
+    # Per group, the sum of the finite values in units of 2**-149.
     sums: list[int]
+    # Per group, the sum of their squares in units of 2**-298; 0 where only sums were made.
     square_sums: list[int]
+    # Likewise, the sum of their cubes in units of 2**-447.
     cube_sums: list[int]
+    # Over all groups, how many values were NaN, +inf and -inf; they are in no sum.
     nonfinite: tuple[int, int, int]
 
 
@@ -76,15 +73,6 @@ def exact_sums(
 
     Values of equal sign and exponent share a unit, so their fractions are summed as int64 by indexed
     additions; only the up to 510 sums per group, not the values, become Python integers.
-
-    Args:
-        values: float32 of shape (samples,), on the CPU.
-        groups: int64 of the same shape, each 0 <= group < group_count; None puts all values into group 0.
-        group_count: how many sums to make.
-        powers: sum squares and cubes, too.
-
-    Raises:
-        UsageError: the values are not float32.
     """
     if values.dtype != torch.float32:
         raise UsageError(f"exact sums are made of float32 values, found {values.dtype}: cast with .float()")
@@ -194,23 +182,16 @@ def units_of_double(value: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Doubles:
-    """Finite float64 values as fractions of 53 bits, times 2**(shift - 1074).
+    """Finite float64 values as fractions of 53 bits, times 2**(shift - 1074)."""
 
-    Attributes:
-        shift: int64 of shape (values,), 0 to 2045.
-        parts: the fractions' 18 bits from below, the next 18 and the rest, with the fraction's sign.
-    """
-
+    # Int64 of shape (values,), 0 to 2045.
     shift: Tensor
+    # The fractions' 18 bits from below, the next 18 and the rest, with the fraction's sign.
     parts: tuple[Tensor, Tensor, Tensor]
 
 
 class ExactColumn:
-    """Finite numbers, one a sample, whose sums and sums of products are exact.
-
-    Args:
-        values: of shape (samples,), on the CPU: bool, an integer type, or a float type of at most 64 bits.
-    """
+    """Finite numbers, one a sample, whose sums and sums of products are exact."""
 
     def __init__(self, values: Tensor) -> None:
         # Integers that are no float64 number are the sum of two that are.

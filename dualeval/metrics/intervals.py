@@ -73,34 +73,23 @@ def wilson_interval(successes: int, trials: int) -> Ends:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How far a mean of independent samples may be from that of their population.
+    """How far a mean of independent samples may be from that of their population."""
 
-    Attributes:
-        samples: their number, at least 2.
-        variance: of the mean: the sample variance over the number of samples; above 0.
-        skewness: of the samples: the third central moment over the second one's power of 3/2.
-        degrees: of freedom of the variance; None for one less than samples.
-        effective: the number of samples of equal weight whose mean varies as much, (sum of x)**2 / sum of
-            x**2, rounded down (L. Kish, "Survey Sampling", 1965, section 11.7); None for samples.
-    """
-
+    # Their number, at least 2.
     samples: int
+    # Of the mean: the sample variance over the number of samples; above 0.
     variance: Fraction
+    # Of the samples: the third central moment over the second one's power of 3/2.
     skewness: float
+    # Of freedom of the variance; None for one less than samples.
     degrees: float | None = None
+    # The number of samples of equal weight whose mean varies as much, (sum of x)**2 / sum of x**2, rounded
+    # down (L. Kish, "Survey Sampling", 1965, section 11.7); None for samples.
     effective: int | None = None
 
 
 def spread_of_mean(samples: int, total: int, squares: int, cubes: int, unit_bits: int) -> Spread | None:
-    """The spread of a mean; None of a single sample, and of samples that are all equal.
-
-    Args:
-        samples: their number.
-        total: their sum, in units of 2**-unit_bits.
-        squares: the sum of their squares, in units of 2**-(2 * unit_bits).
-        cubes: the sum of their cubes, in units of 2**-(3 * unit_bits).
-        unit_bits: see above.
-    """
+    """The spread of a mean; None of a single sample, and of samples that are all equal."""
     second = samples * squares - total * total
     if samples < 2 or second <= 0:
         return None
@@ -115,18 +104,14 @@ def spread_of_mean(samples: int, total: int, squares: int, cubes: int, unit_bits
 
 @dataclass(frozen=True, kw_only=True)
 class PairSums:
-    """Sums over samples of a numerator y and a denominator x, in units of one size to the power of factors.
-
-    Attributes:
-        samples: their number.
-        x: the sum of x; not 0.
-        products: those of yy, xx and xy.
-        cubes: those of yyy, yyx, yxx and xxx.
-    """
+    """Sums over samples of a numerator y and a denominator x, in powers of one unit."""
 
     samples: int
+    # The sum of x; not 0.
     x: int
+    # Those of yy, xx and xy.
     products: tuple[int, ...]
+    # Those of yyy, yyx, yxx and xxx.
     cubes: tuple[int, ...]
 
 
@@ -135,13 +120,6 @@ def spread_of_ratio(ratio: Fraction, sums: PairSums) -> Spread | None:
 
     Its variance is N / (N - 1) * sum of residuals**2 / (sum of x)**2 (W. G. Cochran, "Sampling Techniques",
     1977, section 6.4, for an infinite population).
-
-    Args:
-        ratio: of the sums.
-        sums: of the samples.
-
-    Returns:
-        None of a single sample, and where all residuals are 0.
     """
     above, below, samples = ratio.numerator, ratio.denominator, sums.samples
     yy, xx, xy = sums.products
@@ -193,11 +171,6 @@ def bounded_interval(mean: Fraction, variance: Fraction, samples: int) -> Ends:
     Wilson's, with the number of samples that a proportion would need for this variance (E. Korn, B. Graubard,
     Survey Methodology 24, 1998, 193-201). Where values are nearly all 0 or 1, that number says little: the
     interval is at least as wide as what ``samples`` values without any other one leave open.
-
-    Args:
-        mean: exact, from 0 to 1.
-        variance: of the mean, with the divisor ``samples``: 0 where all are equal.
-        samples: their number.
     """
     z_squared = NORMAL_95 * NORMAL_95
     p, q = float(mean), float(1 - mean)
@@ -221,14 +194,6 @@ def clustered_interval(
     do not differ show no variance: then the number of clusters is taken, as if the samples of each were all
     alike. Few clusters with a wrong answer show little of it: the harmonic mean of both numbers is taken,
     with the weights differing**2 and 3. The simulation in docs/metrics.md has shown that these weights cover.
-
-    Args:
-        mean: from 0 to 1.
-        variance: of the mean, from the differences between clusters.
-        samples: the number of values.
-        clusters: the effective number of clusters.
-        differing: the effective number of clusters with values below 1, or with values above 0 if less.
-        degrees: of freedom of the variance.
     """
     square = student_95(degrees) ** 2
     alike = min(float(samples), mean * (1 - mean) / variance) if variance > 0 else clusters
@@ -275,14 +240,11 @@ def cube_root(value: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """A function of a mean, which never falls.
+    """A function of a mean, which never falls."""
 
-    Attributes:
-        function: the function; NaN where it has no value.
-        least: what the mean of any population is at least, for the function to have a value.
-    """
-
+    # The function; NaN where it has no value.
     function: Callable[[Decimal], Decimal]
+    # What the mean of any population is at least, for the function to have a value.
     least: float = -math.inf
 
     def __call__(self, mean: Fraction) -> float | None:

@@ -32,20 +32,15 @@ _COUNTS = len(NONFINITE_KINDS)
 
 @dataclass(frozen=True, kw_only=True)
 class SumKind:
-    """How sums of one dtype lie in a ledger.
-
-    Attributes:
-        dtype: of the values.
-        bits: the integer dtype of the same width.
-        fraction_bits: of a value, without the leading one.
-        limbs: of a sum.
-        unit_bits: a sum counts units of 2**-unit_bits.
-    """
+    """How sums of one dtype lie in a ledger."""
 
     dtype: torch.dtype
+    # The integer dtype of the same width.
     bits: torch.dtype
+    # Of a value, without the leading one.
     fraction_bits: int
     limbs: int
+    # A sum counts units of 2**-unit_bits.
     unit_bits: int
 
     @property
@@ -67,14 +62,7 @@ DOUBLE_SUMS = SumKind(
 
 
 def add_exactly(slots: Tensor, values: Tensor, kind: SumKind) -> None:
-    """Add one value to each of several sums, in place.
-
-    Args:
-        slots: int64 of shape (sums, kind.slots): of each sum the counts of NaN, +inf and -inf, then its
-            limbs, each in [0, 2**32) but the last one, which has the sign. It stays so.
-        values: of the kind's dtype, shape (sums,).
-        kind: of the sums.
-    """
+    """Add one value to each of several sums, in place."""
     slots[:, 0] += values.isnan()
     slots[:, 1] += values == math.inf
     slots[:, 2] += values == -math.inf
@@ -112,10 +100,6 @@ def _carry(limbs: Tensor) -> None:
 def rounded_sums(slots: Tensor, kind: SumKind) -> Tensor:
     """The sums as float64, each rounded once, of shape (sums,): also NaN and infinities, as IEEE arithmetic
     has them.
-
-    Args:
-        slots: as for ``add_exactly``, or any sum of such.
-        kind: of the sums.
     """
     return torch.tensor([_rounded(row, kind) for row in slots.tolist()], dtype=torch.float64)
 

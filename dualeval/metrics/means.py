@@ -55,14 +55,7 @@ class _Estimate(Described):
     def _estimated(
         self, mean: Fraction, ends: Ends | None, *, value: float | None, rough: str | None
     ) -> Measured:
-        """The measured value with its interval.
-
-        Args:
-            mean: exact.
-            ends: of the interval of the mean; None where it has none.
-            value: the mean as it is to be rounded; None for once, from the exact one.
-            rough: why the interval may cover less than it says; None where it covers.
-        """
+        """The measured value with its interval."""
         if self.transform is not None:
             function = TRANSFORMS[self.transform]
             value = function(mean)
@@ -113,11 +106,7 @@ def _without_spread(samples: int) -> str:
 
 
 def sums_of(values: Tensor) -> Sums:
-    """The exact sums for a mean: counts of samples and of bools, the sum, those of squares and of cubes.
-
-    Args:
-        values: as ``numbers_of`` gave them.
-    """
+    """The exact sums for a mean: counts of samples and of bools, the sum, those of squares and of cubes."""
     if values.dtype == torch.bool:
         true = int(torch.count_nonzero(values))
         first, second, third = (true << power * DOUBLE_UNIT_BITS for power in (1, 2, 3))
@@ -153,13 +142,7 @@ def sums_of(values: Tensor) -> Sums:
 
 
 def mean_of_sum(samples: int, total: int, factor: float = 1.0) -> float:
-    """A mean, equal to ``factor * math.fsum(values) / N`` to the last bit.
-
-    Args:
-        samples: at least 1.
-        total: the sum in units of 2**-1074.
-        factor: 100 for percent.
-    """
+    """A mean, equal to ``factor * math.fsum(values) / N`` to the last bit."""
     try:
         # Python's int / int rounds correctly; the sum is rounded before the division, as fsum does it.
         return factor * (total / (1 << DOUBLE_UNIT_BITS)) / samples

@@ -27,20 +27,17 @@ _KINDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """What ``Moments`` hold.
+    """What ``Moments`` hold."""
 
-    Attributes:
-        counts: the number of samples, and others of the metric's own.
-        nonfinite: how many values were NaN, +inf and -inf; their samples are in no sum.
-        sums: in units of 2**-1074.
-        products: sums of products of two columns, in units of 2**-2148.
-        cubes: sums of products of three columns, in units of 2**-3222.
-    """
-
+    # The number of samples, and others of the metric's own.
     counts: tuple[int, ...]
+    # How many values were NaN, +inf and -inf; their samples are in no sum.
     nonfinite: tuple[int, ...]
+    # In units of 2**-1074.
     sums: tuple[int, ...]
+    # Sums of products of two columns, in units of 2**-2148.
     products: tuple[int, ...]
+    # Sums of products of three columns, in units of 2**-3222.
     cubes: tuple[int, ...]
 
 
@@ -87,11 +84,7 @@ class Moments:
 
 
 def numbers_of(metric: str, column: str, values: object) -> Tensor:
-    """A column as one number a sample, shape (samples,).
-
-    Raises:
-        UsageError: it is not one number a sample, or not of a dtype whose sums are exact.
-    """
+    """A column as one number a sample, shape (samples,)."""
     whose = f"metric {metric!r} reads the column {column!r}, which"
     if not isinstance(values, Tensor) or values.numel() != len(values):
         has = (

@@ -19,9 +19,6 @@ def order_keys_in_place(values: Tensor) -> Tensor:
     Float bits, with the magnitude of the negative ones inverted, order like the floats as int32. With the
     index below them no two keys of a row are equal, so topk, whose choice among equals is open, has none.
     -0.0 and 0.0 are two values here: add 0.0 first. A NaN comes before or after all others, by its sign.
-
-    Args:
-        values: float32 of shape (rows, n), n at most 2**32.
     """
     bits = values.view(torch.int32)
     bits.bitwise_xor_((bits >> _SIGN).bitwise_and_(_MAGNITUDE))

@@ -83,11 +83,7 @@ class Score:
 
 
 def score_from(content: Mapping[str, Any]) -> Score:
-    """Make a score of what ``to_json`` gave.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Make a score of what ``to_json`` gave."""
     try:
         return Score(**content)
     except TypeError as error:

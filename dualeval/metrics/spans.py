@@ -19,24 +19,21 @@ _WORST = torch.iinfo(torch.int64).min
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
-    """The best answer of each window, or of each question; tensors of one value each.
+    """The best answer of each window, or of each question; tensors of one value each."""
 
-    Attributes:
-        found: bool, whether there is an answer.
-        start: int32, the character of the context at which it begins; -1 where there is none.
-        end: int32, the character behind it; -1 likewise.
-        score: float32, its start logit plus its end logit; -inf where there is none.
-        null_score: float32, the same for the place of "no answer"; over windows the least.
-        nan: bool, whether a logit is NaN; there is no answer then.
-        inf: bool, whether a logit is infinite.
-    """
-
+    # Bool, whether there is an answer.
     found: Tensor
+    # Int32, the character of the context at which it begins; -1 where there is none.
     start: Tensor
+    # Int32, the character behind it; -1 likewise.
     end: Tensor
+    # Float32, its start logit plus its end logit; -inf where there is none.
     score: Tensor
+    # Float32, the same for the place of "no answer"; over windows the least.
     null_score: Tensor
+    # Bool, whether a logit is NaN; there is no answer then.
     nan: Tensor
+    # Bool, whether a logit is infinite.
     inf: Tensor
 
 
@@ -55,16 +52,6 @@ def best_spans(
     Candidates are the pairs of one of the ``n_best`` best starts and one of the ``n_best`` best ends among
     the context's tokens, that do not end before they begin, are not too long and hold a character. The
     largest sum of both logits, as float32, wins; of equal ones that which begins first, then the shorter one.
-
-    Args:
-        start_logits: any float dtype, (windows, tokens).
-        end_logits: likewise.
-        mask: 1 where a token is no padding, (windows, tokens).
-        characters: int32 (windows, tokens, 2), the characters that each token of the context stands for; -1
-            for any other token.
-        null: int64 (windows,), the place whose logits stand for no answer.
-        n_best: at least 1.
-        most_tokens: of an answer.
     """
     # -0.0 + 0.0 is 0.0: their bits must not differ in the keys.
     start, end = start_logits.float() + 0.0, end_logits.float() + 0.0
@@ -116,13 +103,7 @@ def _best(logits: Tensor, context: Tensor, count: int) -> Tensor:
 
 
 def best_of_windows(windows: Sequence[Spans], places: Tensor) -> Spans:
-    """Choose the best answer of each question among those of its windows; of equal ones the first window's.
-
-    Args:
-        windows: of groups of windows, one after the other.
-        places: int64 (questions, most windows of one), where each question's windows lie among all; -1 for
-            none.
-    """
+    """Choose the best answer of each question among its windows'; of equal ones the first."""
     absent = places < 0
     inside = places.clamp(min=0)
 
@@ -152,12 +133,7 @@ def best_of_windows(windows: Sequence[Spans], places: Tensor) -> Spans:
 
 
 def columns_of(spans: Spans) -> Mapping[str, Tensor]:
-    """The columns of one batch's questions: those of ``Spans``, and ``null_odds``.
-
-    Returns:
-        start, end, score, null_odds (null_score minus score, finite: the largest float32 where there is no
-        answer), nan_logits and inf_logits.
-    """
+    """The columns of one batch's questions: those of ``Spans``, and ``null_odds``."""
     return {
         "start": spans.start,
         "end": spans.end,

@@ -58,13 +58,6 @@ def score_answer(answer: str, gold: Sequence[str], *, unanswerable: bool) -> tup
 
     F1 is 2 p r / (p + r) in float64, of the words that both have, with their multiplicity, over the answer's
     words (p) and over the gold answer's (r); 0 where they share none.
-
-    Args:
-        answer: "" for none.
-        gold: the right answers.
-        unanswerable: score as the script of v2.0 does: gold answers without words do not count; without any
-            gold answer the empty one is right; a text without words has F1 1 with another such, else 0. As
-            the script of v1.1 does otherwise: there must be a gold answer, and F1 is then 0 with any.
     """
     normalized = normalize_answer(answer)
     right = {normalize_answer(text) for text in gold}

@@ -41,18 +41,7 @@ def source_of(
     *,
     trust: bool = False,
 ) -> ModelSource:
-    """The source of a model.
-
-    Args:
-        name: a torchvision classifier, "fashion-cnn", "timm:NAME", "hf:DIR", "package.module:factory" (a
-            callable that returns a module and may take ``num_classes``), or the path of a TorchScript archive
-            or a torch.export program; or a module, or a function without arguments that returns one.
-        arguments: keyword arguments of what makes the model.
-        trust: files that can run code may be opened.
-
-    Raises:
-        UsageError: there is no such model; offers the nearest names.
-    """
+    """The source of a model."""
     if isinstance(name, str):
         return _kind_of(name)(name, arguments, trust=trust)
     from dualeval.models.sources.module import ModuleModel
@@ -86,14 +75,7 @@ def _kind_of(name: str) -> type[ModelSource]:
 
 
 def arguments_of(words: Sequence[str]) -> dict[str, Any]:
-    """Keyword arguments of several ``--model-arg NAME=VALUE``.
-
-    Args:
-        words: a value is a Python literal, as 18, 0.5, True, None, [2,2] or 'text'; else it is a text.
-
-    Raises:
-        UsageError: one is no such assignment, or a name comes twice.
-    """
+    """Keyword arguments of several ``--model-arg NAME=VALUE``."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -112,16 +94,7 @@ def arguments_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def create(name: str, num_classes: int | None, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> nn.Module:
-    """Make a classifier, with whatever weights its constructor gives it.
-
-    Args:
-        name: as for ``source_of``.
-        num_classes: number of outputs; None leaves it to the constructor.
-        arguments: as for ``source_of``.
-
-    Raises:
-        UsageError: there is no such model.
-    """
+    """Make a classifier, with whatever weights its constructor gives it."""
     return source_of(name, arguments).create(num_classes)
 
 
@@ -136,21 +109,7 @@ def build(
     trust: bool = False,
     on_load: Callable[[LoadedWeights], None] = lambda loaded: None,
 ) -> nn.Module:
-    """Make a classifier and give it its weights, on the CPU, in evaluation mode.
-
-    Args:
-        name: as for ``source_of``.
-        weights: the value of ``--weights``, or what ``find_weights`` of the source has found.
-        num_classes: number of outputs; None where only the model or the weights tell.
-        arguments: as for ``source_of``.
-        weights_key: where the state_dict lies in a file, as for ``checkpoints.read_state_dict``.
-        weights_prefix: of the names that are taken from a file, as for ``weights.load_state_dict``.
-        trust: as for ``source_of``.
-        on_load: called with what was taken from a file that was given by its path.
-
-    Raises:
-        UsageError: model and weights do not fit, or do not exist.
-    """
+    """Make a classifier and give it its weights, on the CPU, in evaluation mode."""
     source = source_of(name, arguments, trust=trust)
     found = weights if isinstance(weights, WeightsSource) else source.find_weights(weights)
     loading = Loading(key=weights_key, prefix=weights_prefix, on_load=on_load)

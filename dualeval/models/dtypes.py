@@ -13,15 +13,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def changed_kinds(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Tensors whose values would become others in the model's dtype, by more than rounding.
-
-    Args:
-        own: the model's tensors, by name.
-        state: those of a file.
-
-    Returns:
-        Each name with the dtype in the file and the model's.
-    """
+    """Tensors whose values would become others in the model's dtype, by more than rounding."""
     return [
         f"{name} {value.dtype}, the model has {own[name].dtype}"
         for name, value in state.items()

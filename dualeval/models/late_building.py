@@ -44,14 +44,6 @@ def late_or_whole(
     """Build a model without memory for its parameters; whole where that cannot be done.
 
     Both ways give the same model: the same parameters, buffers and attributes.
-
-    Args:
-        build: makes the model and loads its weights; may be called up to three times.
-        note: called with a sentence that says why the model was built whole, and what it costs.
-        why_whole: why it has to be, in words that follow "because"; None where that is not known.
-
-    Returns:
-        A model on the CPU whose parameters are ``LateTensor``s, or whole.
     """
     if why_whole is None:
         states = _RandomStates()
@@ -93,12 +85,7 @@ def _late(build: Callable[[], nn.Module], states: _RandomStates) -> nn.Module:
 
 
 def _attempt(build: Callable[[], nn.Module], *, shifted: bool = False) -> tuple[nn.Module, bool]:
-    """Build a model without memory for its parameters, and say whether its constructor drew any values.
-
-    Args:
-        build: as for ``late_or_whole``.
-        shifted: draw some values more, so that others are drawn after them.
-    """
+    """Build a model without memory for its parameters, and say whether its constructor drew any values."""
     with _building(shifted) as building:
         try:
             model = build()
@@ -141,20 +128,14 @@ class _OnMeta(nn.Parameter):
 
 
 class _Building:
-    """A model that is being built without memory for its parameters.
-
-    Attributes:
-        is_open: values can be loaded; nothing reads or changes them.
-        refusal: what was done all the same, in words that follow "because"; None for nothing.
-        drew: whether values were drawn from torch's generator.
-
-    Args:
-        shifted: as for ``_attempt``.
-    """
+    """A model that is being built without memory for its parameters."""
 
     def __init__(self, shifted: bool) -> None:
+        # Values can be loaded; nothing reads or changes them.
         self.is_open = True
+        # What was done all the same, in words that follow "because"; None for nothing.
         self.refusal: str | None = None
+        # Whether values were drawn from torch's generator.
         self.drew = False
         self._shifted = shifted
         self._random = torch.get_rng_state()
@@ -215,11 +196,7 @@ class _Building:
                 module._init_flat_weights()  # its own list of its parameters
 
     def check(self, model: nn.Module) -> None:
-        """Check that a model is as it would be with memory for its parameters.
-
-        Raises:
-            NotLate: it is not.
-        """
+        """Check that a model is as it would be with memory for its parameters."""
         if self.refusal is not None:
             raise NotLate(self.refusal)
         self.prepare(model)

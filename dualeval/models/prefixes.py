@@ -18,16 +18,13 @@ _AVERAGED = ("module.", "n_averaged")
 
 @dataclass(frozen=True, kw_only=True)
 class Unwrapped:
-    """A state_dict with a prefix removed.
+    """A state_dict with a prefix removed."""
 
-    Attributes:
-        tensors: by the names that are left; with the ``_metadata`` of a state_dict where there were any.
-        prefix: what was removed from each name; "" for nothing.
-        left_out: names of tensors that had no such prefix, and are not among ``tensors``.
-    """
-
+    # By the names that are left; with the `_metadata` of a state_dict where there were any.
     tensors: OrderedDict[str, Tensor]
+    # What was removed from each name; "" for nothing.
     prefix: str = ""
+    # Names of tensors that had no such prefix, and are not among `tensors`.
     left_out: tuple[str, ...] = ()
 
 
@@ -36,10 +33,6 @@ def unwrap_for(tensors: OrderedDict[str, Tensor], own: Collection[str]) -> Unwra
 
     So names that fit as they are stay as they are, also those of a model with an attribute ``module``; and
     those of an older layout, which a module converts by itself, are brought as near as can be.
-
-    Args:
-        tensors: as in the file.
-        own: the names in the model's ``state_dict()``.
     """
     names = set(own)
     # Of equals the last one: what all names begin with is a wrapper's more often than a model's.
@@ -68,16 +61,7 @@ def _without_outermost(stage: Unwrapped) -> Unwrapped | None:
 
 
 def take_prefix(tensors: OrderedDict[str, Tensor], prefix: str, source: str) -> Unwrapped:
-    """Take only the names that begin with a prefix, and remove it from them.
-
-    Args:
-        tensors: as in the file.
-        prefix: the dot at its end may be left out; "" takes all names as they are.
-        source: where the tensors come from, for messages.
-
-    Raises:
-        UsageError: no name begins with it; or some with a dot after it and others without.
-    """
+    """Take only the names that begin with a prefix, and remove it from them."""
     if not prefix:
         return Unwrapped(tensors=tensors)
     inside = [name for name in tensors if name.startswith(prefix) and name != prefix]

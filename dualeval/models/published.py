@@ -30,14 +30,7 @@ def torchvision_names() -> list[str]:
 
 
 def entries_of(model: str) -> list[Any]:
-    """The weights that torchvision publishes for a model, in the order in which they came out.
-
-    Args:
-        model: any name of a model; one that is not torchvision's has none.
-
-    Returns:
-        Members of the model's weights enumeration, without its alias DEFAULT.
-    """
+    """The weights that torchvision publishes for a model, in the order in which they came out."""
     # Without importing torchvision, which takes a second, for package.module:factory and the embedded one.
     if not model.isidentifier() or model not in torchvision_names():
         return []
@@ -45,15 +38,7 @@ def entries_of(model: str) -> list[Any]:
 
 
 def entry_named(model: str, weights: str) -> Any:
-    """The entry of a model that a value of ``--weights`` names.
-
-    Args:
-        model: the model's name.
-        weights: a name such as DEFAULT, IMAGENET1K_V1 or ResNet50_Weights.IMAGENET1K_V1.
-
-    Raises:
-        UsageError: the model has none of this name, or it holds no classifier.
-    """
+    """The entry of a model that a value of ``--weights`` names."""
     entries = entries_of(model)
     if not entries:
         raise UsageError(f"--weights {weights}: {model} has no weights of its own. Give a state_dict file.")
@@ -94,11 +79,7 @@ def file_name(entry: Any) -> str:
 
 
 def checked_cached_file(entry: Any, weights: str) -> Path:
-    """The file of an entry in the local cache.
-
-    Raises:
-        UsageError: it is not there, or its bytes are not those that were published.
-    """
+    """The file of an entry in the local cache."""
     cached = cached_file(entry)
     if not cached.is_file():
         raise UsageError(
@@ -110,11 +91,7 @@ def checked_cached_file(entry: Any, weights: str) -> Path:
 
 
 def recognise(model: str, path: Path) -> Any:
-    """The entry of a model that a file's bytes are, whatever its name; None where it is none of them.
-
-    Raises:
-        UsageError: it cannot be read, or has the name of such a file and other bytes.
-    """
+    """The entry of a model that a file's bytes are, whatever its name; None where it is none of them."""
     entries = entries_of(model)
     if not entries:
         return None
@@ -144,11 +121,7 @@ def _check_hash(path: Path, digest: str, entry: Any) -> None:
 
 
 def sha256_of_file(path: Path) -> str:
-    """sha256, in hex, over a file's bytes.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """sha256, in hex, over a file's bytes."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -160,16 +133,7 @@ def sha256_of_file(path: Path) -> str:
 
 
 def download(model: str, weights: str) -> None:
-    """Fetch weights into torch's cache, checked against the hash in their name.
-
-    Args:
-        model: the model's name; nothing is done for one without published weights.
-        weights: as for ``entry_named``.
-
-    Raises:
-        UsageError: the model has none of this name.
-        DualevalError: they could not be fetched.
-    """
+    """Fetch weights into torch's cache, checked against the hash in their name."""
     if not entries_of(model):
         return
     entry = entry_named(model, weights)

@@ -35,11 +35,7 @@ _WHAT = "question answering"
 
 
 def check_folder(folder: Path) -> None:
-    """Check that transformers is there, and that a folder looks like one that it has written.
-
-    Raises:
-        UsageError: it is not so.
-    """
+    """Check that transformers is there, and that a folder looks like one that it has written."""
     if importlib.util.find_spec("transformers") is None:
         raise missing_library(_WHAT)
     if not (folder / CONFIG).is_file():
@@ -56,14 +52,7 @@ def config_fingerprint(folder: Path) -> str:
 
 
 def load_tokenizer(folder: Path) -> tuple[Any, TokenizerFacts]:
-    """Read a fast tokenizer.
-
-    Returns:
-        The tokenizer of the tokenizers library inside, and what it has decided for its model.
-
-    Raises:
-        UsageError: there is none, it is not fast, or it has no token to fill up with.
-    """
+    """Read a fast tokenizer."""
     transformers = transformers_for(_WHAT)
     with quiet():
         try:
@@ -107,19 +96,7 @@ def build(
     trust: bool = False,
     on_load: Callable[[LoadedWeights], None] = lambda loaded: None,
 ) -> nn.Module:
-    """Make the model with its weights as float32, on the CPU, in evaluation mode.
-
-    Args:
-        folder: with config.json, and the weights unless they come from elsewhere.
-        weights: None for those in the folder; else a checkpoint or "random:SEED".
-        weights_key: where the state_dict lies in a file, as for ``checkpoints.read_state_dict``.
-        weights_prefix: of the names that are taken from a file, as for ``weights.load_state_dict``.
-        trust: read also weights that run code, as for ``checkpoints.read_state_dict``.
-        on_load: called with what was taken from a file.
-
-    Raises:
-        UsageError: there is no such model, or its weights are missing, or do not fit.
-    """
+    """Make the model with its weights as float32, on the CPU, in evaluation mode."""
     transformers = transformers_for(_WHAT)
     with quiet(), torch.random.fork_rng(devices=[]):
         try:
@@ -155,14 +132,6 @@ def check_vocabulary(folder: Path, model: nn.Module, tokens: int) -> None:
     """Check that a model knows all tokens of its tokenizer.
 
     Met in the midst of a run, one that it does not know would end a GPU's context.
-
-    Args:
-        folder: for messages.
-        model: of the transformers library.
-        tokens: how many the tokenizer tells apart.
-
-    Raises:
-        UsageError: it does not.
     """
     transformer: Any = model
     embedding = transformer.get_input_embeddings()
@@ -174,16 +143,7 @@ def check_vocabulary(folder: Path, model: nn.Module, tokens: int) -> None:
 
 
 def try_out(folder: Path, model: nn.Module, windows: Mapping[str, Tensor]) -> None:
-    """Run a model once.
-
-    Args:
-        folder: for messages.
-        model: on the CPU.
-        windows: what it takes.
-
-    Raises:
-        UsageError: it cannot take them, or gives no start and end logits.
-    """
+    """Run a model once."""
     shape = tuple(windows["input_ids"].shape)
     try:
         with torch.inference_mode():

@@ -16,19 +16,7 @@ _PIECE_BYTES = 1 << 22
 
 
 def with_tied_names(model: nn.Module, state: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """A state_dict with the names that a file has left out because another name has the same tensor.
-
-    Args:
-        model: its names are tied where they lead to the same parameter or buffer, or to the same memory.
-        state: tensors by the model's names.
-        source: where the tensors come from, for messages.
-
-    Returns:
-        The same object where no name is left out.
-
-    Raises:
-        UsageError: a file has two tensors for one of the model, and their values differ.
-    """
+    """A state_dict with the names that a file has left out because another name has the same tensor."""
     left_out: dict[str, Any] = {}
     for names in _tied(model):
         there = [name for name in names if isinstance(state.get(name), Tensor)]

@@ -32,14 +32,7 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def transformers_for(what: str) -> Any:
-    """The transformers library.
-
-    Args:
-        what: needs it, for messages.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """The transformers library."""
     if importlib.util.find_spec("transformers") is None:
         raise missing_library(what)
     # It imports torchvision, which does not always load by itself.
@@ -57,16 +50,7 @@ def missing_library(what: str) -> UsageError:
 
 
 def load_pretrained(kind: Any, folder: Path, trained_for: str) -> nn.Module:
-    """A model with the weights of its folder, all of which must be there.
-
-    Args:
-        kind: one of the library's Auto classes.
-        folder: with config.json and weights.
-        trained_for: what the model is for, for messages.
-
-    Raises:
-        UsageError: the library would draw some weights at random.
-    """
+    """A model with the weights of its folder, all of which must be there."""
     refuse_foreign_kernels(config_of(folder), folder)
     # Tensors of another shape are refused below, by their names.
     model, report = kind.from_pretrained(
@@ -92,13 +76,6 @@ def load_by_name(kind: Any, folder: Path) -> nn.Module:
     """A model in float32 with the tensors of its folder's files, where they have the names of the model.
 
     It is what ``load_pretrained`` gives, cast to float32; but each tensor is read when it is used.
-
-    Args:
-        kind: one of the library's Auto classes.
-        folder: with config.json and weights.
-
-    Raises:
-        NotLate: the library does more with the files than to copy tensors; or it may.
     """
     found = config_of(folder)
     refuse_foreign_kernels(found, folder)
@@ -126,11 +103,7 @@ def load_by_name(kind: Any, folder: Path) -> nn.Module:
 
 
 def _named_as_in(model: Any, found: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """The tensors of a file that a model takes, by the names that the library gives them.
-
-    Raises:
-        NotLate: the library makes some of several others, or divides them.
-    """
+    """The tensors of a file that a model takes, by the names that the library gives them."""
     own = model.state_dict()
     if importlib.util.find_spec("transformers.conversion_mapping") is None:  # before transformers 5
         return OrderedDict((name, value) for name, value in found.items() if name in own)
@@ -162,11 +135,7 @@ def _named_as_in(model: Any, found: Mapping[str, Any]) -> OrderedDict[str, Any]:
 
 
 def _one_dtype(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype in which the library would make the model: that of the configuration, and of all tensors.
-
-    Raises:
-        NotLate: there are two, so that values would be rounded on their way.
-    """
+    """The dtype in which the library would make the model: that of the configuration, and of all tensors."""
     kinds = {value.dtype for value in tensors.values() if value.is_floating_point()}
     named = config.get("dtype") or config.get("torch_dtype")
     if named is not None:
@@ -178,11 +147,7 @@ def _one_dtype(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> torch.d
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The values in config.json.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """The values in config.json."""
     try:
         found = json.loads((folder / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
@@ -192,15 +157,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def refuse_foreign_kernels(config: Any, folder: Path) -> None:
-    """Check that a configuration asks for no code of the hub, which the library would fetch and run.
-
-    Args:
-        config: the values in config.json, those of its parts among them.
-        folder: where it lies, for messages.
-
-    Raises:
-        UsageError: an implementation is named as a repository, such as "kernels-community/flash-attn".
-    """
+    """Check that a configuration asks for no code of the hub, which the library would fetch and run."""
     for name, value in config.items() if isinstance(config, dict) else ():
         asked = value.values() if isinstance(value, dict) else (value,)
         if "_implementation" in str(name) and any("/" in text for text in asked if isinstance(text, str)):

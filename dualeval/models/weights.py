@@ -28,11 +28,7 @@ _OF_OUTPUTS = ("weight", "bias", "original")
 
 
 def seed_of(weights: str) -> int | None:
-    """The seed in "random:SEED"; None where the text names weights that are there.
-
-    Raises:
-        UsageError: it is no seed.
-    """
+    """The seed in "random:SEED"; None where the text names weights that are there."""
     if not weights.startswith(_RANDOM):
         return None
     text = weights.removeprefix(_RANDOM)
@@ -46,30 +42,24 @@ def seed_of(weights: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedWeights:
-    """Which tensors of a file a model was given.
+    """Which tensors of a file a model was given."""
 
-    Attributes:
-        file: as it was named.
-        key: the keys that lead to the state_dict, with dots between; "" where the file is nothing else.
-        prefix: what was removed from each name; "" for nothing.
-        left_out: names of tensors in the state_dict that were not taken.
-    """
-
+    # As it was named.
     file: str
+    # The keys that lead to the state_dict, with dots between; "" where the file is nothing else.
     key: str
+    # What was removed from each name; "" for nothing.
     prefix: str
+    # Names of tensors in the state_dict that were not taken.
     left_out: tuple[str, ...]
 
 
 class OtherClasses(UsageError):
-    """Weights are for another number of classes than the model, and differ in nothing else.
-
-    Attributes:
-        found: the number of classes that they are for.
-    """
+    """Weights are for another number of classes than the model, and differ in nothing else."""
 
     def __init__(self, message: str, found: int) -> None:
         super().__init__(message)
+        # The number of classes that they are for.
         self.found = found
 
 
@@ -97,17 +87,7 @@ def notes_of(loaded: LoadedWeights | None) -> list[str]:
 def refuse_choice_without_file(
     weights: str | None, key: str | None, prefix: str | None, trust: bool = False
 ) -> None:
-    """Check that a choice among the tensors of a file goes with a file.
-
-    Args:
-        weights: as given with --weights.
-        key: as given with --weights-key.
-        prefix: as given with --weights-prefix.
-        trust: whether --trust-checkpoint is given.
-
-    Raises:
-        UsageError: it goes with the library's own weights, with random ones, or with none.
-    """
+    """Check that a choice among the tensors of a file goes with a file."""
     given = [f"--weights-{name}" for name, value in (("key", key), ("prefix", prefix)) if value is not None]
     given += ["--trust-checkpoint"] if trust else []
     if given and (weights is None or is_published_name(weights) or weights.startswith(_RANDOM)):
@@ -121,18 +101,7 @@ def refuse_choice_without_file(
 def load_state_dict(
     model: nn.Module, found: StateDict, *, prefix: str | None = None, source: str
 ) -> LoadedWeights:
-    """Copy a state_dict from a file into a model, without the prefixes of wrappers before its names.
-
-    Args:
-        model: takes the values; keeps its dtypes and device.
-        found: the state_dict, with the names as in the file.
-        prefix: take only the names that begin with this, and remove it; None removes wrappers' prefixes where
-            the names do not fit with them.
-        source: where the tensors come from, for messages.
-
-    Raises:
-        UsageError: the tensors do not fit the model, as ``load_into`` says, or no name has this prefix.
-    """
+    """Copy a state_dict from a file into a model, without the prefixes of wrappers before its names."""
     own = model.state_dict().keys()
     tensors = found.tensors
     taken = unwrap_for(tensors, own) if prefix is None else take_prefix(tensors, prefix, source)
@@ -171,17 +140,6 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
     """Copy tensors into a model, one after the other; all of them, and no others.
 
     The model's own loading goes first: some modules convert an older layout of their tensors.
-
-    Args:
-        model: takes the values; keeps its dtypes and device.
-        state: tensors by the model's names; an entry ``_extra_state`` is whatever its module keeps. Of the
-            names of one and the same tensor of the model, such as tied weights, one is enough.
-        source: where the tensors come from, for messages.
-
-    Raises:
-        UsageError: lists missing and unexpected names, wrong shapes and dtypes that change values; where
-            the only difference is the number of classes, says so. Or tied names have different values, or
-            the values cannot be read.
     """
     prepare_to_load(model)
     own = model.state_dict()
@@ -215,12 +173,7 @@ def load_into(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
 
 
 class _Lacking:
-    """The tensors of a model that a state_dict does not name: a module may still make them of others.
-
-    Args:
-        own: the model's parameters and buffers, by name.
-        state: what is loaded into it next.
-    """
+    """The tensors of a model that a state_dict does not name: a module may still make them of others."""
 
     def __init__(self, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         lacking = {name: value for name, value in own.items() if name not in state}

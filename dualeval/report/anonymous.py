@@ -43,17 +43,13 @@ _BARE = r"(?:{})(?![\w-])((?:/[^\s:\"',;)]*)?(?:(?! +-)[ ,;)][^\n:\"'/]*(?<![\s/
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """What is replaced in a text, by what.
+    """What is replaced in a text, by what."""
 
-    Attributes:
-        folders: absolute paths and what stands for each, as {"/home/ada/env": "ENV"}.
-        homes: folders of persons; of a path below one its last part alone is kept.
-        hosts: names of hosts and what stands for each; None leaves hosts and addresses as they are.
-        users: names of users.
-    """
-
+    # Absolute paths and what stands for each, as {"/home/ada/env": "ENV"}.
     folders: Mapping[str, str]
+    # Folders of persons; of a path below one its last part alone is kept.
     homes: Sequence[str] = ()
+    # Names of hosts and what stands for each; None leaves hosts and addresses as they are.
     hosts: Mapping[str, str] | None
     users: Sequence[str] = ()
 

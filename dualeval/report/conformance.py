@@ -29,14 +29,7 @@ _MACHINE = ("device", "model", "cpu_capability", "bits", "versions")
 
 
 def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Take of a result.json what is compared and shown.
-
-    Args:
-        result: the content of result.json.
-
-    Returns:
-        plain values, without folders and hosts.
-    """
+    """Take of a result.json what is compared and shown."""
     return {
         "metrics_digest": result["metrics_digest"],
         "samples_digest": result["samples_digest"],
@@ -57,17 +50,7 @@ def judge(
     samples: int,
     reference: Mapping[str, Any] | None,
 ) -> tuple[str, str | None]:
-    """Compare what a run has found with what was started, and with one process.
-
-    Args:
-        found: of ``facts_of``.
-        wanted: ``ranks``, ``nodes`` and ``backend`` of what was started.
-        samples: number of samples that had to be evaluated.
-        reference: the same of one process; None for that one itself.
-
-    Returns:
-        the outcome, and a sentence where it is not ``OK``.
-    """
+    """Compare what a run has found with what was started, and with one process."""
     world = found["world"]
     for name, value in (
         ("size", wanted["ranks"]),

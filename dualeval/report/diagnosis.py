@@ -27,12 +27,7 @@ BLOCKING = ("launcher", "size", "backend")
 
 
 def differences(ranks: Mapping[int, Mapping[str, Any]], names: Sequence[str] = tuple(_SAME)) -> list[str]:
-    """Say in which of the named findings the ranks differ, and on which ranks they are what.
-
-    Args:
-        ranks: each rank's findings.
-        names: which of them to compare.
-    """
+    """Say in which of the named findings the ranks differ, and on which ranks they are what."""
     found = []
     for name in names:
         by_value: dict[str, list[int]] = {}

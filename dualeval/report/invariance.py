@@ -22,12 +22,7 @@ _NO_LICENCE = (
 
 
 def print_invariance(found: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print a diagnosis of batch shapes.
-
-    Args:
-        found: as ``Diagnosis.to_json`` gives it.
-        console: where; None takes standard output.
-    """
+    """Print a diagnosis of batch shapes."""
     console = console or make_console(_WIDTH)
     line = partial(print_line, console)
     for label, text in _facts(found):

@@ -33,21 +33,15 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|~])")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """What has become of one model.
-
-    Attributes:
-        name: the model's.
-        status: ``DONE``, ``FAILED`` or ``NOT_DONE``.
-        result: where it is done.
-        reason: why it has failed.
-        exit_code: what a run of it alone would end with; None where it is not done.
-        folder: with its files.
-    """
+    """What has become of one model."""
 
     name: str
+    # `DONE`, `FAILED` or `NOT_DONE`.
     status: str = NOT_DONE
     result: Result | None = None
+    # Why it has failed.
     reason: str | None = None
+    # What a run of it alone would end with; None where it is not done.
     exit_code: int | None = None
     folder: str | None = None
 
@@ -59,21 +53,12 @@ class ModelRow:
 
 
 class ModelsTable:
-    """The table of several models, in the order in which they are evaluated.
-
-    Args:
-        rows: one a model.
-
-    Attributes:
-        rows: as given.
-        metrics: the names of all metrics that are numbers.
-        best: by metric, the names of the models with its best value; nothing where neither direction is
-            better, where fewer than two have one, and where the models have seen different samples.
-    """
+    """The table of several models, in the order in which they are evaluated."""
 
     def __init__(self, rows: Sequence[ModelRow]) -> None:
         self.rows = tuple(rows)
         results = [row.result for row in rows if row.result is not None]
+        # The names of all metrics that are numbers.
         self.metrics = tuple(
             dict.fromkeys(
                 name
@@ -83,6 +68,8 @@ class ModelsTable:
             )
         )
         self.same_samples = len({_samples_of(result) for result in results}) < 2
+        # By metric, the names of the models with its best value; nothing where neither direction is better,
+        # where fewer than two have one, and where the models have seen different samples.
         self.best = {name: found for name in self.metrics if (found := self._best(name))}
 
     def _best(self, metric: str) -> list[str]:
@@ -173,11 +160,7 @@ class ModelsTable:
         return lines
 
     def to_json(self, *, whole: bool) -> str:
-        """As one JSON object with the list ``models``.
-
-        Args:
-            whole: with all of each result; else with its metrics, intervals and digests.
-        """
+        """As one JSON object with the list ``models``."""
         models = []
         for row in self.rows:
             entry: dict[str, Any] = {

@@ -13,13 +13,7 @@ _LINE_EVERY_S = 3.0
 
 
 class Progress:
-    """Shows samples done over all ranks, samples per second and the time left; called from any thread.
-
-    Args:
-        stream: where to show it.
-        clock: seconds that never run backwards.
-        as_bar: whether the stream takes a line that is drawn anew (``report.screen.on_screen``).
-    """
+    """Shows samples done over all ranks, samples per second and the time left; called from any thread."""
 
     def __init__(
         self, stream: TextIO, clock: Callable[[], float] = monotonic, *, as_bar: bool = False

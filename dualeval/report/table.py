@@ -104,11 +104,7 @@ def _metrics(result: Result) -> Table:
 
 
 def make_console(width: int = _WIDTH) -> Console:
-    """Make the console of standard output: without colours and width of a terminal that is a launcher's.
-
-    Args:
-        width: in letters, where standard output is no screen.
-    """
+    """Make the console of standard output: without colours and width of a terminal that is a launcher's."""
     if on_screen(sys.stdout):
         return Console()
     return Console(force_terminal=False if sys.stdout.isatty() else None, width=width)
@@ -239,12 +235,7 @@ def _comparable(result: Result) -> str:
 
 
 def shown_numbers(*values: float, unit: str | None = None) -> list[str]:
-    """A value and the ends of its interval as texts, with equally many decimals.
-
-    Args:
-        values: the value, and the ends where there are any.
-        unit: as in ``Measured.units``.
-    """
+    """A value and the ends of its interval as texts, with equally many decimals."""
     if unit == "fraction":
         values, unit = tuple(100 * value for value in values), "percent"
     behind = {None: "", "percent": " %"}.get(unit, f" {unit}")

@@ -25,17 +25,7 @@ _NEVER = float(np.finfo(np.float32).max)
 
 
 class GivenAnswers(ScoredAnswers):
-    """Answers that are there already.
-
-    Args:
-        data: a JSON file in the format of SQuAD.
-        predictions: a JSON object of question id to answer.
-        null_odds: a JSON object of question id to number, as a run writes it; None for no best thresholds.
-        metrics: names of metrics; empty for all.
-
-    Raises:
-        UsageError: a file is not of its format, or they do not belong together.
-    """
+    """Answers that are there already."""
 
     wants_workers = False
     thread_safe = False
@@ -157,10 +147,6 @@ def _all_metrics(*, unanswerable: bool, with_odds: bool) -> list[Metric | RowMet
 
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
-    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``.
-
-    Raises:
-        UsageError: no metric has that name.
-    """
+    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
     with_odds = options["null_odds"] is not None
     return chosen(names, _all_metrics(unanswerable=options["unanswerable"], with_odds=with_odds))

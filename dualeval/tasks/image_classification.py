@@ -66,39 +66,7 @@ _SHIPPED = "{}, shipped with dualeval"
 
 
 class ImageClassification(Task):
-    """A classifier on images with one true class each.
-
-    Args:
-        model: as for ``models.classifiers.source_of``; a module, or a function that returns one; None is the
-            embedded job's network.
-        weights: a path, a name of weights that are published for the model, or "random:SEED"; None is the
-            model's own, where it comes with weights.
-        model_arguments: keyword arguments of what makes the model.
-        trust_checkpoint: open files that can run code: a full pickle, a TorchScript archive, a torch.export
-            program.
-        weights_key: where the state_dict lies in a checkpoint, with dots between; None finds the only one.
-        weights_prefix: take only the names of a file that begin with this, without it.
-        data: as for ``DataOptions``, and ``split``, ``image_root``, ``path_column`` and ``label_column``.
-        num_classes: number of classes; needed only where neither data nor weights tell.
-        class_map: a file that says which class each folder or label is, as for
-            ``data.class_map.read_class_map``.
-        class_order: "name" or "number", which puts the folder 2 before 10; None takes the names of known
-            classes, or else the order of names.
-        metrics: names of metrics; empty for the default ones.
-        preprocessing: what to change in the model's own preprocessing: fields of ``Preprocessing``, and
-            ``preprocessing``, as for ``named_preprocessing``. For small images in their own size mean and
-            std, which only the embedded weights and the embedded data know.
-        data_fingerprint: what of image files tells one data set from another: "ends" (size, first and last
-            4 KiB) or "content" (all bytes); of small images it is always all.
-        cache: what other tasks of the run have read of their data, which is not read again.
-
-    Attributes:
-        loaded_weights: what was taken from a file that ``weights`` names; None before ``build_model``, and
-            where there is no such file.
-
-    Raises:
-        UsageError: the data cannot be used, or a combination of arguments does not make a job.
-    """
+    """A classifier on images with one true class each."""
 
     name = NAME
     # All that any metric reads, so that each can be computed later.
@@ -154,6 +122,8 @@ class ImageClassification(Task):
         )
         self._weights_key = weights_key
         self._weights_prefix = weights_prefix
+        # What was taken from a file that `weights` names; None before `build_model`, and where there is no
+        # such file.
         self.loaded_weights: LoadedWeights | None = None
         if data is None and not embedded:
             raise UsageError(
@@ -258,19 +228,11 @@ class ImageClassification(Task):
         return {"images": torch.stack(images), "targets": torch.tensor(targets)}
 
     def build_model(self, device: torch.device) -> nn.Module:
-        """Make the model, give it its weights, and try it on a few blank images.
-
-        Raises:
-            UsageError: weights, model and data do not fit together.
-        """
+        """Make the model, give it its weights, and try it on a few blank images."""
         return self._checked(self._built(self._model.build).to(device), device)
 
     def build_late(self, device: torch.device) -> nn.Module:
-        """As ``build_model``, on the CPU: the values of the parameters stay in their file where they can.
-
-        Raises:
-            UsageError: weights, model and data do not fit together.
-        """
+        """As ``build_model``, on the CPU: the values of the parameters stay in their file where they can."""
         self._late_notes = []
         build = partial(self._model.build_late, note=self._late_notes.append)
         model = self._checked(self._built(build), torch.device("cpu"))
@@ -466,9 +428,5 @@ def _metrics(names: Sequence[str], num_classes: int) -> list[Metric | RowMetric]
 
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
-    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``.
-
-    Raises:
-        UsageError: no metric has that name.
-    """
+    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
     return _metrics(names, options["num_classes"])

@@ -15,20 +15,7 @@ from dualeval.models import published
 
 
 class FolderLabels:
-    """Decides which class each folder or label is, from what was asked for and from the weights' classes.
-
-    Args:
-        class_map: a file that says it; as for ``read_class_map``.
-        order: as for ``choose_labels``.
-        num_classes: the number of classes that was asked for; None where it was not.
-        of_weights: the classes that model and weights tell apart, where they are known.
-
-    Attributes:
-        known: these classes.
-
-    Raises:
-        UsageError: the file is no class map, or options contradict each other.
-    """
+    """Decides which class each folder or label is, from what was asked for and from the weights' classes."""
 
     def __init__(
         self,
@@ -56,15 +43,7 @@ class FolderLabels:
         return self._map is not None or self._order is not None
 
     def __call__(self, names: Sequence[str], noun: str = "class folder") -> Labels:
-        """Decide for folders or labels.
-
-        Args:
-            names: theirs, in order.
-            noun: as for ``choose_labels``.
-
-        Raises:
-            UsageError: one has no class, or it is not clear which.
-        """
+        """Decide for folders or labels."""
         known = self._known(names)
         return choose_labels(names, class_map=self._map, order=self._order, known=known, noun=noun)
 
@@ -78,16 +57,7 @@ class FolderLabels:
 
 
 def agreed_classes(labels: Labels, asked: int | None, class_map: Path | None) -> int | None:
-    """The number of classes by data and options; None where neither tells.
-
-    Args:
-        labels: of the data.
-        asked: the number that was asked for; None where it was not.
-        class_map: the file that was given, for messages.
-
-    Raises:
-        UsageError: the number that was asked for does not fit to the data.
-    """
+    """The number of classes by data and options; None where neither tells."""
     if labels.are_partial:
         if asked is not None:
             said = f"--class-map {class_map}"
@@ -111,12 +81,7 @@ def agreed_classes(labels: Labels, asked: int | None, class_map: Path | None) ->
 
 
 def hint_for(labels: Labels, classes: int) -> str:
-    """What to type where a model tells more classes apart than there are folders; "" for nothing to say.
-
-    Args:
-        labels: of the data.
-        classes: how many the model tells apart.
-    """
+    """What to type where a model tells more classes apart than there are folders; "" for nothing to say."""
     if not labels.classes:
         return ""
     wnids = imagenet_wnids()
@@ -134,11 +99,7 @@ def hint_for(labels: Labels, classes: int) -> str:
 
 
 def names_of(labels: Labels, rows: Mapping[str, Any]) -> dict[str, list[str | None]]:
-    """Columns of text: the names of each sample's class and of the predicted one; None where not known.
-
-    Returns:
-        By column; nothing where no class has a name.
-    """
+    """Columns of text: the names of each sample's class and of the predicted one; None where not known."""
     if not labels.names:
         return {}
     return {

@@ -18,16 +18,13 @@ NEEDED = ("resize", "crop", "mean", "std")
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenPreprocessing:
-    """The preprocessing of a job.
+    """The preprocessing of a job."""
 
-    Attributes:
-        values: what is done; more than normalisation for image files alone.
-        origin: where the values come from, in words for people.
-        warning: why others may be right; "" where somebody has named these.
-    """
-
+    # What is done; more than normalisation for image files alone.
     values: Normalisation
+    # Where the values come from, in words for people.
     origin: str
+    # Why others may be right; "" where somebody has named these.
     warning: str = ""
 
     def to_json(self) -> dict[str, Any]:

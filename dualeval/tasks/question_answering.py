@@ -38,32 +38,7 @@ NULL_ODDS = "null_odds.json"
 
 
 class QuestionAnswering(ScoredAnswers):
-    """A model that marks the answer in a text.
-
-    Args:
-        model: a local folder with a model of the transformers library and its fast tokenizer.
-        data: a JSON file in the format of SQuAD, or rows as ``load_dataset("squad", split=...)`` gives them.
-        weights: None for those in the folder; else a state_dict file or "random:SEED".
-        weights_key: where the state_dict lies in a checkpoint, with dots between; None finds the only one.
-        weights_prefix: take only the names of a file that begin with this, without it.
-        trust_checkpoint: read also weights that run code when they are read.
-        metrics: names of metrics; empty for all.
-        batch_size: questions a batch, and most windows of a forward.
-        max_length: most tokens of a window.
-        stride: tokens that a window of a long text shares with the one before.
-        n_best: starts and ends of a window that are paired.
-        max_answer_length: most tokens of an answer.
-        null_threshold: a question gets no answer where "no answer" scores higher than its best answer by more
-            than this; only with data that have questions without an answer, and 0 there where it is None.
-        cache: what other tasks of the run have read of their data, which is not read again.
-
-    Attributes:
-        loaded_weights: what was taken from a file that ``weights`` names; None before ``build_model``, and
-            where there is no such file.
-
-    Raises:
-        UsageError: data, folder and options do not make a job.
-    """
+    """A model that marks the answer in a text."""
 
     wants_workers = True
     libraries = ("transformers", "tokenizers")
@@ -112,6 +87,8 @@ class QuestionAnswering(ScoredAnswers):
         self._weights_key = weights_key
         self._weights_prefix = weights_prefix
         self._trust_checkpoint = trust_checkpoint
+        # What was taken from a file that `weights` names; None before `build_model`, and where there is no
+        # such file.
         self.loaded_weights: LoadedWeights | None = None
         self._late_notes: list[str] = []
         self._n_best = n_best
@@ -154,19 +131,11 @@ class QuestionAnswering(ScoredAnswers):
         return self._encoder.collate(samples)
 
     def build_model(self, device: torch.device) -> nn.Module:
-        """Make the model, try it on one window of full length, and bring it to its device.
-
-        Raises:
-            UsageError: model, weights, tokenizer and window do not fit together.
-        """
+        """Make the model, try it on one window of full length, and bring it to its device."""
         return self._tried(self._built()).to(device)
 
     def build_late(self, device: torch.device) -> nn.Module:
-        """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can.
-
-        Raises:
-            UsageError: model, weights, tokenizer and window do not fit together.
-        """
+        """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can."""
         self._late_notes = []
         drawn = self._weights is not None and seed_of(self._weights) is not None
         why_whole = "its weights are drawn at random" if drawn else None
@@ -334,11 +303,7 @@ def _all_metrics(unanswerable: bool) -> list[Metric | RowMetric]:
 
 
 def stored_metrics(options: Mapping[str, Any], names: Sequence[str]) -> Sequence[Metric | RowMetric]:
-    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``.
-
-    Raises:
-        UsageError: no metric has that name.
-    """
+    """Metrics by name, for the rows of a run with these ``options``, which are its ``fingerprint()``."""
     return chosen(names, _all_metrics(options["unanswerable"]))
 
 

@@ -16,11 +16,7 @@ OBSERVE = "Give observe=, a function (outputs, batch) -> dict of columns with on
 
 
 def check_call(argument: str, function: Any, given: tuple[str, ...]) -> None:
-    """Check that a function can be called with so many arguments.
-
-    Raises:
-        UsageError: it cannot; says how it is called.
-    """
+    """Check that a function can be called with so many arguments."""
     try:
         signature = inspect.signature(function) if function is not None else None
     except (TypeError, ValueError):  # of some that are written in C nothing is known
@@ -38,16 +34,7 @@ def check_call(argument: str, function: Any, given: tuple[str, ...]) -> None:
 
 
 def refuse_probabilities(model: str, outputs: Tensor, hint: str = "") -> None:
-    """Check that a classifier returned logits.
-
-    Args:
-        model: the model, for the message.
-        outputs: of shape (samples, classes).
-        hint: a sentence behind the message.
-
-    Raises:
-        UsageError: each row is what a softmax gives.
-    """
+    """Check that a classifier returned logits."""
     if are_probabilities(outputs):
         raise UsageError(
             f"{model} returned probabilities (each row lies between 0 and 1 and sums to 1), expected logits: "
@@ -57,14 +44,7 @@ def refuse_probabilities(model: str, outputs: Tensor, hint: str = "") -> None:
 
 
 def no_tensor(outputs: Any, batch: Any, *, names: Collection[str], targets: Collection[str]) -> UsageError:
-    """The error of a model with several outputs, none of which has a known name.
-
-    Args:
-        outputs: what the model has returned.
-        batch: what it was given.
-        names: those under which the one is found.
-        targets: names of what is no input in a batch that is a dict.
-    """
+    """The error of a model with several outputs, none of which has a known name."""
     return UsageError(
         f"the model returned {described(outputs)}, expected a tensor, or what holds one as "
         f"{', '.join(names)}. {_advice(outputs, _input_of(batch, targets))}"

@@ -29,11 +29,7 @@ def answer_metrics(*, unanswerable: bool) -> list[Metric]:
 
 
 def chosen(names: Sequence[str], metrics: Sequence[Metric | RowMetric]) -> list[Metric | RowMetric]:
-    """Those metrics that have one of the names.
-
-    Raises:
-        UsageError: none has that name.
-    """
+    """Those metrics that have one of the names."""
     known = [metric.name for metric in metrics]
     for name in names:
         if name not in known:
@@ -43,15 +39,7 @@ def chosen(names: Sequence[str], metrics: Sequence[Metric | RowMetric]) -> list[
 
 
 class ScoredAnswers(Task):
-    """Columns and metrics of answers to questions, wherever the answers come from.
-
-    Args:
-        questions: what is asked.
-        metrics: names of metrics; empty for all.
-
-    Raises:
-        UsageError: a metric is not known.
-    """
+    """Columns and metrics of answers to questions, wherever the answers come from."""
 
     name = NAME
     cluster = ARTICLE

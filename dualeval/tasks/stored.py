@@ -17,16 +17,7 @@ from dualeval.metrics.classification import SCORES
 
 
 def metrics_of_run(job_file: Path, asked: Sequence[str] = ()) -> list[Metric | RowMetric]:
-    """Make metrics for the rows of a run.
-
-    Args:
-        job_file: the run's job.json.
-        asked: names of metrics; empty for all of the run's own whose columns it has kept.
-
-    Raises:
-        UsageError: the run is that of a task that is not built in, or no metric has a name.
-        DualevalError: the file is damaged.
-    """
+    """Make metrics for the rows of a run."""
     try:
         content = json.loads(job_file.read_text("utf-8"))
         task_class = content.get("task_class")

@@ -24,39 +24,31 @@ class LeftOver(LaunchError):
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """A variable of a launcher's that is set.
-
-    Attributes:
-        name: its name.
-        value: its value.
-        meaning: which part of a World it tells, as "rank"; empty where it serves otherwise.
-    """
+    """A variable of a launcher's that is set."""
 
     name: str
     value: str
+    # Which part of a World it tells, as "rank"; empty where it serves otherwise.
     meaning: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to start ranks.
+    """One way to start ranks."""
 
-    Attributes:
-        name: what ``--launchers`` of ``dualeval conformance`` takes.
-        backends: which backends its ranks can use.
-        words: the words before the command, for a site, the ranks on each node, and a number of this start.
-        program: what has to be on the PATH; None where the command starts its own ranks.
-        after: the words after the command, for so many ranks.
-        lacks: why it cannot start ranks of a backend, for a site and the ranks on each node; None: it can.
-        has_doctor: whether ``dualeval doctor`` can be its command.
-    """
-
+    # What `--launchers` of `dualeval conformance` takes.
     name: str
+    # Which backends its ranks can use.
     backends: tuple[str, ...]
+    # The words before the command, for a site, the ranks on each node, and a number of this start.
     words: Callable[[Site, Sequence[int], int], list[str]]
+    # What has to be on the PATH; None where the command starts its own ranks.
     program: str | None = None
+    # The words after the command, for so many ranks.
     after: Callable[[int], list[str]] = lambda ranks: []
+    # Why it cannot start ranks of a backend, for a site and the ranks on each node; None: it can.
     lacks: Callable[[Site, Sequence[int], str], str | None]
+    # Whether `dualeval doctor` can be its command.
     has_doctor: bool = True
 
 
@@ -65,30 +57,25 @@ class ExitCodes:
     """What a launcher makes of its ranks' exit codes and of signals to it, as the docs say it.
 
     Where nothing else is said, it passes on the signal, and the ranks' own code.
-
-    Attributes:
-        bad_input: after wrong usage or bad input, where the ranks exit with 2.
-        stop: after SIGTERM or SIGINT to it.
-        sigusr2: after SIGUSR2 to it.
-        otherwise: after anything else.
     """
 
+    # After wrong usage or bad input, where the ranks exit with 2.
     bad_input: str = "2"
+    # After SIGTERM or SIGINT to it.
     stop: str = "75"
+    # After SIGUSR2 to it.
     sigusr2: str = "75"
+    # After anything else.
     otherwise: str = "1"
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment, as the probe of one launcher reads it; what is wrong there is a LaunchError.
+    """The environment, as the probe of one launcher reads it; what is wrong there is a LaunchError."""
 
-    Attributes:
-        launcher: whose variables are read.
-        variables: all that are set.
-    """
-
+    # Whose variables are read.
     launcher: Launcher
+    # All that are set.
     variables: Mapping[str, str]
 
     def are_whole(self) -> bool:

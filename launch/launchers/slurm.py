@@ -81,9 +81,6 @@ def _in_order_of_nodes(
     """Put a step's hosts and their numbers of tasks in the order in which Slurm numbers its nodes.
 
     In a heterogeneous step that is the order of its components, and the lists are in that of the names.
-
-    Raises:
-        LaunchError: this process's own host is not where it should be then.
     """
     ordered = order_by_component(environment.variables, hosts)
     tasks = dict(zip(hosts, sizes, strict=True))

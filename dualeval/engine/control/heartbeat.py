@@ -27,18 +27,12 @@ _LEAST_BYTES_A_S = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class Name:
-    """How a rank is named to people, and found on its host.
-
-    Attributes:
-        rank: its number.
-        host: its host's name.
-        pid: its process.
-        space: what processes share whose process ids mean the same.
-    """
+    """How a rank is named to people, and found on its host."""
 
     rank: int
     host: str
     pid: int
+    # What processes share whose process ids mean the same.
     space: str
 
     @classmethod
@@ -65,26 +59,23 @@ class Name:
 
 
 class Heartbeat(NamedTuple):
-    """What a rank reports of itself. Rank 0 reads those of all ranks with every beat.
+    """What a rank reports of itself. Rank 0 reads those of all ranks with every beat."""
 
-    Attributes:
-        steps: grows as its main thread goes on.
-        work: grows as it computes.
-        number: how often it has reported.
-        stage: what it is at.
-        chunk: the chunk in hand.
-        saved: number of chunks that it has saved, once it has nothing more to do; None before.
-        run: number of the run whose samples are counted; 0 where none is.
-        done: this rank's samples of it so far.
-    """
-
+    # Grows as its main thread goes on.
     steps: int
+    # Grows as it computes.
     work: int
+    # How often it has reported.
     number: int
+    # What it is at.
     stage: str
+    # The chunk in hand.
     chunk: int | None = None
+    # Number of chunks that it has saved, once it has nothing more to do; None before.
     saved: int | None = None
+    # Number of the run whose samples are counted; 0 where none is.
     run: int = 0
+    # This rank's samples of it so far.
     done: int = 0
 
     @classmethod

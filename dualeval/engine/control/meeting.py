@@ -31,17 +31,7 @@ _FAILED = "failed"
 
 
 class Meetings:
-    """The main thread's end of the store.
-
-    Args:
-        store: a client of this rank's own.
-        token: start of every key, so that a stray client of another run, or of this one before a restart,
-            changes nothing here.
-        size: number of ranks.
-        name: this rank.
-        rank_0: that of rank 0.
-        heartbeat: this rank's first; after the first meeting rank 0 finds names and heartbeats of all.
-    """
+    """The main thread's end of the store."""
 
     def __init__(
         self, store: TCPStore, token: str, size: int, name: Name, rank_0: Name, heartbeat: str
@@ -71,15 +61,7 @@ class Meetings:
         return names_of_absent(self.store, lambda: self.keys("name"))
 
     def meet(self, check: Callable[[], None], limit_s: float = float("inf")) -> bool:
-        """Wait, asleep, until every rank has come here; returns whether they have: else one has failed.
-
-        Args:
-            check: called between two looks; raises where there is nothing to wait for any more.
-            limit_s: how long to wait for the last one.
-
-        Raises:
-            PeerError: they have not come by then, or rank 0 can no longer be reached.
-        """
+        """Wait, asleep, until every rank has come here; returns whether they have: else one has failed."""
         number = self._next
         self._held += 1
         with rank_0_reachable(self._rank_0):
@@ -133,17 +115,7 @@ class Meetings:
         return f"{self._attempt}.{self._held}"
 
     def end_attempt(self, check: Callable[[], None]) -> Verdict | None:
-        """Wait, asleep, until every rank has come to the end of an attempt, however it went there.
-
-        Args:
-            check: as for ``meet``.
-
-        Returns:
-            The verdict that held when the last one came, the same on every rank.
-
-        Raises:
-            PeerError: rank 0 can no longer be reached.
-        """
+        """Wait, asleep, until every rank has come to the end of an attempt, however it went there."""
         over = f"over/{self._attempt}"
         with rank_0_reachable(self._rank_0):
             if self.store.add(self.key(f"arrived/{over}"), 1) == self._size:
@@ -156,16 +128,7 @@ class Meetings:
         return Verdict.read(found)
 
     def all_come(self, name: str, limit_s: float, check: Callable[[], None]) -> bool:
-        """Wait, asleep, for the others; returns whether all ranks have come here within some seconds.
-
-        Args:
-            name: of this place, which each rank comes to once.
-            limit_s: how long to wait for the last one.
-            check: as for ``meet``.
-
-        Raises:
-            PeerError: rank 0 can no longer be reached.
-        """
+        """Wait, asleep, for the others; returns whether all ranks have come here within some seconds."""
         with rank_0_reachable(self._rank_0):
             if self.store.add(self.key(f"arrived/{name}"), 1) == self._size:
                 self.store.set(self.key(name), _GO)
@@ -196,15 +159,7 @@ class Meetings:
             self.store.set(self.key("spoken"), _GO)
 
     def leave(self, limit_s: float, *, together: bool) -> bool:
-        """Leave; rank 0, who serves the others, goes last. Returns whether all have left, as far as is known.
-
-        Args:
-            limit_s: how long rank 0 waits for the others.
-            together: have the others wait for all, too, until a rank fails.
-
-        Raises:
-            PeerError: one has failed, of those that leave together.
-        """
+        """Leave, rank 0, who serves the others, last; returns whether all have left, as far as is known."""
         verdict: Verdict | None = None
         all_left = False
         # Where rank 0 has gone already there is no order to keep.

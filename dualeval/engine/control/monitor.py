@@ -30,12 +30,7 @@ _LATE_S = 10.0
 
 
 class Clock:
-    """Seconds that the observer has been awake for; those in which it was stopped itself do not count.
-
-    Args:
-        most_s: the longest time that counts between two looks.
-        monotonic: the clock behind it.
-    """
+    """Seconds that the observer has been awake for; those in which it was stopped itself do not count."""
 
     def __init__(self, most_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._most_s = most_s
@@ -67,30 +62,23 @@ class Standstill:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long a rank may make no progress.
-
-    Attributes:
-        timeout_s: without computing.
-        forward_timeout_s: with a batch in hand, where it computes.
-    """
+    """How long a rank may make no progress."""
 
     timeout_s: float
+    # With a batch in hand, where it computes.
     forward_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How a rank's main thread goes on.
+    """How a rank's main thread goes on."""
 
-    Attributes:
-        kind: "going" on; "computing" for longer than the timeout, so that it is named; "collective": in one
-            for longer than that, where another rank may be the cause; "stuck": to be given up.
-        seconds: for how long.
-        text: why, for people; empty where it is going on.
-    """
-
+    # "going" on; "computing" for longer than the timeout, so that it is named; "collective": in one for
+    # longer than that, where another rank may be the cause; "stuck": to be given up.
     kind: Literal["going", "computing", "collective", "stuck"]
+    # For how long.
     seconds: float = 0.0
+    # Why, for people; empty where it is going on.
     text: str = ""
 
 
@@ -133,15 +121,7 @@ def _no_progress(seconds: float, heartbeat: Heartbeat) -> str:
 
 
 class Monitor:
-    """Watches the heartbeats of ranks.
-
-    Args:
-        names: of the ranks to watch.
-        limits: how long they may make no progress.
-        now: the time.
-        sees_all: whether these are all ranks; who waits in a collective is judged only by who sees them all.
-        note: called with a sentence for people, once for each rank that computes for long.
-    """
+    """Watches the heartbeats of ranks."""
 
     def __init__(
         self,
@@ -199,21 +179,11 @@ class Monitor:
 
 
 class Observer:
-    """Whom a rank watches, and on which clock: rank 0 all ranks, the others rank 0.
-
-    Args:
-        own: this rank.
-        names: of the ranks that it watches.
-        limits: how long they may make no progress; None watches nobody.
-        every_s: how often it looks.
-
-    Attributes:
-        names: as given.
-        sees_all: whether these are all ranks.
-    """
+    """Whom a rank watches, and on which clock: rank 0 all ranks, the others rank 0."""
 
     def __init__(self, own: Name, names: Mapping[int, Name], limits: Limits | None, every_s: float) -> None:
         self.names = names
+        # Whether these are all ranks.
         self.sees_all = own.rank == 0
         # Twice, and a second: a busy machine is no reason to stop the clock, a stopped process is.
         self._clock = Clock(most_s=2 * every_s + 1.0)

@@ -57,27 +57,6 @@ class ControlPlane:
     """One rank's view of the control plane; ``open_control_plane`` makes it.
 
     Every rank calls ``meet`` the same number of times, in the same order.
-
-    Args:
-        name: this rank.
-        rank_0: that of rank 0.
-        size: number of ranks.
-        store: a client of this rank's own; None where the rank is alone.
-        token: start of every key.
-        server: rank 0's serving end, kept alive until ``leave``.
-        timeout_s: how long a rank may stand still; None watches nobody.
-        forward_timeout_s: how long a rank may compute with a batch in hand.
-
-    Attributes:
-        progress: what this rank's main thread is at.
-        timeout_s: as given.
-        limits: both, as ``monitor`` takes them; None where nobody is watched.
-        answers: grows with every answer of the store to this rank's beats.
-        news: set when another rank's failure or a stop has been heard of, for who watches.
-        all_saved: set on rank 0 when all ranks have reported that they have ``saved``; on the others when
-            rank 0 has written that down.
-        verdict: why all ranks end, as the store has decided; None as long as nothing is known of it here.
-        failure: the failure that was heard of first, which may be this rank's alone: rank 0 is gone.
     """
 
     def __init__(
@@ -94,14 +73,22 @@ class ControlPlane:
         self.name = name
         self.rank_0 = rank_0
         self.timeout_s = timeout_s
+        # Both, as `monitor` takes them; None where nobody is watched.
         self.limits: Limits | None = None
         if timeout_s is not None:
             self.limits = Limits(timeout_s=timeout_s, forward_timeout_s=forward_timeout_s)
+        # What this rank's main thread is at.
         self.progress = Progress()
+        # Grows with every answer of the store to this rank's beats.
         self.answers = 0
+        # Set when another rank's failure or a stop has been heard of, for who watches.
         self.news = threading.Event()
+        # Set on rank 0 when all ranks have reported that they have `saved`; on the others when rank 0 has
+        # written that down.
         self.all_saved = threading.Event()
+        # Why all ranks end, as the store has decided; None as long as nothing is known of it here.
         self.verdict: Verdict | None = None
+        # The failure that was heard of first, which may be this rank's alone: rank 0 is gone.
         self.failure: PeerError | None = None
         self.size = size
         self._server = server
@@ -143,17 +130,7 @@ class ControlPlane:
     # -- meeting and sharing out, on the main thread -----------------------------------------------
 
     def meet(self, limit_s: float = float("inf"), *, stoppable: bool = True) -> None:
-        """Wait, asleep, until every rank has come here.
-
-        Args:
-            limit_s: how long to wait for the last one.
-            stoppable: raise ``Stopped``. Without it a stop is the watch's, where the last rank is late.
-
-        Raises:
-            PeerError: another rank has failed instead of coming, the ranks have not come in time, or rank 0
-                can no longer be reached.
-            Stopped: a signal has asked the run to end.
-        """
+        """Wait, asleep, until every rank has come here."""
         check = self.check if stoppable else self.raise_if_peer_failed
         if self._meetings is None:
             check()
@@ -208,18 +185,7 @@ class ControlPlane:
         self._hear(own)
 
     def end_attempt(self, *, went_well: bool) -> PeerError | None:
-        """Wait, asleep, until every rank has come to the end of the attempt; the next one begins.
-
-        Args:
-            went_well: on this rank: a stop then comes too late for this attempt, as on all others.
-
-        Returns:
-            The failure that has ended it, the same on every rank; None where it went well on all.
-
-        Raises:
-            PeerError: another rank has failed for good.
-            Stopped: a signal has asked the run to end.
-        """
+        """Wait, asleep, until every rank has come to the end of the attempt; the next one begins."""
         held = self.verdict
         if self._meetings is not None:
             with self.progress.inside("meet"):
@@ -250,9 +216,6 @@ class ControlPlane:
 
         Where it does not, the others wait for this rank in a collective that it will not come to: the error
         ends the run, whatever else was to be attempted.
-
-        Raises:
-            PeerError: another rank has failed for good.
         """
         if (meetings := self._reachable) is None:
             return True
@@ -304,11 +267,7 @@ class ControlPlane:
         self._conclude(Verdict.failure(rank, message))
 
     def report_end(self, code: int) -> None:
-        """On rank 0: let the others end, whose end may have a launcher kill this rank at once.
-
-        Args:
-            code: the exit code, of all of them.
-        """
+        """On rank 0: let the others end, whose end may have a launcher kill this rank at once."""
         self._propose(Verdict(kind="end", rank=self.name.rank, exit_code=code))
         if self._beats is not None and self._end_reported.wait(_END_REPORTED_WITHIN_S):
             # Until each has looked; torch prints pages of frames where the store has gone before.
@@ -316,12 +275,7 @@ class ControlPlane:
             sleep(min(3 * pause, pause + 0.1))
 
     def fail(self, error: BaseException) -> PeerError:
-        """Report, from the main thread, that this rank failed and why.
-
-        Returns:
-            The failure that holds, which may be another rank's: the one to report. This rank's own where
-            nobody can hear of it.
-        """
+        """Report, from the main thread, that this rank failed and why."""
         own = Verdict.own_failure(self.name.rank, error, str(self.name))
         holds = own
         if (meetings := self._reachable) is not None:
@@ -404,12 +358,7 @@ class ControlPlane:
     # -- counting samples --------------------------------------------------------------------------
 
     def begin_run(self, show: Callable[[int], None] | None = None) -> None:
-        """Count the samples of a run from here on.
-
-        Args:
-            show: called with the samples done over all ranks, every half second, from a thread of its own;
-                None where nobody looks.
-        """
+        """Count the samples of a run from here on."""
         self._runs += 1
         self._tally = Tally(self._runs, show)
         self._wake.set()
@@ -593,15 +542,7 @@ class ControlPlane:
             meetings.has_spoken()
 
     def leave(self, limit_s: float = 10.0, *, together: bool = False) -> bool:
-        """Leave in order: rank 0, who serves the others, goes last. Later calls do nothing.
-
-        Args:
-            limit_s: how long rank 0 waits for the others.
-            together: have the others wait for all, too, until a rank fails.
-
-        Returns:
-            whether all ranks have left, as far as this one knows.
-        """
+        """Leave in order: rank 0, who serves the others, goes last. Later calls do nothing."""
         self._left = True
         self.end_run()
         self._stop_beats()
@@ -625,16 +566,6 @@ def open_control_plane(
 
     Rank 0 serves on a port that the kernel picks and offers its addresses through the backend; each rank
     takes the first that answers. Collectives of this backend count as progress from then on.
-
-    Args:
-        backend: carries rank 0's offer.
-        timeout_s: how long a rank may stand still before the others hear that it failed; None watches nobody.
-        forward_timeout_s: how long a rank may compute with a batch in hand.
-
-    Raises:
-        LaunchError: rank 0 may not open enough files for all ranks.
-        BackendError: no address answered; names those that were tried.
-        PeerError: ranks have not come, though all came to the collective before.
     """
     world = backend.world
     own = Name.own(world.rank)

@@ -10,26 +10,17 @@ _LAST_SHOWN_WITHIN_S = 2.0
 
 
 class Tally:
-    """Counts the samples of one run.
-
-    Args:
-        number: of the run on this control plane, from 1.
-        show: called with the samples done over all ranks, from a thread of its own that may hang in it; None
-            where nobody looks.
-
-    Attributes:
-        number: as given.
-        done: this rank's samples so far.
-        claimed: chunks that were taken, where this rank is alone.
-        total: samples of all ranks; None where no other rank's are known.
-        is_over: whether it has come to its end; the last beats still report what was done.
-    """
+    """Counts the samples of one run."""
 
     def __init__(self, number: int, show: Callable[[int], None] | None) -> None:
         self.number = number
+        # This rank's samples so far.
         self.done = 0
+        # Chunks that were taken, where this rank is alone.
         self.claimed = 0
+        # Samples of all ranks; None where no other rank's are known.
         self.total: int | None = None
+        # Whether it has come to its end; the last beats still report what was done.
         self.is_over = False
         self._show = show
         self._ended = threading.Event()

@@ -35,25 +35,22 @@ NO_VERDICT = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Why all ranks end.
+    """Why all ranks end."""
 
-    Attributes:
-        kind: "failure", "stop", "end", or "attempt": a failure that ends one attempt.
-        rank: whose failure it is, or who has heard the signal, or 0.
-        exit_code: what every rank ends with.
-        message: the failure's text, or the signal's name.
-        reporter: the rank that failed, with host and process; None where another rank has noticed it, whose
-            message begins with that.
-        attempt: the number of the attempt that has failed.
-        nonce: tells this verdict from all others, so that who proposed it knows that it has won.
-    """
-
+    # "failure", "stop", "end", or "attempt": a failure that ends one attempt.
     kind: Literal["failure", "stop", "end", "attempt"]
+    # Whose failure it is, or who has heard the signal, or 0.
     rank: int
+    # What every rank ends with.
     exit_code: int
+    # The failure's text, or the signal's name.
     message: str = ""
+    # The rank that failed, with host and process; None where another rank has noticed it, whose message
+    # begins with that.
     reporter: str | None = None
+    # The number of the attempt that has failed.
     attempt: int = 0
+    # Tells this verdict from all others, so that who proposed it knows that it has won.
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod

@@ -23,22 +23,12 @@ _LEAST_PIECE_BYTES = 64 << 10
 
 
 def gather_failures(backend: Backend, own: Sequence[int]) -> list[int]:
-    """The indices of all ranks' failed samples, in order, on every rank: eight bytes each, without a text.
-
-    Args:
-        backend: carries them; a collective.
-        own: this rank's.
-    """
+    """The indices of all ranks' failed samples, in order, on every rank: eight bytes each, without a text."""
     return torch.cat(backend.all_gather(torch.tensor(own, dtype=torch.int64))).sort().values.tolist()
 
 
 def errors_of(failures: Iterable[tuple[int, str]], failed: Sequence[int]) -> list[tuple[int, str]]:
-    """Index and error of each failed sample, in order.
-
-    Args:
-        failures: the errors that are known here, each with its index: on rank 0 all of them.
-        failed: the indices of all ranks' failed samples. An error that is not known is empty.
-    """
+    """Index and error of each failed sample, in order."""
     errors = dict(failures)
     return [(index, errors.get(index, "")) for index in failed]
 
@@ -51,16 +41,7 @@ def collect_files(
     prefixes: Callable[[int], str],
     step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Bring the journal files of ranks that do not see rank 0's journal there, piece by piece; a collective.
-
-    Args:
-        journal: the folder into which rank 0 writes them.
-        backend: carries the pieces.
-        written: this rank's files; none where it sees the journal.
-        apart: the ranks that do not, at least one.
-        prefixes: the start of the names of a rank's files.
-        step: called with every round, and every file that is stored.
-    """
+    """Bring the journal files of ranks that do not see rank 0's journal to it; a collective."""
     sizes = backend.all_gather_json([path.stat().st_size for path in written])
     piece = max(_LEAST_PIECE_BYTES, _PIECES_BYTES // len(apart))
     for number in range(max(len(sizes[rank]) for rank in apart)):

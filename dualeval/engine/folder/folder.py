@@ -67,19 +67,7 @@ _IN_JOB = ("fingerprint", "job", "machine", "files", "task_class", "metrics")
 
 
 class RunFolder:
-    """One rank's view of the output folder.
-
-    Args:
-        path: the folder, absolute.
-        token: names this run's files apart from any other's.
-        rank: this rank's number; rank 0 has made the folder.
-
-    Attributes:
-        path: as given.
-        journal: the folder of the journal's files.
-        token: as given.
-        shared: whether this rank sees the files of rank 0.
-    """
+    """One rank's view of the output folder."""
 
     def __init__(self, path: Path, token: str, *, rank: int) -> None:
         self.path = path
@@ -92,7 +80,9 @@ class RunFolder:
         # What this process has written of an end that is under way.
         self._provisional: Status | None = None
         self._writing_status = threading.Lock()
+        # Whether this rank sees the files of rank 0.
         self.shared = probe_of(journal_of(path), token).exists()
+        # The folder of the journal's files.
         self.journal = journal_of(path) if self.shared else own_journal(path, rank, token)
         if not self.shared:
             check_path(path)
@@ -114,26 +104,7 @@ class RunFolder:
         mix_machines: bool = False,
         step: Callable[[], None] = lambda: None,
     ) -> tuple[RunFolder, PreviousRun]:
-        """Make the folder, or go on in it; rank 0 calls it.
-
-        Args:
-            path: the folder, absolute.
-            token: as for the class.
-            plan: the job's.
-            facts: the job's ``fingerprint``, what it is made of (``job``), ``machine``, which is rank 0's,
-                ``files``, the names of those that it writes besides the ones of every job, and ``launches``,
-                the agents of torchrun that start its ranks again.
-            fresh: remove an earlier run's files first; not where this launch has begun the job already, and
-                its launcher has started its ranks again.
-            lease: keep other runs out of the folder for as long as this one lasts.
-            mix_machines: go on from what another kind of machine has computed.
-            step: called now and then, while waiting or reading.
-
-        Raises:
-            UsageError: the folder cannot be written, another run is at work in it, it holds another job, work
-                of another kind of machine, or files of the names that this one would write.
-            Stopped: the run was stopped, and its launcher has started its ranks again.
-        """
+        """Make the folder, or go on in it; rank 0 calls it."""
         check_file_names(facts["files"])
         check_path(path, facts["files"])
         with writable(path):
@@ -203,14 +174,7 @@ class RunFolder:
     def from_message(
         cls, message: Mapping[str, Any], plan: EvalPlan, *, rank: int, path: Path | None
     ) -> tuple[RunFolder, PreviousRun]:
-        """Another rank's view of the folder that rank 0 has opened.
-
-        Args:
-            message: rank 0's ``to_message``.
-            plan: the job's.
-            rank: this rank's number.
-            path: where this rank was told to write; None for rank 0's path.
-        """
+        """Another rank's view of the folder that rank 0 has opened."""
         # A path that was given is this rank's to resolve: without a shared folder it names another disk.
         where = Path(message["path"]) if path is None else path.absolute()
         folder = cls(where, message["token"], rank=rank)
@@ -255,12 +219,7 @@ class RunFolder:
         return Status(state=state, launch_id=self._launch, run=self.token, process=own_process(), **said)
 
     def keep_lease(self, lost: Callable[[str], None]) -> None:
-        """Hear of a lease that is lost, from now until ``close``; a thread of the folder's own keeps it.
-
-        Args:
-            lost: called once, from that thread, where another run has taken over or the folder is gone; with
-                a sentence that says so.
-        """
+        """Hear of a lease that is lost, from now until ``close``; a thread of the folder's own keeps it."""
         if self._lease is not None:
             self._lease.call_when_lost(lost)
 
@@ -269,13 +228,7 @@ class RunFolder:
     def note_end(
         self, error: BaseException, chunks_saved: int | None = None, *, provisional: bool = False
     ) -> None:
-        """Write into status.json that the run failed or was stopped, and why.
-
-        Args:
-            error: what has ended it.
-            chunks_saved: by all ranks.
-            provisional: it is only ending, and how it has ended may take the place of this.
-        """
+        """Write into status.json that the run failed or was stopped, and why."""
         status = self._status(
             "stopped" if isinstance(error, Stopped) else "failed",
             exit_code=exit_code_of(error),
@@ -305,12 +258,6 @@ class RunFolder:
         """Bring the journal files of ranks that do not share the folder to rank 0.
 
         A collective where any rank does not share; nothing otherwise.
-
-        Args:
-            backend: carries the files.
-            written: this rank's files.
-            reports: each rank's ``shared``, the same on every rank.
-            step: called with every round, and every file that is stored.
         """
         apart = [rank for rank, report in enumerate(reports) if not report["shared"]]
         if apart:
@@ -323,21 +270,7 @@ class RunFolder:
         fingerprint: str,
         step: Callable[[], None] = lambda: None,
     ) -> list[JournalFile]:
-        """Check all journal files that the result is made of, those of earlier runs once more.
-
-        Args:
-            previous: what was there at the start.
-            reports: each rank's ``files``, a count.
-            fingerprint: the job's.
-            step: called with every file.
-
-        Returns:
-            the files; none where another run of this job has come to its end here, and removed them.
-
-        Raises:
-            DualevalError: one of them is damaged, or has been replaced.
-            OSError: one of them cannot be read.
-        """
+        """Check all journal files that the result is made of, those of earlier runs once more."""
         files = []
         try:
             for file in previous.chunks.files:
@@ -369,26 +302,7 @@ class RunFolder:
         digests: Callable[[Path, str], dict[str, str]],
         step: Callable[[], None] = lambda: None,
     ) -> Result:
-        """Write predictions.parquet, result.json and, last, status.json; then the journal has served.
-
-        Args:
-            result: what is written.
-            plan: the run's.
-            task: says which texts and which other files are wanted.
-            dataset: the task's.
-            kept: the columns of the journal that are written.
-            previous: what was there at the start.
-            files: as ``merged_files`` gave them.
-            digests: makes ``metric_digests`` of predictions.parquet, for this fingerprint.
-            step: called now and then.
-
-        Returns:
-            the result with the checksums of the files beside it.
-
-        Raises:
-            DualevalError: another run has taken over, and what is in the folder is its own.
-            OSError: a file cannot be written.
-        """
+        """Write predictions.parquet, result.json and, last, status.json; then the journal has served."""
         self._check_lease()
         try:
             if files:
@@ -436,11 +350,7 @@ class RunFolder:
         ]
 
     def close(self, limit_s: float = _CLOSE_WITHIN_S) -> None:
-        """Remove what shows that this run is at work; a second call does nothing.
-
-        Args:
-            limit_s: most seconds to wait for a disk that may hang.
-        """
+        """Remove what shows that this run is at work; a second call does nothing."""
         if not self._closing.is_set():
             self._closing.set()
             try_for(limit_s, self._clean_up)

@@ -46,24 +46,21 @@ MOST_OF_AN_ERROR = 500
 
 @dataclass(frozen=True, kw_only=True)
 class JournalFile(RowsOfChunks):
-    """A checked file: what it holds, without the rows themselves.
+    """A checked file: what it holds, without the rows themselves."""
 
-    Attributes:
-        checksum: sha256 of its content, 32 bytes.
-        fingerprint: of the job that wrote it.
-        machine: what its rows were computed on.
-        failed: number of samples in them that could not be read.
-        failures: index and error of each of them.
-        slots: ledger slots of its delta, int64 of shape (entries,).
-        values: what it adds to them, likewise.
-    """
-
+    # Sha256 of its content, 32 bytes.
     checksum: bytes
+    # Of the job that wrote it.
     fingerprint: str
+    # What its rows were computed on.
     machine: dict[str, Any]
+    # Number of samples in them that could not be read.
     failed: int
+    # Index and error of each of them.
     failures: tuple[tuple[int, str], ...]
+    # Ledger slots of its delta, int64 of shape (entries,).
     slots: npt.NDArray[np.int64]
+    # What it adds to them, likewise.
     values: npt.NDArray[np.int64]
 
     def _read(self, dtype: np.dtype[Any], count: int, offset: int) -> npt.NDArray[Any]:
@@ -72,14 +69,7 @@ class JournalFile(RowsOfChunks):
 
 
 class JournalWriter:
-    """Writes the files of one rank.
-
-    Args:
-        folder: where; it must exist.
-        fingerprint: the job's; written into every file.
-        machine: what this rank computes on, plain values; written into every file.
-        prefix: start of every file's name, unique to this rank of this run.
-    """
+    """Writes the files of one rank."""
 
     def __init__(self, folder: Path, *, fingerprint: str, machine: Mapping[str, Any], prefix: str) -> None:
         self.folder = folder
@@ -96,18 +86,7 @@ class JournalWriter:
         columns: Mapping[str, Column],
         failures: Sequence[tuple[int, str]] = (),
     ) -> None:
-        """Write one file and wait until it is on the disk.
-
-        Args:
-            chunks: numbers of the finished chunks.
-            rows: number of rows of each of them.
-            delta: ledger of these chunks alone, 1-d int64.
-            columns: their rows, in the order of ``chunks``, on the CPU, first dimension ``sum(rows)``.
-            failures: index and error of each sample in them that could not be read.
-
-        Raises:
-            OSError: it could not be written; nothing of it is left, or a whole file that counts once.
-        """
+        """Write one file and wait until it is on the disk."""
         slots = delta.nonzero().flatten()
         described, arrays = describe_columns(columns)
         entries = [np.ascontiguousarray(part.numpy(), "<i8") for part in (slots, delta[slots])]
@@ -162,12 +141,7 @@ class JournalWriter:
 
 
 def read_journal_file(path: Path) -> JournalFile:
-    """Check a file from its first to its last byte and describe what it holds.
-
-    Raises:
-        DualevalError: the file is not a whole file of this format.
-        OSError: it cannot be read.
-    """
+    """Check a file from its first to its last byte and describe what it holds."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(len(_MAGIC) + 8)
@@ -208,18 +182,15 @@ def read_journal_file(path: Path) -> JournalFile:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedChunks:
-    """The chunks that earlier runs of the same job have finished.
+    """The chunks that earlier runs of the same job have finished."""
 
-    Attributes:
-        files: the files that count, in name order; no chunk is in two of them.
-        remaining: numbers of the chunks that are in none, in order.
-        left_out: a sentence for each file that does not count.
-        foreign: those of them that belong to another job.
-    """
-
+    # The files that count, in name order; no chunk is in two of them.
     files: tuple[JournalFile, ...]
+    # Numbers of the chunks that are in none, in order.
     remaining: tuple[int, ...]
+    # A sentence for each file that does not count.
     left_out: tuple[str, ...]
+    # Those of them that belong to another job.
     foreign: frozenset[Path] = frozenset()
 
     def add_to(self, ledger: Tensor) -> None:
@@ -235,12 +206,6 @@ def read_journal(
 
     They are taken in name order. A file that names a chunk already taken is left out whole, so that no chunk
     can count twice; one with a failed sample is left out, so that it is tried again.
-
-    Args:
-        folder: where they are.
-        plan: the job's.
-        fingerprint: the job's; a file with another one is foreign.
-        each: called after each file.
     """
     files = []
     left_out = []
@@ -288,12 +253,7 @@ def _reason_to_leave_out(
 
 
 def read_again(file: JournalFile) -> JournalFile:
-    """Check a file once more, from its first to its last byte.
-
-    Raises:
-        DualevalError: it is not what it was.
-        OSError: it cannot be read.
-    """
+    """Check a file once more, from its first to its last byte."""
     again = read_journal_file(file.path)
     if again.checksum != file.checksum:
         raise DualevalError(f"{file.path} is another file than at the start of the run")

@@ -60,15 +60,7 @@ def file_name(prefix: str, number: int) -> str:
 
 
 def check_path(path: Path, files: Sequence[str] = ()) -> None:
-    """Check that a folder can hold a run.
-
-    Args:
-        path: the folder; it need not exist.
-        files: names of the files that the task writes there.
-
-    Raises:
-        UsageError: its name is no text, or it holds a folder where a file belongs, or the other way round.
-    """
+    """Check that a folder can hold a run."""
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError:
@@ -90,11 +82,7 @@ def check_path(path: Path, files: Sequence[str] = ()) -> None:
 
 
 def check_file_names(names: Sequence[str]) -> None:
-    """Check the names of a task's own files.
-
-    Raises:
-        UsageError: one is no plain name, or is taken.
-    """
+    """Check the names of a task's own files."""
     for name in names:
         if not _TASK_FILE.fullmatch(name) or name in (RESULT, STATUS, JOB, LEASE):
             raise UsageError(

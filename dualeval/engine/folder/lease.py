@@ -42,15 +42,12 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 
 
 class Lease:
-    """A run's hold on its output folder; ``take`` makes it.
-
-    Attributes:
-        path: of lease.json.
-        token: names this run apart from any other.
-    """
+    """A run's hold on its output folder; ``take`` makes it."""
 
     def __init__(self, path: Path, token: str) -> None:
+        # Of lease.json.
         self.path = path
+        # Names this run apart from any other.
         self.token = token
         self._process = Process.own()
         self._counter = 0
@@ -60,17 +57,7 @@ class Lease:
 
     @classmethod
     def take(cls, folder: Path, token: str, *, waiting: Callable[[], None] = lambda: None) -> Lease:
-        """Take the lease of a folder, from a dead run where need be.
-
-        Args:
-            folder: the output folder.
-            token: names this run apart from any other, in a file's name too.
-            waiting: called at every look at another run's lease, ``LOOK_EVERY_S`` apart.
-
-        Raises:
-            UsageError: another run is at work in the folder.
-            OSError: the folder cannot be written.
-        """
+        """Take the lease of a folder, from a dead run where need be."""
         lease = cls(folder / LEASE, token)
         while True:
             try:
@@ -81,12 +68,7 @@ class Lease:
                     return lease
 
     def renew(self) -> bool:
-        """Show that this run lives; returns whether it still has the lease, and no other run.
-
-        Raises:
-            FileNotFoundError: somebody has removed lease.json, or its folder.
-            OSError: it could not be renewed this time.
-        """
+        """Show that this run lives; returns whether it still has the lease, and no other run."""
         with self._busy:
             if self._released:
                 return False
@@ -134,12 +116,7 @@ class Lease:
 
 
 class KeptLease:
-    """A lease that a thread of its own renews until ``close``; it waits for nothing but the disk.
-
-    Args:
-        lease: as ``Lease.take`` gives it.
-        is_there: whether the run that holds it is still found in its folder.
-    """
+    """A lease that a thread of its own renews until ``close``; it waits for nothing but the disk."""
 
     def __init__(self, lease: Lease, is_there: Callable[[], bool]) -> None:
         self._lease = lease
@@ -216,11 +193,7 @@ def gone(path: Path) -> str:
 
 
 def _take_over(lease: Lease, waiting: Callable[[], None]) -> bool:
-    """Watch another run's lease until it is gone, which is False, or dead and replaced by this one.
-
-    Raises:
-        UsageError: its holder is alive.
-    """
+    """Watch another run's lease until it is gone, which is False, or dead and replaced by this one."""
     path = lease.path
     watched: bytes | None = None
     since = 0.0
@@ -246,13 +219,7 @@ def _take_over(lease: Lease, waiting: Callable[[], None]) -> bool:
 
 
 def _replace(lease: Lease, dead: bytes, *, force: bool) -> bool:
-    """Put a lease in a dead one's place; False where another newcomer is at it, or that one was renewed.
-
-    Args:
-        lease: the newcomer's.
-        dead: the dead one's content.
-        force: whether a newcomer that was at it must have died meanwhile.
-    """
+    """Put a lease in a dead one's place; False where another newcomer is at it, or that one was renewed."""
     path = lease.path
     own, turn = (path.with_name(f"{path.name}.{name}") for name in (lease.token, _TURN))
     if force:

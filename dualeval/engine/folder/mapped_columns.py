@@ -22,14 +22,7 @@ from dualeval.result import PREDICTIONS
 
 
 class MappedColumns:
-    """Takes columns a piece at a time, and gives them back whole, mapped and read-only.
-
-    Args:
-        folder: an output folder, where the files are written; None: the system's folder for temporary files.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Takes columns a piece at a time, and gives them back whole, mapped and read-only."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -110,16 +103,13 @@ def copied(rows: Rows) -> Rows:
 
 
 class _Array:
-    """An array that grows in a file.
-
-    Attributes:
-        rows: how many rows it has.
-    """
+    """An array that grows in a file."""
 
     def __init__(self, file: IO[bytes], dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
         self._file = file
         self._dtype = dtype
         self._row_shape = row_shape
+        # How many rows it has.
         self.rows = 0
 
     def append(self, rows: npt.NDArray[Any]) -> None:

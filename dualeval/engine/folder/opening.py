@@ -54,20 +54,17 @@ _AND = " | "
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousRun:
-    """What earlier runs of this job have left in the folder.
+    """What earlier runs of this job have left in the folder."""
 
-    Attributes:
-        chunks: those that they have finished, and those that remain.
-        finished: the result, where an earlier run came to its end.
-        replaced: its metrics_digest and bits, where a file beside it is damaged, and all is evaluated again.
-        stale: files that killed runs have left, to be removed at the end.
-        notes: sentences for people.
-    """
-
+    # Those that they have finished, and those that remain.
     chunks: FinishedChunks
+    # The result, where an earlier run came to its end.
     finished: Result | None = None
+    # Its metrics_digest and bits, where a file beside it is damaged, and all is evaluated again.
     replaced: tuple[str, str | None] | None = None
+    # Files that killed runs have left, to be removed at the end.
     stale: tuple[Path, ...] = ()
+    # Sentences for people.
     notes: tuple[str, ...] = ()
 
     def to_message(self, plan: EvalPlan) -> dict[str, Any]:
@@ -92,17 +89,7 @@ class PreviousRun:
 
 
 def begins_anew(path: Path, fingerprint: str, launches: Sequence[str], *, fresh: bool) -> bool:
-    """Whether an earlier run's files are to be removed: ``fresh`` counts for a launch's first start alone.
-
-    Args:
-        path: the folder.
-        fingerprint: the job's.
-        launches: the agents that have started the ranks, and start them again (``launch_of``).
-        fresh: whether the caller wants it.
-
-    Raises:
-        Stopped: the run was stopped, and its launcher has started its ranks again.
-    """
+    """Whether an earlier run's files are to be removed: ``fresh`` counts for a launch's first start alone."""
     status = read_status(path)
     if status is None or not _is_restarted(status, launches):
         return fresh
@@ -147,18 +134,7 @@ def read_previous(
     mix_machines: bool,
     step: Callable[[], None],
 ) -> PreviousRun:
-    """Find out what a folder holds, and whether this job may go on there; rank 0 calls it.
-
-    Args:
-        path: the folder.
-        plan: the job's.
-        facts: as for ``RunFolder.open``.
-        mix_machines: go on from what another kind of machine has computed.
-        step: called now and then.
-
-    Raises:
-        UsageError: it holds another job, or work of another kind of machine.
-    """
+    """Find out what a folder holds, and whether this job may go on there; rank 0 calls it."""
     notes = []
     try:
         _check_same_job(path, facts)
@@ -193,10 +169,6 @@ def remove_leftovers(path: Path, token: str) -> None:
 
     Nothing goes that belongs to a process which is known to run. Partial files go where nobody has written
     into them for a while: ranks on other hosts may outlive rank 0, whose process the probe names.
-
-    Args:
-        path: the folder.
-        token: this run's.
     """
     journal = journal_of(path)
     # The disk's clock, which may be another host's.
@@ -217,13 +189,7 @@ def remove_leftovers(path: Path, token: str) -> None:
 
 
 def remove_own_journals(path: Path, token: str, now: float) -> None:
-    """Remove the journals that killed ranks without a shared folder have left on this disk.
-
-    Args:
-        path: the folder.
-        token: this run's.
-        now: seconds, by the disk's clock.
-    """
+    """Remove the journals that killed ranks without a shared folder have left on this disk."""
     for folder in own_journals(path):
         if token_of(folder) == token:
             continue
@@ -263,12 +229,7 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
-    """Check that a folder holds no run, or one of this job.
-
-    Raises:
-        UsageError: it holds another job; names the fields that differ.
-        DualevalError: what says which job it holds is damaged.
-    """
+    """Check that a folder holds no run, or one of this job."""
     try:
         there = json.loads((path / JOB).read_text("utf-8"))
         kept = {"job": there["job"]}
@@ -314,11 +275,7 @@ def _is_only_a_failure(path: Path, files: Sequence[Path]) -> bool:
 
 
 def _check_files(path: Path, result: Result, step: Callable[[], None]) -> None:
-    """Check the files beside a result.json against the checksums in it.
-
-    Raises:
-        DualevalError: one is not there, or is damaged.
-    """
+    """Check the files beside a result.json against the checksums in it."""
     for name, wanted in result.files.items():
         try:
             found = checksum_of(path / name, step)

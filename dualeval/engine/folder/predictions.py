@@ -44,15 +44,6 @@ def write_predictions(
 
     Columns: id (string), index (int64), then those of ``kept`` and the task's ``texts``, each null where the
     sample could not be read. The file is whole under its name, or not there.
-
-    Args:
-        path: the file to write.
-        files: journal files that hold every chunk of the plan once.
-        plan: the run's plan.
-        task: gives the texts.
-        dataset: gives the samples' ids.
-        kept: the columns of the journal that are written.
-        step: called after each window of rows.
     """
     import pyarrow
     import pyarrow.parquet
@@ -94,13 +85,7 @@ def _arrow_pool_of_system(pyarrow: Any) -> Iterator[None]:
 def parquet_bytes(
     task: Task, dataset: Dataset, kept: Sequence[str], rows: Mapping[str, Rows], start: int
 ) -> int:
-    """Write rows as ``write_predictions`` would, into memory; returns the file's size.
-
-    Args:
-        task: as there, as ``dataset`` and ``kept``.
-        rows: consecutive rows by column, ``EVALUATED`` among them.
-        start: index of the first one's sample.
-    """
+    """Write rows as ``write_predictions`` would, into memory; returns the file's size."""
     import pyarrow
     import pyarrow.parquet
 
@@ -155,11 +140,6 @@ def write_json_file(
     """Write one column as a JSON object, sample id to value, in data-set order.
 
     Samples that could not be read are left out. ASCII, a line a sample; whole under its name, or not there.
-
-    Args:
-        path: the file to write.
-        files: as for ``write_predictions``, as ``plan``, ``task``, ``dataset``, ``kept`` and ``step``.
-        column: one of ``kept`` or of the task's ``texts``; finite where it holds floats.
     """
     with _written_whole(path) as partial, partial.open("w", encoding="ascii") as file:
         before = "{\n"
@@ -189,12 +169,7 @@ def _written_whole(path: Path) -> Iterator[Path]:
 def json_entries(
     task: Task, dataset: Dataset, rows: Mapping[str, Rows], start: int, column: str
 ) -> Iterator[str]:
-    """The lines of ``write_json_file`` for consecutive rows, without commas; failed samples have none.
-
-    Raises:
-        KeyError: there is no such column.
-        ValueError: a value is NaN or infinite.
-    """
+    """The lines of ``write_json_file`` for consecutive rows, without commas; failed samples have none."""
     values = rows[column].tolist() if column in rows else texts_of(task, dataset, rows, start)[column]
     for place in np.flatnonzero(rows[EVALUATED]).tolist():
         yield json.dumps({dataset.id(start + place): values[place]}, allow_nan=False)[1:-1]

@@ -18,18 +18,14 @@ _STATE, _START_TIME = 0, 19
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """A process, for people and for whoever asks whether it still runs.
-
-    Attributes:
-        host: its host's name.
-        pid: its number there.
-        space: its kernel's boot and its PID namespace; "" where there is no /proc, as on other systems.
-        start: when it began, in the kernel's ticks; "" likewise.
-    """
+    """A process, for people and for whoever asks whether it still runs."""
 
     host: str
+    # Its number there.
     pid: int
+    # Its kernel's boot and its PID namespace; "" where there is no /proc, as on other systems.
     space: str
+    # When it began, in the kernel's ticks; "" likewise.
     start: str
 
     @classmethod
@@ -79,9 +75,6 @@ def launch_of(world: World) -> str | None:
     """What the ranks have in common that one agent of torchrun starts, and starts again.
 
     The number of restarts is no help: an agent does not count those that another node has caused.
-
-    Returns:
-        the launch's name, and which process the agent is; None where nobody starts ranks again.
     """
     if world.meeting.launch_id is None:
         return None

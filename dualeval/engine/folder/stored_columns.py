@@ -26,24 +26,20 @@ Source: TypeAlias = Callable[[np.dtype[Any], int, int], npt.NDArray[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredColumn:
-    """Where a column lies.
-
-    Attributes:
-        name: the column's name.
-        dtype: its little-endian numpy dtype.
-        row_shape: the shape of one row; () for a scalar column. Of a ragged one that of one value of a row.
-        offset: bytes from the start.
-        form: "plain", "ragged" or "text".
-        rows: number of its rows.
-        values: number of their values; of a plain column that of its rows.
-    """
+    """Where a column lies."""
 
     name: str
+    # Its little-endian numpy dtype.
     dtype: np.dtype[Any]
+    # The shape of one row; () for a scalar column. Of a ragged one that of one value of a row.
     row_shape: tuple[int, ...]
+    # Bytes from the start.
     offset: int
+    # "plain", "ragged" or "text".
     form: str
+    # Number of its rows.
     rows: int
+    # Number of their values; of a plain column that of its rows.
     values: int
 
     @property
@@ -84,17 +80,13 @@ class StoredColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsOfChunks(ABC):
-    """Rows of some chunks, on the disk (``JournalFile``) or in memory (``MemoryRows``).
+    """Rows of some chunks, on the disk (``JournalFile``) or in memory (``MemoryRows``)."""
 
-    Attributes:
-        path: where they are; names them in messages.
-        chunks: numbers of the chunks, in the order of the rows.
-        rows: number of rows of each chunk.
-        columns: the columns by name.
-    """
-
+    # Where they are; names them in messages.
     path: Path
+    # Numbers of the chunks, in the order of the rows.
     chunks: tuple[int, ...]
+    # Number of rows of each chunk.
     rows: tuple[int, ...]
     columns: dict[str, StoredColumn]
 
@@ -112,11 +104,7 @@ class RowsOfChunks(ABC):
 
 
 def describe_columns(columns: Mapping[str, Column]) -> tuple[list[dict[str, Any]], list[npt.NDArray[Any]]]:
-    """Plain values that say what the columns are, and the arrays that hold them, in their order on the disk.
-
-    Args:
-        columns: by name, on the CPU.
-    """
+    """Plain values that describe the columns, and the arrays that hold them in their order on the disk."""
     described, arrays = [], []
     for name, column in columns.items():
         rows = to_rows(column)
@@ -131,13 +119,7 @@ def describe_columns(columns: Mapping[str, Column]) -> tuple[list[dict[str, Any]
 
 
 def place_columns(described: Iterable[Mapping[str, Any]], rows: int, offset: int) -> dict[str, StoredColumn]:
-    """Where columns lie that are written one after the other.
-
-    Args:
-        described: as by ``describe_columns``.
-        rows: how many rows each has.
-        offset: bytes from the start to the first column.
-    """
+    """Where columns lie that are written one after the other."""
     columns = {}
     for entry in described:
         column = StoredColumn(

@@ -31,15 +31,7 @@ def evaluated_of(rows: Mapping[str, Rows]) -> npt.NDArray[np.bool_]:
 def windows_of(
     files: Sequence[RowsOfChunks], plan: EvalPlan, columns: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, Rows]]]:
-    """Read the rows of consecutive chunks, about ``WINDOW_ROWS`` at a time.
-
-    Args:
-        files: as for ``write_predictions``, as ``plan``.
-        columns: their names.
-
-    Yields:
-        the index of the first sample, and the columns with ``EVALUATED``, one row for each sample.
-    """
+    """Read the rows of consecutive chunks, about ``WINDOW_ROWS`` at a time."""
     where = _places(files, plan)
     known = _known_columns(files)
     wanted = {name: known[name] for name in (EVALUATED, *columns)}
@@ -66,19 +58,7 @@ def read_columns(
     folder: Path | None,
     step: Callable[[], None] = lambda: None,
 ) -> dict[str, Rows]:
-    """Read columns of all evaluated samples, in data-set order.
-
-    Args:
-        files: as for ``write_predictions``, as ``plan`` and ``step``.
-        columns: their names.
-        folder: where they are written to be mapped; None where nothing is written, and all lies in memory.
-
-    Returns:
-        By name, arrays whose first dimension is the evaluated samples, or as many ragged rows; read-only.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Read columns of all evaluated samples, in data-set order."""
     with MappedColumns(folder) if folder is not None else HeldColumns() as found:
         for _, rows in windows_of(files, plan, columns):
             evaluated = evaluated_of(rows)

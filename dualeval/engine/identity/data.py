@@ -28,9 +28,6 @@ def contents_fingerprint(
     A collective, with the same result on every rank. Samples are cut into blocks, by their number alone.
     Each node reads all of them, for it may have a copy of its own; block b is read by its local rank b mod
     local size.
-
-    Raises:
-        UsageError: two ranks have read other contents; names their hosts and the samples.
     """
     read = getattr(dataset, "content_fingerprint", None)
     if read is None:

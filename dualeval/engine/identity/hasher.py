@@ -82,17 +82,10 @@ _OPERATORS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 
 
 class Hasher:
-    """Makes digests of values; one hasher for all that belongs together, since it hashes each object once.
-
-    Args:
-        known: objects whose content is hashed elsewhere, by the name that stands for each; of several names
-            of one object the first does.
-
-    Attributes:
-        modules: names of the modules of all classes and functions that were met.
-    """
+    """Makes digests of values; one hasher for all that belongs together, since it hashes each object once."""
 
     def __init__(self, known: Mapping[str, Any] | None = None) -> None:
+        # Names of the modules of all classes and functions that were met.
         self.modules: set[str] = set()
         # The objects are kept, here and below, so that nothing else gets their ids meanwhile.
         self._objects = dict(known or {})

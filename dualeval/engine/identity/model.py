@@ -55,13 +55,10 @@ def model_fingerprint(
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsDigests:
-    """What a model's weights consist of, where the values of its parameters are still to be read.
+    """What a model's weights consist of, where the values of its parameters are still to be read."""
 
-    Attributes:
-        entries: by name, in order: the first name of a parameter, or the digest of anything else; and the
-            number of elements.
-    """
-
+    # By name, in order: the first name of a parameter, or the digest of anything else; and the number of
+    # elements.
     entries: tuple[tuple[str, str | bytes, int], ...]
 
     @classmethod
@@ -108,11 +105,7 @@ def _elements(item: Any) -> int:
 
 
 class ModelHasher(Hasher):
-    """Digests of what belongs to a model: its modules and their tensors are known by their names.
-
-    Args:
-        model: None for what belongs to none.
-    """
+    """Digests of what belongs to a model: its modules and their tensors are known by their names."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(None if model is None else _names(model))
@@ -175,22 +168,19 @@ def values_of(module: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelIdentity:
-    """What a model is, as it was built: to be taken before it is prepared for its evaluation.
+    """What a model is, as it was built: to be taken before it is prepared for its evaluation."""
 
-    Attributes:
-        hasher: makes digests of what belongs to the model, whose modules and tensors it knows by name.
-        modules: all of them.
-        structure: as ``structure_fingerprint`` gives it.
-        structure_attributes: as ``structure_by_name`` gives them.
-        weights: as ``model_fingerprint`` gives it.
-        alone: structure and structure_attributes in the second of ``both_readings``.
-    """
-
+    # Makes digests of what belongs to the model, whose modules and tensors it knows by name.
     hasher: ModelHasher
+    # All of them.
     modules: tuple[nn.Module, ...]
+    # As `structure_fingerprint` gives it.
     structure: Mapping[str, str]
+    # As `structure_by_name` gives them.
     structure_attributes: Mapping[str, str]
+    # As `model_fingerprint` gives it.
     weights: Mapping[str, Any]
+    # Structure and structure_attributes in the second of `both_readings`.
     alone: Mapping[str, Mapping[str, str]]
 
     @classmethod

@@ -84,16 +84,7 @@ def names_in(code: CodeType) -> set[str]:
 
 
 def source_fingerprints(modules: Iterable[str], code: dict[str, bytes]) -> dict[str, dict[str, str]]:
-    """Hashes of modules' source files.
-
-    Args:
-        modules: their names.
-        code: of modules without a file, a digest of what they define, by name.
-
-    Returns:
-        "source": each module of the user's own, and dualeval as a whole; "libraries": what is installed,
-        one hash a package, over those of its modules that are asked for.
-    """
+    """Hashes of modules' source files."""
     groups: dict[str, dict[str, dict[str, bytes]]] = {
         "source": defaultdict(dict),
         "libraries": defaultdict(dict),

@@ -25,16 +25,7 @@ _COMPRESSED = {
 
 
 def tensor_digest(name: str, tensor: Tensor, plain: Callable[[Any], bytes]) -> bytes:
-    """sha256 over kind, dtype, shape and values of a tensor; the same on every device and for any strides.
-
-    Args:
-        name: for messages.
-        tensor: strided, sparse, quantised, nested, or a subclass that is made of such ones.
-        plain: gives the digest of what belongs to a tensor and is none, such as a scale.
-
-    Raises:
-        UsageError: the tensor has no values: it is on the meta device, or of a lazy module that has not run.
-    """
+    """sha256 over kind, dtype, shape and values of a tensor; the same on every device and for any strides."""
     if is_lazy(tensor):
         raise UsageError(
             f"the model's tensor {name} has no values yet: it belongs to a lazy module. Run the model once "
@@ -59,13 +50,7 @@ def tensor_digest(name: str, tensor: Tensor, plain: Callable[[Any], bytes]) -> b
 
 
 def rows_digest(dtype: torch.dtype, shape: tuple[int, ...], rows: Iterable[Tensor]) -> bytes:
-    """As ``tensor_digest`` of one strided tensor that comes in parts.
-
-    Args:
-        dtype: of the tensor.
-        shape: likewise.
-        rows: its rows in their order, some in each part.
-    """
+    """As ``tensor_digest`` of one strided tensor that comes in parts."""
     digest = _opened(dtype, shape, torch.strided)
     for part in rows:
         if part.numel():

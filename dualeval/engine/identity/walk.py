@@ -21,11 +21,6 @@ class Walk:
     Those of a cycle have no first one. They are told apart by what they say without the others, then by what
     the others say, and so on until that tells no more apart. So it counts neither where a cycle is entered,
     nor in which order a set gives its objects.
-
-    Args:
-        done: the digests by id, with their objects; what is made is added.
-        make: makes one object's digest; asks for those of the objects that it holds, each time in the same
-            order.
     """
 
     def __init__(self, done: MutableMapping[int, tuple[Any, bytes]], make: Make) -> None:

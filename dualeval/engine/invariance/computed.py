@@ -79,11 +79,7 @@ class Batches:
         self._reader = Reader(_HeldSamples(dataset), task, fill=not self._stops)
 
     def data(self, samples: range) -> Any:
-        """Collate some of the samples, as the task does; None where none of them can be read.
-
-        Raises:
-            UsageError: one cannot be read, where that ends a run; or none of the job's batch can.
-        """
+        """Collate some of the samples, as the task does; None where none of them can be read."""
         [batch] = Feed(self._reader, [samples], workers=0, device=self._device)
         if batch.failed and (self._stops or (batch.data is None and len(samples) == self.rows)):
             raise unreadable(self.dataset, batch.failed[0], skips=not self._stops)
@@ -182,18 +178,14 @@ class Computed:
 
 @dataclass
 class ColumnRows:
-    """The rows of one column, or output of the model, that differ from those of the job's batch.
+    """The rows of one column, or output of the model, that differ from those of the job's batch."""
 
-    Attributes:
-        is_output: whether it is an output of the model, and no column that the task observes.
-        rows: their numbers.
-        largest: the largest absolute difference of finite floats so far; None where there is none.
-        largest_at: the number of its row.
-    """
-
+    # Whether it is an output of the model, and no column that the task observes.
     is_output: bool = False
     rows: set[int] = field(default_factory=set)
+    # The largest absolute difference of finite floats so far; None where there is none.
     largest: float | None = None
+    # The number of its row.
     largest_at: int | None = None
 
     @classmethod

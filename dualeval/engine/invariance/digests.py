@@ -35,18 +35,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def row_dimension(shape: tuple[int, ...], rows: int, other: tuple[int, ...], other_rows: int) -> int | None:
-    """Which dimension of a tensor the rows of a batch are in, found from its shapes in two batches.
-
-    Args:
-        shape: in a batch of ``rows`` rows.
-        rows: their number.
-        other: the shape of the same tensor in a batch of ``other_rows`` rows.
-        other_rows: another number.
-
-    Returns:
-        The first dimension that grows as the number of rows does; without one the first that differs, as of
-        parts of samples that have different numbers of them. None where no dimension differs.
-    """
+    """Which dimension of a tensor the rows of a batch are in, found from its shapes in two batches."""
     if len(shape) != len(other):
         return None
     differing = [place for place in range(len(shape)) if shape[place] != other[place]]
@@ -65,15 +54,7 @@ class RowHash:
         self._factors: dict[torch.device, Tensor] = {}
 
     def rows(self, tensor: Tensor, dimension: int | None) -> npt.NDArray[np.int64] | None:
-        """Hash each row of a tensor.
-
-        Args:
-            tensor: any dense one.
-            dimension: which one the rows are in; None takes the tensor as one row.
-
-        Returns:
-            int64 of shape (rows,); None where the tensor has no bits that could be looked at.
-        """
+        """Hash each row of a tensor."""
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
             return None
         values = tensor.detach()

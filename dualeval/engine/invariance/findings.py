@@ -18,41 +18,34 @@ ONE_PROGRAM = "not looked for: the model is one program, compiled or scripted, a
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnDifference:
-    """A column, or an output of the model, whose rows differ.
+    """A column, or an output of the model, whose rows differ."""
 
-    Attributes:
-        rows_differ: number of rows with another bit.
-        largest: the largest absolute difference of finite floats; None of other kinds.
-        largest_at: the id of its sample.
-    """
-
+    # Number of rows with another bit.
     rows_differ: int
+    # The largest absolute difference of finite floats; None of other kinds.
     largest: float | None = None
+    # The id of its sample.
     largest_at: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeDiagnosis:
-    """The rows in batches of one shape, beside the same rows in the job's batch.
-
-    Attributes:
-        shape: samples a batch.
-        rows: number of rows that were compared.
-        rows_differ: how many of them have another bit in a column or an output.
-        columns: those that differ, by name.
-        modules: those that cause it: other outputs for the same inputs; by order of execution.
-        after: number of modules that differ as a consequence.
-        cause: "modules", or in words where else it comes from; None where nothing differs.
-        not_followed: modules that could not be compared.
-    """
+    """The rows in batches of one shape, beside the same rows in the job's batch."""
 
     shape: int
+    # Number of rows that were compared.
     rows: int
+    # How many of them have another bit in a column or an output.
     rows_differ: int
+    # Those that differ, by name.
     columns: dict[str, ColumnDifference] = field(default_factory=dict)
+    # Those that cause it: other outputs for the same inputs; by order of execution.
     modules: tuple[ModuleDifference, ...] = ()
+    # Number of modules that differ as a consequence.
     after: int = 0
+    # "modules", or in words where else it comes from; None where nothing differs.
     cause: str | None = None
+    # Modules that could not be compared.
     not_followed: tuple[str, ...] = ()
 
     @property
@@ -63,43 +56,35 @@ class ShapeDiagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingDiagnosis:
-    """All shapes in one precision and layout.
-
-    Attributes:
-        setting: which.
-        problem: why it was not tried; None where it was.
-        shapes: from the smallest; the last is the job's own shape, computed a second time.
-        notes: sentences for people.
-    """
+    """All shapes in one precision and layout."""
 
     setting: Setting
+    # Why it was not tried; None where it was.
     problem: str | None = None
+    # From the smallest; the last is the job's own shape, computed a second time.
     shapes: tuple[ShapeDiagnosis, ...] = ()
+    # Sentences for people.
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What a job's model makes of the same rows in batches of other shapes.
+    """What a job's model makes of the same rows in batches of other shapes."""
 
-    Attributes:
-        description: what was looked at, in words, by label.
-        batch_size: the job's.
-        rows: number of rows that were looked at: the job's first batch.
-        samples: number of samples of the job.
-        last_batch: number of samples of the job's last batch, where it is shorter; else None.
-        machine: device, model, cpu_capability, bits and versions.
-        settings: the job's own first.
-        notes: sentences for people.
-    """
-
+    # What was looked at, in words, by label.
     description: dict[str, str]
     batch_size: int
+    # Number of rows that were looked at: the job's first batch.
     rows: int
+    # Number of samples of the job.
     samples: int
+    # Number of samples of the job's last batch, where it is shorter; else None.
     last_batch: int | None
+    # Device, model, cpu_capability, bits and versions.
     machine: dict[str, Any]
+    # The job's own first.
     settings: tuple[SettingDiagnosis, ...]
+    # Sentences for people.
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

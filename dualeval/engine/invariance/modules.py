@@ -22,39 +22,32 @@ Shapes = Mapping[Place, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleDifference:
-    """A module that gives rows other bits, though their inputs have the same ones.
+    """A module that gives rows other bits, though their inputs have the same ones."""
 
-    Attributes:
-        name: as in ``named_modules``; "" is the model itself.
-        kind: the name of its class.
-        rows: the largest number of rows of a batch of which this is so; of a tensor that holds parts of
-            samples the number of these.
-        of: number of rows in that batch.
-    """
-
+    # As in `named_modules`; "" is the model itself.
     name: str
     kind: str
+    # The largest number of rows of a batch of which this is so; of a tensor that holds parts of samples the
+    # number of these.
     rows: int
+    # Number of rows in that batch.
     of: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """How the modules of one batch differ from those of the batch of the job's shape.
+    """How the modules of one batch differ from those of the batch of the job's shape."""
 
-    Attributes:
-        modules: those with other outputs for the same inputs, in the order of their calls; of modules inside
-            each other the innermost.
-        after: number of modules without modules in them that differ as a consequence.
-        inputs_differ: the model's own inputs have other bits already.
-        outputs_differ: so have the model's outputs.
-        not_followed: names of modules whose calls or tensors cannot be matched.
-    """
-
+    # Those with other outputs for the same inputs, in the order of their calls; of modules inside each other
+    # the innermost.
     modules: tuple[ModuleDifference, ...]
+    # Number of modules without modules in them that differ as a consequence.
     after: int
+    # The model's own inputs have other bits already.
     inputs_differ: bool
+    # So have the model's outputs.
     outputs_differ: bool
+    # Names of modules whose calls or tensors cannot be matched.
     not_followed: tuple[str, ...]
 
 
@@ -67,12 +60,7 @@ class _Call:
 
 
 class Watch:
-    """Looks at every call of every module of a model: first at shapes, then at hashes of rows.
-
-    Args:
-        model: whose.
-        rows: number of rows of the job's batch.
-    """
+    """Looks at every call of every module of a model: first at shapes, then at hashes of rows."""
 
     def __init__(self, model: nn.Module, rows: int) -> None:
         # Programs take no hooks.
@@ -100,13 +88,7 @@ class Watch:
             yield found
 
     def learn(self, own: Shapes, other: Shapes, other_rows: int) -> None:
-        """Find out in which dimension of each tensor the rows are.
-
-        Args:
-            own: in the job's batch.
-            other: in a smaller one.
-            other_rows: its number of rows.
-        """
+        """Find out in which dimension of each tensor the rows are."""
         self._dimensions = {
             place: row_dimension(shape, self._rows, other[place], other_rows)
             for place, shape in own.items()
@@ -156,12 +138,7 @@ class Watch:
             yield
 
     def differences(self, own: Sequence[_Call], job: Sequence[_Call]) -> Differences:
-        """Compare the calls of a smaller batch with those of the job's batch.
-
-        Args:
-            own: the smaller one's.
-            job: the job's, which has all rows of the smaller one.
-        """
+        """Compare the calls of a smaller batch with those of the job's batch."""
         there = {(call.name, call.number): call for call in job}
         culprits: dict[str, ModuleDifference] = {}
         inside: set[int] = set()  # calls that have a culprit in them

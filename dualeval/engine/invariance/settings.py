@@ -19,18 +19,15 @@ from dualeval.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How the model is computed.
+    """How the model is computed."""
 
-    Attributes:
-        precision: one of ``choices.PRECISIONS``.
-        layout: "contiguous" or "channels-last".
-        of_job: whether the job computes so.
-        refused: why it cannot be tried; None where it can.
-    """
-
+    # One of `choices.PRECISIONS`.
     precision: str
+    # "contiguous" or "channels-last".
     layout: str
+    # Whether the job computes so.
     of_job: bool
+    # Why it cannot be tried; None where it can.
     refused: str | None = None
 
     @property
@@ -56,18 +53,7 @@ def settings_of(
     precisions: Sequence[str] = (),
     layouts: Sequence[str] = (),
 ) -> list[Setting]:
-    """The settings to try, the job's own first.
-
-    Args:
-        model: as it was built.
-        options: the job's, with the layout that "auto" came to.
-        device: what computes.
-        precisions: which, beside the job's own; all without it.
-        layouts: likewise.
-
-    Raises:
-        UsageError: the job's own cannot be had.
-    """
+    """The settings to try, the job's own first."""
     own = options.precision, options.layout
     numerics.check_precision(options.precision, device)
     check_model(model, options)

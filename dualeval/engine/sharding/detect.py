@@ -52,15 +52,7 @@ def is_state_of_fsdp(name: str) -> bool:
 def whole(
     tensor: Tensor, around_gather: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Tensor:
-    """A tensor with all its values: those of one that is divided over ranks are gathered, a collective.
-
-    Args:
-        tensor: of a model.
-        around_gather: entered around that collective.
-
-    Raises:
-        BackendError: it broke.
-    """
+    """A tensor with all its values: those of one that is divided over ranks are gathered, a collective."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return tensor
@@ -90,11 +82,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def check_sharded(model: nn.Module, world: World) -> None:
-    """Check that a sharded model can be evaluated here.
-
-    Raises:
-        UsageError: it is sharded in another way than by ``fully_shard``.
-    """
+    """Check that a sharded model can be evaluated here."""
     if world.size == 1:
         return
     flat = [type(module).__name__ for module in model.modules() if _FLAT in _names(module)]

@@ -38,31 +38,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """One call of the model, of the first forward.
+    """One call of the model, of the first forward."""
 
-    Attributes:
-        args: its inputs.
-        kwargs: likewise, by name.
-        order: the units that it calls, in their order.
-    """
-
+    # Its inputs.
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    # The units that it calls, in their order.
     order: list[str] = field(default_factory=list)
 
 
 class Gathers:
-    """Watches the gathers of a model's units, as long as this context lasts; without units nothing.
-
-    Args:
-        model: what is evaluated.
-        control: where the ranks hear of each other.
-        backend: over which they agree.
-        owned: this run has divided the model, and not its caller.
-
-    Attributes:
-        is_complete: whether the last forward came to its end: no other rank waits in it for this one.
-    """
+    """Watches the gathers of a model's units, as long as this context lasts; without units nothing."""
 
     def __init__(
         self, model: nn.Module, control: ControlPlane, backend: Backend, *, owned: bool = False
@@ -73,6 +59,7 @@ class Gathers:
         self._progress = control.progress
         self._backend = backend
         self._world = backend.world
+        # Whether the last forward came to its end: no other rank waits in it for this one.
         self.is_complete = False
         self._handles: list[Any] = []
         self._units: dict[str, Any] = {}
@@ -174,12 +161,7 @@ class Gathers:
             raise UsageError(_other_order("this one ends", f"the first one calls {wanted}"))
 
     def _join_gathers_left(self) -> bool:
-        """After a forward that has raised, take part in the gathers that the other ranks still do.
-
-        Returns:
-            False where that cannot be done, as in the first forward: the order of its gathers is not known
-            yet. But there all ranks have the same samples, and raise as well.
-        """
+        """After a forward that has raised, take part in the gathers that the other ranks still do."""
         knows = bool(self._handles) and not self._is_first and self._gathered is None
         if not knows or not all(map(_gathers_at_its_call, self._units.values())):
             return False
@@ -230,12 +212,7 @@ class Gathers:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around one forward of the task, which calls the model once or more often.
-
-        Raises:
-            BackendError: a gather broke.
-            UsageError: a call of the model calls the units in another order than in the first forward.
-        """
+        """Around one forward of the task, which calls the model once or more often."""
         self.is_complete = False
         self._calls = 0
         self._seen.clear()
@@ -269,13 +246,7 @@ class Gathers:
 
 
 class _WatchedState:
-    """Watches a unit that gathers in its forward itself: a hook would change what it computes.
-
-    Args:
-        module: the unit.
-        begin: called before it is gathered.
-        end: called behind that.
-    """
+    """Watches a unit that gathers in its forward itself: a hook would change what it computes."""
 
     def __init__(
         self,

@@ -36,14 +36,6 @@ class ShardedModel:
 
     It begins with a model that has no values of parameters any more, for ``check_model`` and ``layout_of``;
     ``filled`` gives the model that computes.
-
-    Args:
-        model: as the task's ``build_late`` gave it, in evaluation mode; it is changed.
-        mesh: of all ranks.
-        context: where it runs, and how.
-
-    Raises:
-        UsageError: the model cannot be divided.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, context: RunContext) -> None:
@@ -78,11 +70,7 @@ class ShardedModel:
         return self._divided(copied, options, layout, lambda parameter: parameter.rows)
 
     def filled(self, options: RunOptions) -> nn.Module:
-        """The model that computes; called once.
-
-        Args:
-            options: those of the run, with the layout that was found.
-        """
+        """The model that computes; called once."""
         self._read()
 
         def taken(parameter: Parameter) -> Tensor | None:
@@ -113,14 +101,7 @@ class ShardedModel:
         layout: str,
         rows_of: Callable[[Parameter], Tensor | None],
     ) -> nn.Module:
-        """Divide a model, and give it its values.
-
-        Args:
-            model: without values.
-            options: of which precision and offload count.
-            layout: of its inputs, its buffers and what each rank has whole.
-            rows_of: gives this rank's rows of a parameter.
-        """
+        """Divide a model, and give it its values."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         convert = converter(layout)

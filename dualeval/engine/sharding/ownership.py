@@ -19,16 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_owned(task: Task, model: nn.Module, snapshot: Snapshot | None) -> None:
-    """Check that a model which is divided was made for this run: it cannot be put back as it was.
-
-    Args:
-        task: has built it.
-        model: as it was built.
-        snapshot: of the models of a caller's script; None where the process ends with the run.
-
-    Raises:
-        UsageError: the script has it, or it is divided already.
-    """
+    """Check that a model which is divided was made for this run: it cannot be put back as it was."""
     if is_sharded(model):
         raise UsageError(
             "shard: the model is sharded already, where it is built (fully_shard), and is evaluated as it "

@@ -37,24 +37,20 @@ class LateRows(Protocol):
 
 @dataclass(kw_only=True)
 class Parameter:
-    """One parameter of the model.
+    """One parameter of the model."""
 
-    Attributes:
-        name: its first name.
-        names: all its names.
-        shape: of all of it.
-        dtype: its own.
-        is_divided: whether each rank has some of its rows; else each has all of it.
-        source: the parameter as the model was built with it; None when its rows are read.
-        rows: this rank's, contiguous, on the CPU, in its own dtype; all of it where it is not divided.
-    """
-
+    # Its first name.
     name: str
+    # All its names.
     names: tuple[str, ...]
+    # Of all of it.
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # Whether each rank has some of its rows; else each has all of it.
     is_divided: bool
+    # The parameter as the model was built with it; None when its rows are read.
     source: nn.Parameter | None
+    # This rank's, contiguous, on the CPU, in its own dtype; all of it where it is not divided.
     rows: Tensor | None = None
 
     @property
@@ -149,13 +145,7 @@ def _is_divisible(parameter: nn.Parameter) -> bool:
 
 
 class Reading:
-    """Reads this rank's rows of all parameters, and then takes their digests with the other ranks.
-
-    Args:
-        parameters: of the model; they lose their sources.
-        backend: of the ranks that divide it.
-        hasher: makes digests of what belongs to a tensor and is none.
-    """
+    """Reads this rank's rows of all parameters, and then takes their digests with the other ranks."""
 
     def __init__(self, parameters: Sequence[Parameter], backend: Backend, hasher: Hasher) -> None:
         self._parameters = parameters

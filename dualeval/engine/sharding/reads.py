@@ -53,12 +53,7 @@ _NUMBERS = {
 
 @contextmanager
 def reads_refused(*, owned: bool) -> Iterator[None]:
-    """In a forward of a sharded model: an error where numbers of a divided parameter are used.
-
-    Args:
-        owned: the model is divided by ``--shard``, and every operation on a divided parameter is an error.
-            Else the caller has sharded it, and knows how: an error is only what reads a number of one.
-    """
+    """In a forward of a sharded model: an error where numbers of a divided parameter are used."""
     from torch.distributed.tensor import DTensor
 
     def checked(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

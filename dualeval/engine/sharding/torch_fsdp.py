@@ -24,11 +24,7 @@ _FIRST = "2.13"
 
 
 def check_torch(version: str = torch.__version__) -> None:
-    """Check that this torch's FSDP is one that is known here.
-
-    Raises:
-        UsageError: it is older.
-    """
+    """Check that this torch's FSDP is one that is known here."""
     if TorchVersion(version) < _FIRST:
         raise UsageError(
             f"shard needs torch {_FIRST} or newer, and this is torch {version}, whose FSDP keeps its "
@@ -42,10 +38,6 @@ def set_strides(unit: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
 
     Gathered are the ranks' rows one behind the other, each as it lies in its rank's memory. Torch takes that
     for contiguous. Of ``in_memory_order`` it is another layout of the same numbers.
-
-    Args:
-        unit: just after ``fully_shard``.
-        convert: brings a tensor into the layout.
     """
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
     group = state._fsdp_param_group
@@ -77,9 +69,6 @@ def without_hooks(module: Any) -> None:
     """Gather a unit's parameters in its forward, and not by hooks.
 
     ``nn.TransformerEncoderLayer`` computes in another way, with other bits, where it or a part has a hook.
-
-    Args:
-        module: just after ``fully_shard``.
     """
     from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -94,9 +83,6 @@ def keep_outputs(module: Any) -> None:
 
     A table of positions may return its first rows. Torch lets go of the memory behind the forward, whoever
     still refers to it: reading it would end the process, or give any numbers.
-
-    Args:
-        module: just after ``fully_shard``.
     """
     state = module._get_fsdp_state()
     hooks, number = module._forward_hooks, state._post_forward_hook_handle.id

@@ -30,10 +30,6 @@ def units_of(model: nn.Module, sizes: Mapping[int, int]) -> list[nn.Module]:
     calls (``nn.Sequential``, ``nn.ModuleList``, ``nn.ModuleDict`` and others without a forward), and those
     that share a parameter with a module outside of them. Modules that read the parameters of their children
     without calling them (``is_indivisible``) are not divided.
-
-    Args:
-        model: before anything is divided.
-        sizes: bytes of the parameters that are to be divided, by their ids.
     """
     whole = sum(sizes.values())
     paths = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))

@@ -71,13 +71,6 @@ def from_torchmetrics(
 def from_text(text: str, available: Collection[str] | None = None) -> Metric | RowMetric:
     """Make the metric that a text spells, as ``--metric`` takes it: 'torchmetrics:Class(...)@preds=column as
     name'.
-
-    Args:
-        text: see ``spelled``.
-        available: names of the columns that the task makes; None where they are not known.
-
-    Raises:
-        UsageError: as ``from_torchmetrics``; or the task does not make what the metric reads.
     """
     metric, columns, name = read(text)
     _check(metric)

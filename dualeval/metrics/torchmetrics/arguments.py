@@ -17,11 +17,7 @@ from dualeval.errors import UsageError
 
 @dataclass(frozen=True)
 class Parsed:
-    """A column of text with one JSON value a sample, such as a list of as many references as the sample has.
-
-    Attributes:
-        column: its name.
-    """
+    """A column of text with one JSON value a sample, such as a list of the sample's references."""
 
     column: str
 
@@ -61,17 +57,7 @@ class Arguments:
         self.columns = tuple(dict.fromkeys(found for shape in shapes for found in _read_by(shape)))
 
     def update(self, metric: Any, columns: Mapping[str, Any], samples: range) -> None:
-        """Update a metric with some consecutive samples.
-
-        Args:
-            metric: TorchMetrics' own.
-            columns: by name: a tensor or an array with one row a sample, or a sequence with one tensor, array
-                or text a sample.
-            samples: their places in the columns.
-
-        Raises:
-            UsageError: a column is not of the kind that its argument asks for.
-        """
+        """Update a metric with some consecutive samples."""
         read = {name: _part(columns[name], samples) for name in self.columns}
         metric.update(
             *(_whole(shape, read, len(samples)) for shape in self.positional),

@@ -52,11 +52,7 @@ _REFUSED = {
 
 
 def torchmetrics() -> ModuleType:
-    """The library, imported at the first call (seconds).
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """The library, imported at the first call (seconds)."""
     if importlib.util.find_spec("torchmetrics") is None:
         raise UsageError(f"this metric is one of TorchMetrics, which is not installed. {_INSTALL}")
     torchvision()  # TorchMetrics imports it, and beside CPU torch only this way does that work
@@ -78,11 +74,7 @@ def classes() -> dict[str, type]:
 
 
 def find_class(name: str) -> type:
-    """A class by its name, such as ``MulticlassAUROC`` or ``classification.MulticlassAUROC``.
-
-    Raises:
-        UsageError: there is none, or it cannot be evaluated; says why.
-    """
+    """A class by its name, such as ``MulticlassAUROC`` or ``classification.MulticlassAUROC``."""
     room, _, own = name.rpartition(".")
     room = room.removeprefix("torchmetrics").removeprefix(".")
     if why := _REFUSED.get(own):

@@ -19,15 +19,6 @@ def measured_of(name: str, computed: Any, *, prefix: bool, direction: str | None
 
     NaN and infinities become None, and are counted under ``nonfinite``; a warning says that the metric gave
     them.
-
-    Args:
-        name: the metric's.
-        computed: what ``compute`` returned.
-        prefix: whether the keys of a dict get the metric's name in front of them.
-        direction: "higher" or "lower", whichever is better; None where neither is.
-
-    Raises:
-        UsageError: it is of another kind.
     """
     by_key = {name: computed}
     if isinstance(computed, Mapping):

@@ -49,16 +49,7 @@ def _same_everywhere() -> Iterator[None]:
 
 
 class _Wrapped:
-    """What both routes share.
-
-    Args:
-        metric: one that has seen nothing; see ``isolated``.
-        arguments: of its updates.
-        name: of the metric.
-        own_name: whether the name was given, and not its class's.
-        version: TorchMetrics'.
-        keeps_rows: whether the run keeps the columns.
-    """
+    """What both routes share."""
 
     # What is made of the metric, and no part of what it is.
     dualeval_identity_ignores = ("_checked", "spelled")
@@ -119,9 +110,6 @@ class InLedger(_Wrapped):
 
     Ledger: the number of updates; then the states one after the other: of integers a slot each; of floats the
     number of updates that gave float64, then 3 counts of what is not finite and 10 or 67 limbs each.
-
-    Args:
-        states: the metric's.
     """
 
     # Floats are rounded within an update, and a metric may average over one.
@@ -134,11 +122,7 @@ class InLedger(_Wrapped):
         self._checked = False
 
     def update(self, ledger: Tensor, columns: Mapping[str, Any]) -> None:
-        """Add the samples of one batch.
-
-        Raises:
-            UsageError: the metric does not add to its states, or a column is not as it must be.
-        """
+        """Add the samples of one batch."""
         samples = len(columns[self.columns[0]])
         with _same_everywhere():
             if not self._checked and samples > 1:

@@ -34,27 +34,14 @@ _USUAL = {
 
 
 def read(text: str) -> tuple[Any, dict[str, Shape] | None, str | None]:
-    """The metric that a text spells, its columns where it has any, and its name likewise.
-
-    Raises:
-        UsageError: it is spelled otherwise, there is no such class, or its constructor refuses the arguments.
-    """
+    """The metric that a text spells, its columns where it has any, and its name likewise."""
     call, columns, name = _parts(text.removeprefix(PREFIX))
     metric = _built(_parsed(call, text), text)
     return metric, None if columns is None else _columns(columns, text), name
 
 
 def usual_columns(metric: Any, available: Collection[str] | None, text: str) -> dict[str, Shape]:
-    """The columns that the arguments of an update have where nobody names any.
-
-    Args:
-        metric: as ``read`` gave it.
-        available: the columns that the task makes; None where they are not known yet: the arguments' names.
-        text: as the user has spelled it.
-
-    Raises:
-        UsageError: the task makes no such column; names it.
-    """
+    """The columns that the arguments of an update have where nobody names any."""
     parameters = inspect.signature(metric.update).parameters.values()
     needed = [
         p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

@@ -43,18 +43,14 @@ class StateKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A state that is kept in the ledger.
+    """A state that is kept in the ledger."""
 
-    Attributes:
-        name: the attribute of the metric.
-        kind: how it is merged.
-        shape: of its tensor.
-        sums: how its floats are summed; None for integers and constants.
-    """
-
+    # The attribute of the metric.
     name: str
+    # How it is merged.
     kind: StateKind
     shape: torch.Size
+    # How its floats are summed; None for integers and constants.
     sums: SumKind | None = None
 
     @property
@@ -142,17 +138,7 @@ def states_of(metric: Any) -> list[State] | None:
 def check_additive(
     metric: Any, states: list[State], update: Callable[[Any, range], None], samples: int
 ) -> None:
-    """Check on some samples that an update adds to the states, and to nothing else.
-
-    Args:
-        metric: one that has seen nothing.
-        states: its states.
-        update: updates a metric with a part of the samples.
-        samples: their number, at least 2.
-
-    Raises:
-        UsageError: it is not so; says what to type.
-    """
+    """Check on some samples that an update adds to the states, and to nothing else."""
     halves = range(samples // 2), range(samples // 2, samples)
     alone = [copy.deepcopy(metric) for _ in halves]
     both = copy.deepcopy(metric)
@@ -186,11 +172,7 @@ HOW_BY_ROWS = "Give by_rows=True: the metric is then computed from all rows, on 
 
 
 def checked(metric: Any, state: State) -> Tensor:
-    """A state's tensor after an update.
-
-    Raises:
-        UsageError: it has become another kind of thing than it was before the first update.
-    """
+    """A state's tensor after an update."""
     value = getattr(metric, state.name)
     wanted = f"a tensor of shape {tuple(state.shape)}"
     if not isinstance(value, Tensor):

@@ -19,36 +19,18 @@ from dualeval.models.checkpoints.torch_files import TorchFile
 
 @dataclass(frozen=True, kw_only=True)
 class StateDict:
-    """A state_dict in a checkpoint.
-
-    Attributes:
-        path: the file or folder.
-        key: the keys that lead to it, with dots between; "" where the checkpoint is nothing else.
-        tensors: by name, read when they are used; with the ``_metadata`` that torch keeps beside them where
-            there are any. An entry ``_extra_state`` may be anything, and hold objects that were passed over.
-    """
+    """A state_dict in a checkpoint."""
 
     path: Path
+    # The keys that lead to it, with dots between; "" where the checkpoint is nothing else.
     key: str
+    # By name, read when they are used; with the `_metadata` that torch keeps beside them where there are any.
+    # An entry `_extra_state` may be anything, and hold objects that were passed over.
     tensors: OrderedDict[str, Any]
 
 
 def read_state_dict(path: Path, key: str | None = None, *, trust: bool = False) -> StateDict:
-    """Find a state_dict in a checkpoint. Of other tensors, such as an optimizer's, no value is read.
-
-    Args:
-        path: a .safetensors file, what ``torch.save`` wrote, the index of a checkpoint in several files, or
-            a folder: of such files, of torch.distributed.checkpoint or of DeepSpeed.
-        key: where it lies in the checkpoint, nested keys with dots between; None finds the one that is there.
-        trust: also read files of ``torch.save`` that run code when they are read.
-
-    Returns:
-        The state_dict with the names as they are in the checkpoint.
-
-    Raises:
-        UsageError: it is missing, unreadable or needs code to be read; it holds no state_dict, or none
-            under this key; or it holds several, and no key was given.
-    """
+    """Find a state_dict in a checkpoint. Of other tensors, such as an optimizer's, no value is read."""
     saved = path
     if path.is_dir():
         saved = saved_in(path)

@@ -30,13 +30,9 @@ _Shapes = dict[str, torch.Size | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A mapping in a file.
+    """A mapping in a file."""
 
-    Attributes:
-        key: the keys that lead to it, with dots between; those of lists are numbers.
-        content: the mapping.
-    """
-
+    # The keys that lead to it, with dots between; those of lists are numbers.
     key: str
     content: Mapping[Any, Any]
 
@@ -59,17 +55,7 @@ def is_state_dict(content: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def candidates(content: object, above: str = "") -> list[Candidate]:
-    """State_dicts under known keys, and all that lies beside these and could be meant in their place.
-
-    Args:
-        content: of the file, or what is below a key.
-        above: that key.
-
-    Returns:
-        Each once, though it may lie under several keys. Beside a state_dict under a known key: mappings under
-        known keys that hold tensors and other things; and those under any key that hold all its tensors, by
-        name and shape. Nothing where no state_dict lies under a known key.
-    """
+    """State_dicts under known keys, and all that lies beside these and could be meant in their place."""
     known = list(_mappings(content, above, known_only=True))
     found: list[Candidate] = []
     for candidate in known:

@@ -50,29 +50,17 @@ class DistributedFolder:
     Its metadata says which tensors there are and where their parts lie. Each part is a stream of
     ``torch.save``, which is read as plain tensors. Entries that are no tensors are pickles: they are never
     read.
-
-    Args:
-        folder: with .metadata and the files of the parts.
-
-    Attributes:
-        tree: what was saved, nested as it was; tensors have only shape and dtype.
-
-    Raises:
-        UsageError: the metadata is damaged, or holds other classes than its own.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._metadata = read_metadata(folder / METADATA)
+        # What was saved, nested as it was; tensors have only shape and dtype.
         self.tree = self._nested()
         self._files: dict[str, StampedFile] = {}
 
     def late_state_dict(self, tensors: Mapping[str, Any]) -> OrderedDict[str, Any]:
-        """A state_dict of the tree, with tensors that are read when they are used.
-
-        Raises:
-            UsageError: a part is missing or damaged, lies outside of the folder, or is no plain tensor.
-        """
+        """A state_dict of the tree, with tensors that are read when they are used."""
         return OrderedDict(
             (name, self._opened(value) if isinstance(value, LateTensor) else value)
             for name, value in tensors.items()
@@ -149,11 +137,7 @@ class DistributedFolder:
         return found
 
     def _inside(self, relative: str) -> Path:
-        """The path of a file in the folder.
-
-        Raises:
-            UsageError: it leads out of the folder, by its name or by a link, or is not there.
-        """
+        """The path of a file in the folder."""
         named = PurePosixPath(relative)
         path = self._folder / relative
         outside = named.is_absolute() or ".." in named.parts or "\0" in relative

@@ -16,57 +16,43 @@ from dualeval.models.passed_over import PassedOver
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """A tensor of the checkpoint.
+    """A tensor of the checkpoint."""
 
-    Attributes:
-        shape: of the whole tensor.
-        dtype: of its values.
-        parts: where each part of it begins, and its shape.
-    """
-
+    # Of the whole tensor.
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # Where each part of it begins, and its shape.
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Where a part lies.
+    """Where a part lies."""
 
-    Attributes:
-        path: of the file, as it is written in the metadata; nothing says that it stays in the folder.
-        offset: of the first byte.
-        length: in bytes.
-        transformed: what the bytes went through, such as a compression.
-    """
-
+    # Of the file, as it is written in the metadata; nothing says that it stays in the folder.
     path: str
+    # Of the first byte.
     offset: int
+    # In bytes.
     length: int
+    # What the bytes went through, such as a compression.
     transformed: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """What a checkpoint holds.
+    """What a checkpoint holds."""
 
-    Attributes:
-        entries: by name; None for what is no tensor.
-        keys: the keys that lead to an entry in what was saved, by its name; not all entries have them.
-        parts: by the name of the tensor and where the part begins; None for a tensor in one part.
-    """
-
+    # By name; None for what is no tensor.
     entries: Mapping[str, SavedTensor | None]
+    # The keys that lead to an entry in what was saved, by its name; not all entries have them.
     keys: Mapping[str, tuple[str | int, ...]]
+    # By the name of the tensor and where the part begins; None for a tensor in one part.
     parts: Mapping[tuple[str, tuple[int, ...] | None], Part]
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read the file .metadata.
-
-    Raises:
-        UsageError: it is damaged, or holds another class than torch's metadata do.
-    """
+    """Read the file .metadata."""
     try:
         with path.open("rb") as file:
             content = _Unpickler(file).load()

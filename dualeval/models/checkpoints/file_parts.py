@@ -24,23 +24,15 @@ _GAP_BYTES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class StampedFile:
-    """A file, and by what it is seen that another one has taken its place.
-
-    Attributes:
-        path: the file.
-        stamp: its inode, size in bytes and time of its last change in nanoseconds.
-    """
+    """A file, and by what it is seen that another one has taken its place."""
 
     path: Path
+    # Its inode, size in bytes and time of its last change in nanoseconds.
     stamp: tuple[int, int, int]
 
     @classmethod
     def of(cls, path: Path) -> StampedFile:
-        """The file as it is now.
-
-        Raises:
-            UsageError: it cannot be read.
-        """
+        """The file as it is now."""
         try:
             with path.open("rb") as file:
                 return cls(path=path, stamp=_stamp(file.fileno()))
@@ -54,11 +46,7 @@ class StampedFile:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """A descriptor of the file, which is still the same when it is closed.
-
-        Raises:
-            UsageError: the file cannot be read, or has changed.
-        """
+        """A descriptor of the file, which is still the same when it is closed."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
             try:
@@ -143,39 +131,24 @@ class Source(Protocol):
         """Of the values in the file."""
 
     def copy_to(self, target: Tensor) -> None:
-        """Write the values into a tensor of this shape, in its dtype.
-
-        Raises:
-            UsageError: they cannot be read.
-        """
+        """Write the values into a tensor of this shape, in its dtype."""
 
     def rows(self, first: int, last: int) -> Source:
-        """The same of some rows, which are indices of the first dimension.
-
-        Args:
-            first: the first row.
-            last: the one behind the last row.
-        """
+        """The same of some rows, which are indices of the first dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilePart:
-    """The values of a tensor as they lie in one file.
-
-    Attributes:
-        file: the file.
-        offset: of the first value, in bytes.
-        shape: of the tensor.
-        strides: of the tensor, in values.
-        dtype: of the values.
-        record: of the zip file that they are in; None in another file.
-    """
+    """The values of a tensor as they lie in one file."""
 
     file: StampedFile
+    # Of the first value, in bytes.
     offset: int
     shape: tuple[int, ...]
+    # Of the tensor, in values.
     strides: tuple[int, ...]
     dtype: torch.dtype
+    # Of the zip file that they are in; None in another file.
     record: Record | None = None
 
     @property
@@ -249,16 +222,11 @@ class FilePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """The values of a tensor that was saved in parts.
-
-    Attributes:
-        shape: of the tensor.
-        dtype: of the values.
-        parts: each with the index at which it begins in each dimension; together they are the tensor.
-    """
+    """The values of a tensor that was saved in parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # Each with the index at which it begins in each dimension; together they are the tensor.
     parts: tuple[tuple[tuple[int, ...], FilePart], ...]
 
     def copy_to(self, target: Tensor) -> None:
@@ -282,11 +250,7 @@ class Chunks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InMemory:
-    """The values of a tensor that a file's format has already brought into memory.
-
-    Attributes:
-        values: the tensor.
-    """
+    """The values of a tensor that a file's format has already brought into memory."""
 
     values: Tensor
 

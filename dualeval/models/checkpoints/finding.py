@@ -26,17 +26,7 @@ _LISTED_AT_MOST = 8
 
 
 def choose(path: Path, content: object, key: str | None) -> tuple[str, Mapping[str, Any]]:
-    """The state_dict that is meant, and the keys that lead to it.
-
-    Args:
-        path: the file or folder, for messages.
-        content: what it holds; of the tensors shape and dtype are enough.
-        key: where the state_dict lies, nested keys with dots between; None finds the one that is there.
-
-    Raises:
-        UsageError: there is no state_dict, or none under this key; or there are several, and no key was
-            given.
-    """
+    """The state_dict that is meant, and the keys that lead to it."""
     if is_state_dict(content):
         if key is not None:
             raise UsageError(
@@ -48,16 +38,7 @@ def choose(path: Path, content: object, key: str | None) -> tuple[str, Mapping[s
 
 
 def _only_one(path: Path, content: object, above: str = "") -> tuple[str, Mapping[str, Any]]:
-    """The one state_dict under known keys.
-
-    Args:
-        path: the file, for messages.
-        content: of the file, or what is below a key.
-        above: that key.
-
-    Raises:
-        UsageError: there is none, or more than one.
-    """
+    """The one state_dict under known keys."""
     found = candidates(content, above)
     if not found:
         raise _none_there(path, content, above)

@@ -24,11 +24,7 @@ def is_index(path: Path) -> bool:
 
 
 def refuse_part_of_folder(path: Path) -> None:
-    """Check that a file is no part of a checkpoint that is a folder.
-
-    Raises:
-        UsageError: it is; says to give the folder.
-    """
+    """Check that a file is no part of a checkpoint that is a folder."""
     if path.name == METADATA or (path.suffix == ".distcp" and (path.parent / METADATA).is_file()):
         raise UsageError(
             f"{path} is a part of a checkpoint of torch.distributed.checkpoint. Give the whole: --weights "
@@ -44,11 +40,7 @@ def refuse_part_of_folder(path: Path) -> None:
 
 
 def saved_in(folder: Path) -> Path:
-    """The file to begin with in a folder: the index of several, ``METADATA``, or the only file of weights.
-
-    Raises:
-        UsageError: there is no checkpoint, or more than one; or DeepSpeed has saved one in parts.
-    """
+    """The file to begin with in a folder: the index of several, ``METADATA``, or the only file of weights."""
     found = [folder / METADATA] if (folder / METADATA).is_file() else []
     if (states := _model_states(folder)) is not None:
         found.append(states)
@@ -113,11 +105,7 @@ def _no_checkpoint(folder: Path) -> UsageError:
 
 
 def _model_states(folder: Path) -> Path | None:
-    """The file of a DeepSpeed checkpoint that holds the model; None for another folder.
-
-    Args:
-        folder: as given to DeepSpeed's save_checkpoint, or the one of a step inside it.
-    """
+    """The file of a DeepSpeed checkpoint that holds the model; None for another folder."""
     latest = folder / _LATEST
     inner = folder
     if latest.is_file():

@@ -29,12 +29,9 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class Builder(Protocol):
-    """Builds a model of late tensors, whose values are loaded and not used meanwhile.
+    """Builds a model of late tensors, whose values are loaded and not used meanwhile."""
 
-    Attributes:
-        is_open: it still builds.
-    """
-
+    # It still builds.
     is_open: bool
 
     def refuse(self, why: str) -> Exception:
@@ -47,19 +44,11 @@ class LateTensor(Tensor):
     It has shape and dtype. ``parameter.copy_(late)`` reads the values into the parameter's own memory; any
     other operation reads them for itself, and does not keep them. It is never written. A model may have one
     as a parameter.
-
-    Args:
-        source: where the values are.
-        dtype: of the tensor; None for that of the source.
-        builder: of the model that it is a parameter of; while it builds, ``copy_`` gives the tensor a source.
-        strides: of the tensor, in values; None for a contiguous one.
-
-    Attributes:
-        source: as above.
-        failure: why they could not be copied; a module's ``load_state_dict`` tells only its text.
     """
 
+    # As above.
     source: Source
+    # Why they could not be copied; a module's `load_state_dict` tells only its text.
     failure: UsageError | None
     _builder: Builder | None
     _owner: LateTensor | None
@@ -140,14 +129,6 @@ class LateTensor(Tensor):
         """Read some rows, which are indices of the first dimension; a tensor of no dimensions is one row.
 
         Only the parts of the files that hold them are read.
-
-        Args:
-            first: the first row.
-            last: the one behind the last row.
-            into: takes the values in its own dtype: (last - first, *shape[1:]), or of the tensor's shape.
-
-        Raises:
-            UsageError: they cannot be read.
         """
         if first == last:
             return

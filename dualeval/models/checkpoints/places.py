@@ -25,15 +25,7 @@ class NotInPlace(Exception):
 
 
 def records_of(stream: BinaryIO) -> dict[int, Record]:
-    """The records of a zip stream, by the byte at which they begin.
-
-    Args:
-        stream: can be sought.
-
-    Returns:
-        Nothing where one of them is compressed, the values are of a machine with the other byte order, or the
-        stream is damaged.
-    """
+    """The records of a zip stream, by the byte at which they begin."""
     found = {}
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -65,17 +57,7 @@ def check_records(path: Path) -> None:
 
 
 def part_of(value: Tensor, file: StampedFile, records: Mapping[int, Record], begin: int = 0) -> FilePart:
-    """Where the values of a tensor lie that was loaded to the device "meta".
-
-    Args:
-        value: the tensor. torch notes beside its storage where in the stream this begins.
-        file: the file with the stream.
-        records: of the stream, as ``records_of`` finds them: torch computes where they should be.
-        begin: of the stream in the file, in bytes.
-
-    Raises:
-        NotInPlace: they cannot be read from there alone.
-    """
+    """Where the values of a tensor lie that was loaded to the device "meta"."""
     is_plain = value.layout == torch.strided and not (value.is_quantized or value.is_conj() or value.is_neg())
     offset = getattr(value.untyped_storage(), "_checkpoint_offset", None) if is_plain else None
     if not isinstance(offset, int) or offset not in records:

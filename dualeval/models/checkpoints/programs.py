@@ -10,14 +10,7 @@ EXPORTED = "a torch.export program"
 
 
 def program_in(path: Path) -> str | None:
-    """What kind of program a file is; None for one that is none.
-
-    Args:
-        path: a file that can be read.
-
-    Returns:
-        ``SCRIPT`` or ``EXPORTED``.
-    """
+    """What kind of program a file is; None for one that is none."""
     if not zipfile.is_zipfile(path):
         return None
     try:

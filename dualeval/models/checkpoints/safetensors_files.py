@@ -36,11 +36,7 @@ _PARTS_OF_TENSORS = "DCP_SHARDING_INFO"
 
 
 def read_safetensors(path: Path) -> OrderedDict[str, LateTensor]:
-    """The tensors of a file, by name; their values are not read.
-
-    Raises:
-        UsageError: it is no such file, or has numbers that torch does not have.
-    """
+    """The tensors of a file, by name; their values are not read."""
     from safetensors import SafetensorError, safe_open
 
     file = StampedFile.of(path)

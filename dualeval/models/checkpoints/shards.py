@@ -16,16 +16,7 @@ _LISTED_AT_MOST = 5
 
 
 def read_shards(index: Path, *, trust: bool = False) -> OrderedDict[str, Any]:
-    """The tensors that an index names, by name; their values are not read.
-
-    Args:
-        index: NAME.safetensors.index.json or NAME.bin.index.json, as the transformers library writes it.
-        trust: as for ``TorchFile``.
-
-    Raises:
-        UsageError: the index is damaged or leads out of its folder, a file is missing, or the files have
-            other tensors than the index.
-    """
+    """The tensors that an index names, by name; their values are not read."""
     places = _weight_map(index)
     found: dict[str, Any] = {}
     for name in dict.fromkeys(places.values()):

@@ -29,18 +29,7 @@ _BEGINS_AS_ZIP = b"PK"
 
 
 class TorchFile:
-    """A file of ``torch.save``.
-
-    Args:
-        path: the file.
-        trust: also read what only code can read, which then runs.
-
-    Attributes:
-        tree: what the file holds; of the tensors only shape and dtype where the format allows it.
-
-    Raises:
-        UsageError: the file is damaged, or needs code to be read.
-    """
+    """A file of ``torch.save``."""
 
     def __init__(self, path: Path, *, trust: bool = False) -> None:
         program = program_in(path)
@@ -57,20 +46,13 @@ class TorchFile:
         self._records = self._places() if self._is_zip else {}
         # Of a compressed file torch would take the compressed bytes for values.
         self._can_be_mapped = bool(self._records)
+        # What the file holds; of the tensors only shape and dtype where the format allows it.
         self.tree = self._without_values() if self._records else None
         if self.tree is None:
             self._records, self.tree = {}, self._with_values()
 
     def late_state_dict(self, key: str, tensors: Mapping[str, Any]) -> OrderedDict[str, Any]:
-        """A state_dict of the tree, with tensors that are read when they are used.
-
-        Args:
-            key: the keys that lead to it.
-            tensors: the state_dict.
-
-        Returns:
-            With the ``_metadata`` that torch keeps beside the tensors, where there are any.
-        """
+        """A state_dict of the tree, with tensors that are read when they are used."""
         if self._records:
             try:
                 return _like(tensors, {name: self._late(value) for name, value in tensors.items()})

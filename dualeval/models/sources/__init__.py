@@ -26,33 +26,27 @@ NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsSource:
-    """Where a classifier's weights come from.
+    """Where a classifier's weights come from."""
 
-    Attributes:
-        text: the value of ``--weights``; "" where it was left out.
-        seed: of "random:SEED"; None for weights in a file.
-        path: the file or folder; None for random ones.
-        entry: what a library publishes under a name, where the weights are that, whatever the file's name.
-    """
-
+    # The value of `--weights`; "" where it was left out.
     text: str
+    # Of "random:SEED"; None for weights in a file.
     seed: int | None = None
+    # The file or folder; None for random ones.
     path: Path | None = None
+    # What a library publishes under a name, where the weights are that, whatever the file's name.
     entry: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How a state_dict is taken from a file.
+    """How a state_dict is taken from a file."""
 
-    Attributes:
-        key: where it lies in the file, as for ``checkpoints.read_state_dict``.
-        prefix: of the names that are taken, as for ``weights.load_state_dict``.
-        on_load: called with what was taken from a file that was given by its path.
-    """
-
+    # Where it lies in the file, as for `checkpoints.read_state_dict`.
     key: str | None = None
+    # Of the names that are taken, as for `weights.load_state_dict`.
     prefix: str | None = None
+    # Called with what was taken from a file that was given by its path.
     on_load: Callable[[LoadedWeights], None] = lambda loaded: None
 
 
@@ -90,12 +84,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def create(self, num_classes: int | None, *, entry: Any = None) -> nn.Module:
-        """Make the model, with whatever weights its constructor gives it.
-
-        Args:
-            num_classes: number of outputs; None leaves it to the constructor.
-            entry: of the weights that it is for, where these need more than their tensors.
-        """
+        """Make the model, with whatever weights its constructor gives it."""
 
     # -- what most have in common ------------------------------------------------------------------
 
@@ -145,16 +134,7 @@ class ModelSource(ABC):
     def build(
         self, weights: WeightsSource, num_classes: int | None, loading: Loading | None = None
     ) -> nn.Module:
-        """Make the model with its weights, on the CPU, in evaluation mode.
-
-        Args:
-            weights: as ``find_weights`` found them.
-            num_classes: number of outputs; None where only the model or the weights tell.
-            loading: how weights are taken from a file.
-
-        Raises:
-            UsageError: model and weights do not fit.
-        """
+        """Make the model with its weights, on the CPU, in evaluation mode."""
         # A constructor draws values, also where they are overwritten.
         with torch.random.fork_rng(devices=[]):
             if weights.path is None:

@@ -99,11 +99,7 @@ def carried_by(model: nn.Module, shown: str) -> tuple[Any, str] | None:
 
 
 def refuse_file_of_code(name: str) -> None:
-    """Check that a model's name is no file of code.
-
-    Raises:
-        UsageError: it is one; says how to name the function in it.
-    """
+    """Check that a model's name is no file of code."""
     file, _, function = name.partition(":")
     path = Path(file if file.endswith(".py") else f"{file.replace('.', '/')}.py")
     if not file.endswith(".py") and (function or not path.is_file()):

@@ -152,11 +152,7 @@ class ProgramModel(ModelSource):
 
 
 class _Program(nn.Module):
-    """A program of torch.export as a module, which does what it did when it was exported.
-
-    Args:
-        graph: as ``ExportedProgram.module`` gives it.
-    """
+    """A program of torch.export as a module, which does what it did when it was exported."""
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()
@@ -183,11 +179,7 @@ class _Program(nn.Module):
 
 
 def _kind_of(path: Path) -> str:
-    """Which of the two a file is.
-
-    Raises:
-        UsageError: it is missing, or neither.
-    """
+    """Which of the two a file is."""
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         raise UsageError(

@@ -23,16 +23,7 @@ _PER_CLASS = "per_class"
 
 
 def confusions_of(result: Result, folder: Path | None, names: Sequence[str | None]) -> dict[str, Confusion]:
-    """The confusion matrices of a result, by name; without one that of predictions.parquet.
-
-    Args:
-        result: the run's.
-        folder: with the run's files; None where there is none.
-        names: of the classes, as far as they are known.
-
-    Raises:
-        DualevalError: predictions.parquet is damaged.
-    """
+    """The confusion matrices of a result, by name; without one that of predictions.parquet."""
     matrices = {
         name: Confusion(classes=value["classes"], entries=value["entries"], names=names)
         for name, value in result.metrics.items()
@@ -46,12 +37,7 @@ def confusions_of(result: Result, folder: Path | None, names: Sequence[str | Non
 
 
 def figures_of(result: Result, confusions: Mapping[str, Confusion]) -> dict[str, dict[str, list[Any]]]:
-    """Figures of each class by table and column: those among the metrics, or else those of a matrix.
-
-    Args:
-        result: the run's.
-        confusions: its matrices.
-    """
+    """Figures of each class by table and column: those among the metrics, or else those of a matrix."""
     found: dict[str, dict[str, list[Any]]] = {}
     for name, value in result.metrics.items():
         if name.endswith(_PER_CLASS):

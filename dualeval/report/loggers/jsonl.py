@@ -11,11 +11,7 @@ from dualeval.report.loggers.targets import Target
 
 
 def write(record: Record, target: Target) -> str:
-    """Add a line to the file; one that is there already stays the only one.
-
-    Raises:
-        OSError: the file cannot be read or written.
-    """
+    """Add a line to the file; one that is there already stays the only one."""
     path = Path(target.where)
     path.parent.mkdir(parents=True, exist_ok=True)
     start = b""

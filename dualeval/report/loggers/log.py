@@ -24,12 +24,6 @@ def log_result(
     """Log a result that is written; a tracker that fails is a note, and costs nothing else.
 
     What is logged is noted too, but not the steps of a training.
-
-    Args:
-        result: of a run.
-        targets: where it is logged.
-        step: of a training.
-        note: takes sentences for people.
     """
     folder = None if result.folder is None else Path(result.folder)
     for outcome in _logged(result, folder, targets, step, _BEHIND_A_RUN_S, note):
@@ -52,21 +46,7 @@ def export_result(
     step: int | None,
     note: Callable[[str], None] = lambda said: None,
 ) -> list[str]:
-    """Log a result by itself.
-
-    Args:
-        result: of a run, or one that was computed from its rows.
-        folder: with its files; None where there is none.
-        targets: where it is logged.
-        step: of a training.
-        note: takes a sentence for each that is slow.
-
-    Returns:
-        for each target a sentence that says where it is.
-
-    Raises:
-        DualevalError: a tracker failed; the others have the result.
-    """
+    """Log a result by itself."""
     outcomes = _logged(result, folder, targets, step, _BY_ITSELF_S, note)
     failed = [
         f"not logged to {outcome.target.text}: {outcome.error}" for outcome in outcomes if outcome.error
@@ -99,12 +79,7 @@ def _logged(
 
 
 def stored_result(folder: Path) -> Result:
-    """Read the result of a finished run, or of ``dualeval score --out``.
-
-    Raises:
-        UsageError: no result is there; says what is.
-        DualevalError: it is damaged.
-    """
+    """Read the result of a finished run, or of ``dualeval score --out``."""
     if not os.path.isdir(folder):  # noqa: PTH112 - False also where the name is too long
         raise UsageError(f"there is no folder {folder}. Give the output folder of a finished run.")
     if (folder / RESULT).is_file():

@@ -26,11 +26,7 @@ _NAME, _LOGGED = "dualeval.run", "dualeval.logged."
 
 
 def write(record: Record, target: Target) -> str:
-    """Log the record into the run of its name, or one of its own, which is made where it is not there.
-
-    Raises:
-        Exception: whatever MLflow raises where it cannot.
-    """
+    """Log the record into the run of its name, or one of its own, which is made where it is not there."""
     client = MlflowClient(target.where)
     # MLflow's own variable for it.
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _EXPERIMENT

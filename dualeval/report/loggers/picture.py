@@ -32,16 +32,13 @@ _FAINTEST = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Confusion:
-    """How often each target was predicted as each class.
+    """How often each target was predicted as each class."""
 
-    Attributes:
-        classes: they are 0 to classes - 1.
-        entries: rows [target, prediction, count], of the pairs that occur; a prediction of -1 is none.
-        names: of the classes, as far as they are known; empty where none is.
-    """
-
+    # They are 0 to classes - 1.
     classes: int
+    # Rows [target, prediction, count], of the pairs that occur; a prediction of -1 is none.
     entries: Sequence[Sequence[int]]
+    # Of the classes, as far as they are known; empty where none is.
     names: Sequence[str | None] = ()
 
     def name(self, index: int) -> str:
@@ -60,10 +57,6 @@ def draw_confusion(confusion: Confusion, title: str) -> bytes:
     """Draw the matrix; returns a PNG.
 
     Colours are shares of the samples of each target. A last column, NaN, is there where it has entries.
-
-    Args:
-        confusion: what is drawn; at least one class.
-        title: the first line.
     """
     counts = confusion.counts()
     has_none = bool((counts[:, 1] < 0).any())

@@ -28,31 +28,28 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is logged of a result.
+    """What is logged of a result."""
 
-    Attributes:
-        key: the same for the same result and step, and no other: what was logged already is found by it.
-        name: of the result, for people.
-        step: of a training; None where there is none.
-        time: when the run came to its end, seconds since 1970.
-        scalars: by name: metrics, the ends of their intervals (``top1_low``, ``top1_high``), figures of
-            classes (``per_class/f1/3 Dress``) and of the run (``run/samples_per_s``).
-        units: of the scalars that have one.
-        tables: figures of each class, by name.
-        pictures: PNG files as base64, by name.
-        params: the job and where it ran, flat, by dotted names.
-        result: the content of result.json.
-    """
-
+    # The same for the same result and step, and no other: what was logged already is found by it.
     key: str
+    # Of the result, for people.
     name: str
+    # Of a training; None where there is none.
     step: int | None
+    # When the run came to its end, seconds since 1970.
     time: float
+    # By name: metrics, the ends of their intervals (`top1_low`, `top1_high`), figures of classes
+    # (`per_class/f1/3 Dress`) and of the run (`run/samples_per_s`).
     scalars: dict[str, float]
+    # Of the scalars that have one.
     units: dict[str, str]
+    # Figures of each class, by name.
     tables: dict[str, Table]
+    # PNG files as base64, by name.
     pictures: dict[str, str]
+    # The job and where it ran, flat, by dotted names.
     params: dict[str, Any]
+    # The content of result.json.
     result: dict[str, Any]
 
     def to_json(self) -> str:
@@ -72,16 +69,7 @@ class Record:
 
 
 def record_of(result: Result, folder: Path | None, step: int | None) -> Record:
-    """Make the record of a result.
-
-    Args:
-        result: what is logged.
-        folder: with the run's files; None where there is none.
-        step: of a training.
-
-    Raises:
-        DualevalError: predictions.parquet is damaged.
-    """
+    """Make the record of a result."""
     from dualeval.report.loggers.confusions import confusions_of, figures_of
     from dualeval.report.loggers.picture import draw_confusion
 

@@ -51,16 +51,13 @@ _LATER_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a record.
+    """What became of a record."""
 
-    Attributes:
-        target: where it was to go.
-        said: where it is now; empty where it is not there.
-        error: why it is not there; empty where it is.
-    """
-
+    # Where it was to go.
     target: Target
+    # Where it is now; empty where it is not there.
     said: str = ""
+    # Why it is not there; empty where it is.
     error: str = ""
 
 
@@ -71,15 +68,7 @@ def send(
     limit_s: float,
     note: Callable[[str], None] = lambda said: None,
 ) -> list[Outcome]:
-    """Write a record into trackers, all at the same time.
-
-    Args:
-        record: what is written.
-        targets: where.
-        environ: the variables of this process.
-        limit_s: most seconds; what is not through then is ended.
-        note: takes a sentence for each that is slow.
-    """
+    """Write a record into trackers, all at the same time."""
     variables = {**_DEFAULTS, **{name: environ[name] for name in environ if name not in _OF_CALLER}}
     end = monotonic() + limit_s
     quiet = min(end, monotonic() + _QUIET_S)

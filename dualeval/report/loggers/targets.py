@@ -28,32 +28,20 @@ _EXAMPLES = "tensorboard:runs/tb, wandb:my-project, mlflow:file:mlruns, jsonl:re
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where a result is logged.
+    """Where a result is logged."""
 
-    Attributes:
-        text: as it was given.
-        kind: one of ``KINDS``.
-        where: a folder, project, address or file.
-        name: of the tracker's run, which several results share; None for one of its own.
-    """
-
+    # As it was given.
     text: str
+    # One of `KINDS`.
     kind: str
+    # A folder, project, address or file.
     where: str
+    # Of the tracker's run, which several results share; None for one of its own.
     name: str | None
 
 
 def targets_of(texts: Sequence[str] | str, step: int | None, option: str = "loggers") -> list[Target]:
-    """Read the texts of several loggers.
-
-    Args:
-        texts: each as ``KIND:WHERE``, or for W&B and MLflow ``KIND:WHERE#NAME``; or one of them.
-        step: which step of a training the result belongs to.
-        option: what they are called in messages.
-
-    Raises:
-        UsageError: a text says no logger, or there is none of this kind; or the step is no whole number.
-    """
+    """Read the texts of several loggers."""
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step={step!r}: expected a whole number of at least 0, such as the epoch, or None")
     if isinstance(texts, str):
@@ -91,12 +79,7 @@ def _target(text: str, step: int | None, option: str) -> Target:
 
 
 def of_model(target: Target, model: str) -> Target:
-    """Where the result of one of several models is logged, so that each has a run of its own there.
-
-    Args:
-        target: where results are logged.
-        model: the model's name.
-    """
+    """Where the result of one of several models is logged, so that each has a run of its own there."""
     if target.kind == "tensorboard":
         where = str(Path(target.where) / model)
         return replace(target, text=f"{target.kind}:{where}", where=where)
@@ -117,11 +100,7 @@ def counted_from(text: str, folder: Path) -> str:
 
 
 def check_installed(targets: Sequence[Target], option: str = "loggers") -> None:
-    """Check that the packages of loggers can be imported, without importing them, and that files are files.
-
-    Raises:
-        UsageError: one is not installed, or a file is a pipe, a device or a folder; says what to type.
-    """
+    """Check, without imports, that the packages of loggers are installed, and that files are files."""
     for target in targets:
         # These raise nothing where the name is too long.
         is_odd = os.path.exists(target.where) and not os.path.isfile(target.where)  # noqa: PTH110, PTH113

@@ -23,11 +23,7 @@ _RGB = 3
 
 
 def write(record: Record, target: Target) -> str:
-    """Write the record as an event file of its own, in place of an earlier one of the same result.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write the record as an event file of its own, in place of an earlier one of the same result."""
     folder = Path(target.where)
     folder.mkdir(parents=True, exist_ok=True)
     suffix = f".dualeval-{record.key}"

@@ -22,11 +22,7 @@ _OFFLINE = ("offline", "dryrun")
 
 
 def write(record: Record, target: Target) -> str:
-    """Log the record into the run of its name, or one of its own.
-
-    Raises:
-        Exception: whatever wandb raises where it cannot.
-    """
+    """Log the record into the run of its name, or one of its own."""
     entity, _, project = target.where.rpartition("/")
     mode = _mode(os.environ)
     identity = target.name or f"dualeval-{record.key}"
