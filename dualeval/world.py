@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from dualeval.meetings import Meeting
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The way in which ranks meet; this class itself is that of a process alone, which meets nobody."""
+
+    # How often the launcher has started the ranks again.
+    restarts: int = 0
+    # What ranks that a launcher starts again have in common; None where it starts none again.
+    launch_id: str | None = None
+
+    @property
+    def host_of_rank_0(self) -> str | None:
+        """Name or address of rank 0's host; None where the launcher does not tell."""
+        return None
+
+    def open(self, world: World, purpose: str) -> AbstractContextManager[tuple[Any, str, int | None]]:
+        """Open a store that all ranks share: it, rank 0's host, and on rank 0 the port. A collective."""
+        raise AssertionError(f"{world.launcher} tells its {world.size} ranks no way to meet")
 
 
 @dataclass(frozen=True, kw_only=True)

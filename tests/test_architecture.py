@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,27 @@ def test_imports_go_down(path: Path) -> None:
         if room == "engine" and top == "tasks":
             assert inner == "tasks", f"{path} names an implementation of a task: {module}"
             assert names <= ENGINE_TASK_NAMES, f"{path} imports {names} from tasks"
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    """Also not by way of others, inside of functions, or for types alone."""
+    modules = {name_of(path): path for path in sources()}
+    graph = {
+        name: {
+            found
+            for module, names in imports(path)
+            for each in names or {""}
+            for found in (f"{module}.{each}" if f"{module}.{each}" in modules else module,)
+            if found in modules and found != name
+        }
+        for name, path in modules.items()
+    }
+    graph["dualeval.result"].remove("dualeval.report.table")  # of ALLOWED
+    TopologicalSorter(graph).prepare()
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -18,8 +18,7 @@ from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.lease import Lease
 from dualeval.engine.folder.process import launch_of
 from dualeval.errors import UsageError
-from dualeval.meetings import Meeting
-from dualeval.world import World
+from dualeval.world import Meeting, World
 from tests.conftest import Launch
 
 # Holds the lease of a folder until another run takes it over, or it is gone; with "child", a fork of it

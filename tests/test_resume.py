@@ -21,9 +21,8 @@ from dualeval.engine.folder import folder, opening
 from dualeval.engine.ledger import Ledger
 from dualeval.engine.options import NEW_FOLDER, RunOptions
 from dualeval.errors import DualevalError, Stopped, UsageError
-from dualeval.meetings import Meeting
 from dualeval.result import Result, Status, read_status
-from dualeval.world import World
+from dualeval.world import Meeting, World
 from tests.test_evaluator import evaluate, rows
 from tests.tiny import TinyTask
 

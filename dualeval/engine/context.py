@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,6 +14,8 @@ from dualeval.engine.sharding.gathers import Gathers
 from dualeval.engine.watch import Watch
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from dualeval.backends.base import Backend
 
 # Called with (samples done over all ranks, samples in all); on rank 0 only.
@@ -46,6 +49,13 @@ class RunContext:
     cores: int = 1
     # Watches the collectives inside of the model's forward; None before there is a model.
     gathers: Gathers | None = None
+
+    @contextmanager
+    def watching_gathers(self, model: nn.Module) -> Iterator[RunContext]:
+        """This context with the gathers of a model, watched for as long as the block lasts."""
+        owned = self.options.shard is not None
+        with Gathers(model, self.control, self.backend, owned=owned) as gathers:
+            yield replace(self, gathers=gathers)
 
     def from_rank_0(self, value: Any) -> Any:
         """Rank 0's value, on every rank; a collective. The others' own is not looked at."""

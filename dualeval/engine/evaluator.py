@@ -28,7 +28,6 @@ from dualeval.engine.parts import drawn
 from dualeval.engine.preparation import check_model, compiler_settings, prepare
 from dualeval.engine.rounds import EvaluatesBatch, evaluate_in_rounds, evaluated_together, with_schedule
 from dualeval.engine.samples import as_dataset
-from dualeval.engine.sharding.gathers import gathers_watched
 from dualeval.engine.sharding.heap import return_large_blocks
 from dualeval.engine.sharding.model import ShardedModel
 from dualeval.engine.sharding.ownership import check_owned, release
@@ -220,7 +219,7 @@ class Evaluator:
         identity = ModelIdentity.of(model, around_gather, context.backend.world)
         check_model(model, context.options)
         # After the identity: its hooks are no part of the model.
-        context = stack.enter_context(gathers_watched(model, context))
+        context = stack.enter_context(context.watching_gathers(model))
         context = with_layout(self._task, dataset, model, plan_of(dataset, context), context)
         model = prepare(
             model,
@@ -248,7 +247,7 @@ class Evaluator:
         plan = plan_of(dataset, context)
         context = with_layout(self._task, dataset, model, plan, context, sharded.copy_in)
         model = sharded.filled(context.options)
-        context = stack.enter_context(gathers_watched(model, with_schedule(model, context)))
+        context = stack.enter_context(with_schedule(model, context).watching_gathers(model))
         return model, context, sharded.identity
 
 

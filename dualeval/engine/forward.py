@@ -28,7 +28,6 @@ from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
 from dualeval.engine.sharding.detect import is_sharded
-from dualeval.engine.sharding.gathers import gathers_watched
 from dualeval.engine.transfer import Pending
 from dualeval.errors import DualevalError, with_type
 from dualeval.tasks import Dataset, Task
@@ -162,7 +161,7 @@ def _tried(
     model = evaluation.model
     if copy_in is not None:
         tried = copy_in(options.layout)
-        with gathers_watched(tried, evaluation.context) as context:
+        with evaluation.context.watching_gathers(tried) as context:
             yield replace(evaluation, model=tried, context=context)
     elif not is_sharded(model):
         tried = prepare(copy_sharing_tensors(model), options, evaluation.device)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from dualeval.network import LATE_S, at
 from dualeval.waiting import CONNECTED, waiting
+from dualeval.world import Meeting, World
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
-
-    from dualeval.world import World
 
 PATIENCE = timedelta(seconds=LATE_S)
 
@@ -28,21 +27,8 @@ def arrival(rank: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """The way in which ranks meet; this class itself is that of a process alone, which meets nobody.
-
-    In most ways rank 0 serves a store, and the launcher is used to pass on where: ``_pass_on``.
-    """
-
-    # How often the launcher has started the ranks again.
-    restarts: int = 0
-    # What ranks that a launcher starts again have in common; None where it starts none again.
-    launch_id: str | None = None
-
-    @property
-    def host_of_rank_0(self) -> str | None:
-        """Name or address of rank 0's host; None where the launcher does not tell."""
-        return None
+class MeetingAtStore(Meeting):
+    """Rank 0 serves a store, and the launcher is used to pass on where: ``_pass_on``."""
 
     @contextmanager
     def open(self, world: World, purpose: str) -> Iterator[tuple[Store, str, int | None]]:
@@ -67,4 +53,4 @@ class Meeting:
 
     def _pass_on(self, world: World, offer: Any, purpose: str) -> AbstractContextManager[Any]:
         """Give every rank the offer of rank 0, plain values as JSON has them, until its block is left."""
-        raise AssertionError(f"{world.launcher} tells its {world.size} ranks no way to meet")
+        raise NotImplementedError

@@ -12,7 +12,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from dualeval.errors import BackendError
-from dualeval.meetings import Meeting
+from dualeval.meetings import MeetingAtStore
 from dualeval.network import LATE_S, LOOPBACK, NAME_TOO_LONG, REACH_S
 from dualeval.waiting import waiting
 from dualeval.world import World
@@ -35,7 +35,7 @@ _LONGEST_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtAddress(Meeting):
+class AtAddress(MeetingAtStore):
     """At an address that follows from what the launcher says."""
 
     # Name or address of rank 0's host.

@@ -12,7 +12,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from dualeval.errors import BackendError
-from dualeval.meetings import Meeting
+from dualeval.meetings import MeetingAtStore
 from dualeval.network import LATE_S, at
 from dualeval.waiting import STARTED, not_come, waiting
 from dualeval.world import World
@@ -22,7 +22,7 @@ _PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtHorovodrun(Meeting):
+class AtHorovodrun(MeetingAtStore):
     """Rank 0 leaves a message beside those of Horovod itself."""
 
     # Host and port of the rendezvous.

@@ -12,7 +12,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, ClassVar
 
 from dualeval.errors import BackendError, LaunchError
-from dualeval.meetings import PATIENCE, Meeting, arrival
+from dualeval.meetings import PATIENCE, MeetingAtStore, arrival
 from dualeval.network import at
 from dualeval.waiting import STARTED, waiting
 from dualeval.world import World
@@ -27,7 +27,7 @@ _LOOK_UP_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtMaster(Meeting):
+class AtMaster(MeetingAtStore):
     """At a store that rank 0 serves."""
 
     # Host and port of the store.

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dualeval.meetings import Meeting
+from dualeval.meetings import MeetingAtStore
 from dualeval.waiting import CONNECTED, STARTED, waiting
 from dualeval.world import World
 
 
-class OverMpi(Meeting):
+class OverMpi(MeetingAtStore):
     """Rank 0 broadcasts where its store is."""
 
     @contextmanager

@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from dualeval.errors import BackendError, LaunchError
-from dualeval.meetings import Meeting
+from dualeval.meetings import MeetingAtStore
 from dualeval.network import LATE_S
 from dualeval.waiting import STARTED, waiting
 from dualeval.world import World
@@ -28,7 +28,7 @@ _LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverPmi(Meeting):
+class OverPmi(MeetingAtStore):
     """Rank 0 puts into that store where its own is."""
 
     # The file descriptor at which the launcher answers.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from dualeval.errors import UsageError
-from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.metric import Metric, RowMetric
 from dualeval.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
 from dualeval.wording import nearest
 

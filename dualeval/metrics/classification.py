@@ -24,7 +24,6 @@ from torch import Tensor
 
 from dualeval.choices import check_kind
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.metrics.confusion import NO_CLASS, Confusion, PrecisionRecall
 from dualeval.metrics.described import FRACTION, Described
 from dualeval.metrics.exact import (
@@ -38,6 +37,7 @@ from dualeval.metrics.exact import (
 )
 from dualeval.metrics.intervals import wilson_interval
 from dualeval.metrics.means import Mean
+from dualeval.metrics.metric import Measured, Metric, RowMetric
 from dualeval.metrics.ordering import order_keys_in_place
 from dualeval.metrics.scores import Score
 from dualeval.wording import nearest

@@ -13,8 +13,8 @@ from torch import Tensor
 from dualeval.choices import check_kind
 from dualeval.columns import Ragged, Text
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured, Value
 from dualeval.metrics.described import FRACTION, direction
+from dualeval.metrics.metric import Measured, Value
 
 NO_CLASS = -1  # the predicted class of a sample with a NaN logit
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from dualeval.choices import check_kind
-from dualeval.metrics import Measured, Value
+from dualeval.metrics.metric import Measured, Value
 from dualeval.metrics.scores import Score
 
 FRACTION = "fraction"

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dualeval.choices import check_choice
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured
 from dualeval.metrics.described import FRACTION, Described
 from dualeval.metrics.exact import (
     DOUBLE_UNIT_BITS,
@@ -35,6 +34,7 @@ from dualeval.metrics.intervals import (
     spread_of_ratio,
     wilson_interval,
 )
+from dualeval.metrics.metric import Measured
 from dualeval.metrics.moments import Moments, Sums, finite_of, numbers_of
 from dualeval.metrics.scores import Score
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from dualeval.choices import check_kind
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured
 from dualeval.metrics.described import direction
+from dualeval.metrics.metric import Measured
 
 _EXAMPLE = 'Rows(r2_score, ["target", "prediction"])'
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from dualeval.errors import LaunchError
 from dualeval.launch.site import Site
-from dualeval.meetings import Meeting
 from dualeval.meetings.mpi import OverMpi
-from dualeval.world import World
+from dualeval.world import Meeting, World
 
 # torchrun's names are those of other tools and shells, too. This one it alone sets.
 MARK_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"

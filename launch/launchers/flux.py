@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from dualeval.launch.launchers.base import Environment, Launcher
+from dualeval.meetings import MeetingAtStore
 from dualeval.meetings.address import AtAddress
 from dualeval.meetings.pmi import OverPmi
 from dualeval.world import World
@@ -26,7 +27,7 @@ def _read(environment: Environment) -> World | None:
     rank, size, local_rank = map(environment.number, (_RANK, _SIZE, _LOCAL_RANK))
     world = replace(environment.world(rank, size, local_rank, size), local_size=1)
     if size == 1:
-        return replace(world, node_rank=0, node_sizes=(1,))
+        return replace(world, node_rank=0, node_sizes=(1,), meeting=MeetingAtStore())
     world = replace(world, placed=False)
     pmi = {_RANK: "PMI_RANK", _SIZE: "PMI_SIZE"}
     if "PMI_FD" in environ and all(environ.get(own) == environ[name] for name, own in pmi.items()):

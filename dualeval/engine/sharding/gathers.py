@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,6 @@ from dualeval.errors import BackendError, PeerError, UsageError, text_of
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend
-    from dualeval.engine.context import RunContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,14 +267,6 @@ class _WatchedState:
     def remove(self) -> None:
         """Watch it no longer."""
         del self._state._pre_forward
-
-
-@contextmanager
-def gathers_watched(model: nn.Module, context: RunContext) -> Iterator[RunContext]:
-    """The context with the gathers of a model, watched for as long as this lasts."""
-    owned = context.options.shard is not None
-    with Gathers(model, context.control, context.backend, owned=owned) as gathers:
-        yield replace(context, gathers=gathers)
 
 
 def _shown(name: str) -> str:

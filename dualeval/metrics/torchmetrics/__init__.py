@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dualeval.errors import UsageError
-from dualeval.metrics import Metric, RowMetric
+from dualeval.metrics.metric import Metric, RowMetric
 from dualeval.metrics.torchmetrics.arguments import Arguments, Columns, Parsed
 from dualeval.metrics.torchmetrics.library import torchmetrics, why_refused
 from dualeval.metrics.torchmetrics.routes import FromRows, InLedger

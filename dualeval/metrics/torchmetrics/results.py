@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from dualeval.errors import UsageError
-from dualeval.metrics import Measured, Value
 from dualeval.metrics.exact import NONFINITE_KINDS
+from dualeval.metrics.metric import Measured, Value
 
 
 def measured_of(name: str, computed: Any, *, prefix: bool, direction: str | None = None) -> Measured:

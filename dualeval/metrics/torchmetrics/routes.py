@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dualeval.errors import RefusedSamples, UsageError, text_of
-from dualeval.metrics import Measured
 from dualeval.metrics.limbs import add_exactly, rounded_sums
+from dualeval.metrics.metric import Measured
 from dualeval.metrics.torchmetrics.arguments import Arguments
 from dualeval.metrics.torchmetrics.results import measured_of
 from dualeval.metrics.torchmetrics.states import State, StateKind, check_additive, checked, fresh, isolated
