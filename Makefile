@@ -21,7 +21,7 @@ HOROVOD_OPTIONS :=
 # Modules are compiled when they are first imported, which halves the installation; an image has them compiled.
 COMPILE := --no-compile
 
-.PHONY: run test test-long check format bench bench-peers gpu picture tables horovod stack system clean
+.PHONY: run test test-long check size format bench bench-peers gpu picture tables horovod stack system clean
 # Tests use all cores, but no more than four: many of them start several ranks, each of which takes a core.
 TEST_WORKERS := -n logical --maxprocesses 4 --dist loadgroup
 # Two pips at once in one environment would be in each other's way.
@@ -45,6 +45,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --python-version 3.10 --no-warn-return-any --no-warn-unused-ignores dualeval
+
+size: $(VENV)/.dev
+	$(BIN)/python benchmarks/size.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
