@@ -55,7 +55,7 @@ def connect(name: str | None, world: World) -> Backend:
     """
     module, class_name, _ = _BACKENDS[choose_backend(name, world)]
     if world.size > 1:
-        from dualeval.store import JOINING, allow_connections
+        from dualeval.world.store import JOINING, allow_connections
 
         allow_connections(JOINING * world.size, f"rank {world.rank}")
     implementation: type[Backend] = getattr(

@@ -24,10 +24,10 @@ from dualeval.backends.rendezvous import (
 )
 from dualeval.errors import BackendError, LaunchError, LibraryError
 from dualeval.launch.launchers import LAUNCHERS
-from dualeval.meetings.horovodrun import AtHorovodrun, missing_at_horovods
-from dualeval.network import LATE_S, LOOPBACK, at
-from dualeval.waiting import CONNECTED, STARTED, waiting
 from dualeval.world import World
+from dualeval.world.meetings.horovodrun import AtHorovodrun, missing_at_horovods
+from dualeval.world.network import LATE_S, LOOPBACK, at
+from dualeval.world.waiting import CONNECTED, STARTED, waiting
 
 # Horovod takes its settings from variables alone. Those that the user has set stay.
 _SETTINGS = {

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dualeval.backends.base import Backend, Op, sleep_until, variables_set
 from dualeval.errors import LaunchError, LibraryError
-from dualeval.waiting import waiting
 from dualeval.world import World
+from dualeval.world.waiting import waiting
 
 # Open MPI's waits, which look without a pause, then let others have the core: threads of this rank that
 # compute, and other ranks where there are more of them than cores (8 ranks on 2 cores: twice as fast).

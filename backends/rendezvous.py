@@ -9,8 +9,9 @@ from socket import gethostname
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
-from dualeval.meetings import arrival
-from dualeval.network import (
+from dualeval.world import World, place_by_hosts
+from dualeval.world.meetings import arrival
+from dualeval.world.network import (
     LOOPBACK,
     host_identity,
     interface_of,
@@ -18,9 +19,8 @@ from dualeval.network import (
     own_address_towards,
     reach,
 )
-from dualeval.store import names_of_absent, serve_store
-from dualeval.waiting import CONNECTED, STARTED, waiting
-from dualeval.world import World, place_by_hosts
+from dualeval.world.store import names_of_absent, serve_store
+from dualeval.world.waiting import CONNECTED, STARTED, waiting
 
 _ELSEWHERE = "dualeval/elsewhere"
 

@@ -22,9 +22,9 @@ from dualeval.backends.rendezvous import (
     placed_on_hosts,
 )
 from dualeval.errors import LaunchError, UsageError
-from dualeval.meetings import PATIENCE
-from dualeval.waiting import waiting
 from dualeval.world import World, place_by_hosts
+from dualeval.world.meetings import PATIENCE
+from dualeval.world.waiting import waiting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

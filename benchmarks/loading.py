@@ -28,8 +28,8 @@ from common import ONE_THREAD, machine, python_or_torchrun, run_process, table, 
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dualeval.bench.peaks import peak_of_process
 from dualeval.models import classifiers
+from dualeval.tools.bench.peaks import peak_of_process
 
 SIZES = (1, 4)
 MEGABYTES = 400

@@ -39,7 +39,7 @@ from loops import BARE, LOOPS, world
 from problems import Problem, fashion_cnn, resnet18, small_cnn
 from torch import distributed, nn
 
-from dualeval.bench.peaks import peak_of_process
+from dualeval.tools.bench.peaks import peak_of_process
 
 SIZES = (1, 2)
 RESULT_SIZE = 3

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from dualeval.columns import Ragged as Ragged
     from dualeval.columns import Text as Text
     from dualeval.comparison.compared import compare as compare
-    from dualeval.devices import connect as connect
     from dualeval.door import evaluate as evaluate
     from dualeval.door import export as export
     from dualeval.early_stopping import EarlyStopping as EarlyStopping
@@ -28,17 +27,18 @@ if TYPE_CHECKING:
     from dualeval.errors import PeerError as PeerError
     from dualeval.errors import Stopped as Stopped
     from dualeval.errors import UsageError as UsageError
-    from dualeval.job import Job as Job
     from dualeval.launch import detect as detect
     from dualeval.metrics import Measured as Measured
     from dualeval.metrics import Metric as Metric
     from dualeval.metrics import RowMetric as RowMetric
     from dualeval.models.own_checkpoint import late_model as late_model
+    from dualeval.options.job import Job as Job
     from dualeval.result import Result as Result
     from dualeval.tasks import Dataset as Dataset
     from dualeval.tasks import Task as Task
     from dualeval.tasks.own_model import ModelTask as ModelTask
     from dualeval.world import World as World
+    from dualeval.world.devices import connect as connect
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ _HOME = {
     "DualevalError": "dualeval.errors",
     "EarlyStopping": "dualeval.early_stopping",
     "ExactlyOnceError": "dualeval.errors",
-    "Job": "dualeval.job",
+    "Job": "dualeval.options.job",
     "LaunchError": "dualeval.errors",
     "Measured": "dualeval.metrics",
     "Metric": "dualeval.metrics",
@@ -66,7 +66,7 @@ _HOME = {
     "UsageError": "dualeval.errors",
     "World": "dualeval.world",
     "compare": "dualeval.comparison.compared",
-    "connect": "dualeval.devices",
+    "connect": "dualeval.world.devices",
     "detect": "dualeval.launch",
     "evaluate": "dualeval.door",
     "export": "dualeval.door",

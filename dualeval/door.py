@@ -45,7 +45,7 @@ def evaluate(task: Task | None = None, *, nproc: int | None = None, **options: A
         Stopped: a signal has ended the run; what was finished is saved.
     """
     if nproc is not None:
-        from dualeval.local_ranks import start_this_script
+        from dualeval.world.local_ranks import start_this_script
 
         check_session_options(options)
         device = options.get("device")
@@ -88,9 +88,9 @@ def export(result: Result | str | Path, to: str | Sequence[str], *, step: int | 
         UsageError: a text names no logger, a package is not installed, or no finished run is there.
         DualevalError: a tracker failed; the others have the result.
     """
-    from dualeval.local_ranks import rank_of_script
     from dualeval.report.loggers.log import export_result, stored_result
     from dualeval.report.loggers.targets import check_installed, targets_of
+    from dualeval.world.local_ranks import rank_of_script
 
     targets = targets_of(to, step, "to")
     if not rank_of_script().is_main:

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dualeval.choices import check_choice, check_count, check_kind
 from dualeval.errors import DualevalError, UsageError
+from dualeval.options.choices import check_choice, check_count, check_kind
 from dualeval.result import Result, result_from
-from dualeval.waiting import name_ranks, waiting
 from dualeval.wording import did_you_mean
+from dualeval.world.waiting import name_ranks, waiting
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from dualeval.launch.quotas import cpu_quotas
-from dualeval.network import host_identity
+from dualeval.world.network import host_identity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError
 from dualeval.launch.cores import usable_cores
-from dualeval.network import LOOPBACK, check_own_name
-from dualeval.store import JOINING, allow_connections
+from dualeval.world.network import LOOPBACK, check_own_name
+from dualeval.world.store import JOINING, allow_connections
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Seconds between two looks at the ranks: half of it is what a run loses at its end on average.

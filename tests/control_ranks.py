@@ -20,8 +20,8 @@ from dualeval.backends.base import Backend
 from dualeval.engine.conclusion import ALL_SAVED_WITHIN_S
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.errors import EXIT_STOPPED, UsageError
-from dualeval.store import limit_for
 from dualeval.world import World
+from dualeval.world.store import limit_for
 
 LIMIT_S = 300.0
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
 from dualeval.tasks.image_classification import ImageClassification
+from dualeval.world.devices import connect
 
 
 def main() -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.backends.base import Backend
-from dualeval.devices import connect
 from dualeval.engine import execution, recorder
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.evaluator import Evaluator
@@ -31,6 +30,7 @@ from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.result import Result
 from dualeval.tasks import Task
 from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.ragged_task import RaggedTask
 from tests.tiny import EVERY_METRIC, TinyDataset, TinyTask
 

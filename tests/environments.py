@@ -12,12 +12,12 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from dualeval.meetings.address import AtAddress
-from dualeval.meetings.horovodrun import AtHorovodrun
-from dualeval.meetings.master import AtMaster, AtTorchrun
-from dualeval.meetings.mpi import OverMpi
-from dualeval.meetings.pmi import OverPmi
 from dualeval.world import World
+from dualeval.world.meetings.address import AtAddress
+from dualeval.world.meetings.horovodrun import AtHorovodrun
+from dualeval.world.meetings.master import AtMaster, AtTorchrun
+from dualeval.world.meetings.mpi import OverMpi
+from dualeval.world.meetings.pmi import OverPmi
 
 RECORDED = "recorded here"
 

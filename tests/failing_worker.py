@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
@@ -23,6 +22,7 @@ from dualeval.launch import detect
 from dualeval.tasks import Task
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.question_answering import QuestionAnswering
+from dualeval.world.devices import connect
 from tests.tiny import TinyTask
 
 BATCH = 4

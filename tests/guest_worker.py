@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
+from dualeval.world.devices import connect
 from tests.tiny import CLASSES, FEATURES, TinyTask
 
 EPOCHS = 3

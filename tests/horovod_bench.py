@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from dualeval.launch.horovod_build import EDITS, UNITY, WITHOUT_CUDA, Build, Mpi, Nccl, Torch
+from dualeval.tools.horovod.build import EDITS, UNITY, WITHOUT_CUDA, Build, Mpi, Nccl, Torch
 from tests.conftest import ROOT, Finished, Launch
 
 COMMAND: list[str | Path] = [sys.executable, "-m", "dualeval", "setup-horovod"]

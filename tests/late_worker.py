@@ -14,8 +14,8 @@ from time import monotonic, process_time, sleep
 
 import torch
 
-from dualeval.devices import connect
 from dualeval.launch import detect
+from dualeval.world.devices import connect
 
 
 def main() -> None:

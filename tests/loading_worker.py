@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.bench.peaks import peak_of_process
 from dualeval.models import classifiers
+from dualeval.tools.bench.peaks import peak_of_process
 
 WIDTH = 1024
 LAYERS = 16

@@ -21,12 +21,12 @@ import torch
 # The model and the data of the embedded job.
 import dualeval.data.idx
 import dualeval.models.fashion_cnn  # noqa: F401
-from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
 from dualeval.tasks.image_classification import ImageClassification
+from dualeval.world.devices import connect
 
 # Seconds after which a rank ends itself, whoever may have gone before.
 LIMIT_S = 240

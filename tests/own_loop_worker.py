@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.backends.base import Backend
-from dualeval.devices import connect
 from dualeval.engine import recorder
 from dualeval.engine.context import RunContext
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.options import RunOptions
 from dualeval.engine.own_loop import OwnLoop
 from dualeval.launch import detect
+from dualeval.world.devices import connect
 
 SAMPLES = 997
 FEATURES = 6

@@ -6,8 +6,8 @@ import json
 import os
 import sys
 
-from dualeval.devices import connect
 from dualeval.launch import detect
+from dualeval.world.devices import connect
 
 
 def main() -> None:

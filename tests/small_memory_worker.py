@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.errors import UsageError
 from dualeval.launch import detect
+from dualeval.world.devices import connect
 from tests.tiny import TinyTask
 
 WORKERS = 8

@@ -10,10 +10,10 @@ import sys
 import threading
 from time import sleep
 
-from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.errors import PeerError
 from dualeval.launch import detect
+from dualeval.world.devices import connect
 
 LIMIT_S = 60.0
 

@@ -22,10 +22,13 @@ from click.testing import CliRunner
 from torch import nn
 
 from dualeval import Session, UsageError
-from dualeval.bench.evaluation import measure_evaluation, split_batches
-from dualeval.bench.figures import FAILED, MEASURED, NOT_HERE, NOT_RUN, with_figures
-from dualeval.bench.page import csv_text, page
-from dualeval.bench.plan import (
+from dualeval.cli import dualeval
+from dualeval.options.job import Job
+from dualeval.tools.bench.cells import Cells
+from dualeval.tools.bench.evaluation import measure_evaluation, split_batches
+from dualeval.tools.bench.figures import FAILED, MEASURED, NOT_HERE, NOT_RUN, with_figures
+from dualeval.tools.bench.page import csv_text, page
+from dualeval.tools.bench.plan import (
     STAGES,
     Cell,
     CellStart,
@@ -34,12 +37,9 @@ from dualeval.bench.plan import (
     own_part,
     plan_cells,
 )
-from dualeval.bench.plots import draw
-from dualeval.bench.training import measure_training
-from dualeval.cli import dualeval
-from dualeval.cli.bench_cells import Cells
-from dualeval.job import Job
-from dualeval.launch.supervise import Ended, Interrupted, Interrupts, run_supervised
+from dualeval.tools.bench.plots import draw
+from dualeval.tools.bench.training import measure_training
+from dualeval.tools.supervise import Ended, Interrupted, Interrupts, run_supervised
 from tests.conftest import BIN, Launch
 from tests.test_endings import await_that
 from tests.tiny import TinyTask
@@ -264,7 +264,7 @@ def test_a_signal_before_the_first_start_is_no_error(monkeypatch: pytest.MonkeyP
         raise Interrupted("SIGINT")
 
     # By its name it is the command, and not its module.
-    monkeypatch.setattr(sys.modules["dualeval.cli.bench"], "prepare", interrupted)
+    monkeypatch.setattr(sys.modules["dualeval.tools.bench.command"], "prepare", interrupted)
     words = ["bench", "--no-plots", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(dualeval, words, obj=words)
     assert done.exit_code == 75
@@ -278,7 +278,7 @@ def test_counts_are_whole_numbers() -> None:
 
 
 def test_without_matplotlib_the_plots_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualeval.bench.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("dualeval.tools.bench.plots.find_spec", lambda name: None)
     done = CliRunner().invoke(dualeval, ["bench"], obj=[])
     assert "pip install 'dualeval[plots]'; or give --no-plots" in str(done.exception)
 
@@ -474,7 +474,7 @@ def test_a_signal_as_the_last_cell_ends_is_not_lost(
         os.kill(os.getpid(), signal.SIGINT)
         return ended
 
-    monkeypatch.setattr("dualeval.cli.bench_cells.run_supervised", ends_with_a_signal)
+    monkeypatch.setattr("dualeval.tools.bench.cells.run_supervised", ends_with_a_signal)
     cell = {"mode": "single", "processes": 1, "precision": "fp32", "batch_size": 64, "label": "single"}
     with Interrupts() as interrupts:
         cells = Cells(

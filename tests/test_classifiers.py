@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from dualeval.data.image_folder import ImageFolder
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
-from dualeval.job import Job
 from dualeval.models import classifiers, published
 from dualeval.models.fashion_cnn import FashionCNN
 from dualeval.models.sources import WeightsSource
+from dualeval.options.job import Job
 from dualeval.tasks.image_classification_options import ImageClassificationOptions
 from dualeval.vision_library import torchvision
 from tests.published_weights import Publish, cache, publish

@@ -21,12 +21,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dualeval.cli import dualeval
-from dualeval.cli.submit import submit
 from dualeval.errors import UsageError
-from dualeval.job import start_of
 from dualeval.models.sources.factory import FactoryModel
+from dualeval.options.job import start_of
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS
 from dualeval.tasks.image_data import ASSETS
+from dualeval.tools.submit.command import submit
 from tests.conftest import ROOT, Finished, Launch
 from tests.launchers import check_torchrun_reports
 

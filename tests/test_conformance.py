@@ -17,11 +17,11 @@ import pytest
 from click.testing import CliRunner
 
 from dualeval.cli import dualeval
-from dualeval.cli.conformance import _last_lines
-from dualeval.cli.node_facts import _nodes_of_job
 from dualeval.errors import LaunchError, UsageError
 from dualeval.report.anonymous import Names
-from dualeval.report.conformance import agrees, judge, judge_self_test, page, summary
+from dualeval.tools.conformance.command import _last_lines
+from dualeval.tools.conformance.page import agrees, judge, judge_self_test, page, summary
+from dualeval.tools.node_facts import _nodes_of_job
 from tests.conftest import BIN, Launch
 
 CONFORMANCE: list[str | Path] = [BIN / "dualeval", "conformance"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dualeval.cli.setup_horovod import setup_horovod
+from dualeval.tools.horovod.command import setup_horovod
 from tests.conftest import BIN, ROOT, Launch
 from tests.test_manifests import options
 

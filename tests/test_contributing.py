@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import dualeval
-from dualeval.job import Job
 from dualeval.metrics import classification
-from dualeval.plugins import TASKS
+from dualeval.options.job import Job
+from dualeval.options.plugins import TASKS
 from tests.conftest import ROOT
 from tests.measuring import measure
 from tests.test_evaluator import evaluate

@@ -16,7 +16,6 @@ from typing import Any, cast
 import pytest
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
-from dualeval import store
 from dualeval.backends.base import Backend
 from dualeval.engine.conclusion import ALL_SAVED_WITHIN_S
 from dualeval.engine.control import meeting, plane
@@ -31,7 +30,8 @@ from dualeval.errors import (
     Stopped,
     UsageError,
 )
-from dualeval.store import limit_for, pause_for
+from dualeval.world import store
+from dualeval.world.store import limit_for, pause_for
 from tests.control_ranks import OfferOnly
 
 LIMIT_S = 30.0
@@ -526,7 +526,7 @@ def test_rank_0_may_open_as_many_files_as_it_has_ranks() -> None:
     code = (
         "import resource\n"
         "from dualeval.errors import LaunchError\n"
-        "from dualeval.store import allow_connections\n"
+        "from dualeval.world.store import allow_connections\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))\n"
         "allow_connections(200, 'rank 0')\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, 4096)\n"

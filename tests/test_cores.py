@@ -63,7 +63,7 @@ THREADS = """
 import json, os, sys, torch
 from pathlib import Path
 from dualeval import connect, detect
-from dualeval.devices import take_cores
+from dualeval.world.devices import take_cores
 torch.set_num_threads(7)
 with connect(None, detect(os.environ), "cpu") as backend:
     found = [take_cores(backend, sets_threads=True), torch.get_num_threads()]

@@ -16,10 +16,10 @@ from dualeval.errors import LaunchError, UsageError
 from dualeval.launch import detect, examine
 from dualeval.launch.launchers import LAUNCHERS
 from dualeval.launch.launchers.base import Variable
-from dualeval.meetings.horovodrun import AtHorovodrun
-from dualeval.meetings.master import AtTorchrun
-from dualeval.meetings.mpi import OverMpi
 from dualeval.world import World
+from dualeval.world.meetings.horovodrun import AtHorovodrun
+from dualeval.world.meetings.master import AtTorchrun
+from dualeval.world.meetings.mpi import OverMpi
 from tests.conftest import ROOT, Launch
 from tests.launchers import needs, start
 

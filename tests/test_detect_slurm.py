@@ -8,8 +8,8 @@ import pytest
 
 from dualeval.errors import LaunchError
 from dualeval.launch import detect, examine
-from dualeval.meetings.address import AtAddress
 from dualeval.world import World
+from dualeval.world.meetings.address import AtAddress
 from tests.test_detect import SRUN, TORCHRUN
 
 # In an salloc shell and in a batch script there is a job and no step; a script is "process 0" of the job.

@@ -15,12 +15,11 @@ from unittest import mock
 import pytest
 import torch
 
-from dualeval import devices
 from dualeval.backends.base import Backend
 from dualeval.backends.single import SingleBackend
-from dualeval.devices import connect, device_here, take_device
 from dualeval.errors import DualevalError, UsageError
-from dualeval.world import World
+from dualeval.world import World, devices
+from dualeval.world.devices import connect, device_here, take_device
 from tests.conftest import Launch
 from tests.launchers import check_torchrun_reports, start
 from tests.played_gpus import played_gpus, played_uuid
@@ -270,7 +269,7 @@ def test_a_slice_is_known_by_its_own_id(tmp_path: Path, launch: Launch) -> None:
     library = str(tmp_path / "libcuda.so.1")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(source)], check=True, timeout=60)
     code = (
-        "from dualeval.devices import look\nfrom dualeval.world import World\n"
+        "from dualeval.world.devices import look\nfrom dualeval.world import World\n"
         "from tests.played_gpus import played_gpus\n"
         "with played_gpus('ABC'): print(*(f'{gpu.id} {gpu.whole}' for gpu in look(World.alone()).gpus))"
     )

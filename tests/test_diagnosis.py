@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dualeval.report.diagnosis import BLOCKING, diagnosis, differences, problems
+from dualeval.tools.doctor.page import BLOCKING, diagnosis, differences, problems
 
 
 def facts(rank: int, **others: Any) -> dict[str, Any]:

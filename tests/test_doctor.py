@@ -26,8 +26,8 @@ HANGING = """
 import importlib, os, threading
 from dualeval.cli import main
 if os.environ["RANK"] == "1":
-    # By its module's name: dualeval.cli.doctor itself is the command.
-    importlib.import_module("dualeval.cli.doctor")._try_backend = lambda *_: threading.Event().wait()
+    # By its module's name: dualeval.tools.doctor.command itself is the command.
+    importlib.import_module("dualeval.tools.doctor.command")._try_backend = lambda *_: threading.Event().wait()
 main(["doctor", "--limit-s", "12"])
 """
 

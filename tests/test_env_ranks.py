@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from dualeval.meetings.master import AtMaster
 from dualeval.world import World, place_by_hosts
+from dualeval.world.meetings.master import AtMaster
 from tests.conftest import ROOT, Finished, Launch
 from tests.requirements import MPI_WHEELS
 
@@ -190,7 +190,7 @@ def test_14_ranks_that_may_open_26_files_meet(launch: Launch) -> None:
 
 
 LONELY = """
-from dualeval import waiting
+from dualeval.world import waiting
 from dualeval.cli import main
 waiting.FIRST_WORD_S = 0.3
 main(["run", "--limit", "3"])

@@ -12,17 +12,17 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from dualeval import choices
-from dualeval.devices import connect
 from dualeval.engine import numerics, plan, recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder import journal, predictions, windows
 from dualeval.engine.options import NEW_FOLDER, RunOptions
 from dualeval.errors import ExactlyOnceError, UsageError
+from dualeval.options import choices
 from dualeval.result import Result
 from dualeval.tasks import Task
 from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.tiny import TinyTask
 
 

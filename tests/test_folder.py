@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder import folder as folder_module
@@ -28,6 +27,7 @@ from dualeval.engine.plan import MAX_CHUNKS, EvalPlan
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Status, read_status, write_text
 from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.conftest import Launch
 from tests.test_evaluator import evaluate
 from tests.tiny import TinyTask

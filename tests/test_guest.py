@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import dualeval
-from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.guest import Snapshot, as_it_was
@@ -28,6 +27,7 @@ from dualeval.engine.sharding.detect import check_sharded
 from dualeval.errors import BackendError, UsageError
 from dualeval.result import Result
 from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.conftest import ROOT, Launch
 from tests.guest_worker import TrainedTask, make_model
 from tests.launchers import needs, start

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dualeval.errors import DualevalError
-from dualeval.launch import horovod_build
-from dualeval.launch.horovod_build import (
+from dualeval.tools.horovod import build as horovod_build
+from dualeval.tools.horovod.build import (
     COMPILER_VARIABLES,
     EDITS,
     UNITY,

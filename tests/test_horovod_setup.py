@@ -20,8 +20,8 @@ from time import monotonic, sleep
 import pytest
 import torch
 
-from dualeval.launch import horovod_setup
-from dualeval.launch.horovod_setup import Wishes, cache_folder, excerpt, find, hint, place
+from dualeval.tools.horovod import setup as horovod_setup
+from dualeval.tools.horovod.setup import Wishes, cache_folder, excerpt, find, hint, place
 from tests.conftest import Launch
 from tests.horovod_bench import COMMAND, Bench, programs
 

@@ -18,7 +18,7 @@ from dualeval.data import files
 from dualeval.data.idx import IdxImages
 from dualeval.data.image_folder import ImageFolder
 from dualeval.errors import UsageError
-from dualeval.job import Job
+from dualeval.options.job import Job
 from dualeval.tasks.image_classification import ImageClassification
 from tests.test_evaluator import evaluate
 from tests.test_idx import fill, idx, write

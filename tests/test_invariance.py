@@ -16,10 +16,13 @@ from torch import Tensor, nn
 
 from dualeval import ModelTask
 from dualeval.cli import dualeval
-from dualeval.engine.invariance.computed import batches_of
-from dualeval.engine.invariance.diagnosis import diagnose, shapes_of
-from dualeval.engine.invariance.digests import RowHash, row_dimension, tensors_in
-from dualeval.engine.invariance.findings import (
+from dualeval.engine.options import RunOptions
+from dualeval.engine.row_hashes import RowHash, row_dimension, tensors_in
+from dualeval.errors import LaunchError, UsageError
+from dualeval.tasks import Task
+from dualeval.tools.invariance.computed import batches_of
+from dualeval.tools.invariance.diagnosis import diagnose, shapes_of
+from dualeval.tools.invariance.findings import (
     AFTER_MODEL,
     IN_BATCH,
     IN_MODULES,
@@ -28,10 +31,7 @@ from dualeval.engine.invariance.findings import (
     Diagnosis,
     ShapeDiagnosis,
 )
-from dualeval.engine.options import RunOptions
-from dualeval.errors import LaunchError, UsageError
-from dualeval.report.invariance import print_invariance
-from dualeval.tasks import Task
+from dualeval.tools.invariance.page import print_invariance
 from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
@@ -135,7 +135,7 @@ def test_a_row_s_hash_has_all_its_bits(dtype: torch.dtype, monkeypatch: pytest.M
     moved_rows = RowHash().rows(values.movedim(0, 2)[:, :, [3, 1]], 2)
     assert moved_rows is not None
     assert moved_rows.tolist() == hashes[[3, 1]].tolist()
-    monkeypatch.setattr("dualeval.engine.invariance.digests._WORDS_AT_ONCE", 20)
+    monkeypatch.setattr("dualeval.engine.row_hashes._WORDS_AT_ONCE", 20)
     again = RowHash().rows(values, 0)
     assert again is not None
     assert again.tolist() == hashes.tolist()
@@ -350,7 +350,7 @@ def test_a_fused_path_that_hooks_switch_off() -> None:
 
 
 def test_a_compiled_model_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualeval.engine.invariance.diagnosis.is_compiled", lambda model: True)
+    monkeypatch.setattr("dualeval.tools.invariance.diagnosis.is_compiled", lambda model: True)
     found = shapes(diagnosed(task_of(Guilty())))
     assert (found[1].cause, found[1].modules) == (ONE_PROGRAM, ())
 

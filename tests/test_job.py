@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dualeval.errors import EXIT_USAGE, UsageError
-from dualeval.job import COMMON, Job
-from dualeval.plugins import task_kind
+from dualeval.options.job import COMMON, Job
+from dualeval.options.plugins import task_kind
 
 FILE = """
 model = "resnet18"

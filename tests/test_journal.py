@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dualeval.columns import values_of
-from dualeval.devices import connect
 from dualeval.engine.folder import collecting
 from dualeval.engine.folder.collecting import collect_files, errors_of
 from dualeval.engine.folder.journal import (
@@ -19,6 +18,7 @@ from dualeval.engine.folder.journal import (
 from dualeval.engine.plan import EvalPlan
 from dualeval.errors import DualevalError
 from dualeval.world import World
+from dualeval.world.devices import connect
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from dualeval.devices import connect
 from dualeval.engine import rounds
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.conftest import ROOT, Finished, Launch
 from tests.launchers import start
 from tests.lockstep_worker import ShardedTask

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dualeval.backends.horovod import serve_rendezvous
-from dualeval.network import LOOPBACK
+from dualeval.world.network import LOOPBACK
 from tests.conftest import ROOT, Launch
 from tests.control_ranks import fail_in_the_middle, on_many_ranks, stop_all
 from tests.faults import LOADED_S

@@ -23,10 +23,10 @@ from dualeval.errors import DualevalError, UsageError
 from dualeval.models import classifiers
 from dualeval.models.sources import Loading, WeightsSource, weights_of_file
 from dualeval.models.weights import OtherClasses
+from dualeval.models.weights_name import model_beside
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.image_classification_options import ImageClassificationOptions
 from dualeval.vision_library import torchvision
-from dualeval.weights_name import model_beside
 from tests.conftest import Launch, working_module
 from tests.test_late_building import check_same, is_late
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from dualeval import network
 from dualeval.errors import BackendError
-from dualeval.meetings import address as at_address
-from dualeval.meetings.address import come_to_meeting, meeting
-from dualeval.network import (
+from dualeval.world import World, network
+from dualeval.world.meetings import address as at_address
+from dualeval.world.meetings.address import come_to_meeting, meeting
+from dualeval.world.network import (
     LOOPBACK,
     at,
     interface_of,
@@ -27,7 +27,6 @@ from dualeval.network import (
     own_address_towards,
     reach,
 )
-from dualeval.world import World
 
 # The only other rank, on a node of its own.
 OTHER = World(

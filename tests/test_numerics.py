@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import dualeval
-from dualeval.devices import connect
 from dualeval.engine import numerics
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
@@ -23,6 +22,7 @@ from dualeval.engine.options import RunOptions
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.conftest import Launch
 from tests.tiny import TinyTask
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from dualeval.errors import UsageError
-from dualeval.option_fields import (
+from dualeval.options.fields import (
     OptionField,
     as_json,
     check_fields,

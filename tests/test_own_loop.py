@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.own_loop import OwnLoop
 from dualeval.errors import UsageError
 from dualeval.metrics import Mean
 from dualeval.result import Result, read_status
 from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.conftest import ROOT, Launch
 from tests.launchers import start
 from tests.own_loop_worker import SAMPLES, make_data, make_model, observed, own_loop

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from dualeval.cli import dualeval
-from dualeval.job import Job
+from dualeval.options.job import Job
 from tests.conftest import Finished, Launch
 
 DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]

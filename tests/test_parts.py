@@ -28,10 +28,10 @@ from dualeval.engine.parts import drawn
 from dualeval.engine.plan import EvalPlan
 from dualeval.engine.rescoring import rescore
 from dualeval.errors import ExactlyOnceError, UsageError
-from dualeval.job import Job
 from dualeval.metrics import Mean
 from dualeval.metrics.classification import classification_metric
 from dualeval.metrics.intervals import wilson_interval
+from dualeval.options.job import Job
 from dualeval.report.table import print_result
 from dualeval.result import Result, described_part
 from dualeval.tasks.image_classification import ImageClassification

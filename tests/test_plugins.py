@@ -13,12 +13,12 @@ from click.testing import CliRunner
 
 from dualeval.cli import dualeval
 from dualeval.errors import EXIT_USAGE, LibraryError, UsageError
-from dualeval.job import Job
 from dualeval.metrics import split_by_kind
 from dualeval.metrics.by_name import chosen_metrics
 from dualeval.metrics.classification import BY_NAME, classification_metric
-from dualeval.option_fields import check_fields, fields_of
-from dualeval.plugins import BUILT_IN, SCORED, TASKS, made_task, task_kind
+from dualeval.options.fields import check_fields, fields_of
+from dualeval.options.job import Job
+from dualeval.options.plugins import BUILT_IN, SCORED, TASKS, made_task, task_kind
 from dualeval.vision_library import torchvision
 from tests.conftest import ROOT
 

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualeval
-from dualeval.choices import CHANNELS_LAST, CONTIGUOUS, LAYOUTS
 from dualeval.engine import compute, numerics
 from dualeval.engine.layouts import converter, layout_of
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import check_model, prepare
 from dualeval.errors import UsageError
-from dualeval.job import Job
 from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.options.choices import CHANNELS_LAST, CONTIGUOUS, LAYOUTS
+from dualeval.options.job import Job
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
 from tests.tiny import TinyTask

@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from dualeval import waiting
 from dualeval.backends import horovod, rendezvous
 from dualeval.backends.horovod import gloo_variables
 from dualeval.errors import BackendError
-from dualeval.meetings import master
-from dualeval.meetings.horovodrun import AtHorovodrun
-from dualeval.meetings.master import AtMaster, AtTorchrun
-from dualeval.network import LOOPBACK
-from dualeval.store import names_of_absent
-from dualeval.world import World
+from dualeval.world import World, waiting
+from dualeval.world.meetings import master
+from dualeval.world.meetings.horovodrun import AtHorovodrun
+from dualeval.world.meetings.master import AtMaster, AtTorchrun
+from dualeval.world.network import LOOPBACK
+from dualeval.world.store import names_of_absent
 
 
 def world_of(rank: int, node_sizes: tuple[int, ...]) -> World:

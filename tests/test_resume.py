@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualeval.devices import connect
 from dualeval.engine import recorder
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
@@ -23,6 +22,7 @@ from dualeval.engine.options import NEW_FOLDER, RunOptions
 from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Result, Status, read_status
 from dualeval.world import Meeting, World
+from dualeval.world.devices import connect
 from tests.test_evaluator import evaluate, rows
 from tests.tiny import TinyTask
 

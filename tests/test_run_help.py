@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from dualeval.cli import dualeval
-from dualeval.job import COMMON
-from dualeval.plugins import SCORED, TASKS, scored_kind, task_kind
+from dualeval.options.job import COMMON
+from dualeval.options.plugins import SCORED, TASKS, scored_kind, task_kind
 from tests.conftest import Launch
 
 GROUPS = ["Model:", "Data:", "Run:", "Launch:"]

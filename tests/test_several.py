@@ -28,11 +28,11 @@ from dualeval.data.class_folders import class_folders
 from dualeval.data.files import digest_of_file
 from dualeval.engine import evaluation_mode, evaluator
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
-from dualeval.job import Job
+from dualeval.options.job import Job
+from dualeval.options.several import TABLES, candidates_of, expanded, found_models, is_several, names_of
 from dualeval.report.loggers.targets import of_model, targets_of
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import MODELS, Result, read_result
-from dualeval.several import TABLES, candidates_of, expanded, found_models, is_several, names_of
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch
 from tests.launchers import needs

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualeval.errors import UsageError
-from dualeval.launch.sbatch import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
 from dualeval.result import Status
+from dualeval.tools.submit.sbatch import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
 from tests.conftest import ROOT, Finished, Launch
 
 COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")

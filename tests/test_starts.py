@@ -11,7 +11,7 @@ from dualeval.errors import UsageError
 from dualeval.launch.launchers import WAYS
 from dualeval.launch.site import Libraries, Node, Site, default_ranks, spread
 from dualeval.launch.starts import child_environ, choose_ways, may_start_ranks, start_words, why_not
-from dualeval.launch.trials import command_of, plan_trials
+from dualeval.tools.conformance.trials import command_of, plan_trials
 from dualeval.world import World
 
 PROGRAMS = {name: name for name in ("torchrun", "horovodrun", "mpirun", "srun", "ssh")}

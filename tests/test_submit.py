@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dualeval.cli.submit import submit
 from dualeval.errors import EXIT_USAGE, DualevalError, LaunchError, UsageError
-from dualeval.launch.sbatch import SlurmJob, directives, sbatch_text
+from dualeval.tools.submit.command import submit
+from dualeval.tools.submit.sbatch import SlurmJob, directives, sbatch_text
 from tests.conftest import BIN, Launch
 
 STUB = """\

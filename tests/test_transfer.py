@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
-from dualeval.devices import connect
 from dualeval.engine import accelerator
 from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.control.plane import open_control_plane
@@ -29,6 +28,7 @@ from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.tasks import Task
 from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.played_device import Played, PlayedTask
 from tests.tiny import TinyTask
 

@@ -17,8 +17,8 @@ from typing import IO
 import pytest
 
 from dualeval import waiting as module
-from dualeval.waiting import name_ranks, not_come, waiting
 from dualeval.world import World
+from dualeval.world.waiting import name_ranks, not_come, waiting
 from tests.conftest import ROOT, Launch
 from tests.launchers import needs, start
 

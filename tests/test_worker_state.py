@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualeval.devices import connect
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.feed import Feed, Reader
@@ -23,6 +22,7 @@ from dualeval.engine.worker_state import unpack
 from dualeval.errors import UsageError
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.world import World
+from dualeval.world.devices import connect
 from tests.conftest import Launch
 from tests.tiny import TinyTask
 

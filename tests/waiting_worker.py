@@ -16,12 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dualeval import waiting
-from dualeval.devices import connect, take_cores
 from dualeval.engine.control import plane as control
 from dualeval.engine.control.plane import open_control_plane
 from dualeval.launch import detect
-from dualeval.store import join_store
+from dualeval.world import waiting
+from dualeval.world.devices import connect, take_cores
+from dualeval.world.store import join_store
 
 LIMIT_S = 30.0
 

@@ -17,16 +17,11 @@ from typing import NoReturn
 import click
 
 from dualeval import __version__, process_start
-from dualeval.cli.bench import bench
 from dualeval.cli.compare import compare
-from dualeval.cli.conformance import conformance
-from dualeval.cli.doctor import doctor
 from dualeval.cli.export import export
 from dualeval.cli.listing import list_names
 from dualeval.cli.run import run
 from dualeval.cli.score import score
-from dualeval.cli.setup_horovod import setup_horovod
-from dualeval.cli.submit import submit
 from dualeval.cli.verify import verify
 from dualeval.errors import (
     EXIT_DONE,
@@ -40,6 +35,11 @@ from dualeval.errors import (
 )
 from dualeval.launch import detect
 from dualeval.own_code import wants_debug
+from dualeval.tools.bench.command import bench
+from dualeval.tools.conformance.command import conformance
+from dualeval.tools.doctor.command import doctor
+from dualeval.tools.horovod.command import setup_horovod
+from dualeval.tools.submit.command import submit
 from dualeval.world import World
 
 _HEAD_START_S = 1.0

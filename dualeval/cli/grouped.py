@@ -12,7 +12,7 @@ from typing import Any, Literal
 import click
 from click.shell_completion import CompletionItem
 
-from dualeval.option_fields import Given, OptionField
+from dualeval.options.fields import Given, OptionField
 from dualeval.wording import refuse_url
 
 _WIDTH = 110

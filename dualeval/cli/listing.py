@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import click
 
 from dualeval.errors import DualevalError, text_of
-from dualeval.plugins import (
+from dualeval.options.plugins import (
     BUILT_IN,
     METRIC_GROUP,
     TASK_GROUP,

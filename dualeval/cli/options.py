@@ -10,7 +10,7 @@ import click
 
 from dualeval.cli.grouped import grouped
 from dualeval.errors import EXIT_DONE, DualevalError
-from dualeval.job import LAUNCH
+from dualeval.options.job import LAUNCH
 from dualeval.process_start import end_with, unwritten
 
 if TYPE_CHECKING:

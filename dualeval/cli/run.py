@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualeval.choices import SCHEDULES, check_choice, check_sharding
 from dualeval.cli import options
 from dualeval.cli.grouped import PATH, Words, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, jobs_of, task_flags
@@ -21,15 +20,16 @@ from dualeval.engine.options import check_timeout
 from dualeval.engine.session import Session
 from dualeval.engine.signals import numbers_of
 from dualeval.errors import EXIT_DONE
-from dualeval.job import DATA, LAUNCH, MODEL, RUN, Job, owners_of, start_of
 from dualeval.launch import examine
 from dualeval.launch.cores import own_cores, share_of_cores
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.launch.starts import may_start_ranks
+from dualeval.options.choices import SCHEDULES, check_choice, check_sharding
+from dualeval.options.job import DATA, LAUNCH, MODEL, RUN, Job, owners_of, start_of
+from dualeval.options.several import is_several
 from dualeval.process_start import DEFAULT_SIGNALS
 from dualeval.report.loggers.targets import Target, check_installed, counted_from, targets_of
 from dualeval.result import json_text
-from dualeval.several import is_several
 from dualeval.world import World
 
 if TYPE_CHECKING:
@@ -231,7 +231,6 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     import torch
 
     from dualeval.backends import check_mesh, choose_backend
-    from dualeval.devices import device_here
     from dualeval.engine import numerics
     from dualeval.engine.evaluation_mode import set_evaluation_mode
     from dualeval.engine.evaluator import automatic_workers
@@ -240,8 +239,9 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
     from dualeval.engine.samples import as_dataset
     from dualeval.engine.sharding.parameters import check_device
     from dualeval.engine.trial import check_names
-    from dualeval.local_ranks import last_rank
     from dualeval.metrics.by_name import chosen_metrics
+    from dualeval.world.devices import device_here
+    from dualeval.world.local_ranks import last_rank
 
     # What every rank would find here.
     last = world if nproc is None else last_rank(nproc, world, invocation.backend)
@@ -291,7 +291,7 @@ def _start_ranks(
     nproc: int, world: World, job: Job, invocation: _Invocation, arguments: Sequence[str]
 ) -> int:
     """Start this same command, less --nproc, as ``nproc`` ranks of torchrun's or horovodrun's kind."""
-    from dualeval.local_ranks import last_rank, start_ranks
+    from dualeval.world.local_ranks import last_rank, start_ranks
 
     last = last_rank(nproc, world, invocation.backend)
     main_file = Path(__file__).resolve().parent.parent / "__main__.py"

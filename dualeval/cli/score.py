@@ -13,10 +13,10 @@ import click
 from dualeval.cli import options
 from dualeval.cli.grouped import PATH, GroupedCommand, Words, flag_for, grouped, with_flag
 from dualeval.errors import EXIT_DONE, LaunchError, UsageError
-from dualeval.job import COMMON
 from dualeval.launch import examine
-from dualeval.option_fields import Given, as_json
-from dualeval.plugins import SCORED, made_task, scored_kind
+from dualeval.options.fields import Given, as_json
+from dualeval.options.job import COMMON
+from dualeval.options.plugins import SCORED, made_task, scored_kind
 from dualeval.result import JOB, PREDICTIONS, RESULT, STATUS, write_text
 
 # The kinds of evaluation whose answers can be had as a file.

@@ -16,15 +16,15 @@ import click
 from dualeval.data.cache import DataCache
 from dualeval.engine.ending import say
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError, text_of
+from dualeval.options.several import TABLES, Candidate, candidates_of, fingerprint_of, found_models
 from dualeval.process_start import unwritten
 from dualeval.report.models_table import DONE, FAILED, ModelRow, ModelsTable
 from dualeval.result import JOB, RESULT, STATUS, json_text, sha256_of_json, write_text
-from dualeval.several import TABLES, Candidate, candidates_of, fingerprint_of, found_models
 
 if TYPE_CHECKING:
     from dualeval.engine.folder.lease import KeptLease
     from dualeval.engine.session import Session
-    from dualeval.job import Job
+    from dualeval.options.job import Job
     from dualeval.report.loggers.targets import Target
     from dualeval.result import Result
 

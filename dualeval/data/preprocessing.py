@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dualeval.choices import check_choice, check_count, check_mean, check_std
 from dualeval.errors import UsageError, with_type
+from dualeval.options.choices import check_choice, check_count, check_mean, check_std
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 CHANNELS = (1, 3)

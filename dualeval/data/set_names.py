@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualeval.choices import check_choice
 from dualeval.errors import UsageError
+from dualeval.options.choices import check_choice
 
 IMAGENET = "ImageNet"
 # By torchvision's names: the splits, the first of them where none is asked for.

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from dualeval.choices import CONTIGUOUS
 from dualeval.engine.accelerator import accelerator_of
 from dualeval.engine.numerics_probe import numeric_bits
 from dualeval.errors import UsageError
+from dualeval.options.choices import CONTIGUOUS
 
 # What every run computes with; a task names what else its results depend on.
 _LIBRARIES = ("dualeval", "torch", "numpy")

@@ -23,7 +23,7 @@ from dualeval.engine import numerics
 from dualeval.engine.accelerator import accelerator_of, is_out_of_memory
 from dualeval.engine.transfer import Columns, Downloads, Pending
 from dualeval.errors import UsageError
-from dualeval.model_errors import why_model_failed
+from dualeval.models.model_errors import why_model_failed
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task

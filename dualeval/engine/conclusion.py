@@ -30,7 +30,7 @@ from dualeval.errors import (
     text_of,
     with_type,
 )
-from dualeval.store import limit_for
+from dualeval.world.store import limit_for
 
 # Until rank 0 waits no longer for what the others have saved, and these no longer for rank 0 to write that
 # down. Every rank has ended before 5 s, of up to a thousand (``limit_for``).

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dualeval.choices import LOCKSTEP
 from dualeval.engine import numerics
 from dualeval.engine.context import RunContext, Show
 from dualeval.engine.control.plane import ControlPlane
@@ -35,6 +34,7 @@ from dualeval.engine.sharding.parameters import check_device
 from dualeval.engine.sharding.torch_fsdp import check_torch
 from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
+from dualeval.options.choices import LOCKSTEP
 from dualeval.result import Result
 from dualeval.tasks import Dataset, Task
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from dualeval.choices import COMPILE
 from dualeval.columns import Rows, to_rows
 from dualeval.engine.compute import Compute, copy_sharing_tensors
 from dualeval.engine.context import RunContext
@@ -30,6 +29,7 @@ from dualeval.engine.progress import Stage
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.transfer import Pending
 from dualeval.errors import DualevalError, with_type
+from dualeval.options.choices import COMPILE
 from dualeval.tasks import Dataset, Task
 
 # Samples that show which columns there are; and batches that are tried for some that can be read.

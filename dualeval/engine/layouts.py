@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualeval.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
 from dualeval.columns import Ragged
 from dualeval.engine.sharding.detect import class_of, is_sharded
 from dualeval.errors import UsageError, text_of, with_type
+from dualeval.options.choices import AUTO, CHANNELS_LAST, CONTIGUOUS
 
 # Of a weight of a convolution in two dimensions: channels out, channels in, height, width; and of images.
 _IMAGE_DIMENSIONS = 4

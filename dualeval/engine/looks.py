@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dualeval.choices import COMPILE
 from dualeval.columns import Column
 from dualeval.engine.compute import Compute, is_compiled, usable_threads
 from dualeval.engine.guest import Generators, Snapshot
 from dualeval.engine.identity.hasher import digest_of
-from dualeval.engine.invariance.modules import Watch
 from dualeval.engine.kept import Kept
 from dualeval.engine.loop import Evaluation, read_alone
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.sharding.detect import is_sharded
+from dualeval.engine.watched_modules import Watch
 from dualeval.errors import DualevalError, with_type
+from dualeval.options.choices import COMPILE
 
 if TYPE_CHECKING:
     from dualeval.tasks import Task

@@ -9,7 +9,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from dualeval.choices import (
+from dualeval.errors import UsageError
+from dualeval.options.choices import (
     LAYOUTS,
     ON_ERROR,
     OPTIMIZATIONS,
@@ -23,7 +24,6 @@ from dualeval.choices import (
     check_preparation,
     check_sharding,
 )
-from dualeval.errors import UsageError
 from dualeval.wording import did_you_mean
 
 _LEAST_TIMEOUT_S = 1.0

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dualeval.choices import AUTO, LOCKSTEP, check_kind
 from dualeval.columns import Column, Ragged, as_column, host_columns, of_parts, parts_of, to_rows
 from dualeval.engine import numerics
 from dualeval.engine.context import RunContext
@@ -29,6 +28,7 @@ from dualeval.engine.samples import Samples, check_samples, wrap
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
+from dualeval.options.choices import AUTO, LOCKSTEP, check_kind
 from dualeval.result import Result
 
 _HOST = torch.device("cpu")

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from dualeval.choices import CHANNELS_LAST, COMPILE, FOLD
 from dualeval.engine import numerics
 from dualeval.engine.folding import fold
 from dualeval.engine.layouts import converter, fixed_part, is_changeable, layout_of
@@ -25,6 +24,7 @@ from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.sharding.reads import NOT_GATHERED
 from dualeval.errors import UsageError, text_of, with_type
+from dualeval.options.choices import CHANNELS_LAST, COMPILE, FOLD
 
 _Convert = Callable[[Tensor], Tensor]
 

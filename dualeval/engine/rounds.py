@@ -17,7 +17,6 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import nn
 
-from dualeval.choices import DYNAMIC, LOCKSTEP
 from dualeval.columns import Rows
 from dualeval.engine.compute import Compute
 from dualeval.engine.context import RunContext
@@ -33,6 +32,7 @@ from dualeval.engine.replay import StoredBatch
 from dualeval.engine.sharding.detect import check_sharded, is_sharded
 from dualeval.engine.transfer import Pending
 from dualeval.errors import BackendError, PeerError, Stopped, UsageError
+from dualeval.options.choices import DYNAMIC, LOCKSTEP
 
 # Gives the kept columns of a batch, and its samples that could not be read.
 EvaluatesBatch: TypeAlias = Callable[[range], tuple[dict[str, Rows], tuple[FailedSample, ...]]]

@@ -242,9 +242,9 @@ class Session:
         import torch
 
         from dualeval.backends import choose_backend, connect
-        from dualeval.devices import check_name, take_cores, take_device
         from dualeval.engine.conclusion import Conclusion
         from dualeval.engine.control.plane import open_control_plane
+        from dualeval.world.devices import check_name, take_cores, take_device
 
         name = self._backend_name or caller
         choose_backend(name, world)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from dualeval.engine.feed import FailedSample, Feed, Reader
 from dualeval.engine.storages import own_storages, sample_bytes
 from dualeval.errors import UsageError
-from dualeval.network import host_identity
 from dualeval.tasks import Dataset, Task
+from dualeval.world.network import host_identity
 
 SHARED_MEMORY = Path("/dev/shm")
 # The locks of its queues, each a page there, and what the tensors of a batch leave of their last pages.

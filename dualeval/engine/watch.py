@@ -26,7 +26,7 @@ from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
 from dualeval.errors import EXIT_DONE, DualevalError, Stopped, message_of
 from dualeval.result import STATUS
-from dualeval.store import limit_for
+from dualeval.world.store import limit_for
 
 # Seconds from a signal, or from the news of a failure, until the main thread is waited for no longer.
 GRACE_S = 3.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from dualeval.errors import UsageError
 from dualeval.metrics.metric import Metric, RowMetric
-from dualeval.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
+from dualeval.options.plugins import METRIC_GROUP, entry_points_of, is_metric_of_no_task, plugin_metric
 from dualeval.wording import nearest
 
 # The columns of NonfiniteLogits, whose module imports torch.

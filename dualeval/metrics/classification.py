@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dualeval.choices import check_kind
 from dualeval.errors import UsageError
 from dualeval.metrics.confusion import NO_CLASS, Confusion, PrecisionRecall
 from dualeval.metrics.described import FRACTION, Described
@@ -40,6 +39,7 @@ from dualeval.metrics.means import Mean
 from dualeval.metrics.metric import Measured, Metric, RowMetric
 from dualeval.metrics.ordering import order_keys_in_place
 from dualeval.metrics.scores import Score
+from dualeval.options.choices import check_kind
 from dualeval.wording import nearest
 
 # Columns of shape (samples, num_classes), float32: they are large, and few metrics read them.

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dualeval.choices import check_kind
 from dualeval.columns import Ragged, Text
 from dualeval.errors import UsageError
 from dualeval.metrics.described import FRACTION, direction
 from dualeval.metrics.metric import Measured, Value
+from dualeval.options.choices import check_kind
 
 NO_CLASS = -1  # the predicted class of a sample with a NaN logit
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from dualeval.choices import check_kind
 from dualeval.metrics.metric import Measured, Value
 from dualeval.metrics.scores import Score
+from dualeval.options.choices import check_kind
 
 FRACTION = "fraction"
 PERCENT = "percent"

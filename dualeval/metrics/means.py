@@ -10,7 +10,6 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from dualeval.choices import check_choice
 from dualeval.errors import UsageError
 from dualeval.metrics.described import FRACTION, Described
 from dualeval.metrics.exact import (
@@ -37,6 +36,7 @@ from dualeval.metrics.intervals import (
 from dualeval.metrics.metric import Measured
 from dualeval.metrics.moments import Moments, Sums, finite_of, numbers_of
 from dualeval.metrics.scores import Score
+from dualeval.options.choices import check_choice
 
 _COUNT_LIMBS = 3
 

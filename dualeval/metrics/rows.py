@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy.typing as npt
 
-from dualeval.choices import check_kind
 from dualeval.errors import UsageError
 from dualeval.metrics.described import direction
 from dualeval.metrics.metric import Measured
+from dualeval.options.choices import check_kind
 
 _EXAMPLE = 'Rows(r2_score, ["target", "prediction"])'
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualeval.choices import check_choice
 from dualeval.errors import UsageError
 from dualeval.metrics.intervals import TRANSFORMS
+from dualeval.options.choices import check_choice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dualeval.errors import DualevalError
-from dualeval.model_errors import first_line
 from dualeval.models.checkpoints.late import LateTensor, NoValues
+from dualeval.models.model_errors import first_line
 from dualeval.models.plain_values import differing, tensors_and_devices
 
 _LISTED_AT_MOST = 3

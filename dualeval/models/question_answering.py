@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from dualeval.data.windows import TokenizerFacts
 from dualeval.errors import UsageError
-from dualeval.model_errors import first_line
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.late_building import NotLate, is_building
+from dualeval.models.model_errors import first_line
 from dualeval.models.transformers_folder import (
     CONFIG,
     LOCAL,

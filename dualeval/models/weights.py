@@ -18,7 +18,7 @@ from dualeval.models.extra_state import is_read
 from dualeval.models.late_building import prepare_to_load
 from dualeval.models.prefixes import prefixes_that_fit, take_prefix, unwrap_for
 from dualeval.models.tied import are_equal, with_tied_names
-from dualeval.weights_name import is_published_name
+from dualeval.models.weights_name import is_published_name
 
 _LISTED_AT_MOST = 8
 _RANDOM = "random:"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualeval.option_fields import option
+from dualeval.options.fields import option
 
 if TYPE_CHECKING:
     from dualeval.tasks.given_answers import GivenAnswers

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dualeval.choices import CLASS_ORDERS, DATA_FINGERPRINTS, SPLITS, check_mean, check_std
 from dualeval.data.class_folders import check_folder
 from dualeval.data.set_names import data_beside
 from dualeval.errors import UsageError
-from dualeval.option_fields import check_fields, option
-from dualeval.weights_name import (
+from dualeval.models.weights_name import (
     check_weights_file,
     function_beside,
     is_path_of_weights,
     is_published_name,
     model_beside,
 )
+from dualeval.options.choices import CLASS_ORDERS, DATA_FINGERPRINTS, SPLITS, check_mean, check_std
+from dualeval.options.fields import check_fields, option
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache

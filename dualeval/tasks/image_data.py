@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualeval.choices import SPLITS, check_choice
 from dualeval.data.idx import SPLITS as IDX_SPLITS
 from dualeval.data.idx import IdxImages
 from dualeval.data.labels import indices_of_classes
@@ -18,6 +17,7 @@ from dualeval.data.set_names import IMAGENET, named_set
 from dualeval.data.small_images import SmallImages
 from dualeval.data.wnids import imagenet_wnids
 from dualeval.errors import UsageError
+from dualeval.options.choices import SPLITS, check_choice
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dualeval.choices import CLASS_ORDERS, check_choice
 from dualeval.data.class_map import read_class_map
 from dualeval.data.labels import KnownClasses, Labels, are_wnids, check_indices, choose_labels
 from dualeval.data.wnids import imagenet_wnids
 from dualeval.errors import UsageError
 from dualeval.models import published
+from dualeval.options.choices import CLASS_ORDERS, check_choice
 
 
 class FolderLabels:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.errors import DualevalError, UsageError
-from dualeval.model_errors import channels_of, first_line, floating_dtypes
+from dualeval.models.model_errors import channels_of, first_line, floating_dtypes
 from dualeval.own_code import is_raised_by_own_code
 from dualeval.tasks.refusals import described, tensors_in
 

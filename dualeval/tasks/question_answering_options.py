@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from dualeval.option_fields import check_fields, option
-from dualeval.weights_name import is_path_of_weights
+from dualeval.models.weights_name import is_path_of_weights
+from dualeval.options.fields import check_fields, option
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache

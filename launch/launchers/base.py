@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from dualeval.errors import LaunchError
 from dualeval.launch.site import Site
-from dualeval.meetings.mpi import OverMpi
 from dualeval.world import Meeting, World
+from dualeval.world.meetings.mpi import OverMpi
 
 # torchrun's names are those of other tools and shells, too. This one it alone sets.
 MARK_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"

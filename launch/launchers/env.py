@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dualeval.launch.launchers.base import Environment, ExitCodes, Launcher
-from dualeval.meetings.master import AtMaster
 from dualeval.world import World
+from dualeval.world.meetings.master import AtMaster
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPTIONAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")

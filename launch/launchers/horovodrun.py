@@ -8,8 +8,8 @@ from dataclasses import replace
 from dualeval.launch.launchers.base import Environment, ExitCodes, Launcher, Way
 from dualeval.launch.launchers.slurm import under_srun
 from dualeval.launch.site import Site
-from dualeval.meetings.horovodrun import AtHorovodrun
 from dualeval.world import World
+from dualeval.world.meetings.horovodrun import AtHorovodrun
 
 _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 

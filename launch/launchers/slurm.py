@@ -9,8 +9,8 @@ from dataclasses import replace
 from dualeval.launch.hostlist import expand_hosts, expand_tasks, node_addresses, order_by_component
 from dualeval.launch.launchers.base import Environment, ExitCodes, Launcher, Way
 from dualeval.launch.site import Site
-from dualeval.meetings.address import AtAddress
 from dualeval.world import World
+from dualeval.world.meetings.address import AtAddress
 
 _SIZE, _TASKS = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"
 # Slurm numbers from here on what is no step of tasks: a batch script, an salloc shell on a node.

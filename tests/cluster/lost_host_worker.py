@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from dualeval.cli import main
-from dualeval.meetings import address
+from dualeval.world.meetings import address
 
 if __name__ == "__main__":
     address._UNREACHABLE_S = 1.0

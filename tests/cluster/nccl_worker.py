@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from dualeval.devices import connect
 from dualeval.launch import detect
+from dualeval.world.devices import connect
 
 NAME = "NCCL_SOCKET_IFNAME"
 

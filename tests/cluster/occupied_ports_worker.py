@@ -15,7 +15,7 @@ import threading
 from contextlib import ExitStack
 
 from dualeval.launch import detect
-from dualeval.meetings.address import AtAddress
+from dualeval.world.meetings.address import AtAddress
 
 # What the first rank of the step is going to find, but for the job's own number.
 STEP = {

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dualeval import network
-from dualeval.meetings import address
+from dualeval.world import network
+from dualeval.world.meetings import address
 from tests.cluster.hosts import Cluster
 from tests.conftest import ROOT, Finished, Launch
 from tests.test_waiting import WORKER, read_until

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from dualeval.backends import base
 from dualeval.backends.base import BYTE_TYPES, OPS, WIRE_TYPES, Op
-from dualeval.devices import connect
 from dualeval.errors import BackendError
 from dualeval.launch.launchers import BACKENDS
+from dualeval.world.devices import connect
 from tests.contract.bench import (
     SHAPES,
     Bench,

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dualeval.devices import connect
 from dualeval.launch import detect
+from dualeval.world.devices import connect
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ import os
 import traceback
 from pathlib import Path
 
-from dualeval.devices import connect
 from dualeval.launch import detect
+from dualeval.world.devices import connect
 from tests.contract.bench import Bench
 from tests.contract.checks import CHECKS
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dualeval.engine.progress import Progress, described
-from dualeval.network import host_identity
+from dualeval.world.network import host_identity
 
 # In place of the heartbeat of a rank that has left.
 LEFT = "left"

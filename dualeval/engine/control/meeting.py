@@ -17,7 +17,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from dualeval.engine.control.heartbeat import Name
 from dualeval.engine.control.verdict import Verdict, propose
 from dualeval.errors import EXIT_FAILED, PeerError
-from dualeval.store import limit_for, names_of_absent, pause_for
+from dualeval.world.store import limit_for, names_of_absent, pause_for
 
 _SPEAK_WITHIN_S = 3.0
 _SHORTEST_PAUSE_S = 0.001

@@ -12,7 +12,7 @@ from typing import Literal
 
 from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name
 from dualeval.engine.ending import say
-from dualeval.store import limit_for
+from dualeval.world.store import limit_for
 
 # A rank may be there for as long as the others, or its caller, need.
 IDLE = "idle"

@@ -28,9 +28,9 @@ from dualeval.engine.control.tally import Tally
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict
 from dualeval.engine.progress import Progress
 from dualeval.errors import DualevalError, LaunchError, PeerError, Stopped
-from dualeval.network import at
-from dualeval.store import join_store, limit_for, pause_for, serve_store
-from dualeval.waiting import CONNECTED, STARTED, waiting
+from dualeval.world.network import at
+from dualeval.world.store import join_store, limit_for, pause_for, serve_store
+from dualeval.world.waiting import CONNECTED, STARTED, waiting
 
 if TYPE_CHECKING:
     from dualeval.backends.base import Backend

@@ -19,7 +19,7 @@ from dualeval.errors import UsageError
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.late_building import late_or_whole
 from dualeval.models.weights import LoadedWeights, load_state_dict, seed_of
-from dualeval.weights_name import check_weights_file, is_published_name
+from dualeval.models.weights_name import check_weights_file, is_published_name
 
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 

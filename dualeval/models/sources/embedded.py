@@ -15,7 +15,7 @@ from dualeval.models.sources import (
     refuse_arguments,
     weights_of_file,
 )
-from dualeval.weights_name import is_published_name
+from dualeval.models.weights_name import is_published_name
 
 EMBEDDED = "fashion-cnn"
 

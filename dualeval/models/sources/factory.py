@@ -16,8 +16,8 @@ from torch import nn
 from dualeval.errors import UsageError
 from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource, weights_of_file
 from dualeval.models.sources.processors import preprocessing_beside
+from dualeval.models.weights_name import is_published_name
 from dualeval.own_code import importable
-from dualeval.weights_name import is_published_name
 from dualeval.wording import nearest
 
 _LISTED_AT_MOST = 8

@@ -10,7 +10,7 @@ from typing import Any
 
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
-from dualeval.model_errors import first_line
+from dualeval.models.model_errors import first_line
 from dualeval.models.transformers_folder import LOCAL, quiet, transformers_for
 
 PROCESSOR = "preprocessor_config.json"

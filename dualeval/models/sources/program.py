@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from dualeval.data.contents import what_it_is
 from dualeval.errors import UsageError
-from dualeval.model_errors import first_line
 from dualeval.models.checkpoints.places import check_records
 from dualeval.models.checkpoints.programs import SCRIPT, program_in
+from dualeval.models.model_errors import first_line
 from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, refuse_arguments
 from dualeval.models.sources.processors import preprocessing_beside
-from dualeval.weights_name import PROGRAM_SUFFIXES
+from dualeval.models.weights_name import PROGRAM_SUFFIXES
 
 # What works otherwise in training, and the place of the argument that says so.
 _MODES = {"batch_norm": 5, "instance_norm": 5, "dropout": 2, "native_dropout": 2, "alpha_dropout": 2}

@@ -19,8 +19,8 @@ from dualeval.models import published
 from dualeval.models.checkpoints import read_state_dict
 from dualeval.models.sources import NO_ARGUMENTS, Loading, ModelSource, WeightsSource, weights_of_file
 from dualeval.models.weights import OtherClasses
+from dualeval.models.weights_name import is_published_name
 from dualeval.vision_library import torchvision
-from dualeval.weights_name import is_published_name
 
 PREFIX = "timm:"
 _IMAGENET_CLASSES = 1000

@@ -12,9 +12,9 @@ from torch import nn
 from dualeval.data.labels import KnownClasses
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import UsageError
-from dualeval.model_errors import first_line
 from dualeval.models import published
 from dualeval.models.late_building import NotLate, is_building
+from dualeval.models.model_errors import first_line
 from dualeval.models.sources import (
     NO_ARGUMENTS,
     Loading,
@@ -36,7 +36,7 @@ from dualeval.models.transformers_folder import (
     transformers_for,
 )
 from dualeval.models.weights import OtherClasses
-from dualeval.weights_name import is_published_name
+from dualeval.models.weights_name import is_published_name
 
 PREFIX = "hf:"
 _WHAT = "--model hf:DIR"

@@ -14,8 +14,8 @@ from dualeval.errors import UsageError
 from dualeval.models import published
 from dualeval.models.sources import NO_ARGUMENTS, ModelSource, WeightsSource, weights_of_file
 from dualeval.models.sources.embedded import EMBEDDED
+from dualeval.models.weights_name import is_published_name
 from dualeval.vision_library import torchvision
-from dualeval.weights_name import is_published_name
 from dualeval.wording import nearest
 
 # torchvision's DenseNet files still have the names of its first version, denselayer1.norm.1 for .norm1.

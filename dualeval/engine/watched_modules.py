@@ -1,0 +1,198 @@
+"""Which modules of a model give rows other bits in another batch, though their inputs have the same bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from dualeval.engine.row_hashes import RowHash, row_dimension, tensors_in
+
+# A tensor of a call: the module's name, which call of it, "in" or "out", and where it is in there.
+Place = tuple[str, int, str, str]
+Shapes = Mapping[Place, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleDifference:
+    """A module that gives rows other bits, though their inputs have the same ones."""
+
+    # As in `named_modules`; "" is the model itself.
+    name: str
+    kind: str
+    # The largest number of rows of a batch of which this is so; of a tensor that holds parts of samples the
+    # number of these.
+    rows: int
+    # Number of rows in that batch.
+    of: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """How the modules of one batch differ from those of the batch of the job's shape."""
+
+    # Those with other outputs for the same inputs, in the order of their calls; of modules inside each other
+    # the innermost.
+    modules: tuple[ModuleDifference, ...]
+    # Number of modules without modules in them that differ as a consequence.
+    after: int
+    # The model's own inputs have other bits already.
+    inputs_differ: bool
+    # So have the model's outputs.
+    outputs_differ: bool
+    # Names of modules whose calls or tensors cannot be matched.
+    not_followed: tuple[str, ...]
+
+
+@dataclass
+class _Call:
+    name: str
+    number: int
+    parent: _Call | None
+    hashes: dict[tuple[str, str], npt.NDArray[np.int64] | None] = field(default_factory=dict)
+
+
+class Watch:
+    """Looks at every call of every module of a model: first at shapes, then at hashes of rows."""
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        # Programs take no hooks.
+        self._named = [
+            (name, module)
+            for name, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+        ]
+        self._kinds = {name: type(module).__name__ for name, module in self._named}
+        self._leaves = {name for name, module in self._named if not any(True for _ in module.children())}
+        self._rows = rows
+        self._hash = RowHash()
+        self._dimensions: dict[Place, int | None] = {}
+
+    @contextmanager
+    def shapes(self) -> Iterator[dict[Place, tuple[int, ...]]]:
+        """Collect the shapes of all tensors of the calls inside the context."""
+        found: dict[Place, tuple[int, ...]] = {}
+
+        def see(call: _Call, way: str, value: Any) -> None:
+            for path, tensor in tensors_in(value):
+                found[call.name, call.number, way, path] = tuple(tensor.shape)
+
+        with self._hooked(see):
+            yield found
+
+    def learn(self, own: Shapes, other: Shapes, other_rows: int) -> None:
+        """Find out in which dimension of each tensor the rows are."""
+        self._dimensions = {
+            place: row_dimension(shape, self._rows, other[place], other_rows)
+            for place, shape in own.items()
+            if place in other and len(other[place]) == len(shape)
+        }
+
+    @contextmanager
+    def hashes(self) -> Iterator[list[_Call]]:
+        """Collect hashes of the rows of all tensors of the calls inside the context, in their order."""
+        found: list[_Call] = []
+
+        def see(call: _Call, way: str, value: Any) -> None:
+            if way == "in":
+                found.append(call)
+            for path, tensor in tensors_in(value):
+                place = call.name, call.number, way, path
+                known = place in self._dimensions and tensor.ndim > (self._dimensions[place] or 0)
+                call.hashes[way, path] = self._hash.rows(tensor, self._dimensions[place]) if known else None
+
+        with self._hooked(see):
+            yield found
+
+    @contextmanager
+    def _hooked(self, see: Any) -> Iterator[None]:
+        numbers: Counter[str] = Counter()
+        under_way: list[_Call] = []
+
+        def before(name: str) -> Any:
+            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+                call = _Call(name, numbers[name], under_way[-1] if under_way else None)
+                numbers[name] += 1
+                under_way.append(call)
+                see(call, "in", (args, kwargs))
+
+            return hook
+
+        def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+            see(under_way.pop(), "out", outputs)
+
+        with ExitStack() as stack:
+            for name, module in self._named:
+                for handle in (
+                    module.register_forward_pre_hook(before(name), prepend=True, with_kwargs=True),
+                    module.register_forward_hook(after, with_kwargs=True),
+                ):
+                    stack.callback(handle.remove)
+            yield
+
+    def differences(self, own: Sequence[_Call], job: Sequence[_Call]) -> Differences:
+        """Compare the calls of a smaller batch with those of the job's batch."""
+        there = {(call.name, call.number): call for call in job}
+        culprits: dict[str, ModuleDifference] = {}
+        inside: set[int] = set()  # calls that have a culprit in them
+        differing, lost = set(), []
+        inputs_differ = outputs_differ = False
+        # The last call first: calls inside of a call come behind it.
+        for call in reversed(own):
+            beside = there.get((call.name, call.number))
+            if beside is None or call.hashes.keys() != beside.hashes.keys():
+                lost.append(call.name)
+                continue
+            if any(hashes is None for hashes in (*call.hashes.values(), *beside.hashes.values())):
+                lost.append(call.name)
+            of_inputs, of_outputs = (_differing(call, beside, way) for way in ("in", "out"))
+            if call.parent is None:
+                inputs_differ |= bool(of_inputs.any())
+                outputs_differ |= bool(of_outputs.any())
+            if not of_outputs.any():
+                continue
+            differing.add(call.name)
+            alone = of_outputs & ~of_inputs if len(of_inputs) == len(of_outputs) else of_outputs
+            by_itself = alone.any() if alone is not of_outputs else not of_inputs.any()
+            if by_itself and id(call) not in inside:
+                known = culprits.pop(call.name, None)
+                rows = max(int(alone.sum()), 0 if known is None else known.rows)
+                culprits[call.name] = ModuleDifference(
+                    name=call.name, kind=self._kinds[call.name], rows=rows, of=len(alone)
+                )
+            if (by_itself or id(call) in inside) and call.parent is not None:
+                inside.add(id(call.parent))
+        after = {name for name in differing if name in self._leaves} - culprits.keys()
+        return Differences(
+            modules=tuple(reversed(culprits.values())),
+            after=len(after),
+            inputs_differ=inputs_differ,
+            outputs_differ=outputs_differ,
+            not_followed=tuple(dict.fromkeys(reversed(lost))),
+        )
+
+
+def _differing(call: _Call, job: _Call, way: str) -> npt.NDArray[np.bool_]:
+    """Which rows of a call's tensors are not among those of the job's batch; one entry where none has rows.
+
+    A row is looked for among all of the job's: it may stand at another place there, and samples may have
+    several rows each.
+    """
+    found: list[npt.NDArray[np.bool_]] = []
+    for (own_way, path), hashes in call.hashes.items():
+        beside = job.hashes[own_way, path]
+        if own_way == way and hashes is not None and beside is not None:
+            found.append(~np.isin(hashes, beside))
+    rows = max((len(each) for each in found), default=1)
+    together = np.zeros(rows, np.bool_)
+    for each in found:
+        # A tensor without rows, or with another number of them: each row may depend on all of it.
+        together |= each if len(each) == rows else each.any()
+    return together

@@ -1,0 +1,411 @@
+"""Options as dataclasses: a field is a flag of the command line, a key of a job file and a line of help.
+
+What a field may say of itself stands in its metadata, under plain names, so that a task of one's own needs
+nothing of this module: ``field(default=0.5, metadata={"help": "Least score of a box."})``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dualeval.errors import UsageError
+from dualeval.options.choices import check_choice, check_count
+from dualeval.wording import refuse_url
+
+_BOOLS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+_ORDER = (int, float, bool, Path, str)
+_EXPECTED: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    Path: "a path",
+    str: "text",
+}
+_EXAMPLES: dict[Any, str] = {int: "whole numbers with commas between, such as 1,2,3"}
+_EXAMPLES[float] = "numbers with commas between, such as 0.5,0.5,0.5"
+_METAVARS: dict[Any, str] = {int: "N", float: "X", bool: "BOOL", Path: "PATH", str: "TEXT"}
+_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Attributes):\s*$")
+_ENTRY = re.compile(r"^(\s+)\*{0,2}(\w+)(?: *\([^)]*\))?: *(.*)$")
+
+
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    group: str | None = None,
+    least: int | None = None,
+    choices: tuple[str, ...] = (),
+    is_path: Callable[[str], bool] | None = None,
+    resolve: Callable[[str, Path], str] | None = None,
+    shown: str | None = None,
+    metavar: str | None = None,
+    is_repeated: bool = False,
+) -> Any:
+    """A field of a dataclass of options."""
+    said = {
+        "help": help,
+        "group": group,
+        "least": least,
+        "choices": choices,
+        "is_path": is_path,
+        "resolve": resolve,
+        "shown": shown,
+        "metavar": metavar,
+        "is_repeated": is_repeated or None,
+    }
+    metadata = {name: value for name, value in said.items() if value not in (None, "", ())}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that was typed, where it looks like one that nobody gave: None, or an empty list or tuple."""
+
+    value: Any
+
+
+def flag_of(name: str) -> str:
+    """The flag of the command line that belongs to a field."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionField:
+    """One option, as read from a field of a dataclass."""
+
+    name: str
+    kind: Any
+    # Its value where nobody gives one; None where it has none.
+    default: Any
+    # Whether it has to be given.
+    is_required: bool
+    # As for `option`.
+    help: str
+    group: str | None
+    least: int | None
+    choices: tuple[str, ...]
+    is_path: Callable[[str], bool] | None
+    resolve: Callable[[str, Path], str] | None
+    shown: str | None
+    metavar: str
+    is_repeated: bool
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    @property
+    def kind_name(self) -> str:
+        """The type's name, for messages."""
+        return getattr(self.kind, "__name__", str(self.kind))
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is on or off, and so has a flag without a value."""
+        return _kinds(self.kind) == (bool,)
+
+    @property
+    def is_settable(self) -> bool:
+        """Whether its type has values that can be typed."""
+        return all(map(_is_settable, _kinds(self.kind)))
+
+    def parse(self, text: str, said: str) -> Any:
+        """The value that a text stands for."""
+        if self.choices:
+            check_choice(said, text, self.choices)
+        if self.is_repeated:
+            return (text,)
+        kinds = _kinds(self.kind)
+        if _is_optional(self.kind) and str not in kinds and text.lower() == "none":
+            return None
+        if len(kinds) == 1 and typing.get_origin(kinds[0]) is Literal:
+            check_choice(said, text, [str(value) for value in typing.get_args(kinds[0])])
+        if Path in kinds or (self.is_path is not None and self.is_path(text)):
+            refuse_url(said, text)
+        # Whatever is a number is meant as one, and any text is a text.
+        for kind in sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else -1):
+            try:
+                return _parsed(text, kind)
+            except ValueError:
+                continue
+        raise UsageError(f"{said} {text!r}: expected {' or '.join(map(_expected, kinds))}")
+
+    def of_toml(self, value: Any, where: str, folder: Path) -> Any:
+        """The value that one of a job file stands for; paths count from ``folder``."""
+        return self._resolved(_typed(value, self.kind, where), folder)
+
+    def _resolved(self, value: Any, folder: Path) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(self._resolved(item, folder) for item in value)
+        if isinstance(value, Path):
+            return folder / value
+        if isinstance(value, str) and self.resolve is not None:
+            return self.resolve(value, folder)
+        if isinstance(value, str) and self.is_path is not None and self.is_path(value):
+            return str(folder / value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """Check a value of the field's type for its bounds and its choices; None passes."""
+        if self.least is not None:
+            check_count(self.flag, value, self.least)
+        if self.choices and value is not None:
+            check_choice(self.flag, value, self.choices)
+
+
+def fields_of(options_class: type) -> tuple[OptionField, ...]:
+    """The options that a dataclass declares, in its order."""
+    declared = [field for field in dataclasses.fields(options_class) if field.init]
+    hints = _hints(options_class, {field.name: field.type for field in declared})
+    helps = _documented(options_class.__doc__)
+    found = []
+    for field in declared:
+        said = field.metadata
+        required = field.default is MISSING and field.default_factory is MISSING
+        default = None if required else field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        found.append(
+            OptionField(
+                name=field.name,
+                kind=hints[field.name],
+                default=default,
+                is_required=required,
+                help=said.get("help") or helps.get(field.name, ""),
+                group=said.get("group"),
+                least=said.get("least"),
+                choices=tuple(said.get("choices", ())),
+                is_path=said.get("is_path"),
+                resolve=said.get("resolve"),
+                shown=said.get("shown"),
+                metavar=said.get("metavar") or _metavar(hints[field.name]),
+                is_repeated=said.get("is_repeated", False),
+            )
+        )
+    return tuple(found)
+
+
+def check_fields(options: Any) -> None:
+    """Check the values of a dataclass of options for their bounds and choices."""
+    for field in fields_of(type(options)):
+        field.check(getattr(options, field.name))
+
+
+def options_of_call(function: Callable[..., Any]) -> type:
+    """A dataclass of the keyword arguments of a function, or of a class's ``__init__``."""
+    called = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    parameters = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if unnamed := [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]:
+        raise UsageError(
+            f"{function.__name__} takes {unnamed[0]} by position alone (before a '/'), and options are given "
+            "by name. Leave the '/' out."
+        )
+    given = {
+        parameter.name: _kind_of_default(parameter.default)
+        if parameter.annotation is parameter.empty
+        else parameter.annotation
+        for parameter in parameters
+    }
+    hints = _hints(called, given)
+    helps = {**_documented(function.__doc__), **_documented(called.__doc__)}
+    declared = []
+    for parameter in parameters:
+        metadata = {"help": helps.get(parameter.name, "")}
+        field = dataclasses.field(metadata=metadata)
+        if parameter.default is not parameter.empty:
+            # A factory: a dataclass refuses a list as a default, and a function does not.
+            field = dataclasses.field(default_factory=_giving(parameter.default), metadata=metadata)
+        declared.append((parameter.name, hints[parameter.name], field))
+    return dataclasses.make_dataclass(f"{function.__name__}Options", declared, kw_only=True, frozen=True)
+
+
+def as_json(options: Any) -> dict[str, Any]:
+    """The values of a dataclass of options, as JSON has them; without those that cannot be typed."""
+    return {
+        field.name: _plain(getattr(options, field.name))
+        for field in fields_of(type(options))
+        if field.is_settable
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    is_no_json = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if is_no_json else value
+
+
+def _giving(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _kind_of_default(default: Any) -> Any:
+    """The type of an argument that has a default and no annotation."""
+    if isinstance(default, tuple | list) and default and len({type(item) for item in default}) == 1:
+        item = _kind_of_default(default[0])
+        return list[item] if isinstance(default, list) else tuple[item, ...]  # type: ignore[valid-type]
+    return type(default) if isinstance(default, bool | int | float | str | Path) else Any
+
+
+# -- types ---------------------------------------------------------------------------------------------
+
+
+def _hints(owner: Any, annotations: Mapping[str, Any]) -> dict[str, Any]:
+    """The types of annotations, which may be texts; Any where one names what only a type checker sees."""
+    module = inspect.getmodule(owner)
+    try:
+        if isinstance(owner, type):
+            # Inherited fields are looked up in the modules of their own classes.
+            return {name: typing.get_type_hints(owner)[name] for name in annotations}
+    except (NameError, TypeError, KeyError):
+        pass
+    found = {}
+    for name, annotation in annotations.items():
+        alone = types.SimpleNamespace(__annotations__={name: annotation})
+        try:
+            found[name] = typing.get_type_hints(alone, vars(module) if module else {})[name]
+        except (NameError, TypeError):
+            found[name] = _Unknown
+    return found
+
+
+class _Unknown:
+    """The type of an annotation that cannot be looked up."""
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a type, without None."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return tuple(kind for kind in typing.get_args(hint) if kind is not type(None))
+    return (str,) if hint is Any else (hint,)
+
+
+def _is_optional(hint: Any) -> bool:
+    return type(None) in typing.get_args(hint)
+
+
+def _is_settable(kind: Any) -> bool:
+    origin = typing.get_origin(kind)
+    if origin in (tuple, list):
+        return all(item is Ellipsis or item in _EXPECTED for item in typing.get_args(kind))
+    return origin is Literal or kind in (*_EXPECTED, tuple, list)
+
+
+def _parsed(text: str, kind: Any) -> Any:
+    """The value of a type that a text stands for; ValueError where it stands for none."""
+    origin = typing.get_origin(kind) or kind
+    if origin is Literal:
+        words = {str(value): value for value in typing.get_args(kind)}
+        if text not in words:
+            raise ValueError(text)
+        return words[text]
+    if origin in (tuple, list):
+        parts = text.split(",") if text else []
+        items = typing.get_args(kind) or (str, Ellipsis)
+        if origin is list or items[-1] is Ellipsis:
+            items = (items[0],) * len(parts)
+        if len(items) != len(parts):
+            raise ValueError(text)
+        return origin(_parsed(part.strip(), item) for part, item in zip(parts, items, strict=True))
+    if kind is bool:
+        if text.lower() not in _BOOLS:
+            raise ValueError(text)
+        return _BOOLS[text.lower()]
+    return kind(text)
+
+
+def _expected(kind: Any) -> str:
+    origin = typing.get_origin(kind) or kind
+    if origin in (tuple, list):
+        items = typing.get_args(kind) or (str,)
+        if origin is tuple and items[-1] is not Ellipsis:
+            return f"{len(items)} values with commas between"
+        return _EXAMPLES.get(items[0], "values with commas between")
+    return _EXPECTED.get(kind, "one of its words")
+
+
+def _metavar(hint: Any) -> str:
+    [kind, *_] = _kinds(hint)
+    origin = typing.get_origin(kind) or kind
+    if origin is Literal:
+        return "|".join(map(str, typing.get_args(kind)))
+    if origin in (tuple, list):
+        item = _METAVARS.get((typing.get_args(kind) or (str,))[0], "TEXT")
+        return f"{item},.."
+    return _METAVARS.get(kind, "VALUE")
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """A TOML value as the field's type."""
+    kinds = _kinds(hint)
+    for kind in kinds:
+        origin = typing.get_origin(kind) or kind
+        if origin is Literal:
+            words = typing.get_args(kind)
+            if any(type(value) is type(word) and value == word for word in words):
+                return value
+            if len(kinds) == 1:
+                near = [word for word in words if type(word) is type(value)]
+                # A text, as True and 1.0 are equal to 1.
+                check_choice(where, value if near else repr(value), near or words)
+            continue
+        if origin in (tuple, list) and isinstance(value, list):
+            items = typing.get_args(kind) or (str, Ellipsis)
+            if origin is list or items[-1] is Ellipsis:
+                items = (items[0],) * len(value)
+            if len(items) != len(value):
+                raise UsageError(f"{where} = {value!r}: expected {len(items)} values, found {len(value)}")
+            return origin(_typed(entry, item, where) for entry, item in zip(value, items, strict=True))
+        if origin is float and type(value) is int:
+            return float(value)
+        if origin is Path and value == "":
+            raise UsageError(f"{where} is empty, expected a path")
+        if origin is Path and type(value) is str:
+            refuse_url(where, value)
+            return Path(value)
+        if type(value) is origin:
+            return value
+    names: dict[Any, str] = {tuple: "a list", Path: "a str", int: "an int"}
+    wanted = []
+    for kind in kinds:
+        origin = typing.get_origin(kind) or kind
+        said = names.get(origin, f"a {getattr(origin, '__name__', origin)}")
+        wanted.append(" or ".join(map(repr, typing.get_args(kind))) if origin is Literal else said)
+    found = names.get(type(value), f"a {type(value).__name__}")
+    raise UsageError(f"{where} = {value!r}: expected {' or '.join(wanted)}, found {found}")
+
+
+# -- docstrings ----------------------------------------------------------------------------------------
+
+
+def _documented(docstring: str | None) -> dict[str, str]:
+    """The first lines of what a docstring says of each argument, in Google's style."""
+    found: dict[str, str] = {}
+    depth = None
+    inside = False
+    for line in inspect.cleandoc(docstring or "").splitlines():
+        if _SECTION.match(line):
+            inside, depth = True, None
+        elif inside and line and not line[0].isspace():
+            inside = False
+        elif inside and (entry := _ENTRY.match(line)):
+            depth = depth or len(entry[1])
+            if len(entry[1]) == depth:
+                found[entry[2]] = entry[3].strip()
+    return {name: text[:1].upper() + text[1:] for name, text in found.items()}

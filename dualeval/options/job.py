@@ -1,0 +1,483 @@
+"""Job: everything that defines a run, from flags and a TOML file, checked before anything is started."""
+
+from __future__ import annotations
+
+import sys
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualeval.errors import UsageError
+from dualeval.options.choices import (
+    LAYOUTS,
+    ON_ERROR,
+    OPTIMIZATIONS,
+    PRECISIONS,
+    SHARDINGS,
+    check_part,
+    check_preparation,
+    check_sharding,
+)
+from dualeval.options.fields import (
+    Given,
+    OptionField,
+    as_json,
+    check_fields,
+    fields_of,
+    flag_of,
+    option,
+)
+from dualeval.options.plugins import (
+    BUILT_IN,
+    DEFAULT_TASK,
+    TASKS,
+    TaskKind,
+    is_metric_of_no_task,
+    made_task,
+    task_kind,
+)
+from dualeval.wording import nearest
+
+if TYPE_CHECKING:
+    from dualeval.data.cache import DataCache
+    from dualeval.tasks import Task
+
+# Headings of the help; those of a task's own options stand between DATA and RUN.
+MODEL = "Model"
+DATA = "Data"
+RUN = "Run"
+LAUNCH = "Launch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to evaluate and how; ``Job.of`` makes one.
+
+    Every field but the first two is also a flag of ``dualeval run`` and a key of a job file, and so is every
+    field of ``options``. A task that has an option with the name of one of these fields gets its value.
+
+    Attributes:
+        kind: the kind of evaluation.
+        options: the task's own, an object of ``kind.options_class``.
+        metric: names of metrics; empty for the task's default ones.
+        batch_size: samples a batch.
+        limit: evaluate only the first samples.
+        sample: evaluate only so many, drawn at random by their ids.
+        seed: another one draws others.
+        cluster: a column whose equal entries mark samples that are not independent.
+        precision: one of ``choices.PRECISIONS``.
+        keep_batchnorm_fp32: leave batch norms in float32 where the precision casts.
+        layout: one of ``choices.LAYOUTS``.
+        optimize: one of ``choices.OPTIMIZATIONS``, or None.
+        shard: one of ``choices.SHARDINGS``, or None.
+        offload: keep a rank's part of a sharded model in host memory.
+        device: "cpu", "cuda" or "cuda:N"; None takes a GPU where there is one.
+        workers: reading processes of each rank; None decides by task and cores.
+        on_error: what a sample that cannot be read does, one of ``choices.ON_ERROR``.
+    """
+
+    kind: TaskKind
+    options: Any
+    metric: tuple[str, ...] = option((), "Metric; repeat it for several.", group=RUN, shown="all")
+    limit: int | None = option(None, "Evaluate only the first N samples.", group=DATA, least=1)
+    sample: int | None = option(None, "Evaluate only N samples, drawn at random.", group=DATA, least=1)
+    seed: int | None = option(
+        None, "With --sample: another number draws others.", group=DATA, least=0, shown="0"
+    )
+    cluster: str | None = option(
+        None,
+        "Samples with equal entries are not independent.",
+        group=DATA,
+        metavar="COLUMN",
+    )
+    batch_size: int = option(64, "Samples per batch.", group=RUN, least=1)
+    precision: str = option(
+        "fp32", "fp32 (default), tf32, [amp-]fp16, [amp-]bf16.", group=RUN, choices=PRECISIONS
+    )
+    keep_batchnorm_fp32: bool = option(False, "With fp16, bf16: batch norms in fp32.", group=RUN)
+    layout: str = option("auto", "auto (default), contiguous or channels-last.", group=RUN, choices=LAYOUTS)
+    optimize: str | None = option(None, "fold (batch norms) or compile.", group=RUN, choices=OPTIMIZATIONS)
+    shard: str | None = option(None, "Divide the model over the ranks: fsdp.", group=RUN, choices=SHARDINGS)
+    offload: bool = option(False, "With --shard: a rank's part in host memory.", group=RUN)
+    on_error: str = option(
+        "stop", "An unreadable sample: stop (default) or skip it.", group=RUN, choices=ON_ERROR
+    )
+    device: str | None = option(None, "cpu, cuda or cuda:N.", group=LAUNCH, shown="a GPU if any")
+    workers: int | None = option(None, "Reading processes per rank.", group=LAUNCH, least=0, shown="by task")
+
+    @property
+    def task(self) -> str:
+        """The task's name, as it was asked for."""
+        return self.kind.name
+
+    @property
+    def metric_of_run(self) -> tuple[str, ...]:
+        """Those chosen of what the task has and of others; empty where the task has chosen itself."""
+        own = "metric" in {field.name for field in self.kind.fields}
+        return () if own and len(_of_task(self.metric)) == len(self.metric) else self.metric
+
+    @property
+    def run_options(self) -> dict[str, Any]:
+        """The options of ``Session.evaluate`` that are the job's; the device is its session's."""
+        options = {name: getattr(self, name) for name in COMMON if name != "device"}
+        return {**options, "metric": self.metric_of_run}
+
+    @classmethod
+    def of(cls, task: str = DEFAULT_TASK, **values: Any) -> Job:
+        """Make a job of options by name: those of every run, and those of the task.
+
+        Raises:
+            UsageError: there is no such task, an option is unknown or missing, or a value is wrong.
+        """
+        return cls._made(task_kind(task), values)
+
+    @classmethod
+    def _made(cls, kind: TaskKind, values: Mapping[str, Any]) -> Job:
+        own = {field.name: field for field in kind.fields}
+        shared = {name: value for name, value in values.items() if name in COMMON}
+        given = {name: value for name, value in values.items() if name not in COMMON}
+        for name in given:
+            if name not in own:
+                raise _unknown(name, kind)
+        for name in own.keys() & COMMON.keys():
+            if name in _TASKS_OWN_TOO and name not in shared:
+                continue
+            _check_kinds(kind, own[name])
+            given[name] = shared.get(name, COMMON[name].default)
+        if "metric" in own:
+            given["metric"] = _of_task(given["metric"])
+        if missing := [field for name, field in own.items() if field.is_required and name not in given]:
+            needs = " and ".join(_described(field) for field in missing)
+            raise UsageError(f"--task {kind.name} needs {needs}.")
+        for name, value in shared.items():
+            COMMON[name].check(value)
+        if "seed" in own and shared.get("sample") is None:
+            shared.pop("seed", None)  # the task's alone
+        check_part(**{name: shared.get(name) for name in ("limit", "sample", "seed")}, dashes=True)
+        of_model = ("precision", "keep_batchnorm_fp32", "optimize")
+        check_preparation(**{name: shared.get(name, COMMON[name].default) for name in of_model}, dashes=True)
+        of_sharding = ("shard", "offload", "optimize")
+        check_sharding(**{name: shared.get(name, COMMON[name].default) for name in of_sharding}, dashes=True)
+        options = _options(kind, given)
+        return cls(kind=kind, options=options, **shared)
+
+    @classmethod
+    def read(cls, path: Path | None, flags: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> Job:
+        """Make a job of a TOML file and flags; a flag that is given (not None, not empty; ``Given``) wins.
+
+        Paths in the file count from the file's folder.
+
+        Args:
+            path: the file; None for none.
+            flags: values by name, ``task`` among them.
+            texts: the task's options as ``-T name=text`` gives them.
+
+        Raises:
+            UsageError: the file is missing or malformed, or has an unknown key or a value of a wrong type; or
+                as ``of``.
+        """
+        name, job = cls.read_all(path, flags, texts)[0]
+        if name is not None:
+            raise UsageError(
+                f"--config {path}: [[{MODELS_KEY}]] belongs to 'dualeval run'. Name one model here."
+            )
+        return job
+
+    @classmethod
+    def read_all(
+        cls, path: Path | None, flags: Mapping[str, Any], texts: Mapping[str, str] | None = None
+    ) -> list[tuple[str | None, Job]]:
+        """As ``read``, of a file that may have several models, each in a table ``[[models]]``.
+
+        A table has any options of the task, and those of every run that decide a number. It wins over what
+        stands above the tables. A flag counts for all models, so that no table may have what a flag gives.
+
+        Returns:
+            The name of each model and its job; without such tables one job, whose name is None. A model
+            without a name has "".
+        """
+        given = {
+            name: value.value if isinstance(value, Given) else value
+            for name, value in flags.items()
+            if value is not None and value != ()
+        }
+        content = {} if path is None else _content(path)
+        kind = task_kind(asked_task(path, given.pop("task", None), content))
+        of_texts = _of_texts(texts or {}, kind, given)
+        tables = None if path is None else _tables_of(path, content, kind)
+        values = {} if path is None else _from_file(path, content, kind)
+        given = {**given, **of_texts}
+        if path is None or tables is None:
+            return [(None, cls._made(kind, {**values, **given}))]
+        found = []
+        for number, table in enumerate(tables, 1):
+            said = f"--config {path}: model {number} of [[{MODELS_KEY}]]"
+            own = _of_table(said, path, table, kind)
+            name = own.pop(_NAME, "")
+            if twice := own.keys() & given.keys():
+                flag = flag_of(min(twice))
+                raise UsageError(f"{said} has {min(twice)}, and so does the command: leave out {flag}.")
+            try:
+                found.append((name, cls._made(kind, {**values, **own, **given})))
+            except UsageError as error:
+                raise UsageError(f"{said}: {error}") from error
+        return found
+
+    def make_task(self, cache: DataCache | None = None) -> Task:
+        """The task that is evaluated.
+
+        Args:
+            cache: as for ``made_task``.
+
+        Raises:
+            UsageError: its options do not make a job, or what was made is no task.
+        """
+        task = made_task(self.kind, self.options, cache)
+        if self.kind.origin != BUILT_IN:
+            # Before the user's own attributes of that name.
+            object.__setattr__(task, "given_options", self._decisive())
+        return task
+
+    def _decisive(self) -> dict[str, Any]:
+        """The task's options that may decide its numbers: no path does, nor what the run itself decides."""
+        plain = as_json(self.options)
+        return {
+            field.name: plain[field.name]
+            for field in self.kind.fields
+            if field.is_settable
+            and (field.name not in COMMON or field.name in _TASKS_OWN_TOO)
+            and not _has_path(getattr(self.options, field.name))
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The job as plain JSON values, the task's options among them."""
+        common = {name: getattr(self, name) for name in COMMON}
+        own = as_json(self.options)
+        of_task = {name: own[name] for name in _TASKS_OWN_TOO if name in own and common[name] is None}
+        return {"task": self.task, **own, **common, **of_task, "metric": list(self.metric)}
+
+
+# Tasks have had these for something of their own: what nobody gives does not change the task's default.
+_TASKS_OWN_TOO = ("sample", "seed", "cluster", "layout", "optimize", "shard", "offload")
+
+# The options that every run has, by name.
+COMMON = {field.name: field for field in fields_of(Job) if field.name not in ("kind", "options")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What a job file may say of one start; no part of the job."""
+
+    out: Path | None = option(None)
+    reference: Path | None = option(None)
+    nproc: int | None = option(None, least=1)
+    logger: tuple[str, ...] = option(())
+
+
+# The tables of a job file that name one model each, and what names a model in its table.
+MODELS_KEY = "models"
+_NAME = "name"
+# What is every model's: where and how they are computed.
+_OF_NO_MODEL = ("task", "device", "workers")
+
+_START = {field.name: field for field in fields_of(_Start)}
+
+
+def start_of(path: Path | None) -> dict[str, Any]:
+    """``out``, ``reference``, ``nproc`` and ``logger`` of a job file, where they are in it.
+
+    Paths count from its folder.
+    """
+    content = {} if path is None else _content(path)
+    found = {}
+    for name in _START.keys() & content.keys():
+        found[name] = _START[name].of_toml(content[name], f"--config {path}: {name}", Path(path or "").parent)
+        _START[name].check(found[name])
+    return found
+
+
+def asked_task(path: Path | None, flag: str | None, content: Mapping[str, Any] | None = None) -> str:
+    """The task that a flag or, without it, a job file asks for.
+
+    A file of code in a job file counts from the job file's folder.
+    """
+    if flag is not None:
+        return flag
+    asked = (content or ({} if path is None else _content(path))).get("task", DEFAULT_TASK)
+    if not isinstance(asked, str):
+        raise UsageError(f"--config {path}: task = {asked!r}: expected a str, found a {type(asked).__name__}")
+    file, colon, name = asked.rpartition(":")
+    if path is not None and file.endswith(".py"):
+        return f"{path.parent / file}{colon}{name}"
+    return asked
+
+
+def owners_of(name: str) -> list[str]:
+    """The built-in tasks that have an option of this name."""
+    return [task for task in TASKS if any(field.name == name for field in task_kind(task).fields)]
+
+
+def refuse_foreign(name: str, task: str) -> None:
+    """Refuse an option that belongs to another built-in task, and say to which."""
+    if owners := owners_of(name):
+        raise UsageError(
+            f"{flag_of(name)} belongs to --task {owners[0]}, and the task is {task}. Leave it out, or give "
+            f"--task {owners[0]}."
+        )
+
+
+def _unknown(name: str, kind: TaskKind) -> UsageError:
+    refuse_foreign(name, kind.name)
+    return UsageError(f"--task {kind.name} has no option {name!r}.{_nearest(name, kind)}")
+
+
+def _nearest(name: str, kind: TaskKind) -> str:
+    """The options of a task that are nearest to a name, and all of them."""
+    own = [field.name for field in kind.fields if field.is_settable]
+    return f"{nearest(name, own)} Its options: {', '.join(own) or 'none'}."
+
+
+def _described(field: OptionField) -> str:
+    said = field.help.rstrip(".")
+    return f"{field.flag} {field.metavar}" + (f", {said[:1].lower()}{said[1:]}" if said else "")
+
+
+def _options(kind: TaskKind, given: Mapping[str, Any]) -> Any:
+    try:
+        options = kind.options_class(**given)
+    except (TypeError, ValueError) as error:
+        # What the options' own __post_init__ refuses.
+        raise UsageError(f"the options of --task {kind.name}: {error}") from error
+    check_fields(options)
+    return options
+
+
+def _check_kinds(kind: TaskKind, field: OptionField) -> None:
+    """Refuse an option of a task that has a run's option's name and another type."""
+    expected = set(typing.get_args(COMMON[field.name].kind) or (COMMON[field.name].kind,)) - {type(None)}
+    found = set(typing.get_args(field.kind) or (field.kind,)) - {type(None)}
+    if field.kind is not Any and not expected & found and typing.get_origin(field.kind) not in (tuple, list):
+        names = "/".join(getattr(each, "__name__", str(each)) for each in found)
+        raise UsageError(
+            f"--task {kind.name}: its option {field.name} is a {names}, but {field.flag} is an option of "
+            "every run, whose value the task gets. Give its own another name."
+        )
+
+
+def _of_task(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of metrics that a task has to know itself."""
+    return tuple(name for name in names if not is_metric_of_no_task(name))
+
+
+def _has_path(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(_has_path, value))
+    if isinstance(value, str):
+        # A text may begin like a path, as a prompt does, and decide the numbers.
+        return value.startswith("/") and Path(value).exists()
+    return isinstance(value, Path)
+
+
+# -- -T and job files ----------------------------------------------------------------------------------
+
+
+def texts_of(words: tuple[str, ...]) -> dict[str, str]:
+    """The ``name=text`` of several -T, by the field's name."""
+    found: dict[str, str] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        name = key.strip().replace("-", "_")
+        if not equals or not name:
+            raise UsageError(f"-T {word}: expected NAME=VALUE, as in -T threshold=0.5")
+        if name in found:
+            raise UsageError(f"-T {name} is given twice: {name}={found[name]} and {name}={text}")
+        found[name] = text
+    return found
+
+
+def _of_texts(texts: Mapping[str, str], kind: TaskKind, given: Mapping[str, Any]) -> dict[str, Any]:
+    fields_by_name = {field.name: field for field in kind.fields}
+    found = {}
+    for name, text in texts.items():
+        if name in COMMON or name == "task":
+            raise UsageError(
+                f"-T {name}={text}: {flag_of(name)} is an option of every run: {flag_of(name)} {text}"
+            )
+        if name not in fields_by_name:
+            raise UsageError(
+                f"-T {name}={text}: --task {kind.name} has no such option.{_nearest(name, kind)}"
+            )
+        if name in given:
+            raise UsageError(f"-T {name}={text} and {flag_of(name)} give the same option. Leave out one.")
+        field = fields_by_name[name]
+        if not field.is_settable:
+            raise UsageError(
+                f"-T {name}={text}: its type, {field.kind_name}, cannot be typed. Set it in Python."
+            )
+        found[name] = field.parse(text, f"-T {name}")
+    return found
+
+
+def _content(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path} is not valid TOML: {error}") from error
+
+
+def _tables_of(path: Path, content: dict[str, Any], kind: TaskKind) -> list[dict[str, Any]] | None:
+    """Take the models out of a job file's content; None where it has none."""
+    if MODELS_KEY not in content or MODELS_KEY in {field.name for field in kind.fields}:
+        return None
+    tables = content.pop(MODELS_KEY)
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise UsageError(
+            f"--config {path}: {MODELS_KEY}: expected tables, each below a line [[{MODELS_KEY}]], as in "
+            f'\n[[{MODELS_KEY}]]\nname = "first"\nweights = "first.pt"'
+        )
+    return tables
+
+
+def _of_table(said: str, path: Path, table: Mapping[str, Any], kind: TaskKind) -> dict[str, Any]:
+    """The options of one model, and its name where it has one."""
+    options = {key: value for key, value in table.items() if key != _NAME}
+    for key in options:
+        if key.replace("-", "_") in (*_OF_NO_MODEL, *_START):
+            raise UsageError(f"{said}: {key} is the same for all models: put it above the tables.")
+    found = _from_file(path, options, kind, said)
+    if _NAME in table:
+        if not isinstance(table[_NAME], str) or not table[_NAME]:
+            raise UsageError(f"{said}: name = {table[_NAME]!r}: expected a text")
+        found[_NAME] = table[_NAME]
+    return found
+
+
+def _from_file(path: Path, content: Mapping[str, Any], kind: TaskKind, said: str = "") -> dict[str, Any]:
+    said = said or f"--config {path}"
+    own = {field.name: field for field in kind.fields if field.is_settable}
+    known = {**own, **COMMON}
+    values: dict[str, Any] = {}
+    seen = set()
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name in seen:
+            raise UsageError(f"{said}: {key!r} is there twice, with - and with _. Remove one.")
+        seen.add(name)
+        if name == "task" or name in _START:
+            continue
+        if name not in known:
+            refuse_foreign(name, kind.name)
+            names = ["task", *known, *_START]
+            hint = nearest(name, names)
+            raise UsageError(f"{said}: unknown key {key!r}.{hint} Keys: {', '.join(names)}")
+        values[name] = known[name].of_toml(value, f"{said}: {key}", path.parent)
+    return values

@@ -1,0 +1,271 @@
+"""What is found by a name: built-in tasks, those of installed packages, and anybody's by module or file.
+
+A package offers tasks and metrics by entry points, of the groups ``dualeval.tasks`` and ``dualeval.metrics``.
+Each is imported when it is asked for, so one that is broken stands in nobody else's way.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass, make_dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from dualeval.errors import DualevalError, UsageError
+from dualeval.options.fields import OptionField, fields_of, options_of_call
+from dualeval.own_code import broken, own_module
+from dualeval.wording import did_you_mean, nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from dualeval.data.cache import DataCache
+    from dualeval.tasks import Task
+
+TASK_GROUP = "dualeval.tasks"
+METRIC_GROUP = "dualeval.metrics"
+BUILT_IN = "built in"
+
+# The dataclasses of options of the built-in tasks, each with a method ``make``: light to import.
+TASKS = {
+    "image-classification": "dualeval.tasks.image_classification_options:ImageClassificationOptions",
+    "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
+}
+# Words for what people look for among the tasks, and the example to begin with.
+_EXAMPLES = {
+    "segment": "segmentation.py:shapes",
+    "detect": "detection.py:rectangles",
+    "perplexity": "perplexity.py:perplexity",
+    "language": "perplexity.py:perplexity",
+    "multilabel": "multilabel.py:digits",
+    "regression": "regression.py:diabetes",
+}
+DEFAULT_TASK = next(iter(TASKS))
+# Those whose answers can be had as a file, for ``dualeval score``.
+SCORED = {"question-answering": "dualeval.tasks.given_answers_options:GivenAnswersOptions"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskKind:
+    """A kind of evaluation, and how one is made."""
+
+    # As asked for.
+    name: str
+    # Where it comes from, in words.
+    origin: str
+    # What it evaluates, in a line.
+    summary: str
+    # The dataclass of its options.
+    options_class: type
+    # Makes the task of such options.
+    make: Callable[[Any], Any]
+    # What was found by the name: a class, a function or a task.
+    source: Any
+
+    @functools.cached_property
+    def fields(self) -> tuple[OptionField, ...]:
+        """Its options."""
+        return fields_of(self.options_class)
+
+
+# -- tasks ---------------------------------------------------------------------------------------------
+
+
+def task_kind(reference: str) -> TaskKind:
+    """The kind of task that ``--task`` names."""
+    if reference in TASKS:
+        return _kind_of(_built_in(TASKS[reference]), reference, BUILT_IN)
+    if ":" in reference:
+        source, origin = _load(reference)
+        return _kind_of(source, reference, origin)
+    offered = entry_points_of(TASK_GROUP)
+    if reference in offered:
+        return _kind_of(load_plugin(offered[reference]), reference, origin_of(offered[reference]))
+    if reference.endswith(".py"):
+        raise UsageError(
+            f"--task {reference}: expected a class behind the file, as in --task {reference}:Class"
+        )
+    known = [*TASKS, *offered]
+    hint = did_you_mean(reference, known, cutoff=0.4)
+    if example := next((name for name in _EXAMPLES if name in reference.lower()), None):
+        hint = f" dualeval's repository has an example to begin with: --task examples/{_EXAMPLES[example]}"
+    raise UsageError(
+        f"--task {reference!r}: expected one of {', '.join(known)}; or package.module:Class or "
+        f"file.py:Class, a task of your own.{hint}"
+    )
+
+
+def scored_kind(name: str) -> TaskKind:
+    """The kind of task that scores the answers in a file, by its name in ``SCORED``."""
+    return _kind_of(_built_in(SCORED[name]), name, BUILT_IN)
+
+
+def _built_in(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _kind_of(source: Any, name: str, origin: str) -> TaskKind:
+    from dualeval.tasks import Task
+
+    said = f"--task {name}"
+    summary = summary_of(source)
+    if isinstance(source, Task):
+        return TaskKind(
+            name=name,
+            origin=origin,
+            summary=summary_of(type(source)),
+            options_class=make_dataclass("NoOptions", [], frozen=True),
+            make=lambda options: source,
+            source=source,
+        )
+    if isinstance(source, type) and is_dataclass(source) and callable(getattr(source, "make", None)):
+        options_class: type = source
+        make: Callable[[Any], Any] = source.make  # type: ignore[attr-defined]
+    elif isinstance(source, type) and not issubclass(source, Task):
+        bases = ", ".join(base.__name__ for base in source.__bases__)
+        raise UsageError(
+            f"{said}: {source.__name__} is not a task: expected a class derived from dualeval.Task, and it "
+            f"is derived from {bases}"
+        )
+    elif not callable(source):
+        raise UsageError(
+            f"{said}: a {type(source).__name__} is not a task: expected a class derived from dualeval.Task, "
+            "a function that returns a task, or a task"
+        )
+    else:
+        if missing := sorted(getattr(source, "__abstractmethods__", ())):
+            raise UsageError(
+                f"{said}: {source.__name__} does not say {', '.join(missing)}: a task has to define "
+                f"{'it' if len(missing) == 1 else 'them'}"
+            )
+        options_class, make = _options_of(source, said)
+    kind = TaskKind(
+        name=name, origin=origin, summary=summary, options_class=options_class, make=make, source=source
+    )
+    for field in kind.fields:
+        if field.is_required and not field.is_settable:
+            raise UsageError(
+                f"{said}: its option {field.name} has the type {field.kind_name}, "
+                "which cannot be typed. Give it a default, or one of the types int, float, bool, str, Path, "
+                "Literal, tuple and list of them."
+            )
+    return kind
+
+
+def _options_of(source: Any, said: str) -> tuple[type, Callable[[Any], Any]]:
+    """The options of a class or function: a dataclass that it names, or its keyword arguments."""
+    own = getattr(source, "options_class", None)
+    if own is not None:
+        if not (isinstance(own, type) and is_dataclass(own)):
+            raise UsageError(f"{said}: its options_class is {own!r}, expected a dataclass")
+        return own, source
+    made = options_of_call(source)
+    names = fields_of(made)
+    if len(names) == 1 and isinstance(names[0].kind, type) and is_dataclass(names[0].kind):
+        return names[0].kind, source
+    return made, lambda options: source(**{field.name: getattr(options, field.name) for field in names})
+
+
+def made_task(kind: TaskKind, options: Any, cache: DataCache | None = None) -> Task:
+    """The task of a kind, made of its options."""
+    from dualeval.tasks import Task
+
+    task = kind.make(options) if cache is None or kind.name not in TASKS else options.make(cache)
+    if not isinstance(task, Task):
+        raise UsageError(
+            f"--task {kind.name}: it returned a {type(task).__name__}, expected a task: an object whose "
+            "class is derived from dualeval.Task"
+        )
+    return task
+
+
+def summary_of(source: Any) -> str:
+    """The first sentence of what a class says of itself, not of what it is derived from."""
+    own = vars(source).get("__doc__") if isinstance(source, type) else getattr(source, "__doc__", None)
+    said = (own or "").strip().split("\n\n")[0]
+    # What a dataclass writes itself.
+    return "" if said.startswith(f"{getattr(source, '__name__', '')}(") else " ".join(said.split())
+
+
+# -- modules and files ---------------------------------------------------------------------------------
+
+
+def _load(reference: str) -> tuple[Any, str]:
+    """What a module or file has under a name, and where it comes from."""
+    place, _, attribute = reference.rpartition(":")
+    module = own_module(place, f"--task {reference}")
+    origin = f"{'file' if place.endswith('.py') else 'module'} {place}"
+    if not hasattr(module, attribute):
+        found = _tasks_in(module)
+        hint = nearest(attribute, [*found, *_public(module)])
+        tasks = f" Tasks there: {', '.join(found)}." if found else " There is no class of a task in it."
+        raise UsageError(f"--task {reference}: {place} has no {attribute!r}.{hint}{tasks}")
+    return getattr(module, attribute), origin
+
+
+def _tasks_in(module: ModuleType) -> list[str]:
+    """The names of the classes of tasks that a module defines itself, and of tasks."""
+    from dualeval.tasks import Task
+
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, Task)
+        or (
+            isinstance(value, type)
+            and issubclass(value, Task)
+            and value.__module__ == module.__name__
+            and not inspect.isabstract(value)
+        )
+    ]
+
+
+def _public(module: ModuleType) -> list[str]:
+    return [name for name in vars(module) if not name.startswith("_")]
+
+
+# -- entry points --------------------------------------------------------------------------------------
+
+
+def entry_points_of(group: str) -> Mapping[str, EntryPoint]:
+    """What the installed packages offer in a group, by name; of one name the first that is found."""
+    from importlib.metadata import entry_points  # with the parser of mails, which takes long
+
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=group):
+        found.setdefault(entry.name, entry)
+    return found
+
+
+def origin_of(entry: EntryPoint) -> str:
+    """The package of an entry point, in words."""
+    return "a package" if entry.dist is None else f"package {entry.dist.name} {entry.dist.version}"
+
+
+def load_plugin(entry: EntryPoint) -> Any:
+    """What an entry point names."""
+    try:
+        return entry.load()
+    except DualevalError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise broken(f"{entry.name} ({entry.value}) of {origin_of(entry)}", error) from error
+
+
+def plugin_metric(name: str) -> Any:
+    """The metric that a package offers under a name, made where it is a class or a function."""
+    entry = entry_points_of(METRIC_GROUP).get(name)
+    if entry is None:
+        return None
+    found = load_plugin(entry)
+    return found() if isinstance(found, type) or inspect.isroutine(found) else found
+
+
+def is_metric_of_no_task(text: str) -> bool:
+    """Whether a metric is asked for by a package's name for it, or with its origin before a colon."""
+    return ":" in text or text in entry_points_of(METRIC_GROUP)

@@ -1,0 +1,169 @@
+"""Several models in one run: which they are, and what each one is called."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from glob import glob
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dualeval.errors import UsageError
+from dualeval.options.job import MODELS_KEY, Job
+from dualeval.options.plugins import BUILT_IN
+from dualeval.result import JOB, MODELS, RESULT, STATUS
+
+_WILD = re.compile(r"[*?\[]")
+_NUMBER = re.compile(r"([0-9]+)")
+# What a folder may be called, and a column of a table hold, on any disk.
+_ODD = re.compile(r"[^\w.+=@-]+")
+_WEIGHTS = "weights"
+# The table in its forms; it lies beside the models' folders, with what keeps other runs out.
+TABLES = (MODELS, "models.csv", "models.md", "models.tex")
+# No model's folder: these, and what a run of one model would have there.
+_TAKEN = (*TABLES, "lease.json", RESULT, JOB, STATUS)
+_LISTED = 5
+# Of a model: its name, the number of its job, and its file where a pattern has found that. Plain values.
+Found: TypeAlias = "tuple[str, int, str | None]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One of several models."""
+
+    # Of its folder and its row; no other has it.
+    name: str
+    job: Job
+
+
+def is_several(jobs: Sequence[tuple[str | None, Job]]) -> bool:
+    """Whether a command asks for several models: in tables of a job file, or by a pattern of weights."""
+    return any(name is not None or pattern_of(job) is not None for name, job in jobs)
+
+
+def pattern_of(job: Job) -> str | None:
+    """The pattern that names the weights of a job; None where they are a file, or no path at all."""
+    if job.kind.origin != BUILT_IN:
+        return None
+    text = getattr(job.options, _WEIGHTS, None)
+    if text is None or not _WILD.search(str(text)) or os.path.lexists(text):
+        return None
+    return str(text)
+
+
+def found_models(jobs: Sequence[tuple[str | None, Job]]) -> list[Found]:
+    """Find the files of all patterns, and name every model; one rank does, as files may come meanwhile."""
+    found: list[Found] = []
+    for number, (name, job) in enumerate(jobs):
+        pattern = pattern_of(job)
+        if pattern is None:
+            found.append((_checked(name) if name else _name_of(job), number, None))
+            continue
+        paths = expanded(pattern)
+        front = f"{_checked(name)}-" if name else ""
+        for path, own in zip(paths, names_of(pattern, paths), strict=True):
+            found.append((front + own, number, path))
+    counts = Counter(name for name, _, _ in found)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise UsageError(
+            f"{counts[twice[0]]} of the models are called {twice[0]}: give each a name of its own in its "
+            f'table [[{MODELS_KEY}]], as in name = "{twice[0]}-a"'
+        )
+    return found
+
+
+def candidates_of(jobs: Sequence[tuple[str | None, Job]], found: Sequence[Found]) -> list[Candidate]:
+    """The models with their jobs, of what a rank has found."""
+    made = []
+    for name, number, path in found:
+        job = jobs[number][1]
+        if path is not None:
+            job = replace(job, options=replace(job.options, weights=path))
+        made.append(Candidate(name=name, job=job))
+    return made
+
+
+def expanded(pattern: str) -> list[str]:
+    """The files and folders that a pattern fits, in natural order: epoch2 before epoch10."""
+    # A Path's own glob takes no absolute pattern.
+    found = glob(pattern, recursive=True)  # noqa: PTH207
+    if not found:
+        folder = _fixed_part(pattern)
+        raise UsageError(f"--weights {pattern}: no file or folder fits. {_there(folder)}")
+    return sorted(found, key=lambda path: ([*map(_natural, _NUMBER.split(path))], path))
+
+
+def _natural(piece: str) -> tuple[int, int, str]:
+    return (0, int(piece), "") if piece.isdecimal() and piece.isascii() else (1, 0, piece)
+
+
+def _fixed_part(pattern: str) -> Path:
+    """The folder below which a pattern looks."""
+    parts = Path(pattern).parts
+    first = next(number for number, part in enumerate(parts) if _WILD.search(part))
+    return Path(*parts[:first])
+
+
+def _there(folder: Path) -> str:
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        return f"{folder} cannot be listed: {error.strerror}."
+    more = ", ..." if len(names) > _LISTED else ""
+    return f"In {folder} there is {', '.join(names[:_LISTED]) or 'nothing'}{more}."
+
+
+def names_of(pattern: str, paths: Sequence[str]) -> list[str]:
+    """What the models of a pattern are called: what is below its fixed part, less its own suffix.
+
+    A name does not depend on the other files, so that the same command finds its folder again when there are
+    more of them. Only where two come to the same name, each has some letters of its path's hash behind it.
+    """
+    fixed, suffix = _fixed_part(pattern), Path(pattern).suffix
+    is_fixed = bool(suffix) and not _WILD.search(suffix)
+    names = []
+    for path in paths:
+        below = Path(path).relative_to(fixed).as_posix() if fixed.parts else Path(path).as_posix()
+        names.append(_safe(below.removesuffix(suffix) if is_fixed else below))
+    counts = Counter(names)
+    return [
+        name if counts[name] == 1 else f"{name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
+def _name_of(job: Job) -> str:
+    """The name of a model that was given none: its model and weights."""
+    model, weights = (getattr(job.options, name, None) for name in ("model", _WEIGHTS))
+    parts = [_short(value) for value in (model, weights) if value is not None]
+    return _safe("-".join(parts)) if parts else "model"
+
+
+def _short(value: Any) -> str:
+    """The end of a path, without its suffix; any other text as it is."""
+    text = str(value)
+    path = Path(text)
+    return path.stem if path.name != text and path.suffix else path.name
+
+
+def _safe(text: str) -> str:
+    name = _ODD.sub("-", text.encode("utf-8", "backslashreplace").decode()).strip("-.") or "model"
+    return f"{name}-model" if name in _TAKEN else name
+
+
+def _checked(name: str) -> str:
+    if _safe(name) != name:
+        raise UsageError(
+            f"[[{MODELS_KEY}]]: name = {name!r}: expected letters, digits and . _ - + = @, such as "
+            f"{_safe(name)}"
+        )
+    return name
+
+
+def fingerprint_of(jobs: Sequence[tuple[str | None, Job]]) -> list[Any]:
+    """All that the jobs are, as plain values."""
+    return [[name, job.to_json()] for name, job in jobs]

@@ -1,0 +1,222 @@
+"""``dualeval bench``: how fast a job is with each mode, number of processes, precision and batch size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dualeval.cli.grouped import PATH, grouped
+from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UsageError
+from dualeval.options.choices import CAST, PRECISIONS, check_preparation
+from dualeval.options.job import COMMON, DATA, LAUNCH, MODEL, RUN, Job, start_of
+from dualeval.options.plugins import DEFAULT_TASK
+from dualeval.result import json_text, write_text
+from dualeval.tools.bench.cell import OWN_COMMAND, run_cell
+from dualeval.tools.bench.cells import prepare
+from dualeval.tools.bench.figures import FAILED, MEASURED
+from dualeval.tools.bench.page import csv_text, page
+from dualeval.tools.bench.plan import MODES, BenchOptions, CellStart
+from dualeval.tools.bench.plots import check_plots, draw
+from dualeval.tools.supervise import Interrupted, Interrupts
+from dualeval.tools.sweep import check_new_folder, check_no_rank, counts_of, words_of
+
+_MEASURE = "Measure"
+_PAGE, _CSV = "bench.md", "bench.csv"
+# Flags that decide nothing with --train.
+_OF_EVALUATION = ("metric", "cluster", "on_error", "keep_batchnorm_fp32", "layout", "optimize")
+
+
+@click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(_MEASURE, RUN, LAUNCH))
+@task_flags
+@job_flags("metric", "limit", "sample", "seed", "cluster")
+@grouped(
+    "--mode",
+    group=_MEASURE,
+    callback=words_of,
+    metavar="WORDS",
+    help=f"Some of {', '.join(MODES)}.  [default: all]",
+)
+@grouped(
+    "--processes",
+    group=_MEASURE,
+    callback=counts_of,
+    metavar="N,N",
+    help="Numbers of processes.  [default: 1, 2, one per GPU or core (4 at most)]",
+)
+@grouped(
+    "--precision",
+    group=_MEASURE,
+    callback=words_of,
+    metavar="WORDS",
+    help=f"Some of {', '.join(PRECISIONS)}.  [default: fp32]",
+)
+@grouped(
+    "--batch-size",
+    group=_MEASURE,
+    callback=counts_of,
+    metavar="N,N",
+    help="Samples per batch of each process.  [default: 64]",
+)
+@grouped("--train", group=_MEASURE, is_flag=True, help="Time training steps in place of evaluations.")
+@grouped(
+    "--rounds",
+    group=_MEASURE,
+    type=click.IntRange(min=1),
+    default=5,
+    metavar="N",
+    help="Starts of each cell.  [default: 5]",
+)
+@grouped(
+    "--min-seconds",
+    group=_MEASURE,
+    type=click.FloatRange(min=0, min_open=True),
+    default=3.0,
+    metavar="S",
+    help="Measured in each start, at least.  [default: 3]",
+)
+@grouped(
+    "--warmup",
+    group=_MEASURE,
+    type=click.IntRange(min=1),
+    default=2,
+    metavar="N",
+    help="Batches per process before it is measured.  [default: 2]",
+)
+@grouped(
+    "--cores-per-process",
+    group=_MEASURE,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Cores of each process.  [default: cores / most processes]",
+)
+@grouped(
+    "--timeout-s",
+    group=_MEASURE,
+    type=click.FloatRange(min=1),
+    default=600.0,
+    metavar="S",
+    help="Time limit of each start.  [default: 600]",
+)
+@grouped("--plots/--no-plots", group=_MEASURE, default=True, help="Draw speed-up against processes.")
+@config_flag
+@job_flags("keep_batchnorm_fp32", "layout", "optimize", "on_error", "device", "workers")
+@grouped(
+    "--out",
+    group=RUN,
+    type=PATH,
+    metavar="DIR",
+    help="A new or empty folder.  [default: runs/bench-TIME]",
+)
+@grouped("--json", "as_json", group=RUN, is_flag=True, help="Print bench.json, and nothing else.")
+@grouped("--dry-run", group=RUN, is_flag=True, help="Check the job, list the cells; measure nothing.")
+@click.option("--cell", hidden=True)
+@click.option("--launcher", hidden=True)
+@click.pass_context
+def bench(context: click.Context, /, **flags: Any) -> None:
+    """Measure images/s, speed-up and memory of a job by mode, processes, precision and batch size.
+
+    \b
+    dualeval bench
+    dualeval bench --model resnet50 --weights random:0 --data DIR --processes 1,2,4,8 --batch-size 64,256
+    dualeval bench --precision fp32,amp-bf16 --mode single,torch
+    dualeval bench --train --model resnet18 --weights random:0 --data DIR
+
+    Options of the job are those of 'dualeval run'. Type it once, not under a launcher: it starts the
+    processes itself.
+    """
+    if flags["cell"] is not None:
+        start = CellStart(**json.loads(flags["cell"]))
+        job = whole_job_of(
+            {**flags, "batch_size": start.batch_size, "precision": start.precision}, "dualeval bench"
+        )
+        context.exit(run_cell(job, start, flags["launcher"], [*OWN_COMMAND, *context.obj]))
+    if unused := start_of(flags["config"]):
+        click.echo(
+            f"dualeval: note: {' and '.join(sorted(unused))} in {flags['config']}: no meaning for 'dualeval "
+            "bench', which takes --out and --processes",
+            err=True,
+        )
+    options = BenchOptions(**{name: flags[name] for name in BenchOptions.__dataclass_fields__})
+    if options.plots:
+        check_plots()
+    check_no_rank(
+        flags["launcher"],
+        "'dualeval bench' starts its processes itself. Type it by itself, without a launcher before it.",
+    )
+    job = whole_job_of(
+        {**flags, **{name: (flags[name] or [None])[0] for name in ("batch_size", "precision")}},
+        "dualeval bench",
+    )
+    for size in options.batch_size or ():
+        COMMON["batch_size"].check(size)
+    if options.train:
+        _check_training(options, job, flags)
+    for precision in options.precision or [job.precision]:
+        check_preparation(
+            precision=precision,
+            keep_batchnorm_fp32=job.keep_batchnorm_fp32,
+            optimize=job.optimize,
+            dashes=True,
+        )
+    if flags["dry_run"] and flags["as_json"]:
+        raise UsageError(
+            "--json prints what was measured, and --dry-run measures nothing: leave out one of them."
+        )
+    started = datetime.now(timezone.utc)
+    folder = (flags["out"] or Path("runs", f"bench-{started:%Y%m%dT%H%M%S}")).absolute()
+    check_new_folder(folder)
+    with Interrupts() as interrupts:
+        try:
+            cells = prepare(options, job, folder, interrupts, context.obj, started)
+        except Interrupted as error:
+            click.echo(f"dualeval: interrupted by {error}; nothing was measured", err=True)
+            context.exit(EXIT_STOPPED)
+        if flags["dry_run"]:
+            for cell in cells.cells:
+                click.echo(f"{cell['label']}{'' if cell['reason'] is None else ': ' + cell['reason']}")
+            return
+        report = cells.run()
+    context.exit(_finish(report, folder, options))
+
+
+def _check_training(options: BenchOptions, job: Job, flags: Mapping[str, Any]) -> None:
+    """Check that the job is one whose training steps can be timed."""
+    if job.task != DEFAULT_TASK:
+        raise UsageError(
+            f"--train times --task {DEFAULT_TASK}, and the task is {job.task}. Leave out --train."
+        )
+    if of_evaluation := [name for name in _OF_EVALUATION if flags[name]]:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in of_evaluation)
+        raise UsageError(
+            f"{words}: no meaning with --train, which has no metrics, skips no sample and trains the model "
+            "as it is built. Leave it out."
+        )
+    for precision in options.precision or [job.precision]:
+        if precision in CAST:
+            raise UsageError(
+                f"--train --precision {precision}: a training keeps its weights in float32, as the steps of "
+                f"an optimiser are lost in half precision. Give --precision amp-{precision}, or leave out "
+                "--train."
+            )
+
+
+def _finish(report: Mapping[str, Any], folder: Path, options: BenchOptions) -> int:
+    """Write and show what was measured; returns the exit code."""
+    pictures = draw(report, folder) if options.plots else []
+    text = page(report, pictures)
+    write_text(folder / _PAGE, text)
+    write_text(folder / _CSV, csv_text(report))
+    if options.as_json:
+        click.echo(json_text(report), nl=False)
+    else:
+        click.echo(f"\n{text}\n{folder / _PAGE}")
+    if report["interrupted"]:
+        return EXIT_STOPPED
+    outcomes = {cell["outcome"] for cell in report["cells"]}
+    return EXIT_DONE if MEASURED in outcomes and FAILED not in outcomes else EXIT_FAILED

@@ -1,0 +1,149 @@
+"""Which cells are measured, in which order, and what one start of a cell does: pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dualeval.errors import UsageError
+from dualeval.options.choices import PRECISIONS, check_choice
+
+# One process, one process that splits its batches over several GPUs, and ranks over two backends.
+SINGLE, DATAPARALLEL, TORCH, HOROVOD = "single", "dataparallel", "torch", "horovod"
+MODES = (SINGLE, DATAPARALLEL, TORCH, HOROVOD)
+# Modes whose ranks are a group, and their backend of that name.
+OF_RANKS = (TORCH, HOROVOD)
+# Of a training step, in their order.
+STAGES = ("forward", "backward", "all_reduce", "optimiser")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The options of ``dualeval bench`` beside those of the job, as docs/bench.md has them; None is open."""
+
+    mode: list[str] | None
+    processes: list[int] | None
+    precision: list[str] | None
+    batch_size: list[int] | None
+    rounds: int
+    min_seconds: float
+    warmup: int
+    cores_per_process: int | None
+    timeout_s: float
+    train: bool
+    plots: bool
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        for mode in self.mode or ():
+            check_choice("--mode", mode, MODES)
+        for precision in self.precision or ():
+            check_choice("--precision", precision, PRECISIONS)
+        if not math.isfinite(self.min_seconds):
+            raise UsageError(f"--min-seconds {self.min_seconds:g}: expected a number of seconds")
+        if math.isnan(self.timeout_s):
+            raise UsageError(f"--timeout-s {self.timeout_s:g}: expected a number of seconds")
+        if self.mode == [DATAPARALLEL] and self.processes == [1]:
+            raise UsageError(
+                f"--mode {DATAPARALLEL} --processes 1: it splits a batch over several GPUs, so "
+                "there is nothing to measure. Give --processes 2 or more."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One combination that is measured."""
+
+    # One of `MODES`.
+    mode: str
+    # How many ranks; for "dataparallel" how many GPUs its one process uses.
+    processes: int
+    # One of `choices.PRECISIONS`.
+    precision: str
+    # Samples a batch of each process.
+    batch_size: int
+    # Why it cannot be measured here; None where it can.
+    reason: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The cell in words."""
+        unit = "GPU" if self.mode == DATAPARALLEL else "process"
+        plural = "" if self.processes == 1 else "s" if unit == "GPU" else "es"
+        return f"{self.mode}, {self.processes} {unit}{plural}, {self.precision}, batch size {self.batch_size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellStart:
+    """What one start of a cell does."""
+
+    # As in `Cell`; likewise `processes`, `precision` and `batch_size`.
+    mode: str
+    processes: int
+    precision: str
+    batch_size: int
+    # Of each process, which are its own.
+    cores: int
+    # The least time that is measured.
+    min_seconds: float
+    # Batches a process before that.
+    warmup: int
+    # Whether training steps are timed in place of evaluations.
+    train: bool
+    # `time.monotonic()` when its command was started.
+    begun: float
+    # The file for what was measured.
+    to: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields as plain values."""
+        return asdict(self)
+
+
+def plan_cells(
+    modes: Sequence[str],
+    processes: Sequence[int],
+    precisions: Sequence[str],
+    batch_sizes: Sequence[int],
+    why_not: Callable[[Cell], str | None],
+) -> list[Cell]:
+    """List the cells: every combination that is one, in a fixed order.
+
+    One process is a cell of its own mode; DataParallel needs at least two GPUs to differ from it.
+    """
+    cells = []
+    for precision in precisions:
+        for batch_size in batch_sizes:
+            for mode in (mode for mode in MODES if mode in modes):
+                for count in _counts(mode, processes):
+                    cell = Cell(mode=mode, processes=count, precision=precision, batch_size=batch_size)
+                    cells.append(Cell(**{**asdict(cell), "reason": why_not(cell)}))
+    return cells
+
+
+def _counts(mode: str, processes: Sequence[int]) -> Sequence[int]:
+    if mode == SINGLE:
+        return [1]
+    return [count for count in processes if mode != DATAPARALLEL or count > 1]
+
+
+def order_of_round(count: int, number: int) -> list[int]:
+    """In which order a round measures its cells: each round begins one cell later, every second backwards.
+
+    So no cell is always first, or always behind the same one.
+    """
+    first = number % max(count, 1)
+    order = [*range(first, count), *range(first)]
+    return order if number % 2 == 0 else order[::-1]
+
+
+def cores_of_processes(processes: Sequence[int], usable: int) -> int:
+    """How many cores each process gets, the same in all cells: a share of the most processes that fit."""
+    return max(1, usable // max([count for count in processes if count <= usable], default=1))
+
+
+def own_part(cores: Sequence[int], each: int, local_rank: int) -> list[int]:
+    """The cores of one of the ranks of this machine."""
+    return list(cores[local_rank * each : (local_rank + 1) * each])

@@ -1,0 +1,1 @@
+"""``dualeval conformance``: whether this system gives the same bits in every way to start ranks."""

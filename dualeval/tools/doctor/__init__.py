@@ -1,0 +1,1 @@
+"""``dualeval doctor``: what this machine and its launcher give, and whether ranks come together."""

@@ -1,0 +1,42 @@
+"""``dualeval setup-horovod``: build Horovod for the installed torch, or take it from a cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False, resolve_path=True)
+
+
+@click.command("setup-horovod")
+@click.option("--with-mpi/--without-mpi", default=None, help="Build with MPI.  [default: if mpicxx is found]")
+@click.option(
+    "--with-nccl/--without-nccl",
+    default=None,
+    help="Build with NCCL.  [default: if torch has CUDA and nvcc is found]",
+)
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for built wheels.  [default: ~/.cache/dualeval/horovod]",
+)
+@click.option("--rebuild", is_flag=True, help="Build even if the cache has the wheel.")
+@click.option("--constraint", type=_FILE, help="Constraints file for pip.")
+@click.option("--dry-run", is_flag=True, help="Print the plan; build nothing.")
+def setup_horovod(
+    with_mpi: bool | None,
+    with_nccl: bool | None,
+    cache: Path | None,
+    rebuild: bool,
+    constraint: Path | None,
+    dry_run: bool,
+) -> None:
+    """Build Horovod for the installed torch and install it; a cache keeps the wheel."""
+    from dualeval.tools.horovod import setup as horovod_setup
+
+    wishes = horovod_setup.Wishes(
+        with_mpi=with_mpi, with_nccl=with_nccl, cache=cache, rebuild=rebuild, constraint=constraint
+    )
+    (horovod_setup.dry_run if dry_run else horovod_setup.set_up)(wishes, os.environ, click.echo)

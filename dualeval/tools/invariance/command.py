@@ -1,0 +1,80 @@
+"""``dualeval doctor --invariance``: what other batch shapes do to the bits of a job's rows."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from dualeval.cli import options
+from dualeval.cli.grouped import grouped
+from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, task_flags, whole_job_of
+from dualeval.errors import EXIT_DONE, LaunchError
+from dualeval.launch import examine
+from dualeval.options.choices import AUTO
+from dualeval.options.job import COMMON, DATA, LAUNCH, MODEL, RUN
+from dualeval.result import json_text
+
+FLAG = "--invariance"
+
+
+@click.command(name=f"doctor {FLAG}", cls=TaskCommand, groups=(MODEL, DATA), last=(RUN, LAUNCH))
+@task_flags
+@job_flags("limit", "sample", "seed")
+@config_flag
+@job_flags("batch_size", "precision", "keep_batchnorm_fp32", "layout", "optimize", "on_error")
+@grouped(FLAG, group=RUN, is_flag=True, expose_value=False, help="This diagnosis.")
+@options.ONLY_JSON
+@job_flags("device")
+@click.pass_context
+def invariance(context: click.Context, /, *, as_json: bool, **flags: Any) -> None:
+    """Compute a job's first batch in other batch shapes: which rows get other bits, and which modules do it.
+
+    \b
+    dualeval doctor --invariance
+    dualeval doctor --invariance --model resnet18 --weights ckpt.pt --data /data/imagenet/val
+
+    Type it with the job's options, as 'dualeval run' takes them. Every precision and layout of the device is
+    tried; with --precision or --layout only that one. One process. Exit code 0, whatever is found.
+    """
+    found = examine(os.environ, None).place
+    if found.size > 1:
+        raise LaunchError(
+            f"'dualeval doctor {FLAG}' is one process, but {found.launcher} has started {found.size}: every "
+            "rank would compute the same. Type it by itself."
+        )
+    job = whole_job_of({**dict.fromkeys(COMMON), **flags, "metric": ()}, "dualeval doctor --invariance")
+    from dualeval.engine.options import RunOptions
+    from dualeval.tools.invariance.diagnosis import diagnose
+    from dualeval.tools.invariance.page import print_invariance
+    from dualeval.world.devices import device_here
+
+    device = device_here(job.device, 1, found)
+    if fetch := getattr(job.options, "fetch", None):
+        fetch()
+    diagnosis = diagnose(
+        job.make_task(),
+        RunOptions(**job.run_options),
+        device,
+        precisions=() if flags["precision"] is None else (job.precision,),
+        layouts=() if flags["layout"] in (None, AUTO) else (job.layout,),
+        step=lambda said: click.echo(f"dualeval: note: {said}", err=True),
+    ).to_json()
+    if as_json:
+        click.echo(json_text(diagnosis), nl=False)
+    else:
+        print_invariance(diagnosis)
+    context.exit(EXIT_DONE)
+
+
+class DoctorCommand(click.Command):
+    """``doctor``; with --invariance another command, whose flags are those of a job."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Make the context of the command that is asked for."""
+        if FLAG in args:
+            return invariance.make_context(info_name, args, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)

@@ -1,0 +1,1 @@
+"""``dualeval submit``: a job for Slurm."""
