@@ -27,7 +27,8 @@ import importlib, os, threading
 from dualeval.cli import main
 if os.environ["RANK"] == "1":
     # By its module's name: dualeval.tools.doctor.command itself is the command.
-    importlib.import_module("dualeval.tools.doctor.command")._try_backend = lambda *_: threading.Event().wait()
+    command = importlib.import_module("dualeval.tools.doctor.command")
+    command._try_backend = lambda *_: threading.Event().wait()
 main(["doctor", "--limit-s", "12"])
 """
 

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from dualeval.cli import dualeval
+from dualeval.cli.run import run
 from dualeval.options.job import COMMON
 from dualeval.options.plugins import SCORED, TASKS, scored_kind, task_kind
 from tests.conftest import Launch
@@ -43,7 +44,7 @@ def shown(*words: str, width: int = 80) -> str:
 
 def test_the_page_names_every_option() -> None:
     page = (Path(__file__).parents[1] / "docs/command-line.md").read_text()
-    options = [flag for parameter in dualeval.commands["run"].params for flag in parameter.opts]
+    options = [flag for parameter in run.params for flag in parameter.opts]
     assert [flag for flag in options if f"`{flag}`" not in page] == []
 
 

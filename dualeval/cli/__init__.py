@@ -10,19 +10,14 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import pairwise
 from time import sleep
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from dualeval import __version__, process_start
-from dualeval.cli.compare import compare
-from dualeval.cli.export import export
-from dualeval.cli.listing import list_names
-from dualeval.cli.run import run
-from dualeval.cli.score import score
-from dualeval.cli.verify import verify
 from dualeval.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -35,19 +30,46 @@ from dualeval.errors import (
 )
 from dualeval.launch import detect
 from dualeval.own_code import wants_debug
-from dualeval.tools.bench.command import bench
-from dualeval.tools.conformance.command import conformance
-from dualeval.tools.doctor.command import doctor
-from dualeval.tools.horovod.command import setup_horovod
-from dualeval.tools.submit.command import submit
 from dualeval.world import World
 
 _HEAD_START_S = 1.0
 _EXIT_FUNCTIONS_WITHIN_S = 10.0
 
 
+# Each command, and where it is: the module is imported when the command is typed, or its help.
+COMMANDS = {
+    "run": "dualeval.cli.run:run",
+    "score": "dualeval.cli.score:score",
+    "verify": "dualeval.cli.verify:verify",
+    "compare": "dualeval.cli.compare:compare",
+    "export": "dualeval.cli.export:export",
+    "list": "dualeval.cli.listing:list_names",
+    "bench": "dualeval.tools.bench.command:bench",
+    "conformance": "dualeval.tools.conformance.command:conformance",
+    "doctor": "dualeval.tools.doctor.command:doctor",
+    "setup-horovod": "dualeval.tools.horovod.command:setup_horovod",
+    "submit": "dualeval.tools.submit.command:submit",
+}
+
+
+class _Commands(click.Group):
+    """The commands of ``COMMANDS``."""
+
+    def __init__(self, **options: Any) -> None:
+        # Their names alone: what click lists, and compares a wrong name with.
+        super().__init__(commands=dict.fromkeys(COMMANDS), **options)  # type: ignore[arg-type]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
+
+
 # Without a command it is no error to be told what there is.
 @click.group(
+    cls=_Commands,
     invoke_without_command=True,
     subcommand_metavar="COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -60,12 +82,6 @@ def dualeval(context: click.Context) -> None:
     """Evaluate any PyTorch model on any number of processes, with the same bits on each."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-for _command in (run, score, verify, compare, export, bench, list_names, doctor, conformance):
-    dualeval.add_command(_command)
-dualeval.add_command(setup_horovod)
-dualeval.add_command(submit)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
