@@ -16,7 +16,7 @@ from typing import IO
 
 import pytest
 
-from dualeval import waiting as module
+from dualeval.world import waiting as module
 from dualeval.world import World
 from dualeval.world.waiting import name_ranks, not_come, waiting
 from tests.conftest import ROOT, Launch
