@@ -69,13 +69,25 @@ REAL_STARTS = (
     "test_launchers",
     "test_readme",
 )
+# Tests whose processes load these too, which takes a process seconds.
+LOADS_MORE = (
+    "test_failed_samples",
+    "test_image",
+    "test_model_sources",
+    "test_question_answering",
+    "test_several",
+    "test_task_examples",
+    "test_torchmetrics",
+    "test_training",
+)
+MORE = ("torchvision", "torchmetrics", "transformers.models.auto.modeling_auto")
 
 
 class Launch:
     """Runs commands in sessions of their own, and ends all that they started, whatever happens."""
 
     def __init__(self) -> None:
-        self.server = forks.ForkServer()
+        self.servers = {False: forks.ForkServer(), True: forks.ForkServer(MORE)}
 
     def __call__(
         self,
@@ -93,7 +105,8 @@ class Launch:
         asked = forks.ranks_of(command, variables or {})
         current = os.environ.get("PYTEST_CURRENT_TEST", "").removeprefix("tests/")
         if asked is not None and not current.startswith(REAL_STARTS):
-            return self._forked(*asked, variables or {}, cwd, timeout)
+            server = self.servers[current.startswith(LOADS_MORE)]
+            return self._forked(server, *asked, variables or {}, cwd, timeout)
         with self.started(command, variables=variables, cwd=cwd) as process:
             try:
                 stdout, stderr = process.communicate(timeout=timeout)
@@ -103,10 +116,16 @@ class Launch:
         return Finished(returncode=process.returncode, stdout=stdout, stderr=stderr)
 
     def _forked(
-        self, size: int, words: Sequence[str], variables: Mapping[str, str], cwd: Path | None, timeout: float
+        self,
+        server: forks.ForkServer,
+        size: int,
+        words: Sequence[str],
+        variables: Mapping[str, str],
+        cwd: Path | None,
+        timeout: float,
     ) -> Finished:
         environ, mark = _environ(variables)
-        code, stdout, stderr = forks.run(self.server, size, words, environ, cwd, timeout)
+        code, stdout, stderr = forks.run(server, size, words, environ, cwd, timeout)
         if code is None:
             _end(_marked(mark))
             pytest.fail(f"{' '.join(words)} did not end in {timeout} s:\n{stdout}\n{stderr}")
@@ -182,7 +201,8 @@ def launch() -> Iterator[Launch]:
     """Run commands that cannot outlive their test: ``launch([sys.executable, "worker.py"])``."""
     launch = Launch()
     yield launch
-    launch.server.stop()
+    for server in launch.servers.values():
+        server.stop()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Forks processes that have torch and the engine loaded, so that a test's start costs a tenth of a second.
 
-    python -m tests.fork_server SOCKET
+    python -m tests.fork_server SOCKET [MODULE ...]
 
+The modules are loaded besides what all tests need.
 Each connection asks for one process: JSON with ``words`` (after ``python``), ``variables`` and ``cwd``, and
 with it the descriptors of its standard output and error. The answer is the process's id, and at its end its
 exit code.
@@ -23,6 +24,8 @@ import threading
 import types
 from pathlib import Path
 from typing import Any
+
+from dualeval.vision_library import torchvision
 
 # What the main path and the workers of tests import; nothing that a test wants to see missing or late.
 _LOADED = (
@@ -143,7 +146,9 @@ def run(asked: dict[str, Any], path: list[str]) -> None:
 
 def main() -> None:
     """Load, serve, and in a child run what was asked."""
-    for name in _LOADED:
+    for name in (*_LOADED, *sys.argv[2:]):
+        if name == "torchvision":
+            torchvision()
         __import__(name)
     path = sys.path[1:]
     try:

@@ -38,8 +38,9 @@ class _Rank:
 
 @dataclass
 class ForkServer:
-    """The server, started with the first fork."""
+    """The server, started with the first fork; it loads ``modules`` besides what all tests need."""
 
+    modules: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
     folder: tempfile.TemporaryDirectory[str] | None = None
     ranks: list[_Rank] = field(default_factory=list)
@@ -66,7 +67,7 @@ class ForkServer:
         # Both start threads when they are loaded.
         early = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server", path],
+            [sys.executable, "-m", "tests.fork_server", path, *self.modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={

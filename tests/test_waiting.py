@@ -16,8 +16,8 @@ from typing import IO
 
 import pytest
 
-from dualeval.world import waiting as module
 from dualeval.world import World
+from dualeval.world import waiting as module
 from dualeval.world.waiting import name_ranks, not_come, waiting
 from tests.conftest import ROOT, Launch
 from tests.launchers import needs, start
