@@ -80,7 +80,11 @@ LOADS_MORE = (
     "test_torchmetrics",
     "test_training",
 )
-MORE = ("torchvision", "torchmetrics", "transformers.models.auto.modeling_auto")
+MORE = (
+    "torchvision",
+    "torchmetrics",
+    "transformers.models.auto.modeling_auto",
+)
 
 
 class Launch:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT, Launch
 from tests.faulty_models import FAULT, FLUSH_S
-from tests.launchers import needs
+from tests.launchers import needs, start
 from tests.test_endings import ASSETS, await_that, ranks_of, read
 
 SCRIPT = ROOT / "examples" / "evaluate_in_a_script.py"
@@ -105,7 +105,7 @@ def test_a_script_that_stands_still_is_named(launch: Launch, tmp_path: Path, lau
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [
-        pytest.param(TORCHRUN, [], id="DDP"),
+        pytest.param([*start("torchrun", 2), sys.executable], [], id="DDP"),
         pytest.param(
             HOROVODRUN, ["horovod"], id="Horovod", marks=[*needs("horovodrun", ""), pytest.mark.long]
         ),

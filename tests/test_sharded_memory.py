@@ -35,6 +35,7 @@ def run(
     return peaks, json.loads((folder / "out/result.json").read_text())["metrics_digest"]
 
 
+@pytest.mark.long
 def test_a_model_of_100_mb(launch: Launch, tmp_path: Path) -> None:
     [weights] = large_model.write(tmp_path, 100, [large_model.TORCH]).values()
     whole, digest = run(launch, tmp_path / "whole", 100, weights, ranks=1)

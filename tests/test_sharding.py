@@ -343,6 +343,7 @@ def run_models(launch: Launch, ranks: int, options: dict[str, Any], names: list[
     assert found and all(found.values()), found
 
 
+@pytest.mark.long
 def test_models_of_many_kinds_on_two_ranks(launch: Launch) -> None:
     run_models(launch, 2, {}, ["tied", "odd", "returned", "recurrent", "encoder", "attention", "iterated"])
 

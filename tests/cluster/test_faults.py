@@ -87,7 +87,7 @@ def test_the_faulty_model_is_the_embedded_one(launch: Launch, tmp_path: Path) ->
     ("point", "backend"),
     [
         ("write", "torch"),
-        pytest.param("fsync", "mpi", marks=pytest.mark.needs("mpi")),
+        pytest.param("fsync", "mpi", marks=[pytest.mark.needs("mpi"), pytest.mark.long]),
         pytest.param("rename", "horovod", marks=pytest.mark.needs("horovod")),
     ],
 )
@@ -209,10 +209,7 @@ ON_TWO_HOSTS = {
     "horovod": "srun -N2 -n3 --output=rank-%t.log dualeval run --backend horovod",
     "mpi": "srun -N2 -n3 --output=rank-%t.log --mpi=pmix dualeval run --backend mpi",
 }
-QUICK = {
-    *(("a reading process", "torch"), ("the lock", "torch")),
-    *(("rank 0 stopped", "mpi"), ("rank 0 killed", "torch")),
-}
+QUICK = {("the lock", "torch"), ("rank 0 stopped", "mpi"), ("rank 0 killed", "torch")}
 
 
 def each(kinds: Sequence[str], quick: set[tuple[str, str]]) -> list[ParameterSet]:
