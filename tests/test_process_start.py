@@ -50,7 +50,7 @@ def signalled(
     ("module", "number"),
     [
         ("click", TERM),
-        ("dualeval.cli.run", INT),
+        ("dualeval.cli.options", INT),
         ("numpy._core._multiarray_umath", INT),
         ("torch._C", USR2),
         ("torch", INT),

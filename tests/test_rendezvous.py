@@ -18,7 +18,7 @@ from dualeval.backends import horovod, rendezvous
 from dualeval.backends.horovod import gloo_variables
 from dualeval.errors import BackendError
 from dualeval.world import World, waiting
-from dualeval.world.meetings import master
+from dualeval.world.meetings import MeetingAtStore, master
 from dualeval.world.meetings.horovodrun import AtHorovodrun
 from dualeval.world.meetings.master import AtMaster, AtTorchrun
 from dualeval.world.network import LOOPBACK
@@ -108,7 +108,7 @@ def test_horovodruns_rendezvous_is_named_where_it_cannot_be_reached() -> None:
 
 def test_a_rank_alone_meets_nobody() -> None:
     world = World.alone()
-    with world.meeting.open(world, "a test") as (store, host, port):
+    with MeetingAtStore().open(world, "a test") as (store, host, port):
         store.set("a", "1")
         assert (store.get("a"), host) == (b"1", LOOPBACK)
         assert port is not None

@@ -64,6 +64,7 @@ class _Commands(click.Group):
             return None
         module, _, name = COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(import_module(module), name)
+        process_start.allow_interrupts()
         return command
 
 
@@ -87,7 +88,6 @@ def dualeval(context: click.Context) -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and end the process with its exit code (``dualeval.errors`` lists them)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    process_start.allow_interrupts()
     try:
         code = dualeval.main(words, prog_name="dualeval", standalone_mode=False, obj=words) or EXIT_DONE
     except click.exceptions.Exit as end:
