@@ -24,7 +24,7 @@ class Meeting:
 
     def open(self, world: World, purpose: str) -> AbstractContextManager[tuple[Any, str, int | None]]:
         """Open a store that all ranks share: it, rank 0's host, and on rank 0 the port. A collective."""
-        raise AssertionError(f"{world.launcher} tells its {world.size} ranks no way to meet")
+        raise AssertionError(f"a process of {world.launcher} meets nobody")
 
 
 @dataclass(frozen=True, kw_only=True)

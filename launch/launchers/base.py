@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from dualeval.errors import LaunchError
 from dualeval.launch.site import Site
-from dualeval.world import Meeting, World
+from dualeval.world import World
+from dualeval.world.meetings import MeetingAtStore
 from dualeval.world.meetings.mpi import OverMpi
 
 # torchrun's names are those of other tools and shells, too. This one it alone sets.
@@ -115,7 +116,7 @@ class Environment:
             node_rank=None,
             launcher=source.name,
             mpi=source.starts_mpi,
-            meeting=OverMpi() if source.starts_mpi else Meeting(),
+            meeting=OverMpi() if source.starts_mpi else MeetingAtStore(),
         )
 
     def number(self, name: str, default: int | None = None) -> int:

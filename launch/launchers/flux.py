@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from dualeval.launch.launchers.base import Environment, Launcher
 from dualeval.world import World
-from dualeval.world.meetings import MeetingAtStore
 from dualeval.world.meetings.address import AtAddress
 from dualeval.world.meetings.pmi import OverPmi
 
@@ -27,7 +26,7 @@ def _read(environment: Environment) -> World | None:
     rank, size, local_rank = map(environment.number, (_RANK, _SIZE, _LOCAL_RANK))
     world = replace(environment.world(rank, size, local_rank, size), local_size=1)
     if size == 1:
-        return replace(world, node_rank=0, node_sizes=(1,), meeting=MeetingAtStore())
+        return replace(world, node_rank=0, node_sizes=(1,))
     world = replace(world, placed=False)
     pmi = {_RANK: "PMI_RANK", _SIZE: "PMI_SIZE"}
     if "PMI_FD" in environ and all(environ.get(own) == environ[name] for name, own in pmi.items()):
