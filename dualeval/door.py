@@ -88,19 +88,23 @@ def export(result: Result | str | Path, to: str | Sequence[str], *, step: int | 
         UsageError: a text names no logger, a package is not installed, or no finished run is there.
         DualevalError: a tracker failed; the others have the result.
     """
+    from dualeval.engine.ending import say
     from dualeval.report.loggers.log import export_result, stored_result
     from dualeval.report.loggers.targets import check_installed, targets_of
     from dualeval.world.local_ranks import rank_of_script
+
+    def note(said: str) -> None:
+        say(f"dualeval: {said}")
 
     targets = targets_of(to, step, "to")
     if not rank_of_script().is_main:
         return
     check_installed(targets, "to")
     if isinstance(result, str | Path):
-        export_result(stored_result(Path(result)), Path(result), targets, step)
+        export_result(stored_result(Path(result)), Path(result), targets, step, note)
     else:
         folder = None if result.folder is None else Path(result.folder)
-        export_result(result, folder, targets, step)
+        export_result(result, folder, targets, step, note)
 
 
 def _task_of(task: Task | None, options: dict[str, Any]) -> tuple[Task, dict[str, Any]]:

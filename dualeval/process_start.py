@@ -77,6 +77,12 @@ def end_with(code: int) -> None:
     _exit_code = code
 
 
+def say_if_ended(sentence: str) -> None:
+    """What a signal says that ends the process when its work is done; empty for nothing."""
+    global _left_out
+    _left_out = sentence
+
+
 def may_print(environ: Mapping[str, str]) -> bool:
     """Whether this process is one to print what all ranks would: no launcher says that it is a later one."""
     return all(environ.get(name, "0") == "0" for name in _RANKS)
@@ -84,6 +90,7 @@ def may_print(environ: Mapping[str, str]) -> bool:
 
 _process = 0
 _exit_code: int | None = None
+_left_out = ""
 
 
 def _command(words: Iterable[str]) -> str:
@@ -115,7 +122,9 @@ def _end(number: int, said: str, code: int) -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
-    if _exit_code is None and may_print(os.environ):
+    if _exit_code is not None:
+        said = _left_out
+    if said and may_print(os.environ):
         try:
             os.write(2, f"dualeval: {said}.\n".encode())
         except OSError:

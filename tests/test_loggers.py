@@ -360,6 +360,35 @@ def test_a_server_that_does_not_answer_is_given_up(
     assert outcome.error == "no answer within 3 s"
 
 
+def test_a_script_that_waits_for_a_tracker_is_told(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dualeval.report.loggers.sending._QUIET_S", 0.0)
+    monkeypatch.setattr("dualeval.report.loggers.log._BY_ITSELF_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"mlflow:http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(DualevalError, match="no answer within 1 s"):
+            dualeval.export(run, target)
+    assert f"dualeval: still logging to {target}: it has not answered yet" in capfd.readouterr().err
+
+
+def test_a_signal_while_a_tracker_is_waited_for_says_what_is_not_logged(
+    launch: Launch, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        target = f"mlflow:http://127.0.0.1:{silent.getsockname()[1]}"
+        words = ["dualeval", "run", "--limit", "20", "--out", f"{tmp_path}/out", "--logger", target]
+        with launch.started(words, cwd=tmp_path) as process, silent.accept()[0]:
+            process.terminate()
+            _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert said == (
+        f"dualeval: note: the result may not be logged to {target}. It is complete. "
+        f"'dualeval export {tmp_path}/out --to {target}' tries it again.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dualeval.errors import DualevalError, UsageError, text_of
+from dualeval.process_start import say_if_ended
 from dualeval.report.loggers.record import record_of
 from dualeval.report.loggers.sending import Outcome, send
 from dualeval.report.loggers.targets import Target
@@ -26,17 +27,24 @@ def log_result(
     What is logged is noted too, but not the steps of a training.
     """
     folder = None if result.folder is None else Path(result.folder)
-    for outcome in _logged(result, folder, targets, step, _BEHIND_A_RUN_S, note):
-        if not outcome.error:
-            # A training would say it each epoch.
-            if step is None:
-                note(f"logged to {outcome.target.kind}: {outcome.said}")
-            continue
-        again = ""
-        if folder is not None:
-            behind = "" if step is None else f" --step {step}"
-            again = f" 'dualeval export {folder} --to {outcome.target.text}{behind}' tries it again."
-        note(f"not logged to {outcome.target.text}: {outcome.error}. The result is complete.{again}")
+
+    def again(*to: Target) -> str:
+        if folder is None:
+            return ""
+        words = [*(f"--to {target.text}" for target in to), *([] if step is None else [f"--step {step}"])]
+        return f" 'dualeval export {folder} {' '.join(words)}' tries it again."
+
+    names = " and ".join(target.text for target in targets)
+    late = f"note: the result may not be logged to {names}. It is complete.{again(*targets)}"
+    say_if_ended(late.removesuffix("."))
+    outcomes = _logged(result, folder, targets, step, _BEHIND_A_RUN_S, note)
+    say_if_ended("")
+    for outcome in outcomes:
+        target = outcome.target
+        if outcome.error:
+            note(f"not logged to {target.text}: {outcome.error}. The result is complete.{again(target)}")
+        elif step is None:  # a training would say it each epoch
+            note(f"logged to {target.kind}: {outcome.said}")
 
 
 def export_result(
