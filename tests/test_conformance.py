@@ -22,7 +22,7 @@ from dualeval.report.anonymous import Names
 from dualeval.tools.conformance.command import _last_lines
 from dualeval.tools.conformance.page import agrees, judge, judge_self_test, page, summary
 from dualeval.tools.node_facts import _nodes_of_job
-from tests.conftest import BIN, Launch
+from tests.conftest import BIN, ROOT, Launch
 
 CONFORMANCE: list[str | Path] = [BIN / "dualeval", "conformance"]
 MACHINE = {"device": "cpu", "model": "Xeon", "cpu_capability": "AVX512", "bits": "31a2", "versions": {}}
@@ -358,7 +358,8 @@ def test_a_launcher_that_is_broken(launch: Launch, tmp_path: Path) -> None:
     stub = tmp_path / "bin/mpirun"
     stub.parent.mkdir()
     stub.write_text(
-        f"#!/bin/sh\n[ $1 = --version ] && exit\necho no route to {socket.gethostname()} >&2; exit 3\n"
+        f"#!/bin/sh\n[ $1 = --version ] && exit\n"
+        f"echo no route to {socket.gethostname()}, {ROOT}/a.py >&2; exit 3\n"
     )
     stub.chmod(0o755)
     words = ["--launchers", "mpirun,srun", "--ranks", "1", "--limit", "64", "--json", "--out", "report"]
@@ -369,7 +370,7 @@ def test_a_launcher_that_is_broken(launch: Launch, tmp_path: Path) -> None:
     assert json.loads(done.stdout) == content
     broken = [run for run in content["runs"] if run["launcher"] == "mpirun" and run["backend"] == "mpi"]
     assert [(run["outcome"], run["reason"]) for run in broken] == [("failed", "exit code 3")]
-    assert broken[0]["last_lines"] == ["no route to node1"]
+    assert broken[0]["last_lines"] == ["no route to node1, DUALEVAL/a.py"]
     absent = {run["reason"] for run in content["runs"] if run["launcher"] == "srun"}
     assert len(absent) == 1, absent
 

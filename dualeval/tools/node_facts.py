@@ -20,6 +20,7 @@ from dualeval.launch.hostlist import expand_hosts, expand_tasks
 from dualeval.launch.launchers import WAYS
 from dualeval.launch.launchers.slurm import is_step_of_tasks, under_srun
 from dualeval.launch.site import Libraries, Node, Site
+from dualeval.tools.supervise import ask
 from dualeval.world.network import interface_towards
 
 # Those of all ways to start ranks, and that by which some reach other nodes.
@@ -123,10 +124,12 @@ def _mb_s(interface: str) -> int | None:
     return None
 
 
-def find_site(
-    environ: Mapping[str, str], dualeval: Sequence[str], run: Run
-) -> tuple[Site, list[dict[str, Any]]]:
-    """Find the nodes and the launchers that ranks can be started with."""
+def find_site(environ: Mapping[str, str], check: Callable[[], None]) -> tuple[Site, list[dict[str, Any]]]:
+    """Find the nodes and the launchers that ranks can be started with; ``check`` may raise while it waits."""
+
+    def run(command: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
+        return ask(command, environ, limit_s, check)
+
     found = {name: shutil.which(name, path=environ["PATH"]) for name in _PROGRAMS}
     programs = {name: path for name, path in found.items() if path is not None}
     job = environ.get("SLURM_JOB_ID") if "srun" in programs else None
@@ -138,7 +141,12 @@ def find_site(
         in_step=is_step_of_tasks(environ.get("SLURM_STEP_ID", "")),
         is_root=os.geteuid() == 0,
     )
-    command = [*(under_srun(bare, [1] * len(nodes)) if job else []), *dualeval, "conformance", "--facts"]
+    command = [
+        *(under_srun(bare, [1] * len(nodes)) if job else []),
+        *dualeval_words(),
+        "conformance",
+        "--facts",
+    ]
     code, out, err = run(command, 2 * _ANSWER_S)
     by_host = {facts["host"]: facts for facts in _read_facts(out)}
     if code != 0 or len(by_host) < len(nodes):
@@ -163,17 +171,13 @@ def find_site(
         job=job,
         in_step=bare.in_step,
         at_a_node=not job or socket.gethostname() in {own["own_name"] for own in facts},
+        slurm=_first_line([programs["srun"], "--version"], run) if job else "",
         srun_mpi=_srun_mpi(programs["srun"], run) if job else (),
         mpirun=_first_line([programs["mpirun"], "--version"], run) if "mpirun" in programs else "",
         no_ssh=_no_ssh(programs, facts, run) if len(nodes) > 1 else None,
         is_root=bare.is_root,
     )
     return site, facts
-
-
-def slurm_version(site: Site, run: Run) -> str | None:
-    """What srun says of itself, in a job."""
-    return _first_line([site.programs["srun"], "--version"], run) or None if site.job else None
 
 
 def _nodes_of_job(environ: Mapping[str, str]) -> tuple[Node, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ from dualeval.options.plugins import DEFAULT_TASK
 from dualeval.result import json_text, write_text
 from dualeval.tools.bench.cell import OWN_COMMAND, run_cell
 from dualeval.tools.bench.cells import prepare
-from dualeval.tools.bench.figures import FAILED, MEASURED
+from dualeval.tools.bench.figures import MEASURED
 from dualeval.tools.bench.page import csv_text, page
 from dualeval.tools.bench.plan import MODES, BenchOptions, CellStart
 from dualeval.tools.bench.plots import check_plots, draw
 from dualeval.tools.supervise import Interrupted, Interrupts
-from dualeval.tools.sweep import check_new_folder, check_no_rank, counts_of, words_of
+from dualeval.tools.trials import FAILED, check_no_rank, counts_of, new_folder, words_of
 
 _MEASURE = "Measure"
 _PAGE, _CSV = "bench.md", "bench.csv"
@@ -168,12 +167,10 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         raise UsageError(
             "--json prints what was measured, and --dry-run measures nothing: leave out one of them."
         )
-    started = datetime.now(timezone.utc)
-    folder = (flags["out"] or Path("runs", f"bench-{started:%Y%m%dT%H%M%S}")).absolute()
-    check_new_folder(folder)
+    folder, when = new_folder(flags["out"], "bench")
     with Interrupts() as interrupts:
         try:
-            cells = prepare(options, job, folder, interrupts, context.obj, started)
+            cells = prepare(options, job, folder, when, interrupts, context.obj)
         except Interrupted as error:
             click.echo(f"dualeval: interrupted by {error}; nothing was measured", err=True)
             context.exit(EXIT_STOPPED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from dualeval.errors import UsageError
 from dualeval.options.choices import PRECISIONS, check_choice
@@ -96,10 +95,6 @@ class CellStart:
     begun: float
     # The file for what was measured.
     to: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Its fields as plain values."""
-        return asdict(self)
 
 
 def plan_cells(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN
 from dualeval.wording import counted
 
 SCHEMA_VERSION = 1
@@ -13,10 +14,7 @@ OK = "ok"
 DIFFERS = "digest differs"
 CLOSE = "agrees to tolerance"
 FAR = "differs beyond tolerance"
-FAILED = "failed"
 TIMED_OUT = "timed out"
-NOT_HERE = "not here"
-NOT_RUN = "not run"
 GOOD = (OK, CLOSE)
 BAD = (DIFFERS, FAR, FAILED, TIMED_OUT, NOT_RUN)
 
