@@ -33,42 +33,29 @@ _OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "PALS_", "OMPI_COMM_
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What a job asks Slurm for. Every field is also an option of ``dualeval submit``."""
+    """What a job asks Slurm for: the options of ``dualeval submit``; None leaves one to the cluster."""
 
-    # What the ranks talk over, one of `SHIPPED`.
+    # One of `SHIPPED`.
     backend: str = "torch"
     nodes: int = 1
-    # Ranks on each; None is one a GPU, and one where no GPU is asked for.
+    # None is one a GPU, and one where no GPU is asked for.
     ntasks_per_node: int | None = None
-    # GPUs on each; None asks for none.
     gpus_per_node: int | None = None
-    # Cores for each rank; None leaves it to the cluster, which mostly gives one.
     cpus_per_task: int | None = None
-    # Memory on each node ("64G"); None leaves it to the cluster, as do the next four.
     mem: str | None = None
-    # Most time that it may take ("2:00:00").
     time: str | None = None
-    # Where it waits.
     partition: str | None = None
-    # Whom it is charged to.
     account: str | None = None
-    # Quality of service.
     qos: str | None = None
-    # Numbers of the tasks of a job array ("0-9", "1,3,5%2"): one evaluation each; None is no array.
+    # One evaluation for each task of the array.
     array: str | None = None
-    # The name in Slurm's lists.
     job_name: str = "dualeval"
-    # File for the output of all ranks; Slurm puts the job's number for %j, in an array that of the array and
-    # the task.
+    # For %j Slurm puts the job's number, in an array that of the array and the task.
     log: str = "dualeval-%j.log"
-    # Lines of shell before anything else, such as "module load cuda".
     setup: tuple[str, ...] = ()
-    # What Pyxis starts the ranks in, with the folder where sbatch was typed; its dualeval is used. None for
-    # no container.
+    # For Pyxis, with the folder where sbatch was typed; the image's dualeval is used.
     container_image: str | None = None
-    # Other folders that the container gets ("/data:/data").
     container_mounts: str | None = None
-    # Any other options of sbatch, as "constraint=a100" or "exclusive".
     sbatch_option: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
