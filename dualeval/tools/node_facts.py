@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +86,18 @@ def _node_facts(environ: Mapping[str, str]) -> dict[str, Any]:
         if torch.distributed.is_nccl_available():
             nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
             versions["NCCL of torch"] = ".".join(map(str, nccl))
-    try:
-        versions["Horovod"] = horovod.describe()
+    for name, describe, absent in (
+        ("Horovod", horovod.describe, "no_horovod"),
+        ("mpi4py", mpi.describe, "no_mpi"),
+    ):
+        try:
+            versions[name] = describe()
+        except DualevalError as error:
+            # Its first sentence.
+            facts[absent] = re.split(r"(?<=[.,]) ", str(error))[0].rstrip(".,")
+    if versions["Horovod"] is not None:
         facts["horovod_built"] = [name.lower() for name, has in horovod.built_with().items() if has]
-    except DualevalError as error:
-        facts["no_horovod"] = _first_sentence(error)
-    try:
-        versions["mpi4py"] = mpi.describe()
-    except DualevalError as error:
-        facts["no_mpi"] = _first_sentence(error)
     return facts
-
-
-def _first_sentence(error: Exception) -> str:
-    return re.split(r"(?<=[.,]) ", str(error))[0].rstrip(".,")
 
 
 def _system() -> str | None:
@@ -156,26 +155,23 @@ def find_site(environ: Mapping[str, str], check: Callable[[], None]) -> tuple[Si
         )
     facts = [by_host[node.host] for node in nodes] if job else list(by_host.values())
     first = facts[0]
-    site = Site(
+    site = replace(
+        bare,
         nodes=tuple(
             Node(host=node.host, cores=node.cores if job else own["cores"], gpus=len(own["gpus"]))
             for node, own in zip(nodes, facts, strict=True)
         ),
-        programs=programs,
         libraries=Libraries(
             horovod=frozenset(first["horovod_built"]),
             no_horovod=first["no_horovod"],
             mpi=first["versions"]["mpi4py"] or "",
             no_mpi=first["no_mpi"],
         ),
-        job=job,
-        in_step=bare.in_step,
         at_a_node=not job or socket.gethostname() in {own["own_name"] for own in facts},
         slurm=_first_line([programs["srun"], "--version"], run) if job else "",
         srun_mpi=_srun_mpi(programs["srun"], run) if job else (),
         mpirun=_first_line([programs["mpirun"], "--version"], run) if "mpirun" in programs else "",
         no_ssh=_no_ssh(programs, facts, run) if len(nodes) > 1 else None,
-        is_root=bare.is_root,
     )
     return site, facts
 
