@@ -288,11 +288,11 @@ class _Runs(Trials):
         try:
             found = judging.facts_of(json.loads((folder / RESULT).read_text("utf-8")))
         except FileNotFoundError:
-            reason = f"it ended well, but there is no {folder / RESULT}: do all nodes see this folder?"
-            return {"outcome": FAILED, "reason": reason}
+            missing = f"it ended well, but there is no {folder / RESULT}: do all nodes see this folder?"
+            return {"outcome": FAILED, "reason": missing}
         wanted = {"ranks": trial.ranks, "nodes": trial.nodes, "backend": trial.backend}
-        outcome, said_of_it = judging.judge(found, wanted, self.limit, reference)
-        return {"outcome": outcome, "reason": said_of_it, "found": found}
+        outcome, reason = judging.judge(found, wanted, self.limit, reference)
+        return {"outcome": outcome, "reason": reason, "found": found}
 
     def _self_test(self, ended: Ended, out: Path) -> dict[str, Any]:
         """What ``dualeval doctor`` has printed; its exit code says less: it is 1 for any problem."""
