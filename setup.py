@@ -41,7 +41,11 @@ setup(
     python_requires=">=3.10",
     # include: a bare find_packages() would also install top-level 'backends' and 'launch'.
     packages=find_packages(include=["dualeval", "dualeval.*"]),
-    package_data={"dualeval": ["py.typed"], "dualeval.assets": ["*.gz", "*.safetensors", "*.txt"]},
+    package_data={
+        "dualeval": ["py.typed"],
+        "dualeval.assets": ["*.gz", "*.safetensors", "*.txt"],
+        "dualeval.tools.submit": ["slurm/*.sbatch"],
+    },
     install_requires=[
         "click>=8.1",
         "numpy>=1.26",

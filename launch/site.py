@@ -53,6 +53,8 @@ class Site:
     in_step: bool = False
     # This process runs on one of the nodes.
     at_a_node: bool = True
+    # First line of `srun --version`.
+    slurm: str = ""
     # What `srun --mpi=list` shows.
     srun_mpi: tuple[str, ...] = ()
     # First line of `mpirun --version`.

@@ -26,7 +26,7 @@ from dualeval.cli import dualeval
 from dualeval.options.job import Job
 from dualeval.tools.bench.cells import Cells
 from dualeval.tools.bench.evaluation import measure_evaluation, split_batches
-from dualeval.tools.bench.figures import FAILED, MEASURED, NOT_HERE, NOT_RUN, with_figures
+from dualeval.tools.bench.figures import MEASURED, with_figures
 from dualeval.tools.bench.page import csv_text, page
 from dualeval.tools.bench.plan import (
     STAGES,
@@ -40,6 +40,7 @@ from dualeval.tools.bench.plan import (
 from dualeval.tools.bench.plots import draw
 from dualeval.tools.bench.training import measure_training
 from dualeval.tools.supervise import Ended, Interrupted, Interrupts, run_supervised
+from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN
 from tests.conftest import BIN, Launch
 from tests.test_endings import await_that
 from tests.tiny import TinyTask
@@ -474,7 +475,7 @@ def test_a_signal_as_the_last_cell_ends_is_not_lost(
         os.kill(os.getpid(), signal.SIGINT)
         return ended
 
-    monkeypatch.setattr("dualeval.tools.bench.cells.run_supervised", ends_with_a_signal)
+    monkeypatch.setattr("dualeval.tools.trials.run_supervised", ends_with_a_signal)
     cell = {"mode": "single", "processes": 1, "precision": "fp32", "batch_size": 64, "label": "single"}
     with Interrupts() as interrupts:
         cells = Cells(

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from click.testing import CliRunner
 
 from dualeval.cli import dualeval
 from dualeval.errors import LaunchError, UsageError
+from dualeval.launch.site import Node, Site
 from dualeval.report.anonymous import Names
-from dualeval.tools.conformance.command import _last_lines
+from dualeval.tools.conformance.command import _last_lines, _Runs
 from dualeval.tools.conformance.page import agrees, judge, judge_self_test, page, summary
 from dualeval.tools.node_facts import _nodes_of_job
-from tests.conftest import BIN, Launch
+from dualeval.tools.supervise import Ended, Interrupts
+from dualeval.tools.trials import Trial
+from tests.conftest import BIN, ROOT, Launch
 
 CONFORMANCE: list[str | Path] = [BIN / "dualeval", "conformance"]
 MACHINE = {"device": "cpu", "model": "Xeon", "cpu_capability": "AVX512", "bits": "31a2", "versions": {}}
@@ -358,7 +362,8 @@ def test_a_launcher_that_is_broken(launch: Launch, tmp_path: Path) -> None:
     stub = tmp_path / "bin/mpirun"
     stub.parent.mkdir()
     stub.write_text(
-        f"#!/bin/sh\n[ $1 = --version ] && exit\necho no route to {socket.gethostname()} >&2; exit 3\n"
+        f"#!/bin/sh\n[ $1 = --version ] && exit\n"
+        f"echo no route to {socket.gethostname()}, {ROOT}/a.py >&2; exit 3\n"
     )
     stub.chmod(0o755)
     words = ["--launchers", "mpirun,srun", "--ranks", "1", "--limit", "64", "--json", "--out", "report"]
@@ -369,7 +374,7 @@ def test_a_launcher_that_is_broken(launch: Launch, tmp_path: Path) -> None:
     assert json.loads(done.stdout) == content
     broken = [run for run in content["runs"] if run["launcher"] == "mpirun" and run["backend"] == "mpi"]
     assert [(run["outcome"], run["reason"]) for run in broken] == [("failed", "exit code 3")]
-    assert broken[0]["last_lines"] == ["no route to node1"]
+    assert broken[0]["last_lines"] == ["no route to node1, DUALEVAL/a.py"]
     absent = {run["reason"] for run in content["runs"] if run["launcher"] == "srun"}
     assert len(absent) == 1, absent
 
@@ -387,6 +392,36 @@ def test_interrupted_it_leaves_a_report_and_nothing_else(launch: Launch, tmp_pat
     content = shared(tmp_path / "report")
     assert content["interrupted"] and len(content["references"]) == 1
     assert "**Does not agree.** Interrupted." in (tmp_path / "report/conformance.md").read_text()
+
+
+def test_a_signal_as_the_last_trial_ends_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends_with_a_signal(*words: Any, **options: Any) -> Ended:
+        os.kill(os.getpid(), signal.SIGINT)
+        options["stderr"].touch()
+        options["stdout"].touch()
+        return Ended(code=3, seconds=1.0, how="exit code 3")
+
+    monkeypatch.setattr("dualeval.tools.trials.run_supervised", ends_with_a_signal)
+    site = Site(nodes=(Node(host="box", cores=2),))
+    header = {name: report()[name] for name in ("schema_version", "when", "options", "site", "versions")}
+    with Interrupts() as interrupts:
+        runs = _Runs(
+            folder=tmp_path / "out",
+            environ=os.environ,
+            interrupts=interrupts,
+            timeout_s=60,
+            to_error=False,
+            limit=64,
+            site=site,
+            names=Names(folders={}, hosts=None),
+            header=header,
+        )
+        content = runs.run([replace(Trial.on(site, "none", "single", 1, "cpu"), is_reference=True)])
+    assert content["interrupted"] and content["references"][0]["reason"] == "exit code 3"
+    assert "interrupted by SIGINT; what was run until then is reported" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out/conformance.json").read_text()) == content
 
 
 def test_commands_alone(launch: Launch, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_sdist_holds_the_linked_folders_as_files(built: Path) -> None:
     assert {
         "dualeval/backends/base.py",
         "dualeval/launch/detect.py",
+        "dualeval/tools/submit/slurm/eval.sbatch",
         "README.md",
         "setup.py",
         "LICENSE",
@@ -81,6 +82,8 @@ def test_wheel_holds_dualeval_alone(built: Path) -> None:
         "dualeval/py.typed",
         "dualeval/backends/base.py",
         "dualeval/launch/detect.py",
+        "dualeval/tools/submit/slurm/eval.sbatch",
+        "dualeval/tools/submit/slurm/eval_horovod.sbatch",
         "dualeval/assets/fashion_cnn.safetensors",
         "dualeval/assets/imagenet_wnids.txt",
         "dualeval/assets/t10k-images-idx3-ubyte.gz",

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from dualeval.errors import UsageError
 from dualeval.result import Status
-from dualeval.tools.submit.sbatch import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
+from dualeval.tools.submit.sbatch import (
+    SHIPPED,
+    WARNING_S,
+    SlurmJob,
+    directives,
+    log_path,
+    sbatch_environ,
+    sbatch_text,
+)
 from tests.conftest import ROOT, Finished, Launch
 
 COUNTS = ("nodes", "ntasks_per_node", "gpus_per_node", "cpus_per_task")
@@ -36,6 +44,31 @@ def directive_lines(text: str) -> list[str]:
 def test_shipped_files_are_the_text_for_the_defaults(backend: str) -> None:
     file = ROOT / "slurm" / SHIPPED[backend]
     assert file.read_text("utf-8") == sbatch_text(SlurmJob(backend=backend))
+
+
+def test_shipped_files_differ_in_names_alone() -> None:
+    """Each is the whole script, as sbatch hands on one file."""
+    torch, horovod = ((ROOT / "slurm" / SHIPPED[backend]).read_text("utf-8") for backend in SHIPPED)
+    for name, other in {
+        "torch.distributed": "Horovod",
+        SHIPPED["torch"]: SHIPPED["horovod"],
+        "--backend torch": "--backend horovod",
+    }.items():
+        assert name in torch
+        torch = torch.replace(name, other)
+    assert torch == horovod
+    assert f"\n# {WARNING_S} s before its time is up" in torch
+
+
+def test_setup_and_container_stand_where_they_act() -> None:
+    job = SlurmJob(setup=("module load a", "b"), container_image="i j", container_mounts="/d:/d")
+    text = sbatch_text(job)
+    assert "--requeue\n\nset -e\nmodule load a\nb\nset -euo pipefail\n\n# From Slurm 22.05" in text
+    assert (
+        "\ncode=0\nstep+=(--container-image='i j' --container-mounts=\"$PWD:$PWD\",/d:/d "
+        '--container-workdir="$PWD")\n"${step[@]}" dualeval run --launcher srun'
+    ) in text
+    assert ".venv" not in text
 
 
 def test_no_other_script_is_shipped() -> None:

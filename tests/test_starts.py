@@ -11,7 +11,7 @@ from dualeval.errors import UsageError
 from dualeval.launch.launchers import WAYS
 from dualeval.launch.site import Libraries, Node, Site, default_ranks, spread
 from dualeval.launch.starts import child_environ, choose_ways, may_start_ranks, start_words, why_not
-from dualeval.tools.conformance.trials import command_of, plan_trials
+from dualeval.tools.trials import plan_trials
 from dualeval.world import World
 
 PROGRAMS = {name: name for name in ("torchrun", "horovodrun", "mpirun", "srun", "ssh")}
@@ -230,9 +230,9 @@ def test_whole_commands() -> None:
         plan_trials(HERE, ["cpu"], ["nproc", "mpirun"], [2])[1],
         plan_trials(HERE, ["cpu"], ["mpirun"], [2])[2],
     )
-    assert shlex.join(command_of(run, HERE, 1, ["dualeval"], {"--limit": "9"})) == (
+    assert shlex.join(run.command(HERE, 1, ["dualeval"], "--limit", "9")) == (
         "dualeval run --nproc 2 --backend torch --device cpu --limit 9"
     )
-    assert shlex.join(command_of(test, HERE, 1, ["dualeval"], {})) == (
+    assert shlex.join(test.command(HERE, 1, ["dualeval"])) == (
         "mpirun -np 2 --oversubscribe dualeval doctor --json --backend torch --device cpu"
     )

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dualeval.launch.hostlist import expand_hosts, expand_tasks
 from dualeval.launch.launchers import WAYS
 from dualeval.launch.launchers.slurm import is_step_of_tasks, under_srun
 from dualeval.launch.site import Libraries, Node, Site
+from dualeval.tools.supervise import ask
 from dualeval.world.network import interface_towards
 
 # Those of all ways to start ranks, and that by which some reach other nodes.
@@ -84,20 +86,18 @@ def _node_facts(environ: Mapping[str, str]) -> dict[str, Any]:
         if torch.distributed.is_nccl_available():
             nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
             versions["NCCL of torch"] = ".".join(map(str, nccl))
-    try:
-        versions["Horovod"] = horovod.describe()
+    for name, describe, absent in (
+        ("Horovod", horovod.describe, "no_horovod"),
+        ("mpi4py", mpi.describe, "no_mpi"),
+    ):
+        try:
+            versions[name] = describe()
+        except DualevalError as error:
+            # Its first sentence.
+            facts[absent] = re.split(r"(?<=[.,]) ", str(error))[0].rstrip(".,")
+    if versions["Horovod"] is not None:
         facts["horovod_built"] = [name.lower() for name, has in horovod.built_with().items() if has]
-    except DualevalError as error:
-        facts["no_horovod"] = _first_sentence(error)
-    try:
-        versions["mpi4py"] = mpi.describe()
-    except DualevalError as error:
-        facts["no_mpi"] = _first_sentence(error)
     return facts
-
-
-def _first_sentence(error: Exception) -> str:
-    return re.split(r"(?<=[.,]) ", str(error))[0].rstrip(".,")
 
 
 def _system() -> str | None:
@@ -123,10 +123,12 @@ def _mb_s(interface: str) -> int | None:
     return None
 
 
-def find_site(
-    environ: Mapping[str, str], dualeval: Sequence[str], run: Run
-) -> tuple[Site, list[dict[str, Any]]]:
-    """Find the nodes and the launchers that ranks can be started with."""
+def find_site(environ: Mapping[str, str], check: Callable[[], None]) -> tuple[Site, list[dict[str, Any]]]:
+    """Find the nodes and the launchers that ranks can be started with; ``check`` may raise while it waits."""
+
+    def run(command: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
+        return ask(command, environ, limit_s, check)
+
     found = {name: shutil.which(name, path=environ["PATH"]) for name in _PROGRAMS}
     programs = {name: path for name, path in found.items() if path is not None}
     job = environ.get("SLURM_JOB_ID") if "srun" in programs else None
@@ -138,7 +140,12 @@ def find_site(
         in_step=is_step_of_tasks(environ.get("SLURM_STEP_ID", "")),
         is_root=os.geteuid() == 0,
     )
-    command = [*(under_srun(bare, [1] * len(nodes)) if job else []), *dualeval, "conformance", "--facts"]
+    command = [
+        *(under_srun(bare, [1] * len(nodes)) if job else []),
+        *dualeval_words(),
+        "conformance",
+        "--facts",
+    ]
     code, out, err = run(command, 2 * _ANSWER_S)
     by_host = {facts["host"]: facts for facts in _read_facts(out)}
     if code != 0 or len(by_host) < len(nodes):
@@ -148,32 +155,25 @@ def find_site(
         )
     facts = [by_host[node.host] for node in nodes] if job else list(by_host.values())
     first = facts[0]
-    site = Site(
+    site = replace(
+        bare,
         nodes=tuple(
             Node(host=node.host, cores=node.cores if job else own["cores"], gpus=len(own["gpus"]))
             for node, own in zip(nodes, facts, strict=True)
         ),
-        programs=programs,
         libraries=Libraries(
             horovod=frozenset(first["horovod_built"]),
             no_horovod=first["no_horovod"],
             mpi=first["versions"]["mpi4py"] or "",
             no_mpi=first["no_mpi"],
         ),
-        job=job,
-        in_step=bare.in_step,
         at_a_node=not job or socket.gethostname() in {own["own_name"] for own in facts},
+        slurm=_first_line([programs["srun"], "--version"], run) if job else "",
         srun_mpi=_srun_mpi(programs["srun"], run) if job else (),
         mpirun=_first_line([programs["mpirun"], "--version"], run) if "mpirun" in programs else "",
         no_ssh=_no_ssh(programs, facts, run) if len(nodes) > 1 else None,
-        is_root=bare.is_root,
     )
     return site, facts
-
-
-def slurm_version(site: Site, run: Run) -> str | None:
-    """What srun says of itself, in a job."""
-    return _first_line([site.programs["srun"], "--version"], run) or None if site.job else None
 
 
 def _nodes_of_job(environ: Mapping[str, str]) -> tuple[Node, ...]:

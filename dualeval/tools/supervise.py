@@ -34,6 +34,8 @@ class Ended:
     code: int | None
     # How long it ran.
     seconds: float
+    # The code in words.
+    how: str
 
 
 class Interrupts:
@@ -102,7 +104,11 @@ def run_supervised(
                     code = process.wait(_LOOK_S)
         finally:
             _end(process, mark)
-    return Ended(code=code, seconds=monotonic() - start)
+    if code is None:
+        how = f"it did not end within {timeout_s:g} s"
+    else:
+        how = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+    return Ended(code=code, seconds=monotonic() - start, how=how)
 
 
 def ask(

@@ -20,7 +20,7 @@ from dualeval.result import write_text
 from dualeval.tools.bench.plan import DATAPARALLEL, OF_RANKS, CellStart, own_part
 
 # Starts this command line anew, with the same interpreter and code.
-OWN_COMMAND = (sys.executable, str(Path(__file__).resolve().parent.parent / "__main__.py"))
+OWN_COMMAND = (sys.executable, str(Path(__file__).resolve().parents[2] / "__main__.py"))
 
 
 def run_cell(job: Job, start: CellStart, launcher: str | None, command: Sequence[str]) -> int:

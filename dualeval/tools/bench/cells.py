@@ -7,9 +7,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from dualeval.options.job import Job
 from dualeval.result import json_text, write_text
 from dualeval.tools import node_facts
 from dualeval.tools.bench.cell import OWN_COMMAND
-from dualeval.tools.bench.figures import FAILED, MEASURED, NOT_HERE, NOT_RUN, with_figures
+from dualeval.tools.bench.figures import MEASURED, with_figures
 from dualeval.tools.bench.page import SCHEMA_VERSION, progress_line
 from dualeval.tools.bench.plan import (
     DATAPARALLEL,
@@ -36,8 +35,8 @@ from dualeval.tools.bench.plan import (
     order_of_round,
     plan_cells,
 )
-from dualeval.tools.supervise import Ended, Interrupted, Interrupts, ask, run_supervised
-from dualeval.tools.sweep import make_folders
+from dualeval.tools.supervise import Ended, Interrupts
+from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN, Trials
 from dualeval.wording import counted
 
 if TYPE_CHECKING:
@@ -50,12 +49,7 @@ _RANK = re.compile(r"^(rank \d+) on .+? \(pid \d+\): ")
 
 
 def prepare(
-    options: BenchOptions,
-    job: Job,
-    folder: Path,
-    interrupts: Interrupts,
-    words: Sequence[str],
-    started: datetime,
+    options: BenchOptions, job: Job, folder: Path, when: str, interrupts: Interrupts, words: Sequence[str]
 ) -> Cells:
     """Check the job, look at the machine, and list the cells."""
     from dualeval.world import World
@@ -66,11 +60,7 @@ def prepare(
     environ.pop("SLURM_JOB_ID", None)
     device = device_here(job.device, 1, World.alone())
     description = _described(job)
-
-    def run(command: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
-        return ask(command, environ, limit_s, interrupts.check)
-
-    site, [facts] = node_facts.find_site(environ, node_facts.dualeval_words(), run)
+    site, [facts] = node_facts.find_site(environ, interrupts.check)
     processes = options.processes or default_ranks(site, device.type)
     cores = options.cores_per_process or cores_of_processes(processes, site.nodes[0].cores)
     cells = plan_cells(
@@ -80,11 +70,6 @@ def prepare(
         options.batch_size or [job.batch_size],
         _reasons(job, site, device, cores),
     )
-    settings = {
-        **{name: getattr(options, name) for name in ("train", "rounds", "min_seconds", "warmup")},
-        "cores": cores,
-        "device": device.type,
-    }
     return Cells(
         folder=folder,
         environ=environ,
@@ -94,9 +79,13 @@ def prepare(
         to_error=options.as_json,
         header={
             "schema_version": SCHEMA_VERSION,
-            "when": f"{started:%Y-%m-%d %H:%M} UTC",
+            "when": when,
             "command": shlex.join(["dualeval", *words]),
-            "settings": settings,
+            "settings": {
+                **{name: getattr(options, name) for name in ("train", "rounds", "min_seconds", "warmup")},
+                "cores": cores,
+                "device": device.type,
+            },
             "job": {"model": description.get("model", job.task), "description": description},
             "machine": _machine(facts),
             "versions": node_facts.versions_of([facts]),
@@ -172,39 +161,27 @@ def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cells:
+class Cells(Trials):
     """Cells, how each is started, and what was measured of them."""
 
-    folder: Path
-    environ: Mapping[str, str]
-    interrupts: Interrupts
     command: Sequence[str]
-    timeout_s: float
-    to_error: bool
     header: Mapping[str, Any]
-    cells: list[dict[str, Any]] = field(default_factory=list)
+    cells: list[dict[str, Any]]
 
     def run(self) -> dict[str, Any]:
         """Measure round by round; bench.json has each figure as soon as it is known. Returns its content."""
-        make_folders(self.folder, "logs")
-        interrupted = True
-        try:
-            for number in range(self.header["settings"]["rounds"]):
-                for index in order_of_round(len(self.cells), number):
-                    cell = self.cells[index]
-                    if cell["outcome"] in (NOT_RUN, MEASURED):
-                        self._measure(cell, number)
-                        self._write(interrupted=True)
-                        # A signal that came as the cell ended, which is the last one maybe.
-                        self.interrupts.check()
-            interrupted = False
-        except Interrupted as error:
-            click.echo(
-                f"dualeval: interrupted by {error}; what was measured until then is reported", err=True
-            )
+        interrupted = self.in_order(self._each(), "measured")
         if not any((self.folder / "logs").iterdir()):
             (self.folder / "logs").rmdir()
         return self._write(interrupted=interrupted)
+
+    def _each(self) -> Iterator[None]:
+        for number in range(self.header["settings"]["rounds"]):
+            for index in order_of_round(len(self.cells), number):
+                if self.cells[index]["outcome"] in (NOT_RUN, MEASURED):
+                    self._measure(self.cells[index], number)
+                    self._write(interrupted=True)
+                    yield
 
     def _write(self, *, interrupted: bool) -> dict[str, Any]:
         self.cells[:] = with_figures(self.cells)
@@ -214,9 +191,8 @@ class Cells:
 
     def _measure(self, cell: dict[str, Any], number: int) -> None:
         """Start a cell once, and note what was measured, or why it failed."""
-        logs = self.folder / "logs"
         name = f"{cell['mode']}-{cell['processes']}-{cell['precision']}-{cell['batch_size']}-{number + 1}"
-        out, err, to = (logs / f"{name}.{kind}" for kind in ("out", "err", "json"))
+        out, err, to = (self.log(name, kind) for kind in ("out", "err", "json"))
         settings = self.header["settings"]
         start = CellStart(
             **{key: cell[key] for key in ("mode", "processes", "precision", "batch_size")},
@@ -224,14 +200,7 @@ class Cells:
             begun=monotonic(),
             to=str(to),
         )
-        ended = run_supervised(
-            [*self.command, "--cell", json.dumps(start.to_json())],
-            stdout=out,
-            stderr=err,
-            environ=self.environ,
-            timeout_s=self.timeout_s,
-            check=self.interrupts.check,
-        )
+        ended = self.start([*self.command, "--cell", json.dumps(asdict(start))], name)
         if ended.code == EXIT_DONE and to.exists():
             measured = json.loads(to.read_text("utf-8"))
             # Alike for all cells, but for the line on batch size and precision.
@@ -244,15 +213,15 @@ class Cells:
             said = progress_line(cell)
         else:
             # Not tried again: it would fail in each round.
-            cell["outcome"], cell["reason"] = FAILED, self._why(ended, err)
+            cell["outcome"], cell["reason"] = FAILED, _why(ended, err)
             said = f"failed: {cell['reason']}"
-        rounds = settings["rounds"]
-        click.echo(f"round {number + 1}/{rounds}  {cell['label']}  {said}", err=self.to_error)
+        click.echo(f"round {number + 1}/{settings['rounds']}  {cell['label']}  {said}", err=self.to_error)
 
-    def _why(self, ended: Ended, err: Path) -> str:
-        if ended.code is None:
-            return f"it did not end within {self.timeout_s:g} s"
-        lines = [line for line in err.read_text("utf-8", "replace").splitlines() if line.strip()]
-        errors = [line.partition("dualeval: error: ")[2] for line in lines if "dualeval: error: " in line]
-        # Tables are shared: without the name of the host.
-        return _RANK.sub(r"\1: ", (errors or lines[-1:] or [f"exit code {ended.code}"])[0])
+
+def _why(ended: Ended, err: Path) -> str:
+    if ended.code is None:
+        return ended.how
+    lines = [line for line in err.read_text("utf-8", "replace").splitlines() if line.strip()]
+    errors = [line.partition("dualeval: error: ")[2] for line in lines if "dualeval: error: " in line]
+    # Tables are shared: without the name of the host.
+    return _RANK.sub(r"\1: ", (errors or lines[-1:] or [ended.how])[0])

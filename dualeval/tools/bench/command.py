@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,18 @@ from dualeval.options.plugins import DEFAULT_TASK
 from dualeval.result import json_text, write_text
 from dualeval.tools.bench.cell import OWN_COMMAND, run_cell
 from dualeval.tools.bench.cells import prepare
-from dualeval.tools.bench.figures import FAILED, MEASURED
+from dualeval.tools.bench.figures import MEASURED
 from dualeval.tools.bench.page import csv_text, page
 from dualeval.tools.bench.plan import MODES, BenchOptions, CellStart
 from dualeval.tools.bench.plots import check_plots, draw
 from dualeval.tools.supervise import Interrupted, Interrupts
-from dualeval.tools.sweep import check_new_folder, check_no_rank, counts_of, words_of
+from dualeval.tools.trials import FAILED, check_no_rank, counts_of, new_folder, words_of
 
 _MEASURE = "Measure"
+_measured = partial(grouped, group=_MEASURE)
+_WORDS: dict[str, Any] = {"callback": words_of, "metavar": "WORDS"}
+_COUNTS: dict[str, Any] = {"callback": counts_of, "metavar": "N,N"}
+_COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
 _PAGE, _CSV = "bench.md", "bench.csv"
 # Flags that decide nothing with --train.
 _OF_EVALUATION = ("metric", "cluster", "on_error", "keep_batchnorm_fp32", "layout", "optimize")
@@ -35,83 +39,35 @@ _OF_EVALUATION = ("metric", "cluster", "on_error", "keep_batchnorm_fp32", "layou
 @click.command(cls=TaskCommand, groups=(MODEL, DATA), last=(_MEASURE, RUN, LAUNCH))
 @task_flags
 @job_flags("metric", "limit", "sample", "seed", "cluster")
-@grouped(
-    "--mode",
-    group=_MEASURE,
-    callback=words_of,
-    metavar="WORDS",
-    help=f"Some of {', '.join(MODES)}.  [default: all]",
+@_measured("--mode", **_WORDS, help=f"Some of {', '.join(MODES)}.  [default: all]")
+@_measured(
+    "--processes", **_COUNTS, help="Numbers of processes.  [default: 1, 2, one per GPU or core (4 at most)]"
 )
-@grouped(
-    "--processes",
-    group=_MEASURE,
-    callback=counts_of,
-    metavar="N,N",
-    help="Numbers of processes.  [default: 1, 2, one per GPU or core (4 at most)]",
-)
-@grouped(
-    "--precision",
-    group=_MEASURE,
-    callback=words_of,
-    metavar="WORDS",
-    help=f"Some of {', '.join(PRECISIONS)}.  [default: fp32]",
-)
-@grouped(
-    "--batch-size",
-    group=_MEASURE,
-    callback=counts_of,
-    metavar="N,N",
-    help="Samples per batch of each process.  [default: 64]",
-)
-@grouped("--train", group=_MEASURE, is_flag=True, help="Time training steps in place of evaluations.")
-@grouped(
-    "--rounds",
-    group=_MEASURE,
-    type=click.IntRange(min=1),
-    default=5,
-    metavar="N",
-    help="Starts of each cell.  [default: 5]",
-)
-@grouped(
+@_measured("--precision", **_WORDS, help=f"Some of {', '.join(PRECISIONS)}.  [default: fp32]")
+@_measured("--batch-size", **_COUNTS, help="Samples per batch of each process.  [default: 64]")
+@_measured("--train", is_flag=True, help="Time training steps in place of evaluations.")
+@_measured("--rounds", **_COUNT, default=5, help="Starts of each cell.  [default: 5]")
+@_measured(
     "--min-seconds",
-    group=_MEASURE,
     type=click.FloatRange(min=0, min_open=True),
     default=3.0,
     metavar="S",
     help="Measured in each start, at least.  [default: 3]",
 )
-@grouped(
-    "--warmup",
-    group=_MEASURE,
-    type=click.IntRange(min=1),
-    default=2,
-    metavar="N",
-    help="Batches per process before it is measured.  [default: 2]",
-)
-@grouped(
-    "--cores-per-process",
-    group=_MEASURE,
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Cores of each process.  [default: cores / most processes]",
-)
-@grouped(
+@_measured("--warmup", **_COUNT, default=2, help="Batches per process before it is measured.  [default: 2]")
+@_measured("--cores-per-process", **_COUNT, help="Cores of each process.  [default: cores / most processes]")
+@_measured(
     "--timeout-s",
-    group=_MEASURE,
     type=click.FloatRange(min=1),
     default=600.0,
     metavar="S",
     help="Time limit of each start.  [default: 600]",
 )
-@grouped("--plots/--no-plots", group=_MEASURE, default=True, help="Draw speed-up against processes.")
+@_measured("--plots/--no-plots", default=True, help="Draw speed-up against processes.")
 @config_flag
 @job_flags("keep_batchnorm_fp32", "layout", "optimize", "on_error", "device", "workers")
 @grouped(
-    "--out",
-    group=RUN,
-    type=PATH,
-    metavar="DIR",
-    help="A new or empty folder.  [default: runs/bench-TIME]",
+    "--out", group=RUN, type=PATH, metavar="DIR", help="A new or empty folder.  [default: runs/bench-TIME]"
 )
 @grouped("--json", "as_json", group=RUN, is_flag=True, help="Print bench.json, and nothing else.")
 @grouped("--dry-run", group=RUN, is_flag=True, help="Check the job, list the cells; measure nothing.")
@@ -168,12 +124,10 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         raise UsageError(
             "--json prints what was measured, and --dry-run measures nothing: leave out one of them."
         )
-    started = datetime.now(timezone.utc)
-    folder = (flags["out"] or Path("runs", f"bench-{started:%Y%m%dT%H%M%S}")).absolute()
-    check_new_folder(folder)
+    folder, when = new_folder(flags["out"], "bench")
     with Interrupts() as interrupts:
         try:
-            cells = prepare(options, job, folder, interrupts, context.obj, started)
+            cells = prepare(options, job, folder, when, interrupts, context.obj)
         except Interrupted as error:
             click.echo(f"dualeval: interrupted by {error}; nothing was measured", err=True)
             context.exit(EXIT_STOPPED)

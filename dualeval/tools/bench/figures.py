@@ -8,7 +8,7 @@ from typing import Any
 
 from dualeval.tools.bench.plan import DATAPARALLEL, SINGLE, STAGES
 
-MEASURED, FAILED, NOT_HERE, NOT_RUN = "measured", "failed", "not here", "not run"
+MEASURED = "measured"
 
 
 def with_figures(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -27,17 +27,14 @@ def page(report: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
 def _lines(report: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
     settings, machine = report["settings"], report["machine"]
     what = "training steps" if settings["train"] else "evaluation"
-    yield f"# dualeval bench: {what} of {report['job']['model']}"
-    yield ""
-    yield f"{report['when']}, `{report['command']}`"
-    yield ""
+    yield f"# dualeval bench: {what} of {report['job']['model']}\n"
+    yield f"{report['when']}, `{report['command']}`\n"
     gpus = "".join(f", {gpu['model']} ({gpu['memory_gib']:.0f} GiB)" for gpu in machine["gpus"])
     yield (
         f"{machine['cpu']} ({machine['cpu_capability']}), {machine['cores']} cores, "
         f"{machine['memory_gib']} GiB{gpus}, {machine['system']}; load average at the start "
-        f"{machine['load_average']}. Device: {settings['device']}."
+        f"{machine['load_average']}. Device: {settings['device']}.\n"
     )
-    yield ""
     yield ", ".join(f"{name} {value}" for name, value in report["versions"].items() if value) + "."
     yield ""
     yield from (f"- {label}: {text}" for label, text in report["job"]["description"].items())
@@ -46,12 +43,10 @@ def _lines(report: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
     if load > cores / 2:
         yield (
             f"**The machine was busy** before the first start: load average {load:g} on "
-            f"{counted(cores, 'core')}. Measure again when it is idle."
+            f"{counted(cores, 'core')}. Measure again when it is idle.\n"
         )
-        yield ""
     if report["interrupted"]:
-        yield "**Interrupted**: the figures are of what was measured until then."
-        yield ""
+        yield "**Interrupted**: the figures are of what was measured until then.\n"
     yield from _tables(report)
     yield from (f"![{name}]({name})\n" for name in pictures)
     yield from _missing(report["cells"])
@@ -65,11 +60,9 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
     head += ["peak memory", *(["on GPUs"] if report["settings"]["device"] != "cpu" else []), "start-up"]
     for precision, batch_size in panels(report["cells"]):
         cells = cells_of_panel(report["cells"], precision, batch_size)
-        yield f"## {precision}, batch size {batch_size}"
-        yield ""
+        yield f"## {precision}, batch size {batch_size}\n"
         if not cells:
-            yield "No cell was measured."
-            yield ""
+            yield "No cell was measured.\n"
             continue
         yield _row([*head, *last])
         yield _row(["---"] * (len(head) + len(last)))
@@ -131,9 +124,8 @@ def _too_short(cells: Sequence[Mapping[str, Any]], wanted: float) -> Iterator[st
         names = ", ".join(f"{cell['mode']} x {cell['processes']}" for cell in short)
         yield (
             f"Measured for less than {wanted:g} s in some start, as the data set is small: {names}. Give "
-            "more samples."
+            "more samples.\n"
         )
-        yield ""
 
 
 def _digests(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -145,8 +137,7 @@ def _digests(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if len(found) == 1:
         yield f"All of them computed the same bits: metrics_digest {next(iter(found))[:_SHOWN_OF_DIGEST]}."
     else:
-        yield "Not all of them computed the same bits:"
-        yield ""
+        yield "Not all of them computed the same bits:\n"
         yield from (f"- {digest[:_SHOWN_OF_DIGEST]}: {', '.join(names)}" for digest, names in found.items())
     yield ""
 
@@ -155,8 +146,7 @@ def _missing(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     missing = [cell for cell in cells if cell["outcome"] != MEASURED]
     if not missing:
         return
-    yield "## Not measured"
-    yield ""
+    yield "## Not measured\n"
     yield _row(["mode", "processes", "precision", "batch size", "outcome", "reason"])
     yield _row(["---"] * 6)
     for cell in missing:
@@ -167,8 +157,7 @@ def _missing(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _how_to_read(report: Mapping[str, Any]) -> Iterator[str]:
     settings = report["settings"]
     rounds = settings["rounds"]
-    yield "## How to read it"
-    yield ""
+    yield "## How to read it\n"
     yield (
         f"{counted(rounds, 'round')}; each round starts each cell once, in another order. "
         "Figures are medians over the rounds, in brackets the lowest and the highest. A start is measured "
@@ -176,9 +165,8 @@ def _how_to_read(report: Mapping[str, Any]) -> Iterator[str]:
         f"process. Each process has {counted(settings['cores'], 'core')} of its own, also where it is the "
         "only one. Speed-up is relative to mode single (without it to one process of the same mode) in the "
         "same round; efficiency is speed-up divided by processes. Peak memory is that of the largest "
-        "process. Start-up is the time from the command to the first batch; no other figure contains it."
+        "process. Start-up is the time from the command to the first batch; no other figure contains it.\n"
     )
-    yield ""
     if settings["train"]:
         yield (
             "Steps run on batches that are in memory already: reading is not included. Every process has its "

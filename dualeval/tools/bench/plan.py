@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from dualeval.errors import UsageError
 from dualeval.options.choices import PRECISIONS, check_choice
@@ -76,14 +75,9 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellStart:
+class CellStart(Cell):
     """What one start of a cell does."""
 
-    # As in `Cell`; likewise `processes`, `precision` and `batch_size`.
-    mode: str
-    processes: int
-    precision: str
-    batch_size: int
     # Of each process, which are its own.
     cores: int
     # The least time that is measured.
@@ -96,10 +90,6 @@ class CellStart:
     begun: float
     # The file for what was measured.
     to: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Its fields as plain values."""
-        return asdict(self)
 
 
 def plan_cells(
@@ -117,16 +107,11 @@ def plan_cells(
     for precision in precisions:
         for batch_size in batch_sizes:
             for mode in (mode for mode in MODES if mode in modes):
-                for count in _counts(mode, processes):
+                counts = [1] if mode == SINGLE else processes
+                for count in (count for count in counts if mode != DATAPARALLEL or count > 1):
                     cell = Cell(mode=mode, processes=count, precision=precision, batch_size=batch_size)
-                    cells.append(Cell(**{**asdict(cell), "reason": why_not(cell)}))
+                    cells.append(replace(cell, reason=why_not(cell)))
     return cells
-
-
-def _counts(mode: str, processes: Sequence[int]) -> Sequence[int]:
-    if mode == SINGLE:
-        return [1]
-    return [count for count in processes if mode != DATAPARALLEL or count > 1]
 
 
 def order_of_round(count: int, number: int) -> list[int]:

@@ -85,15 +85,12 @@ def _panel(axes: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
     modes = [mode for mode in MODES if any(cell["mode"] == mode for cell in known)]
     for number, mode in enumerate(sorted(modes, key=lambda mode: mode != SINGLE)):
         own = [cell for cell in known if cell["mode"] == mode]
-        middle = [cell["figures"]["speed_up"]["median"] for cell in own]
+        ups = [cell["figures"]["speed_up"] for cell in own]
         shift = number * _SHIFT
         axes.errorbar(
             [cell["processes"] + shift for cell in own],
-            middle,
-            yerr=[
-                [each - cell["figures"]["speed_up"]["low"] for each, cell in zip(middle, own, strict=True)],
-                [cell["figures"]["speed_up"]["high"] - each for each, cell in zip(middle, own, strict=True)],
-            ],
+            [up["median"] for up in ups],
+            yerr=[[up["median"] - up["low"] for up in ups], [up["high"] - up["median"] for up in ups]],
             capsize=3,
             linestyle="none" if mode == SINGLE else "-",
             label=mode,

@@ -7,13 +7,11 @@ import json
 import os
 import re
 import shlex
-import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,19 @@ from dualeval.report.anonymous import Names
 from dualeval.result import RESULT, json_text, read_status, write_text
 from dualeval.tools import node_facts
 from dualeval.tools.conformance import page as judging
-from dualeval.tools.conformance.trials import Trial, command_of, plan_trials
-from dualeval.tools.supervise import Ended, Interrupted, Interrupts, ask, run_supervised
-from dualeval.tools.sweep import check_new_folder, check_no_rank, counts_of, make_folders, words_of
+from dualeval.tools.supervise import Ended, Interrupted, Interrupts
+from dualeval.tools.trials import (
+    FAILED,
+    NOT_HERE,
+    NOT_RUN,
+    Trial,
+    Trials,
+    check_no_rank,
+    counts_of,
+    new_folder,
+    plan_trials,
+    words_of,
+)
 from dualeval.wording import counted
 
 _DEVICES = ("cpu", "cuda")
@@ -42,20 +50,6 @@ _TAIL_BYTES = 65536
 _TAG = re.compile(r"\[[\d,]+\]<std(?:out|err)>:")
 # What dualeval doctor has printed, of several ranks or cut off: it has variables, which are not for sharing.
 _REPORTS = re.compile(r"^\{.*^\}|^\{.*", re.DOTALL | re.MULTILINE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What was asked for on the command line."""
-
-    launchers: list[str] | None
-    ranks: list[int] | None
-    device: str | None
-    limit: int
-    timeout_s: float
-    self_tests: bool
-    with_host_names: bool
-    as_json: bool
 
 
 @click.command()
@@ -105,45 +99,35 @@ def conformance(
     if facts:
         click.echo(node_facts.facts_line(os.environ))
         return
-    asked = _Asked(**flags)
-    launchers = choose_ways(asked.launchers or list(WAYS))
+    launchers = choose_ways(flags["launchers"] or list(WAYS))
     check_no_rank(
         None,
         "'dualeval conformance' starts all launchers itself: type it by itself, in the shell that salloc "
         "opens, or in a batch script without srun before it.",
     )
-    started = datetime.now(timezone.utc)
-    folder = (out or Path("runs", f"conformance-{started:%Y%m%dT%H%M%S}")).absolute()
-    check_new_folder(folder)
-    environ = child_environ(os.environ, str(Path(sys.executable).parent))
+    folder, when = new_folder(out, "conformance")
     with Interrupts() as interrupts:
         try:
-            runner = _look(asked, folder, environ, started, interrupts)
+            runs = _look(flags, folder, when, interrupts)
         except Interrupted as error:
             raise DualevalError(f"interrupted by {error}") from error
-        trials = _trials(asked, runner.site, launchers)
+        has_gpus = all(node.gpus for node in runs.site.nodes)
+        if flags["device"] == "cuda" and not has_gpus:
+            raise UsageError("--device cuda: torch sees no GPU on at least one node. Leave out --device.")
+        devices = [flags["device"]] if flags["device"] else ["cuda", "cpu"] if has_gpus else ["cpu"]
+        trials = plan_trials(runs.site, devices, launchers, flags["ranks"])
+        trials = [trial for trial in trials if flags["self_tests"] or not trial.is_self_test]
         if dry_run:
             for number, trial in enumerate(trials):
-                reason = runner.names.clean(trial.reason or "")
-                click.echo(
-                    f"# not here: {_label(trial)}: {reason}" if reason else runner.shown(trial, number)
-                )
+                reason = runs.names.clean(trial.reason or "")
+                click.echo(f"# not here: {_label(trial)}: {reason}" if reason else runs.shown(trial, number))
             return
-        report = runner.run(trials)
-    if asked.as_json:
+        report = runs.run(trials)
+    if flags["as_json"]:
         click.echo(json_text(report), nl=False)
     else:
         click.echo(f"\n{judging.summary(report)}\n{folder / _PAGE}\n{folder / _JSON}")
     context.exit(EXIT_DONE if judging.agrees(report) else EXIT_FAILED)
-
-
-def _trials(asked: _Asked, site: Site, launchers: Sequence[str]) -> list[Trial]:
-    has_gpus = all(node.gpus for node in site.nodes)
-    if asked.device == "cuda" and not has_gpus:
-        raise UsageError("--device cuda: torch sees no GPU on at least one node. Leave out --device.")
-    devices = [asked.device] if asked.device else ["cuda", "cpu"] if has_gpus else ["cpu"]
-    trials = plan_trials(site, devices, launchers, asked.ranks)
-    return [trial for trial in trials if asked.self_tests or not trial.is_self_test]
 
 
 def _label(trial: Trial) -> str:
@@ -151,56 +135,43 @@ def _label(trial: Trial) -> str:
     return f"{trial.launcher}, {trial.backend}, {counted(trial.ranks, 'rank')}, {trial.device}{what}"
 
 
-def _look(
-    asked: _Asked, folder: Path, environ: Mapping[str, str], started: datetime, interrupts: Interrupts
-) -> _TrialRunner:
+def _look(flags: Mapping[str, Any], folder: Path, when: str, interrupts: Interrupts) -> _Runs:
     """Look at the nodes."""
-    words = node_facts.dualeval_words()
-
-    def run(command: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
-        return ask(command, environ, limit_s, interrupts.check)
-
-    site, facts = node_facts.find_site(environ, words, run)
-    scheduler = node_facts.slurm_version(site, run)
-    hosts = _host_names(facts)
+    environ = child_environ(os.environ, str(Path(sys.executable).parent))
+    site, facts = node_facts.find_site(environ, interrupts.check)
     names = Names(
         folders={
             str(folder): "OUT",
             str(folder.resolve()): "OUT",
             sys.prefix: "ENV",
-            str(Path(__file__).resolve().parent.parent.parent): "DUALEVAL",
+            str(Path(__file__).resolve().parents[3]): "DUALEVAL",
         },
         homes=tuple({str(Path.home()), str(Path.home().resolve())}),
-        hosts=None if asked.with_host_names else hosts,
+        hosts=None if flags["with_host_names"] else _host_names(facts),
         users=(_user(),),
     )
-    nodes = [
-        {
-            "name": names.clean(own["host"]),
-            **{name: own[name] for name in ("cpu", "cpu_capability", "cores", "gpus", "driver", "network")},
-        }
-        for own in facts
-    ]
-    versions = {
-        **node_facts.versions_of(facts),
-        "mpirun": site.mpirun or None,
-        "Slurm": scheduler,
-    }
-    return _TrialRunner(
-        asked=asked,
+    shown = ("cpu", "cpu_capability", "cores", "gpus", "driver", "network")
+    scheduler = site.slurm or None
+    versions = {**node_facts.versions_of(facts), "mpirun": site.mpirun or None, "Slurm": scheduler}
+    return _Runs(
         folder=folder,
         environ=environ,
         interrupts=interrupts,
-        words=words,
+        timeout_s=flags["timeout_s"],
+        to_error=flags["as_json"],
+        limit=flags["limit"],
         site=site,
         names=names,
         header={
             "schema_version": judging.SCHEMA_VERSION,
-            "when": f"{started:%Y-%m-%d %H:%M} UTC",
-            "options": {
-                name: getattr(asked, name) for name in ("launchers", "ranks", "device", "limit", "timeout_s")
+            "when": when,
+            "options": {name: flags[name] for name in ("launchers", "ranks", "device", "limit", "timeout_s")},
+            "site": {
+                "scheduler": scheduler,
+                "nodes": [
+                    {"name": names.clean(own["host"]), **{name: own[name] for name in shown}} for own in facts
+                ],
             },
-            "site": {"scheduler": scheduler, "nodes": nodes},
             "versions": {name: value and names.clean(value) for name, value in versions.items()},
         },
     )
@@ -226,64 +197,56 @@ def _user() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrialRunner:
-    """Where trials are run, and what is known of it."""
+class _Runs(Trials):
+    """The runs and self-tests, compared with one process, and the report of them."""
 
-    asked: _Asked
-    folder: Path
-    environ: Mapping[str, str]
-    interrupts: Interrupts
-    words: Sequence[str]
+    # Samples per run.
+    limit: int
     site: Site
     names: Names
+    # What the report begins with.
     header: Mapping[str, Any]
 
-    def command(self, trial: Trial, number: int, site: Site, words: Sequence[str], folder: str) -> list[str]:
+    def _command(self, trial: Trial, number: int, site: Site, words: Sequence[str], folder: str) -> list[str]:
         if trial.is_self_test:
-            own = {"--out": folder, "--limit-s": f"{max(1.0, min(60.0, self.asked.timeout_s / 2)):g}"}
+            own = ["--out", folder, "--limit-s", f"{max(1.0, min(60.0, self.timeout_s / 2)):g}"]
         else:
-            own = {"--limit": str(self.asked.limit), "--out": f"{folder}/runs/{number:03}"}
-        return command_of(trial, site, number, words, own)
+            own = ["--limit", str(self.limit), "--out", f"{folder}/runs/{number:03}"]
+        return trial.command(site, number, words, *own)
 
     def shown(self, trial: Trial, number: int) -> str:
         """The command of a trial, as a person would type it."""
         site = replace(self.site, programs={name: name for name in self.site.programs})
-        return self.names.clean(shlex.join(self.command(trial, number, site, ["dualeval"], "OUT")))
+        return self.names.clean(shlex.join(self._command(trial, number, site, ["dualeval"], "OUT")))
 
     def run(self, trials: Sequence[Trial]) -> dict[str, Any]:
         """Run them one after the other; writes the report, also where that is interrupted, and returns it."""
-
-        report: dict[str, Any] = {
-            **self.header, "references": [], "runs": [], "self_tests": [], "interrupted": True
-        }  # fmt: skip
-        make_folders(self.folder, "logs", "runs")
-        try:
-            for number, trial in enumerate(trials):
-                row = self._try(trial, number, report["references"])
-                kind = "references" if trial.is_reference else "self_tests" if trial.is_self_test else "runs"
-                report[kind].append(row)
-                self._say(number, len(trials), trial, row)
-            report["interrupted"] = False
-        except Interrupted as error:
-            click.echo(f"dualeval: interrupted by {error}; what was run until then is reported", err=True)
+        report: dict[str, Any] = {**self.header, "references": [], "runs": [], "self_tests": []}
+        report["interrupted"] = self.in_order(self._each(trials, report), "run", "runs")
         write_text(self.folder / _JSON, json_text(report))
         write_text(self.folder / _PAGE, judging.page(report))
         return report
 
-    def _say(self, number: int, total: int, trial: Trial, row: Mapping[str, Any]) -> None:
-        if row["outcome"] == judging.NOT_HERE:
-            # The page says why.
-            return
-        seconds = "" if row["seconds"] is None else f"  {row['seconds']:.1f} s"
-        reason = "" if row["outcome"] in (judging.OK, judging.CLOSE) else f"  {row['reason']}"
-        text = f"{number + 1:>3}/{total}  {row['outcome']:<10}  {_label(trial)}{seconds}{reason}"
-        click.echo(text, err=self.asked.as_json)
+    def _each(self, trials: Sequence[Trial], report: dict[str, Any]) -> Iterator[None]:
+        for number, trial in enumerate(trials):
+            row = self._try(trial, number, report["references"])
+            kind = "references" if trial.is_reference else "self_tests" if trial.is_self_test else "runs"
+            report[kind].append(row)
+            # The page says why one is not here.
+            if row["outcome"] != NOT_HERE:
+                seconds = "" if row["seconds"] is None else f"  {row['seconds']:.1f} s"
+                reason = "" if row["outcome"] in judging.GOOD else f"  {row['reason']}"
+                text = (
+                    f"{number + 1:>3}/{len(trials)}  {row['outcome']:<10}  {_label(trial)}{seconds}{reason}"
+                )
+                click.echo(text, err=self.to_error)
+            yield
 
     def _try(self, trial: Trial, number: int, references: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Start one trial; returns its row of the report."""
         row: dict[str, Any] = {
             **{name: getattr(trial, name) for name in ("launcher", "backend", "ranks", "nodes", "device")},
-            "outcome": judging.NOT_HERE,
+            "outcome": NOT_HERE,
             "reason": trial.reason and self.names.clean(trial.reason),
             "last_lines": [],
             "seconds": None,
@@ -295,49 +258,40 @@ class _TrialRunner:
             return row
         same = [one for one in references if one["device"] == trial.device and one["outcome"] == judging.OK]
         if not same and not trial.is_reference:
-            return {**row, "outcome": judging.NOT_RUN, "reason": "one process has failed on this device"}
+            return {**row, "outcome": NOT_RUN, "reason": "one process has failed on this device"}
         row["command"] = self.shown(trial, number)
-        out, err = (self.folder / "logs" / f"{number:03}.{name}" for name in ("out", "err"))
+        name, words = f"{number:03}", node_facts.dualeval_words()
         try:
-            ended = run_supervised(
-                self.command(trial, number, self.site, self.words, str(self.folder)),
-                stdout=out,
-                stderr=err,
-                environ=self.environ,
-                timeout_s=self.asked.timeout_s,
-                check=self.interrupts.check,
-            )
+            ended = self.start(self._command(trial, number, self.site, words, str(self.folder)), name)
         except OSError as error:
-            return {**row, "outcome": judging.FAILED, "reason": self.names.clean(str(error))}
+            return {**row, "outcome": FAILED, "reason": self.names.clean(str(error))}
         row["seconds"] = round(ended.seconds, 2)
+        out, err = self.log(name, "out"), self.log(name, "err")
         if trial.is_self_test:
             row |= self._self_test(ended, out)
         else:
-            row |= self._result(ended, trial, number, same[0]["found"] if same else None)
+            row |= self._result(ended, trial, self.folder / "runs" / name, same[0]["found"] if same else None)
         row["reason"] = row["reason"] and self.names.clean(row["reason"])
         if row["outcome"] in judging.BAD:
             row["last_lines"] = [self.names.clean(line) for line in _last_lines(err, out, trial.is_self_test)]
         return row
 
     def _result(
-        self, ended: Ended, trial: Trial, number: int, reference: Mapping[str, Any] | None
+        self, ended: Ended, trial: Trial, folder: Path, reference: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """What came out of a run, compared with the reference."""
-        folder = self.folder / "runs" / f"{number:03}"
-        reason: str | None
         if ended.code is None:
-            return self._timed_out()
+            return {"outcome": judging.TIMED_OUT, "reason": ended.how}
         if ended.code != 0:
             said = read_status(folder)
-            reason = said.reason if said is not None and said.reason else _exit_of(ended.code)
-            return {"outcome": judging.FAILED, "reason": reason}
+            return {"outcome": FAILED, "reason": (said and said.reason) or ended.how}
         try:
             found = judging.facts_of(json.loads((folder / RESULT).read_text("utf-8")))
         except FileNotFoundError:
-            reason = f"it ended well, but there is no {folder / RESULT}: do all nodes see this folder?"
-            return {"outcome": judging.FAILED, "reason": reason}
+            missing = f"it ended well, but there is no {folder / RESULT}: do all nodes see this folder?"
+            return {"outcome": FAILED, "reason": missing}
         wanted = {"ranks": trial.ranks, "nodes": trial.nodes, "backend": trial.backend}
-        outcome, reason = judging.judge(found, wanted, self.asked.limit, reference)
+        outcome, reason = judging.judge(found, wanted, self.limit, reference)
         return {"outcome": outcome, "reason": reason, "found": found}
 
     def _self_test(self, ended: Ended, out: Path) -> dict[str, Any]:
@@ -347,8 +301,8 @@ class _TrialRunner:
             found = json.loads(text[text.index("{") : text.rindex("}") + 1])
         except ValueError:
             if ended.code is None:
-                return self._timed_out()
-            return {"outcome": judging.FAILED, "reason": f"it printed no report ({_exit_of(ended.code)})"}
+                return {"outcome": judging.TIMED_OUT, "reason": ended.how}
+            return {"outcome": FAILED, "reason": f"it printed no report ({ended.how})"}
         outcome, reason = judging.judge_self_test(found)
         ranks = found["ranks"].values()
         return {
@@ -361,13 +315,6 @@ class _TrialRunner:
             "speed": found["speed"],
             "problems": [self.names.clean(problem) for problem in found["problems"]],
         }
-
-    def _timed_out(self) -> dict[str, Any]:
-        return {"outcome": judging.TIMED_OUT, "reason": f"it did not end within {self.asked.timeout_s:g} s"}
-
-
-def _exit_of(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
 
 
 def _last_lines(err: Path, out: Path, is_self_test: bool) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dualeval.tools.trials import FAILED, NOT_HERE, NOT_RUN
 from dualeval.wording import counted
 
 SCHEMA_VERSION = 1
@@ -13,10 +14,7 @@ OK = "ok"
 DIFFERS = "digest differs"
 CLOSE = "agrees to tolerance"
 FAR = "differs beyond tolerance"
-FAILED = "failed"
 TIMED_OUT = "timed out"
-NOT_HERE = "not here"
-NOT_RUN = "not run"
 GOOD = (OK, CLOSE)
 BAD = (DIFFERS, FAR, FAILED, TIMED_OUT, NOT_RUN)
 
@@ -45,25 +43,16 @@ def facts_of(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judge(
-    found: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    samples: int,
-    reference: Mapping[str, Any] | None,
+    found: Mapping[str, Any], wanted: Mapping[str, Any], samples: int, reference: Mapping[str, Any] | None
 ) -> tuple[str, str | None]:
     """Compare what a run has found with what was started, and with one process."""
     world = found["world"]
-    for name, value in (
-        ("size", wanted["ranks"]),
-        ("nodes", wanted["nodes"]),
-        ("backend", wanted["backend"]),
-    ):
-        if world[name] != value:
-            return FAILED, f"{name} {value} was started, and the result says {world[name]}"
+    for name, key in {"size": "ranks", "nodes": "nodes", "backend": "backend"}.items():
+        if world[name] != wanted[key]:
+            return FAILED, f"{name} {wanted[key]} was started, and the result says {world[name]}"
     if found["samples"] != {"total": samples, "evaluated": samples, "failed": 0} or found["resumed"]:
-        return (
-            FAILED,
-            f"{samples:,} samples should have been evaluated, and the result says {found['samples']}",
-        )
+        said = found["samples"]
+        return FAILED, f"{samples:,} samples should have been evaluated, and the result says {said}"
     if reference is None:
         return OK, None
     if found["samples_digest"] != reference["samples_digest"]:
@@ -111,13 +100,8 @@ def agrees(report: Mapping[str, Any]) -> bool:
     asked = report["options"]["launchers"] or ()
     absent = set(asked) - {"none"} - {row["launcher"] for row in report["runs"] if row["outcome"] in GOOD}
     ran = any(row["outcome"] in GOOD for row in report["references"])
-    return (
-        ran
-        and _has_compared(report)
-        and not absent
-        and not report["interrupted"]
-        and not any(row["outcome"] in BAD for row in every)
-    )
+    bad = absent or report["interrupted"] or any(row["outcome"] in BAD for row in every)
+    return ran and _has_compared(report) and not bad
 
 
 def _has_compared(report: Mapping[str, Any]) -> bool:
@@ -154,21 +138,17 @@ def page(report: Mapping[str, Any]) -> str:
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     options, site = report["options"], report["site"]
-    yield "# dualeval conformance"
-    yield ""
-    yield f"**{'Agrees' if agrees(report) else 'Does not agree'}.** {summary(report)}"
-    yield ""
+    yield "# dualeval conformance\n"
+    yield f"**{'Agrees' if agrees(report) else 'Does not agree'}.** {summary(report)}\n"
     where = f"in a job of {site['scheduler']}" if site["scheduler"] else "outside of a Slurm job"
     yield (
         f"{report['when']}, dualeval {report['versions'].get('dualeval')}, "
         f"{counted(len(site['nodes']), 'node')} {where}. Each run evaluates the first "
         f"{options['limit']:,} of the 10,000 images of Fashion-MNIST's test set from the start, with the "
-        "small network that ships with dualeval."
+        "small network that ships with dualeval.\n"
     )
-    yield ""
     if options["launchers"]:
-        yield f"Only these launchers were asked for: {', '.join(options['launchers'])}."
-        yield ""
+        yield f"Only these launchers were asked for: {', '.join(options['launchers'])}.\n"
     yield from _references(report["references"])
     yield from _matrix(report["runs"])
     yield from _self_tests(report["self_tests"])
@@ -265,18 +245,15 @@ def _failures(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     bad = [row for row in rows if row["outcome"] in (*BAD, CLOSE)]
     if not bad:
         return
-    yield "## What was found"
-    yield ""
+    yield "## What was found\n"
     for row in bad:
         what = "self-test" if "operations" in row else "run"
         yield (
             f"### {row['outcome']}: {row['launcher']}, {row['backend']}, "
-            f"{counted(row['ranks'], 'rank')}, {row['device']} ({what})"
+            f"{counted(row['ranks'], 'rank')}, {row['device']} ({what})\n"
         )
-        yield ""
         if row["reason"]:
-            yield f"{row['reason']}"
-            yield ""
+            yield f"{row['reason']}\n"
         if row["last_lines"]:
             yield from ("```", *(line.replace("```", "'''") for line in row["last_lines"]), "```")
             yield ""
@@ -290,8 +267,7 @@ def _absent(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             reasons.setdefault(key, []).append(f"{row['backend']} {row['device']} {row['ranks']}")
     if not reasons:
         return
-    yield "## Not here"
-    yield ""
+    yield "## Not here\n"
     for (launcher, reason), where in reasons.items():
         backends = ", ".join(dict.fromkeys(text.split()[0] for text in where))
         sizes = ", ".join(dict.fromkeys(text.split()[2] for text in where))
@@ -354,8 +330,7 @@ def _commands(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     if not rows:
         return
-    yield f"## {title}"
-    yield ""
+    yield f"## {title}\n"
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for row in rows:

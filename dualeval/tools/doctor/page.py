@@ -116,8 +116,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     ranks: Mapping[int, Mapping[str, Any]] = report["ranks"]
     speaker = ranks[min(ranks)]
     nodes = len({facts["host"] for facts in ranks.values()})
-    yield f"{counted(report['size'], 'rank')} on {counted(nodes, 'node')}, started by {speaker['launcher']}"
-    yield ""
+    yield f"{counted(report['size'], 'rank')} on {counted(nodes, 'node')}, started by {speaker['launcher']}\n"
     yield f"Variables (rank {min(ranks)})"
     for launcher, variables in speaker["variables"].items():
         taken = "taken" if launcher == speaker["launcher"] else "not taken"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -25,18 +26,9 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False, resolve_path=Tru
 @click.option("--rebuild", is_flag=True, help="Build even if the cache has the wheel.")
 @click.option("--constraint", type=_FILE, help="Constraints file for pip.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; build nothing.")
-def setup_horovod(
-    with_mpi: bool | None,
-    with_nccl: bool | None,
-    cache: Path | None,
-    rebuild: bool,
-    constraint: Path | None,
-    dry_run: bool,
-) -> None:
+def setup_horovod(dry_run: bool, **wishes: Any) -> None:
     """Build Horovod for the installed torch and install it; a cache keeps the wheel."""
     from dualeval.tools.horovod import setup as horovod_setup
 
-    wishes = horovod_setup.Wishes(
-        with_mpi=with_mpi, with_nccl=with_nccl, cache=cache, rebuild=rebuild, constraint=constraint
-    )
-    (horovod_setup.dry_run if dry_run else horovod_setup.set_up)(wishes, os.environ, click.echo)
+    do = horovod_setup.dry_run if dry_run else horovod_setup.set_up
+    do(horovod_setup.Wishes(**wishes), os.environ, click.echo)

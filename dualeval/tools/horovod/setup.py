@@ -66,16 +66,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What the caller of ``set_up`` chose."""
+    """The options of ``dualeval setup-horovod``."""
 
-    # Whether to build with MPI; None: where there is one. `with_nccl` likewise.
     with_mpi: bool | None = None
     with_nccl: bool | None = None
-    # The folder of the cache; None: the user's own.
     cache: Path | None = None
-    # Build even where the cache has the wheel.
     rebuild: bool = False
-    # A file of versions for pip.
     constraint: Path | None = None
 
 

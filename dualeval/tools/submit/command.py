@@ -19,14 +19,7 @@ from dualeval.cli.grouped import Words
 from dualeval.cli.run import is_flag, run
 from dualeval.cli.task_flags import jobs_of
 from dualeval.errors import DualevalError, LaunchError, UsageError
-from dualeval.tools.submit.sbatch import (
-    SHIPPED,
-    SlurmJob,
-    directives,
-    log_path,
-    sbatch_environ,
-    sbatch_text,
-)
+from dualeval.tools.submit.sbatch import SHIPPED, SlurmJob, directives, log_path, sbatch_environ, sbatch_text
 
 # Options of 'dualeval run' that are the batch script's to give, and what to type in their place.
 _SCRIPTS_OWN = {
