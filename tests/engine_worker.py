@@ -24,7 +24,7 @@ from dualeval.engine import execution, recorder
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.options import RunOptions
 from dualeval.engine.samples import wrap
-from dualeval.errors import DualevalError
+from dualeval.errors import DualevalError, PeerError
 from dualeval.launch import detect
 from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.result import Result
@@ -104,10 +104,10 @@ def apart_again(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
         run_task(WatchedTask(997, before), backend, control, RunOptions(out=out, batch_size=16))
     breaks = False
     # Every rank has met the others in this run as often as they have.
-    control = open_control_plane(backend)
-    result = run_task(
-        WatchedTask(997, before), backend, control, RunOptions(out=out, batch_size=16), note=notes.append
-    )
+    with open_control_plane(backend) as control:
+        result = run_task(
+            WatchedTask(997, before), backend, control, RunOptions(out=out, batch_size=16), note=notes.append
+        )
     return {
         "digest": result.metrics_digest,
         "resumed": result.chunks["resumed"],
@@ -398,7 +398,7 @@ def told(run: Callable[[], Any], control: ControlPlane) -> dict[str, Any]:
     try:
         run()
     except DualevalError as error:
-        first = control.fail(error)
+        first = error if isinstance(error, PeerError) else control.fail(error)
         return {
             "raised": type(error).__name__,
             "message": str(first),
