@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.world.devices import connect
+from tests.sessions import run_task
 
 
 def main() -> None:
@@ -26,12 +26,12 @@ def main() -> None:
     with connect(None, detect(os.environ), "cpu") as backend, open_control_plane(backend) as control:
         for number, (limit, workers, threads) in enumerate(json.loads(sys.argv[2])):
             torch.set_num_threads(threads)
-            result = Evaluator(
+            result = run_task(
                 ImageClassification(),
                 backend,
                 control,
                 RunOptions(out=folder / str(number), limit=limit, workers=workers),
-            ).run()
+            )
             found.append(
                 {
                     "digest": result.metrics_digest,

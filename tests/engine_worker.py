@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from dualeval.backends.base import Backend
 from dualeval.engine import execution, recorder
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.engine.samples import wrap
-from dualeval.errors import DualevalError
+from dualeval.errors import DualevalError, PeerError
 from dualeval.launch import detect
 from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.result import Result
@@ -32,6 +31,7 @@ from dualeval.tasks import Task
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.ragged_task import RaggedTask
+from tests.sessions import run_task
 from tests.tiny import EVERY_METRIC, TinyDataset, TinyTask
 
 _PRIMITIVES = ("_all_reduce", "_broadcast", "_gather_headers", "_gather")
@@ -72,7 +72,7 @@ def collectives(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
         seen: list[int] = []
         task = WatchedTask(samples, lambda seen=seen: seen.append(calls.total()), metrics=metrics)  # type: ignore[misc]
         out = folder / f"{samples}-{len(metrics)}"
-        Evaluator(task, backend, control, RunOptions(out=out, batch_size=4)).run()
+        run_task(task, backend, control, RunOptions(out=out, batch_size=4))
         in_loop = seen[-1] - seen[0] if seen else 0
         found[f"{samples} samples, {len(metrics)} metrics"] = {"in_loop": in_loop, **calls}
     return found
@@ -81,7 +81,7 @@ def collectives(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
 def apart(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """Each rank writes to a folder of its own, as ranks on nodes without a shared disk do."""
     out = folder / f"disk-of-{backend.world.rank}" / "out"
-    result = Evaluator(TinyTask(997), backend, control, RunOptions(out=out, batch_size=16)).run()
+    result = run_task(TinyTask(997), backend, control, RunOptions(out=out, batch_size=16))
     return {"digest": result.metrics_digest, "left": sorted(path.name for path in out.glob("**/*"))}
 
 
@@ -101,13 +101,13 @@ def apart_again(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
     notes: list[str] = []
     breaks = True
     with suppress(DualevalError):
-        Evaluator(WatchedTask(997, before), backend, control, RunOptions(out=out, batch_size=16)).run()
+        run_task(WatchedTask(997, before), backend, control, RunOptions(out=out, batch_size=16))
     breaks = False
     # Every rank has met the others in this run as often as they have.
-    control = open_control_plane(backend)
-    result = Evaluator(
-        WatchedTask(997, before), backend, control, RunOptions(out=out, batch_size=16), note=notes.append
-    ).run()
+    with open_control_plane(backend) as control:
+        result = run_task(
+            WatchedTask(997, before), backend, control, RunOptions(out=out, batch_size=16), note=notes.append
+        )
     return {
         "digest": result.metrics_digest,
         "resumed": result.chunks["resumed"],
@@ -119,23 +119,21 @@ def apart_again(backend: Backend, control: ControlPlane, folder: Path) -> dict[s
 def apart_on_two_nodes(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """Rank 0 on one node, the others on another, with a disk each."""
     out = folder / f"disk-of-{min(backend.world.rank, 1)}" / "out"
-    result = Evaluator(TinyTask(997), backend, control, RunOptions(out=out, batch_size=16)).run()
+    result = run_task(TinyTask(997), backend, control, RunOptions(out=out, batch_size=16))
     control.meet()
     return {"digest": result.metrics_digest, "left": sorted(path.name for path in out.glob("**/*"))}
 
 
 def together(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The plain case."""
-    result = Evaluator(TinyTask(997), backend, control, RunOptions(out=folder / "out", batch_size=16)).run()
+    result = run_task(TinyTask(997), backend, control, RunOptions(out=folder / "out", batch_size=16))
     return {"digest": result.metrics_digest, "homogeneous": result.homogeneous}
 
 
 def broken(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """Samples that fail on some ranks only."""
     task = TinyTask(100, broken=[5, 50, 99])
-    result = Evaluator(
-        task, backend, control, RunOptions(out=folder / "out", batch_size=4, on_error="skip")
-    ).run()
+    result = run_task(task, backend, control, RunOptions(out=folder / "out", batch_size=4, on_error="skip"))
     return {"digest": result.metrics_digest, "failed": result.failed}
 
 
@@ -151,7 +149,7 @@ def one_fails_in_the_loop(backend: Backend, control: ControlPlane, folder: Path)
 
     task = WatchedTask(40_000, before)
     return told(
-        lambda: Evaluator(task, backend, control, RunOptions(out=folder / "out", batch_size=1)).run(), control
+        lambda: run_task(task, backend, control, RunOptions(out=folder / "out", batch_size=1)), control
     )
 
 
@@ -164,20 +162,20 @@ def one_fails_before_the_loop(backend: Backend, control: ControlPlane, folder: P
 
     last = backend.world.rank == backend.world.size - 1
     task = Unbuildable(10) if last else TinyTask(10)
-    return told(lambda: Evaluator(task, backend, control, RunOptions(out=folder / "out")).run(), control)
+    return told(lambda: run_task(task, backend, control, RunOptions(out=folder / "out")), control)
 
 
 def another_job(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The last rank has other data."""
     task = TinyTask(20 + (backend.world.rank == backend.world.size - 1))
-    return told(lambda: Evaluator(task, backend, control, RunOptions(out=folder / "out")).run(), control)
+    return told(lambda: run_task(task, backend, control, RunOptions(out=folder / "out")), control)
 
 
 def one_id_on_two_ranks(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The ids of two samples, in blocks that two ranks hash, are the same."""
     task = TinyTask(100)
     vars(task.dataset())["id"] = lambda index: f"s{index % 99}"
-    return told(lambda: Evaluator(task, backend, control, RunOptions(out=None)).run(), control)
+    return told(lambda: run_task(task, backend, control, RunOptions(out=None)), control)
 
 
 def rank_in_the_model(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
@@ -190,11 +188,9 @@ def rank_in_the_model(backend: Backend, control: ControlPlane, folder: Path) -> 
             setattr(model, name, backend.world.rank)
             return model
 
-    Evaluator(Ranked(10), backend, control, RunOptions(out=folder / "rank")).run()
+    run_task(Ranked(10), backend, control, RunOptions(out=folder / "rank"))
     name = "drawn"
-    return told(
-        lambda: Evaluator(Ranked(10), backend, control, RunOptions(out=folder / "out")).run(), control
-    )
+    return told(lambda: run_task(Ranked(10), backend, control, RunOptions(out=folder / "out")), control)
 
 
 class Numbered(torch.utils.data.Dataset[Any]):
@@ -244,7 +240,7 @@ def numbered(backend: Backend, control: ControlPlane, folder: Path) -> dict[str,
 
     def run(at: int = 1) -> Result:
         options = RunOptions(out=folder / "out", batch_size=4)
-        return Evaluator(NumberedTask(world, at, before), backend, control, options).run()
+        return run_task(NumberedTask(world, at, before), backend, control, options)
 
     recorder.FLUSH_ROWS = 16
     if world.size == 1:
@@ -265,9 +261,9 @@ def two_machines(backend: Backend, control: ControlPlane, folder: Path) -> dict[
     found: dict[str, Any] = {}
 
     def run(name: str, **options: Any) -> dict[str, Any]:
-        result = Evaluator(
+        result = run_task(
             TinyTask(100), backend, control, RunOptions(out=folder / name, batch_size=10, **options)
-        ).run()
+        )
         return {"homogeneous": result.homogeneous, "chunks": [kind["chunks"] for kind in result.machines]}
 
     def play(**changes: Any) -> None:
@@ -306,15 +302,13 @@ class ContentsTask(TinyTask):
 def contents(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """Contents are read once by the ranks together; then by each, as if each were a node; then others."""
     task = ContentsTask(300)
-    shared = Evaluator(task, backend, control, RunOptions(out=folder / "shared")).run()
+    shared = run_task(task, backend, control, RunOptions(out=folder / "shared"))
     last = backend.world.rank == backend.world.size - 1
     backend.world = replace(backend.world, local_rank=0, local_size=1)
     alone = ContentsTask(300)
-    each = Evaluator(alone, backend, control, RunOptions(out=folder / "each")).run()
+    each = run_task(alone, backend, control, RunOptions(out=folder / "each"))
     other = ContentsTask(300, 200 if last else None)
-    refused = told(
-        lambda: Evaluator(other, backend, control, RunOptions(out=folder / "other")).run(), control
-    )
+    refused = told(lambda: run_task(other, backend, control, RunOptions(out=folder / "other")), control)
     return {
         "asked": task.contents.asked,
         "asked_alone": alone.contents.asked,
@@ -354,9 +348,9 @@ def nothing_written(backend: Backend, control: ControlPlane, folder: Path) -> di
     files: list[str] = []
     sys.addaudithook(lambda event, args: files.append(str(args)) if _writes(event, args) else None)
     options: dict[str, Any] = {"batch_size": 16, "on_error": "skip"}
-    result = Evaluator(task, backend, control, RunOptions(**options)).run()
+    result = run_task(task, backend, control, RunOptions(**options))
     written = list(files)
-    kept = Evaluator(task, backend, control, RunOptions(out=folder / "out", **options)).run()
+    kept = run_task(task, backend, control, RunOptions(out=folder / "out", **options))
     return {
         "digests": [result.metrics_digest, kept.metrics_digest],
         "fingerprints": [result.fingerprint, kept.fingerprint],
@@ -388,7 +382,7 @@ def ragged(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, A
     def run(out: Path | None) -> Result:
         task = RaggedTask(RAGGED_SAMPLES, BROKEN_ROWS)
         options = RunOptions(out=out, batch_size=8, on_error="skip")
-        return Evaluator(task, backend, control, options).run()
+        return run_task(task, backend, control, options)
 
     results = [run(out), run(None)]
     return {
@@ -404,7 +398,7 @@ def told(run: Callable[[], Any], control: ControlPlane) -> dict[str, Any]:
     try:
         run()
     except DualevalError as error:
-        first = control.fail(error)
+        first = error if isinstance(error, PeerError) else control.fail(error)
         return {
             "raised": type(error).__name__,
             "message": str(first),
@@ -420,7 +414,7 @@ def torchmetrics(backend: Backend, control: ControlPlane, folder: Path) -> dict[
 
     recorder.FLUSH_ROWS = 24
     options = RunOptions(out=folder / "out", batch_size=BATCH, on_error="skip")
-    result = Evaluator(ManyMetricsTask(), backend, control, options).run()
+    result = run_task(ManyMetricsTask(), backend, control, options)
     return {"digest": result.metrics_digest, "failed": result.samples["failed"]}
 
 
@@ -430,7 +424,7 @@ def scores(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, A
 
     metric = ("auroc", "torchmetrics:MulticlassAUROC(num_classes=10)")
     options = RunOptions(out=folder / "out", limit=300, metric=metric)
-    result = Evaluator(ImageClassification(metrics=["auroc"]), backend, control, options).run()
+    result = run_task(ImageClassification(metrics=["auroc"]), backend, control, options)
     return {"digest": result.metrics_digest, "metrics": result.metrics}
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
 from dualeval.tasks import Task
 from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.question_answering import QuestionAnswering
 from dualeval.world.devices import connect
+from tests.sessions import run_task
 from tests.tiny import TinyTask
 
 BATCH = 4
@@ -95,12 +95,12 @@ def main() -> None:
             for number, failing in enumerate(FAILING[kind]):
                 task = make()
                 break_samples(task, failing)
-                Evaluator(
+                run_task(
                     task,
                     backend,
                     control,
                     RunOptions(out=out / kind / str(number), batch_size=BATCH, on_error="skip"),
-                ).run()
+                )
 
 
 if __name__ == "__main__":

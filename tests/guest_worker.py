@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.launch import detect
 from dualeval.world.devices import connect
+from tests.sessions import run_task
 from tests.tiny import CLASSES, FEATURES, TinyTask
 
 EPOCHS = 3
@@ -95,7 +95,7 @@ def main() -> None:
             if evaluates:
                 task = TrainedTask(trained)
                 options = RunOptions(batch_size=16, workers=1 if epoch == 1 else 0)
-                result = Evaluator(task, backend, control, options, guest=True).run()
+                result = run_task(task, backend, control, options, guest=True)
                 found["digests"].append(result.metrics_digest)
             trained.train() if epoch == 0 else None
             assert all(module.training for module in trained.modules())
@@ -104,7 +104,7 @@ def main() -> None:
             kept = trained(data[:16][0]).square().mean()
             if evaluates and epoch == 0:
                 task = TrainedTask(trained)
-                result = Evaluator(task, backend, control, RunOptions(batch_size=16), guest=True).run()
+                result = run_task(task, backend, control, RunOptions(batch_size=16), guest=True)
                 found["digests"].append(result.metrics_digest)
             kept.backward()
             optimizer.step()

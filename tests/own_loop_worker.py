@@ -21,8 +21,10 @@ from dualeval.engine.context import RunContext
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.options import RunOptions
 from dualeval.engine.own_loop import OwnLoop
+from dualeval.engine.watch import Watch
 from dualeval.launch import detect
 from dualeval.world.devices import connect
+from tests.sessions import watched
 
 SAMPLES = 997
 FEATURES = 6
@@ -41,15 +43,14 @@ def make_model(seed: int = 0) -> nn.Module:
 
 
 def own_loop(
-    backend: Backend, control: ControlPlane, out: Path | None, dataset: Any, **options: Any
+    backend: Backend, control: ControlPlane, watch: Watch, out: Path | None, dataset: Any, **options: Any
 ) -> OwnLoop:
     """A loop over a data set, with the options of a run among ``options`` taken out."""
     own = {name: options.pop(name) for name in ("collate", "metrics", "model") if name in options}
     note = options.pop("note", lambda sentence: None)
     run_options = RunOptions(out=out, **{"batch_size": 16, **options})
-    return OwnLoop(
-        dataset, RunContext(backend=backend, control=control, options=run_options, note=note), **own
-    )
+    context = RunContext(backend=backend, control=control, options=run_options, watch=watch, note=note)
+    return OwnLoop(dataset, context, **own)
 
 
 def observed(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -64,8 +65,12 @@ def main() -> None:
     if kill_after is not None:
         recorder.FLUSH_ROWS = 16
     model, batches = make_model(), 0
-    with connect(None, detect(os.environ), "cpu") as backend, open_control_plane(backend) as control:
-        loop = own_loop(backend, control, out, make_data(), model=model)
+    with (
+        connect(None, detect(os.environ), "cpu") as backend,
+        open_control_plane(backend) as control,
+        watched(control) as watch,
+    ):
+        loop = own_loop(backend, control, watch, out, make_data(), model=model)
         with torch.no_grad():
             for inputs, targets in loop.batches():
                 loop.add(inputs, **observed(model(inputs), targets))

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.errors import UsageError
 from dualeval.launch import detect
 from dualeval.world.devices import connect
+from tests.sessions import run_task
 from tests.tiny import TinyTask
 
 WORKERS = 8
@@ -27,10 +27,10 @@ def main(out: Path) -> None:
 
         def digest(name: str, **options: Any) -> str:
             task, folder = TinyTask(40_000), out / name
-            evaluator = Evaluator(
+            result = run_task(
                 task, backend, control, RunOptions(out=folder, batch_size=2000, **options), note=notes.append
             )
-            return evaluator.run().metrics_digest
+            return result.metrics_digest
 
         found["fewer"] = digest("fewer", workers=WORKERS, fewer_workers=True)
         found["notes"] = list(notes)

@@ -14,7 +14,6 @@ import torch
 
 from dualeval.engine import numerics, plan, recorder
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder import journal, predictions, windows
 from dualeval.engine.options import NEW_FOLDER, RunOptions
 from dualeval.errors import ExactlyOnceError, UsageError
@@ -23,6 +22,7 @@ from dualeval.result import Result
 from dualeval.tasks import Task
 from dualeval.world import World
 from dualeval.world.devices import connect
+from tests.sessions import run_task
 from tests.tiny import TinyTask
 
 
@@ -36,7 +36,7 @@ def evaluate(
 ) -> Result:
     with connect(None, World.alone(), "cpu") as backend:
         control = open_control_plane(backend)
-        return Evaluator(task, backend, control, RunOptions(out=out, **options), note=note, job=job).run()
+        return run_task(task, backend, control, RunOptions(out=out, **options), note=note, job=job)
 
 
 def rows(out: Path) -> dict[str, list[Any]]:
@@ -170,9 +170,7 @@ def test_a_new_folder_is_named_after_time_and_fingerprint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with connect(None, World.alone(), "cpu") as backend:
-        result = Evaluator(
-            TinyTask(5), backend, open_control_plane(backend), RunOptions(out=NEW_FOLDER)
-        ).run()
+        result = run_task(TinyTask(5), backend, open_control_plane(backend), RunOptions(out=NEW_FOLDER))
     assert result.folder is not None
     folder = Path(result.folder)
     assert folder.parent == tmp_path / "runs"

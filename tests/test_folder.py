@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
@@ -29,6 +28,7 @@ from dualeval.result import Status, read_status, write_text
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.conftest import Launch
+from tests.sessions import run_task
 from tests.test_evaluator import evaluate
 from tests.tiny import TinyTask
 
@@ -225,7 +225,7 @@ def test_a_terminal_that_stands_still_does_not_stop_the_count(
 
     with connect(None, World.alone(), "cpu") as backend:
         options = RunOptions(out=tmp_path, batch_size=8)
-        Evaluator(Watched(8), backend, open_control_plane(backend), options, show=show).run()
+        run_task(Watched(8), backend, open_control_plane(backend), options, show=show)
     assert counted.is_set()
 
 

@@ -20,7 +20,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import dualeval
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.guest import Snapshot, as_it_was
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.detect import check_sharded
@@ -31,6 +30,7 @@ from dualeval.world.devices import connect
 from tests.conftest import ROOT, Launch
 from tests.guest_worker import TrainedTask, make_model
 from tests.launchers import needs, start
+from tests.sessions import run_task
 from tests.tiny import CLASSES, FEATURES, TinyTask
 
 WORKER = ROOT / "tests" / "guest_worker.py"
@@ -38,7 +38,7 @@ WORKER = ROOT / "tests" / "guest_worker.py"
 
 def evaluate(task: TinyTask, *, guest: bool = True, **options: Any) -> Result:
     with connect(None, World.alone(), "cpu") as backend, open_control_plane(backend) as control:
-        return Evaluator(task, backend, control, RunOptions(**options), guest=guest).run()
+        return run_task(task, backend, control, RunOptions(**options), guest=guest)
 
 
 @pytest.mark.parametrize(

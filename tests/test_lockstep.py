@@ -11,7 +11,6 @@ import pytest
 
 from dualeval.engine import rounds
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.engine.plan import EvalPlan
 from dualeval.world import World
@@ -19,6 +18,7 @@ from dualeval.world.devices import connect
 from tests.conftest import ROOT, Finished, Launch
 from tests.launchers import start
 from tests.lockstep_worker import ShardedTask
+from tests.sessions import run_task
 
 WORKER = ROOT / "tests" / "lockstep_worker.py"
 GUEST = ROOT / "tests" / "sharded_guest_worker.py"
@@ -40,7 +40,7 @@ def whole_digest() -> str:
     """Of the whole model, in this process."""
     with connect(None, World.alone(), "cpu") as backend, open_control_plane(backend) as control:
         options = RunOptions(batch_size=4)
-        return Evaluator(ShardedTask(53, {"shard": "no"}), backend, control, options).run().metrics_digest
+        return run_task(ShardedTask(53, {"shard": "no"}), backend, control, options).metrics_digest
 
 
 def test_there_are_as_many_rounds_as_the_rank_with_most_batches_has() -> None:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 import dualeval
 from dualeval.engine import numerics
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
 from dualeval.errors import UsageError
 from dualeval.result import Result
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.conftest import Launch
+from tests.sessions import run_task
 from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
@@ -239,14 +239,14 @@ class Changing(TinyTask):
 def evaluate(task: TinyTask, out: Path, **options: Any) -> tuple[Result, list[str]]:
     notes: list[str] = []
     with connect(None, World.alone(), "cpu") as backend:
-        evaluator = Evaluator(
+        result = run_task(
             task,
             backend,
             open_control_plane(backend),
             RunOptions(out=out, batch_size=16, **options),
             note=notes.append,
         )
-        return evaluator.run(), notes
+        return result, notes
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

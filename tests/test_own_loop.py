@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,21 @@ from dualeval.world.devices import connect
 from tests.conftest import ROOT, Launch
 from tests.launchers import start
 from tests.own_loop_worker import SAMPLES, make_data, make_model, observed, own_loop
+from tests.sessions import watched
 
 WORKER = ROOT / "tests" / "own_loop_worker.py"
 
 
 @contextmanager
 def opened(dataset: Any, out: Path | None = None, **options: Any) -> Iterator[OwnLoop]:
-    with connect(None, World.alone(), "cpu") as backend, open_control_plane(backend) as control:
-        loop = own_loop(backend, control, out, dataset, **options)
-        try:
+    with (
+        connect(None, World.alone(), "cpu") as backend,
+        open_control_plane(backend) as control,
+        watched(control) as watch,
+    ):
+        loop = own_loop(backend, control, watch, out, dataset, **options)
+        with closing(loop):
             yield loop
-        except BaseException as error:
-            loop.close(error)
-            raise
 
 
 def run(out: Path | None = None, seed: int = 0, **options: Any) -> Result:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from dualeval.engine import recorder
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.folder import folder, opening
 from dualeval.engine.ledger import Ledger
 from dualeval.engine.options import NEW_FOLDER, RunOptions
@@ -23,6 +22,7 @@ from dualeval.errors import DualevalError, Stopped, UsageError
 from dualeval.result import Result, Status, read_status
 from dualeval.world import Meeting, World
 from dualeval.world.devices import connect
+from tests.sessions import run_task
 from tests.test_evaluator import evaluate, rows
 from tests.tiny import TinyTask
 
@@ -348,9 +348,9 @@ def test_restarted_ranks_find_the_folder_of_their_launch(
             meeting=Meeting(restarts=restarts, launch_id=launch_id),
         )  # fmt: skip
         with connect(None, world, "cpu") as backend:
-            return Evaluator(
+            return run_task(
                 task, backend, open_control_plane(backend), RunOptions(out=NEW_FOLDER, batch_size=BATCH)
-            ).run()
+            )
 
     task = Ending(SAMPLES, 23)
     with pytest.raises(RuntimeError, match="enough"):

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from dualeval.engine import accelerator
 from dualeval.engine.compute import Compute, usable_threads
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.options import RunOptions
 from dualeval.engine.transfer import Downloads, Uploads
@@ -30,6 +29,7 @@ from dualeval.tasks import Task
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.played_device import Played, PlayedTask
+from tests.sessions import run_task
 from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 def evaluate(task: Task, out: Path, **options: Any) -> Result:
     with connect(None, World.alone(), "cpu") as backend:
-        return Evaluator(task, backend, open_control_plane(backend), RunOptions(out=out, **options)).run()
+        return run_task(task, backend, open_control_plane(backend), RunOptions(out=out, **options))
 
 
 def rows(out: Path) -> Any:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.feed import Feed, Reader
 from dualeval.engine.options import RunOptions
 from dualeval.engine.worker_state import unpack
@@ -24,6 +23,7 @@ from dualeval.tasks.image_classification import ImageClassification
 from dualeval.world import World
 from dualeval.world.devices import connect
 from tests.conftest import Launch
+from tests.sessions import run_task
 from tests.tiny import TinyTask
 
 CPU = torch.device("cpu")
@@ -83,10 +83,10 @@ def packed(task: TinyTask, *, build: bool = True) -> bytes:
 def test_a_task_that_holds_its_model_is_read_by_new_processes(tmp_path: Path, started_anew: str) -> None:
     task = Holding(40)
     with connect(None, World.alone(), "cpu") as backend:
-        expected = Evaluator(TinyTask(40), backend, open_control_plane(backend), RunOptions()).run()
-        found = Evaluator(
+        expected = run_task(TinyTask(40), backend, open_control_plane(backend), RunOptions())
+        found = run_task(
             task, backend, open_control_plane(backend), RunOptions(out=tmp_path, batch_size=8, workers=1)
-        ).run()
+        )
     assert found.metrics == expected.metrics
     # What is sent to another process is moved into the shared memory first.
     shared = [parameter.is_shared() for parameter in task.model.parameters()]  # type: ignore[no-untyped-call]

@@ -33,7 +33,7 @@ class RunContext:
     # How it runs, and where its files go.
     options: RunOptions
     # Saves what is finished, and ends this process, where it cannot end by itself.
-    watch: Watch | None = None
+    watch: Watch
     # Called with sentences for people, on rank 0 only.
     note: Callable[[str], None] = lambda sentence: None
     # The options as the caller wants them recorded in the result; `task.options()` is added.

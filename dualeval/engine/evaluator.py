@@ -56,7 +56,7 @@ class Evaluator:
         control: ControlPlane,
         options: RunOptions,
         *,
-        watch: Watch | None = None,
+        watch: Watch,
         note: Callable[[str], None] = lambda sentence: None,
         job: Mapping[str, Any] | None = None,
         show: Show | None = None,
@@ -173,11 +173,7 @@ class Evaluator:
                 *settings.check_after_build(),
             ]
             context.note_all([said for said in execution.settings_notes if said not in settings.notes])
-            try:
-                return self._evaluated(execution, settings)
-            except BaseException as error:
-                execution.fail(error)
-                raise
+            return self._evaluated(execution, settings)
 
     def _evaluated(self, execution: Execution, settings: numerics.NumericSettings) -> Result:
         """What an execution comes to, from its first meeting on; an earlier result where all is finished."""

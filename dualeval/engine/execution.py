@@ -38,7 +38,7 @@ from dualeval.engine.reference import Reference, windows_of_file
 from dualeval.engine.samples_digest import check_ids, hashes_of_ids, joined
 from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.engine.stored_rows import StoredRows
-from dualeval.errors import PeerError, UsageError
+from dualeval.errors import UsageError
 from dualeval.metrics import split_by_kind
 from dualeval.metrics.by_name import chosen_metrics
 from dualeval.metrics.classification import NonfiniteWarning
@@ -126,8 +126,8 @@ class Execution:
         self._open_reference()
         if self._options.out is not None:
             self._open_folder()
-            if self._context.watch is not None and self._folder is not None:
-                self._context.watch.keep(self._folder)
+            assert self._folder is not None
+            self._context.watch.keep(self._folder)
             return
         chunks = tuple(range(self._plan.num_chunks))
         nothing = FinishedChunks(files=(), remaining=chunks, left_out=())
@@ -349,7 +349,7 @@ class Execution:
         )
         compared = self._compare_finished()
         self._control.meet()
-        self._close(done=True)
+        self._close()
         # It may have been moved since.
         folder = str(self._folder.path)
         result = replace(self.previous.finished, earlier=True, replay=self._proof, folder=folder)
@@ -425,8 +425,7 @@ class Execution:
             self._plan, evaluation.metrics, evaluation.kept, self._writer, self._progress
         )
         if self._folder is not None:
-            if self._context.watch is not None:
-                self._context.watch.recorder = self._recorder
+            self._context.watch.recorder = self._recorder
             if self._world.is_main:
                 load_library()
         self.loop = Loop(evaluation, self._recorder)
@@ -460,24 +459,11 @@ class Execution:
         # No rank is through before the result is on the disk: a stop until then is all ranks' or none's. One
         # while rank 0 writes ends the others only where rank 0 takes longer than the watch's grace.
         self._control.meet(stoppable=False)
-        self._close(done=True)
+        self._close()
         return result
 
-    def fail(self, error: BaseException) -> None:
-        """Write down how the evaluation ended, where that is this rank's to write."""
-        if self._context.watch is not None:
-            # Whose session writes that down, when all ranks have saved what they had.
-            return
-        folder = self._folder
-        # Where rank 0 is what failed, another rank has to write it.
-        of_rank_0 = isinstance(error, PeerError) and error.rank == 0
-        if folder is not None and (self._world.is_main or (folder.shared and of_rank_0)):
-            folder.note_end(error)
-        self._close(done=False)
-
-    def _close(self, *, done: bool) -> None:
-        if self._context.watch is not None:
-            self._context.watch.release(done=done)
+    def _close(self) -> None:
+        self._context.watch.release(done=True)
         if self._folder is not None:
             self._folder.close()
 

@@ -152,24 +152,13 @@ class OwnLoop:
             assert self._execution is not None
             precision, device = self._context.options.precision, self._context.backend.device
             with numerics.settings(precision, device):
-                try:
-                    self._result = self._execution.finish()
-                except BaseException as error:
-                    self._fail(error)
-                    raise
+                self._result = self._execution.finish()
         return self._result
 
-    def close(self, error: BaseException | None = None) -> None:
-        """End the loop where it is, with what was added saved; nothing where the result was made."""
+    def close(self) -> None:
+        """End the loop where it is, with what was added saved."""
         if self._batches is not None:
             self._batches.close()
-        if self._result is None:
-            self._fail(error or UsageError("result() was not called after the loop"))
-
-    def _fail(self, error: BaseException) -> None:
-        execution, self._execution = self._execution, None
-        if execution is not None:
-            execution.fail(error)
 
     def _run(self) -> Generator[Any, None, None]:
         context = self._context
@@ -191,27 +180,20 @@ class OwnLoop:
             is_written = context.options.out is not None
             said = [note for note in execution.settings_notes if note not in settings.notes]
             context.note_all([*said, *(self._task.unknown() if is_written else [])])
-            try:
-                execution.begin()
-                stored = execution.stored_batches()
-                again = {}
-                for samples in [batch.samples for batch in stored]:
-                    columns, failed = yield from self._compute_alone(execution.evaluation, samples)
-                    rows = {name: to_rows(column) for name, column in columns.items()}
-                    again[samples] = rows, failed
-                self._result = execution.prove(stored, again.__getitem__)
-                if self._result is None:
-                    yield from self._loop(execution)
-                    execution.settings_notes += settings.check_after_loop()
-                self._is_through = True
-                # What the caller does until it asks for the result is no part of the run.
-                context.control.progress.step("idle")
-            except GeneratorExit:
-                # Left by the caller, who knows why: close(error) says it.
-                raise
-            except BaseException as error:
-                self._fail(error)
-                raise
+            execution.begin()
+            stored = execution.stored_batches()
+            again = {}
+            for samples in [batch.samples for batch in stored]:
+                columns, failed = yield from self._compute_alone(execution.evaluation, samples)
+                rows = {name: to_rows(column) for name, column in columns.items()}
+                again[samples] = rows, failed
+            self._result = execution.prove(stored, again.__getitem__)
+            if self._result is None:
+                yield from self._loop(execution)
+                execution.settings_notes += settings.check_after_loop()
+            self._is_through = True
+            # What the caller does until it asks for the result is no part of the run.
+            context.control.progress.step("idle")
 
     def _loop(self, execution: Execution) -> Generator[Any, None, None]:
         execution.start_loop()

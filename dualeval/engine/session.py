@@ -609,7 +609,7 @@ class Session:
         try:
             if left is not None and not self.is_concluded:
                 if self._loop is not None:
-                    self._loop.close(left)
+                    self._loop.close()
                 with self._concluding(of_task=False):
                     raise left
         except BaseException as concluded:

@@ -1,0 +1,35 @@
+"""Runs on a backend that a test has opened, watched and concluded as a guest's session does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dualeval.backends.base import Backend
+from dualeval.engine.conclusion import Conclusion
+from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.options import RunOptions
+from dualeval.engine.watch import Watch
+from dualeval.result import Result
+from dualeval.tasks import Task
+
+
+@contextmanager
+def watched(control: ControlPlane) -> Iterator[Watch]:
+    """The watch of a run; what the block raises concludes the run."""
+    conclusion = Conclusion(control, is_owner=False, ends_process=False)
+    try:
+        yield conclusion.watch
+    except BaseException as error:
+        conclusion.by_main(error)
+        raise
+    finally:
+        conclusion.watch.stop()
+
+
+def run_task(task: Task, backend: Backend, control: ControlPlane, options: RunOptions, **own: Any) -> Result:
+    """Evaluate a task; ``own`` is the Evaluator's."""
+    with watched(control) as watch:
+        return Evaluator(task, backend, control, options, watch=watch, **own).run()
