@@ -32,20 +32,25 @@ class Guardian:
 
     def __init__(self, name: str, timeout_s: float | None, stream: TextIO) -> None:
         most_looks = None if timeout_s is None else timeout_s / _LOOK_S
-        facts = (os.getpid(), most_looks, _LOOK_S, int(_STACKS_SIGNAL), name)
+        self._facts = (os.getpid(), most_looks, _LOOK_S, int(_STACKS_SIGNAL), name)
+        self._sending = threading.Lock()
+        # What another one has to know.
+        self._guarded, self._idle = "null", '"busy"'
+        self._start()
+        self.write_stacks_to(stream)
+
+    def _start(self) -> None:
         # Signals that this process waits for in a thread are blocked there, too: it ends with its input.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SCRIPT), json.dumps(facts)],
+            [sys.executable, "-I", "-S", str(_SCRIPT), json.dumps(self._facts)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         )
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
-        self._sending = threading.Lock()
         # It may be stopped, and read nothing.
         os.set_blocking(self._pipe.fileno(), False)
-        self.write_stacks_to(stream)
 
     def write_stacks_to(self, stream: TextIO) -> None:
         """Say where stacks go. A stream without a descriptor takes none."""
@@ -53,20 +58,37 @@ class Guardian:
             faulthandler.register(_STACKS_SIGNAL, stream)
 
     def beat(self) -> None:
-        """Say that this process's Python runs."""
+        """Say that this process's Python runs; starts another guardian where it was killed or stopped."""
+        with self._sending, suppress(OSError):
+            if not self._pipe.closed and not self._is_awake():
+                self._process.kill()
+                self._process.wait()
+                self._pipe.close()
+                self._start()
+                os.write(self._pipe.fileno(), f"{self._guarded}\n{self._idle}\n".encode())
         self._send("")
+
+    def _is_awake(self) -> bool:
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text(errors="replace")
+        except OSError:
+            return self._process.poll() is None
+        return stat.rpartition(")")[2].split()[0] not in "TtZX"
 
     def guard(self, status: Path, run: str, stacks: Path, resume: str) -> None:
         """Have the end of a run written down that this process cannot write down itself."""
-        self._send(json.dumps((str(status), run, str(stacks), resume)))
+        self._guarded = json.dumps((str(status), run, str(stacks), resume))
+        self._send(self._guarded)
 
     def forget(self) -> None:
         """Say that how the run ended has been written down."""
-        self._send("null")
+        self._guarded = "null"
+        self._send(self._guarded)
 
     def set_idle(self, *, idle: bool) -> None:
         """Say that this process may keep Python's lock for as long as it likes, or no longer."""
-        self._send('"idle"' if idle else '"busy"')
+        self._idle = '"idle"' if idle else '"busy"'
+        self._send(self._idle)
 
     def ends(self) -> None:
         """Say that this process ends by itself, and beats no more."""
@@ -82,6 +104,6 @@ class Guardian:
             self._process.wait(_GONE_WITHIN_S)
 
     def _send(self, line: str) -> None:
-        # Full, where it is stopped; closed, where it was killed.
+        # Full, where it is stopped; closed, where it was killed: the next beat starts another.
         with self._sending, suppress(OSError, ValueError):
             os.write(self._pipe.fileno(), f"{line}\n".encode())
