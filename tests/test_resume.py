@@ -205,6 +205,22 @@ def test_a_damaged_job_is_named_and_written_anew(tmp_path: Path, wanted: str) ->
     assert json.loads((tmp_path / "out/job.json").read_text())["fingerprint"] == result.fingerprint
 
 
+def test_a_damaged_job_beside_another_jobs_result_is_refused(tmp_path: Path) -> None:
+    go_on(tmp_path / "out")
+    (tmp_path / "out/job.json").write_text("{")
+    before = (tmp_path / "out/result.json").read_bytes()
+    with pytest.raises(UsageError, match=r"the result of another job, and its job\.json is damaged"):
+        evaluate(TinyTask(SAMPLES), tmp_path / "out", batch_size=BATCH + 1)
+    assert (tmp_path / "out/result.json").read_bytes() == before
+
+
+def test_a_users_own_job_json_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"mine": 1}')
+    with pytest.raises(UsageError, match=r"job\.json is not a run's: it would be overwritten"):
+        go_on(tmp_path)
+    assert (tmp_path / "job.json").read_text() == '{"mine": 1}'
+
+
 def test_a_finished_run_is_returned(tmp_path: Path, wanted: str) -> None:
     first = go_on(tmp_path / "out")
     task, notes = TinyTask(SAMPLES), list[str]()

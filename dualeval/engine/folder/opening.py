@@ -7,6 +7,7 @@ import errno
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,19 @@ def _check_same_job(path: Path, facts: Mapping[str, Any]) -> None:
             ) from None
         return
     except (ValueError, KeyError, TypeError) as error:
+        work = [*filter(is_whole, journal_files(journal_of(path))), path / RESULT, path / PREDICTIONS]
+        if not any(file.exists() for file in work):
+            raise UsageError(
+                f"{path / JOB} is not a run's: it would be overwritten. Give another --out."
+            ) from error
+        finished = None
+        with suppress(DualevalError, FileNotFoundError):
+            finished = read_result(path / RESULT).fingerprint
+        if finished not in (None, facts["fingerprint"]):
+            raise UsageError(
+                f"{path} holds the result of another job, and its {JOB} is damaged. Give another --out, or "
+                "--fresh to remove that job's files and start over."
+            ) from error
         raise DualevalError(f"{path / JOB} is damaged ({type(error).__name__}: {error})") from error
     # As JSON has them: a tuple comes back as a list.
     own = json.loads(json.dumps({"job": facts["job"]}))
