@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualeval.world import World
+from dualeval.world.meetings import MeetingAtStore
 from dualeval.world.meetings.address import AtAddress
 from dualeval.world.meetings.horovodrun import AtHorovodrun
 from dualeval.world.meetings.master import AtMaster, AtTorchrun
@@ -388,7 +389,7 @@ ENVIRONMENTS = [
         """\
         FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=1 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0 PMI_RANK=0 PMI_SIZE=1
         PMI_FD=14""",
-        world("flux", 0, 1, 0, 1, 0, node_sizes=(1,)),
+        world("flux", 0, 1, 0, 1, 0, node_sizes=(1,), meeting=MeetingAtStore()),
     ),
     Environment(
         "flux run -o pmi=none",
@@ -438,7 +439,7 @@ ENVIRONMENTS = [
         "a PyTorchJob of a master alone",
         "Kubeflow training-operator, pkg/controller.v1/pytorch/envvar.go",
         "MASTER_PORT=23456 MASTER_ADDR=localhost WORLD_SIZE=1 RANK=0",
-        world("env", 0, 1, 0, 1, 0, node_sizes=(1,)),
+        world("env", 0, 1, 0, 1, 0, node_sizes=(1,), meeting=MeetingAtStore()),
     ),
     Environment(
         "a PyTorchJob with nprocPerNode, without torchrun",
