@@ -275,7 +275,7 @@ def transports(trial: Trial) -> None:
 
     def contract() -> Verdict:
         with tempfile.TemporaryDirectory(prefix="dualeval-gpu-") as folder:
-            worker = ["-m", "tests.contract.worker", "--backend", "torch", "--device", trial.device]
+            worker = ["-m", "tests.backends.worker", "--backend", "torch", "--device", trial.device]
             trial.run(torchrun(1, *worker, "--folder", folder))
             lines = (Path(folder) / "rank-0.jsonl").read_text("utf-8").splitlines()
         checks = [json.loads(line) for line in lines]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dualeval.vision_library import torchvision
-from tests.test_weights import small
+from tests.models.test_weights import small
 
 
 def write_with_lightning(path: Path) -> None:

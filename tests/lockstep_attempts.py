@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import dualeval
 from dualeval.result import Result
-from tests.lockstep_worker import ShardedTask
+from tests.workers.lockstep_worker import ShardedTask
 
 CASES: dict[str, dict[str, str]] = {
     "good": {},

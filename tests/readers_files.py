@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from dualeval.vision_library import torchvision
+from tests.docs.test_readme import first_example
 from tests.questions import save_tiny_bert, write_questions
-from tests.test_readme import first_example
 
 
 def make(clone: Path, pictures: Path) -> None:

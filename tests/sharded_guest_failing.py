@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import dualeval
 from dualeval.errors import PeerError
-from tests.lockstep_worker import ShardedTask
+from tests.workers.lockstep_worker import ShardedTask
 
 
 def digest_of(shard: str, **wrong: str) -> str:

@@ -18,7 +18,7 @@ from tests.conftest import ROOT, Launch
 
 pytestmark = pytest.mark.needs("cluster")
 
-PLACE: list[str | Path] = [sys.executable, ROOT / "tests/place_worker.py"]
+PLACE: list[str | Path] = [sys.executable, ROOT / "tests/workers/place_worker.py"]
 DETECT = "import os; from dualeval.launch import detect; os.write(1, f'{detect(os.environ)}\\n'.encode())"
 COUNT_OF_TASKS = 3
 

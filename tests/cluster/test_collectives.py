@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends.test_collectives import EXAMPLE, SAID
 from tests.cluster.hosts import Cluster
 from tests.conftest import Launch
-from tests.test_collectives import EXAMPLE, SAID
 
 pytestmark = [pytest.mark.needs("cluster"), pytest.mark.long]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.hosts import Cluster
 from tests.conftest import Launch
-from tests.test_conformance import outcomes, shared
+from tests.tools.test_conformance import outcomes, shared
 
 pytestmark = [pytest.mark.needs("cluster"), pytest.mark.long]
 

@@ -41,7 +41,7 @@ from tests.faulty_models import FAULT, FLUSH_S, began
 from tests.launchers import start
 
 ROUNDS = 3
-STUCK = ROOT / "tests" / "stuck_worker.py"
+STUCK = ROOT / "tests" / "workers" / "stuck_worker.py"
 SEED = "DUALEVAL_TEST_SEED"
 NEEDS = {"torch": [], "horovod": ["horovod"], "mpi": ["mpi"]}
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from tests import test_digests
 from tests.cluster.hosts import Cluster
 from tests.conftest import GRACE, ROOT, Launch
-from tests.test_digests import EMBEDDED, SINGLE, Evaluate, Evaluation, Way, check, write_table
+from tests.engine import test_digests
+from tests.engine.test_digests import EMBEDDED, SINGLE, Evaluate, Evaluation, Way, check, write_table
 
 pytestmark = pytest.mark.needs("cluster")
 

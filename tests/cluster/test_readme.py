@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.hosts import Cluster
 from tests.cluster.test_launchers import Batch
 from tests.conftest import Launch
-from tests.test_readme import commands, needs_slurm
+from tests.docs.test_readme import commands, needs_slurm
 
 pytestmark = pytest.mark.needs("cluster")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import test_sharded_runs
 from tests.cluster.hosts import Cluster
 from tests.conftest import Launch
-from tests.test_sharded_runs import SHARD, Job, Run, check
+from tests.engine import test_sharded_runs
+from tests.engine.test_sharded_runs import SHARD, Job, Run, check
 
 pytestmark = [pytest.mark.needs("cluster"), pytest.mark.long]
 

@@ -16,7 +16,7 @@ from dualeval.world import network
 from dualeval.world.meetings import address
 from tests.cluster.hosts import Cluster
 from tests.conftest import ROOT, Finished, Launch
-from tests.test_waiting import WORKER, read_until
+from tests.world.test_waiting import WORKER, read_until
 
 pytestmark = pytest.mark.needs("cluster")
 

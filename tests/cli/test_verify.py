@@ -1,0 +1,472 @@
+"""``dualeval verify RUN`` and ``dualeval score RUN``: what they print, what they name, how they end."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pyarrow
+import pyarrow.parquet
+import pytest
+from rich.console import Console
+
+import dualeval
+from dualeval import cli
+from dualeval.engine import verification
+from dualeval.errors import DualevalError, UsageError
+from dualeval.metrics.classification import classification_metric, default_metrics
+from dualeval.report.table import print_result
+from dualeval.result import checksum_of, read_result, sha256_of_json
+from dualeval.tasks.given_answers import GivenAnswers
+from dualeval.tasks.stored import metrics_of_run
+from tests import questions
+from tests.conftest import Launch
+from tests.engine.test_evaluator import evaluate
+from tests.tiny import CLASSES, TinyTask
+
+DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
+BROKEN = (3, 40)
+IN_ALL = 200
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with two failed samples."""
+    out = tmp_path_factory.mktemp("made") / "run"
+    evaluate(TinyTask(IN_ALL, BROKEN), out, batch_size=8, on_error="skip")
+    return out
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def differences(run: Path) -> dict[str, tuple[str, ...]]:
+    """What differs, by the name of the check."""
+    metrics = [classification_metric(name, CLASSES) for name in default_metrics(CLASSES)]
+    return {check.name: check.differences for check in verification.verify(run, metrics) if check.differences}
+
+
+def rewrite(run: Path, change: Callable[[dict[str, list[Any]]], Any]) -> None:
+    """Write predictions.parquet anew, with changed values."""
+    path = run / "predictions.parquet"
+    table = pyarrow.parquet.read_table(path)
+    columns = table.to_pydict()
+    change(columns)
+    pyarrow.parquet.write_table(pyarrow.table(columns, schema=table.schema), path)
+
+
+def rewrite_result(run: Path, change: Callable[[dict[str, Any]], Any], *, digest: bool = True) -> None:
+    """Write result.json anew, with changed values and a digest that fits them."""
+    content = json.loads((run / "result.json").read_text())
+    change(content)
+    if digest:
+        ids = [entry["id"] for entry in content["failed"]]
+        told = {"metrics": content["metrics"], "nonfinite": content["nonfinite"], "failed": ids}
+        content["metrics_digest"] = sha256_of_json(told)
+    (run / "result.json").write_text(json.dumps(content))
+
+
+def flip_last_bit(value: float) -> float:
+    [bits] = struct.unpack("<i", struct.pack("<f", value))
+    [flipped] = struct.unpack("<f", struct.pack("<i", bits ^ 1))
+    return float(flipped)
+
+
+def test_a_run_that_was_left_alone(run: Path) -> None:
+    assert differences(run) == {}
+
+
+def test_a_rewritten_file_of_the_same_values_is_the_same(run: Path) -> None:
+    rewrite(run, lambda columns: None)
+    assert list(differences(run)) == ["predictions.parquet"], "its checksum, and no number"
+
+
+def test_the_last_bit_of_one_loss(run: Path) -> None:
+    def change(columns: dict[str, list[Any]]) -> None:
+        columns["loss"][17] = flip_last_bit(columns["loss"][17])
+
+    rewrite(run, change)
+    found = differences(run)
+    assert list(found) == ["predictions.parquet", "metrics", "metrics_digest"]
+    value, interval = found["metrics"][0], found["metrics"][1]
+    stated = json.loads((run / "result.json").read_text())
+    assert value.startswith(f"loss: {stated['metrics']['loss']} in result.json, ")
+    assert value.endswith(" from the rows")
+    assert interval.startswith("intervals.loss[0]: ")
+    assert found["metrics_digest"][0].startswith(
+        f'metrics_digest: "{stated["metrics_digest"]}" in result.json'
+    )
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, list[Any]]], Any], str, str]] = {
+    "a row's index": (
+        lambda columns: columns["index"].__setitem__(7, 8),
+        "samples",
+        "row 7 has index 8",
+    ),
+    "an id twice": (
+        lambda columns: columns["id"].__setitem__(7, "tiny/8"),
+        "ids",
+        "id 'tiny/8' is that of 2 rows",
+    ),
+    "another id": (
+        lambda columns: columns["id"].__setitem__(7, "tiny/07"),
+        "samples_digest",
+        "samples_digest: ",
+    ),
+    "a row too few": (
+        lambda columns: [column.pop() for column in columns.values()],
+        "samples",
+        "samples.total: 200 in result.json, 199 from the rows",
+    ),
+    "another failed sample": (
+        lambda columns: (
+            [column.__setitem__(9, None) for name, column in columns.items() if name not in ("id", "index")]
+            and None
+        ),
+        "failed samples",
+        "failed sample 'tiny/40' in result.json, 'tiny/9' from the rows",
+    ),
+    "half a failed sample": (
+        lambda columns: columns["rank"].__setitem__(9, None),
+        "rows",
+        "row 9 has a value in only one of the columns 'target' and 'rank'",
+    ),
+    "a prediction": (
+        lambda columns: columns["prediction"].__setitem__(9, (columns["prediction"][9] + 1) % CLASSES),
+        "metrics",
+        "confusion_matrix",
+    ),
+    "a class that does not exist": (
+        lambda columns: columns["target"].__setitem__(9, 12),
+        "metrics",
+        "cannot be computed from these rows",
+    ),
+    "a logit that was NaN": (
+        lambda columns: columns["nan_logits"].__setitem__(9, True),
+        "metrics",
+        "nonfinite_logits.nan: 0 in result.json, 1 from the rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_was_changed_in_the_rows_is_named(run: Path, name: str) -> None:
+    change, check, said = CHANGES[name]
+    rewrite(run, change)
+    found = differences(run)
+    assert said in " ".join(found[check])
+
+
+def test_many_differences_are_not_all_printed(run: Path) -> None:
+    rewrite(run, lambda columns: columns["index"].reverse())
+    named = differences(run)["samples"]
+    assert named[0] == "row 0 has index 199"
+    assert named[-1] == "and 180 more of these"
+
+
+RESULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a metric": (lambda content: content["metrics"].update(top1=0.5), "top1: 0.5 in result.json, "),
+    "a metric left out": (lambda content: content["metrics"].pop("top1"), "top1: null in result.json, "),
+    "a metric put in": (lambda content: content["metrics"].update(top9=1), "top9: 1 in result.json, null"),
+    "an int for a float": (
+        lambda content: content["metrics"]["nonfinite_logits"].update(nan=0.0),
+        "nonfinite_logits.nan: 0.0 in result.json, 0 from the rows",
+    ),
+    "one class": (
+        lambda content: content["metrics"]["per_class"]["precision"].__setitem__(2, 0.25),
+        "per_class.precision[2]: 0.25 in result.json, ",
+    ),
+    "an interval": (
+        lambda content: content["intervals"].pop("top1"),
+        "intervals.top1: null in result.json, ",
+    ),
+    "a count of NaN": (
+        lambda content: content["nonfinite"].update(loss={"nan": 1}),
+        'nonfinite.loss: {"nan": 1} in result.json, null from the rows',
+    ),
+    "a unit": (
+        lambda content: content["units"].update(top1="percent"),
+        'units.top1: "percent" in result.json',
+    ),
+    "a missing unit": (
+        lambda content: content["units"].pop("top1"),
+        'units.top1: null in result.json, "fraction" from the rows',
+    ),
+    "a direction": (
+        lambda content: content["directions"].update(top1="lower"),
+        'directions.top1: "lower" in result.json, "higher" from the rows',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_was_changed_in_the_result_is_named_with_both_values(run: Path, name: str) -> None:
+    change, said = RESULTS[name]
+    rewrite_result(run, change)
+    found = differences(run)
+    assert said in " ".join(found["metrics"])
+    assert "result.json" not in found, "its digest fits"
+
+
+def test_a_result_without_directions_is_read_shown_and_verified(run: Path) -> None:
+    """Those of earlier versions had units of percent alone."""
+
+    def change(content: dict[str, Any]) -> None:
+        assert content["directions"]["top1"] == "higher"
+        del content["directions"]
+        content["units"] = {}
+
+    rewrite_result(run, change)
+    assert differences(run) == {}
+    stream = io.StringIO()
+    print_result(read_result(run / "result.json"), Console(file=stream))
+    assert "top1" in stream.getvalue()
+
+
+def test_a_digest_that_does_not_fit_its_metrics(run: Path) -> None:
+    rewrite_result(run, lambda content: content["metrics"].update(top1=0.5), digest=False)
+    found = differences(run)
+    assert "from its metrics" in found["result.json"][0]
+    assert list(found) == ["result.json", "metrics"], "the digest itself is that of the rows"
+
+
+def test_counts_and_failed_samples_of_the_result(run: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["samples"]["evaluated"] = 199
+        content["failed"] = content["failed"][1:]
+
+    rewrite_result(run, change)
+    found = differences(run)
+    assert found["samples"] == ("samples.evaluated: 199 in result.json, 198 from the rows",)
+    assert found["failed samples"][0] == "failed sample 'tiny/40' in result.json, 'tiny/3' from the rows"
+    assert "metrics_digest" in found
+
+
+@pytest.mark.parametrize("left", [0, 3, 1000, -1])
+def test_a_file_that_was_cut(run: Path, left: int) -> None:
+    path = run / "predictions.parquet"
+    path.write_bytes(path.read_bytes()[:left])
+    assert "predictions.parquet cannot be read" in differences(run)["rows"][0]
+
+
+def test_a_file_that_is_gone(run: Path) -> None:
+    (run / "predictions.parquet").unlink()
+    assert "cannot be read" in differences(run)["rows"][0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("metrics", [], r"its field metrics is \[\], expected dict\[str, Value\]"),
+        ("intervals", {"top1": 3}, r"its field intervals is \{'top1': 3\}, expected dict"),
+        ("intervals", {"top1": [0.5]}, "its field intervals is"),
+        ("samples", {"total": True}, "its field samples is"),
+        ("samples", {}, "its field samples has no evaluated"),
+        ("samples_digest", 7, r"its field samples_digest is 7, expected str \| None"),
+        ("scores", {"top1": "rank"}, "its field scores is"),
+        ("warnings", None, "its field warnings is None"),
+    ],
+)
+def test_a_field_of_another_type(run: Path, field: str, value: object, says: str) -> None:
+    rewrite_result(run, lambda content: content.update({field: value}), digest=False)
+    for reads in (lambda: differences(run), lambda: dualeval.compare(run, run)):
+        with pytest.raises(DualevalError, match=rf"result\.json is damaged: {says}"):
+            reads()
+
+
+@pytest.mark.parametrize("name", ["status.json", "result.json", "job.json", "predictions.parquet"])
+def test_a_pipe_in_the_place_of_a_file(run: Path, name: str) -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    assert f"{run / name} is no regular file" in refusal("verify", run)
+
+
+def test_a_status_that_is_gone_is_written_anew(tmp_path: Path) -> None:
+    evaluate(TinyTask(8), tmp_path / "run")
+    (tmp_path / "run/status.json").unlink()
+    found = refusal("verify", tmp_path / "run")
+    assert f"{tmp_path / 'run'} has no readable status.json" in found
+    assert f"--out {tmp_path / 'run'}: it writes status.json anew" in found
+    evaluate(TinyTask(8), tmp_path / "run")
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "done"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 1}'])
+def test_a_result_that_is_none(run: Path, content: str) -> None:
+    (run / "result.json").write_text(content)
+    with pytest.raises(DualevalError, match=r"result\.json is damaged"):
+        differences(run)
+
+
+def test_a_result_of_a_later_version(run: Path) -> None:
+    rewrite_result(run, lambda content: content.update(schema_version=99))
+    with pytest.raises(DualevalError, match=r"version is 99, expected one of \(2, 3\): a later"):
+        differences(run)
+
+
+def test_a_file_of_another_checksum(run: Path) -> None:
+    """Whatever the rows say: verify names it, and nothing is computed from it."""
+    path = run / "predictions.parquet"
+    metrics = [classification_metric("loss", CLASSES)]
+    recorded = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
+    rewrite_result(run, lambda content: content["files"].update({path.name: recorded}))
+    assert differences(run) == {}
+    dualeval.rescore(run, metrics=metrics)
+    rewrite(run, lambda columns: None)
+    assert list(differences(run)) == [path.name]
+    assert differences(run)[path.name][0].startswith(f'sha256: "{recorded["sha256"]}" in result.json, ')
+    with pytest.raises(DualevalError, match="is not the file that the run has written"):
+        dualeval.rescore(run, metrics=metrics)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert any(f"bytes: {recorded['bytes']} in" in said for said in differences(run)[path.name])
+    path.unlink()
+    assert "is missing" in differences(run)[path.name][0]
+
+
+# -- the commands ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def embedded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded job, whole, on two processes."""
+    out = tmp_path_factory.mktemp("embedded") / "run"
+    done = launch([*DUALEVAL, "run", "--nproc", "2", "--no-progress", "--out", out])
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def result_of(out: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return content
+
+
+def test_the_embedded_job_is_verified(launch: Launch, embedded: Path) -> None:
+    before = {path.name: path.read_bytes() for path in embedded.iterdir()}
+    done = launch([*DUALEVAL, "verify", embedded])
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "verified"
+    assert {line.split()[0] for line in lines[:-1]} == {"ok"}
+    assert f"metrics_digest: {result_of(embedded)['metrics_digest']}, from the rows too" in done.stdout
+    assert {path.name: path.read_bytes() for path in embedded.iterdir()} == before
+
+
+def test_its_metrics_come_to_the_same_bits(launch: Launch, embedded: Path, tmp_path: Path) -> None:
+    wanted = result_of(embedded)
+    done = launch([*DUALEVAL, "score", embedded, "--json", "--out", tmp_path / "new/out"])
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    for key in ("metrics", "intervals", "nonfinite", "units", "metrics_digest", "fingerprint", "timing"):
+        assert found[key] == wanted[key]
+    assert found == result_of(tmp_path / "new/out")
+    assert found["folder"] == str(tmp_path / "new/out")
+    assert found["job"]["rows_of"] == str(embedded)
+    assert "holds a result.json already" in refusal("score", embedded, "--out", tmp_path / "new/out")
+
+
+def test_a_metric_that_the_run_did_not_compute(launch: Launch, embedded: Path) -> None:
+    done = launch([*DUALEVAL, "score", embedded, "--metric", "top3"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0] == f"recomputed from the rows of {embedded}; no forward"
+    ranks = pyarrow.parquet.read_table(embedded / "predictions.parquet").column("rank").to_pylist()
+    assert f"{100 * sum(rank < 3 for rank in ranks) / len(ranks):.2f} %" in done.stdout
+    assert "top1" not in done.stdout
+
+
+def test_a_difference_ends_in_exit_code_1(launch: Launch, run: Path, embedded: Path) -> None:
+    copy = Path(shutil.copytree(embedded, run.parent / "embedded"))
+
+    def change(columns: dict[str, list[Any]]) -> None:
+        columns["loss"][9999] = flip_last_bit(columns["loss"][9999])
+
+    rewrite(copy, change)
+    done = launch([*DUALEVAL, "verify", copy])
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "differs  metrics: loss: " in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("not verified: ")
+    assert "metrics_digest" in done.stdout.splitlines()[-1]
+    told = launch([*DUALEVAL, "verify", copy, "--json"])
+    assert (told.returncode, told.stderr) == (1, "")
+    content = json.loads(told.stdout)
+    assert content["verified"] is False
+    assert [check["name"] for check in content["checks"] if check["differences"]][-1] == "metrics_digest"
+
+
+def test_answers_that_were_scored_are_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = questions.write_questions(tmp_path / "data.json", unanswerable=True)
+    (tmp_path / "answers.json").write_text(json.dumps({"empty": "", "long": "1719"}))
+    given = GivenAnswers(data=data, predictions=tmp_path / "answers.json")
+    wanted = evaluate(given, tmp_path / "out")
+    cli.dualeval.main(["verify", str(tmp_path / "out")], "dualeval", standalone_mode=False)
+    assert capsys.readouterr().out.splitlines()[-1] == "verified"
+    cli.dualeval.main(["score", str(tmp_path / "out"), "--json"], "dualeval", standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["metrics_digest"] == wanted.metrics_digest
+
+
+REFUSED: dict[str, tuple[list[str], list[str]]] = {
+    "data beside a run": (["score", "{run}", "--data", "d.json"], ["--data belongs to a file of answers"]),
+    "fresh beside a run": (["score", "{run}", "--fresh"], ["--fresh belongs to a file of answers"]),
+    "neither": (["score"], ["Missing option '--data'"]),
+    "data alone": (["score", "--data", "d.json"], ["Missing option '--predictions'"]),
+    "its own folder": (["score", "{run}", "--out", "{run}"], ["--out", "holds a result.json already"]),
+    "no run": (["score", "{tmp}"], ["holds no run", "status.json"]),
+    "no folder": (["verify", "{tmp}/nowhere"], ["there is no folder"]),
+    "a task of one's own": (["verify", "{run}"], ["task tests.tiny.TinyTask", "dualeval.rescore("]),
+    "no run named": (["verify"], ["Missing argument 'RUN'"]),
+}
+
+
+def refusal(*words: str | Path) -> str:
+    """What a command, in this process, says of wrong usage."""
+    with pytest.raises((UsageError, click.UsageError)) as error:
+        cli.dualeval.main(list(map(str, words)), "dualeval", standalone_mode=False)
+    told = error.value
+    return told.format_message() if isinstance(told, click.UsageError) else str(told)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_usage(run: Path, tmp_path: Path, name: str) -> None:
+    words, said = REFUSED[name]
+    found = refusal(*(word.format(run=run, tmp=tmp_path) for word in words))
+    assert all(part in found for part in said), found
+
+
+def test_wrong_usage_ends_in_exit_code_2(launch: Launch, run: Path) -> None:
+    done = launch([*DUALEVAL, "score", run, "--data", "d.json"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dualeval: error: --data belongs to a file of answers")
+
+
+def test_an_unknown_metric_of_a_run(embedded: Path) -> None:
+    found = refusal("score", embedded, "--metric", "topp1")
+    assert "there is no metric 'topp1'. Nearest: top1" in found
+
+
+@pytest.mark.parametrize("command", ["score", "verify"])
+def test_a_run_that_has_not_kept_a_column(embedded: Path, tmp_path: Path, command: str) -> None:
+    copy = Path(shutil.copytree(embedded, tmp_path / "copy"))
+    path = copy / "predictions.parquet"
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).drop_columns(["rank"]), path)
+    # As a run that kept no such column would have recorded it.
+    rewrite_result(copy, lambda content: content["files"].update({path.name: checksum_of(path)}))
+    found = refusal(command, copy)
+    assert "metric 'top1' reads column 'rank'" in found
+    assert "--fresh" in found
+
+
+def test_own_metrics_are_found_without_model_and_data(embedded: Path) -> None:
+    found = metrics_of_run(embedded / "job.json")
+    assert [metric.name for metric in found] == list(default_metrics(10))

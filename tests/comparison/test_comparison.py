@@ -1,0 +1,640 @@
+"""Two runs compared: intervals and tests against known numbers, what is refused, and the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+import dualeval
+from dualeval.comparison.statistics import (
+    LEVEL,
+    ProportionDifference,
+    holm,
+    mean_difference,
+)
+from dualeval.errors import DualevalError, UsageError
+from dualeval.metrics import Mean, Metric, Ratio, RowMetric
+from dualeval.report.comparison import as_markdown, in_unit
+from dualeval.result import PREDICTIONS, RESULT, STATUS, checksum_of
+from tests.engine.test_evaluator import evaluate
+from tests.tiny import CLASSES, FEATURES, TinyTask
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNT = 600
+
+
+class SeededTask(TinyTask):
+    """A TinyTask whose weights have another seed, with columns of its own."""
+
+    def __init__(self, count: int, broken: Sequence[int] = (), *, seed: int = 0) -> None:
+        super().__init__(count, broken)
+        self._seed = seed
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(self._seed)
+            return nn.Linear(FEATURES, CLASSES).eval().to(device)
+
+    def observe(self, outputs: Any, batch: Any) -> dict[str, Any]:
+        columns = super().observe(outputs, batch)
+        group = (batch["features"][:, 0] * 40).long()
+        return {**columns, "group": group, "tokens": group % 7 + 1, "early": group < 12}
+
+    def metrics(self) -> list[Metric | RowMetric]:
+        return [
+            *super().metrics(),
+            Ratio("loss", "tokens", transform="exp", name="perplexity"),
+            Ratio("loss", "tokens", transform="sqrt", name="root"),
+            Ratio("loss", "tokens", transform="log", name="log"),
+            Ratio("loss", "tokens", name="plain"),
+            Mean("group", name="same"),
+            Mean("early", name="no_direction"),
+        ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    for seed, name in enumerate(("a", "b")):
+        evaluate(SeededTask(COUNT, seed=seed), folder / name, batch_size=32)
+    return folder / "a", folder / "b"
+
+
+def table_of(run: Path) -> Any:
+    return pyarrow.parquet.read_table(run / PREDICTIONS).to_pandas()
+
+
+def changed(run: Path, out: Path, rows: Callable[[Any], Any] = lambda table: table, **fields: Any) -> Path:
+    """A copy of a run with other rows, or another result.json."""
+    out.mkdir()
+    (out / STATUS).write_bytes((run / STATUS).read_bytes())
+    (out / "job.json").write_bytes((run / "job.json").read_bytes())
+    pyarrow.parquet.write_table(rows(pyarrow.parquet.read_table(run / PREDICTIONS)), out / PREDICTIONS)
+    content = json.loads((run / RESULT).read_text())
+    content["files"][PREDICTIONS] = checksum_of(out / PREDICTIONS)
+    (out / RESULT).write_text(json.dumps({**content, **fields}))
+    return out
+
+
+# -- statistics ------------------------------------------------------------------------------------
+
+
+def test_proportions_have_published_intervals_and_tests() -> None:
+    """Airway hyper-responsiveness before and after (M. W. Fagerland, Statistics in Medicine 33, 2014)."""
+    found = ProportionDifference(lost=7, gained=1, samples=21)
+    assert found.p_exact() == pytest.approx(0.0703, abs=5e-5)
+    assert found.p_value() == pytest.approx(0.0391, abs=5e-5)
+    assert found.bounds(0.025) == pytest.approx((-0.517, -0.026), abs=5e-4)
+
+
+@pytest.mark.parametrize(("lost", "gained"), [(0, 0), (3, 3), (9, 2), (2, 9), (20, 0), (0, 20), (0, 3)])
+def test_proportions_at_every_edge(lost: int, gained: int) -> None:
+    found = ProportionDifference(lost=lost, gained=gained, samples=20, factor=100.0)
+    mirrored = ProportionDifference(lost=gained, gained=lost, samples=20, factor=100.0)
+    low, high = found.bounds(0.025)
+    assert -100 <= low <= found.value <= high <= 100
+    assert mirrored.bounds(0.025) == pytest.approx((-high, -low))
+    assert 0 < found.p_value() <= found.p_exact() <= 1
+    assert high - low > 10
+    # The interval holds 0 where McNemar's asymptotic statistic is below its quantile.
+    if lost + gained:
+        assert (low < 0 < high) == (abs(lost - gained) / math.sqrt(lost + gained) < 1.96)
+
+
+def test_means_without_skewness_are_student_s_t() -> None:
+    a, b = np.random.default_rng(1).normal(size=(2, 50))
+    d = b - a
+    found = replace(mean_difference(d.mean(), (d - d.mean()) / 50), skewness=0.0)
+    expected = stats.ttest_rel(b, a)
+    assert found.p_value() == pytest.approx(expected.pvalue)
+    assert found.bounds(0.025) == pytest.approx(tuple(expected.confidence_interval()))
+
+
+def test_means_of_skewed_differences_have_both_intervals() -> None:
+    """The ends and the p-value belong together, and Hall's is wider on the side of the long tail."""
+    d = np.random.default_rng(2).exponential(size=40) - 0.6
+    found = mean_difference(d.mean(), (d - d.mean()) / 40)
+    symmetric = replace(found, skewness=0.0)
+    assert found.skewness == pytest.approx(stats.skew(d))
+    assert found.bounds(0.025)[1] > symmetric.bounds(0.025)[1]
+    assert found.bounds(0.025)[0] == symmetric.bounds(0.025)[0]
+    for tail in (0.4, 0.1, 0.01, 1e-3, 1e-5):
+        low, high = found.bounds(tail)
+        assert (low <= 0 <= high) == (found.p_value() >= 2 * tail)
+
+
+def test_clusters_of_one_are_samples() -> None:
+    d = np.random.default_rng(3).normal(size=30)
+    u = (d - d.mean()) / 30
+    alone = mean_difference(d.mean(), u, np.arange(30))
+    assert alone == replace(mean_difference(d.mean(), u), skewness=0.0, test=alone.test)
+
+
+def test_doubled_samples_in_clusters_are_worth_the_half() -> None:
+    d = np.random.default_rng(4).normal(size=30)
+    alone = mean_difference(d.mean(), (d - d.mean()) / 30, np.arange(30))
+    twice = np.repeat(d, 2)
+    pairs = mean_difference(d.mean(), (twice - d.mean()) / 60, np.repeat(np.arange(30), 2))
+    assert pairs.error == pytest.approx(alone.error)
+    assert pairs.units == alone.units
+
+
+def test_holm_by_hand() -> None:
+    found = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9})
+    assert found == pytest.approx({"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.9})
+
+
+@pytest.mark.parametrize("kind", ["proportions", "means"])
+def test_the_detectable_difference_is_found_four_times_in_five(simulation: Any, kind: str) -> None:
+    rounds = 2000
+    if kind == "proportions":
+        worse = ProportionDifference(lost=250, gained=250, samples=10_000).detectable()
+        drawn = simulation.proportions(10_000, 0.05, worse, rounds, 1)
+    else:
+        population = np.random.default_rng(5).normal(size=10_000)
+        worse = mean_difference(0.0, population[:300] / 300).detectable()
+        drawn = list(simulation.means(population, 300, worse, rounds, 1))
+    assert worse is not None
+    assert simulation.rate(simulation.rejects, drawn) == pytest.approx(0.8, abs=0.04)
+
+
+@pytest.fixture
+def simulation(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/comparison.py, whose tables are those of docs/compare.md."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import comparison
+
+    return comparison
+
+
+def test_error_rates_of_proportions(simulation: Any) -> None:
+    """Of 2,000 rounds 4 to 6 % reject by mid-p; the exact test never more than 5 % but for chance."""
+    [few] = simulation.of_proportions(500, [(1000, 0.01)])
+    [many] = simulation.of_proportions(2000, [(10_000, 0.2)])
+    assert few.rates["mid-p"] < 0.06 and few.rates["exact"] < 0.04 and few.rates["gate"] < 0.06
+    for name in ("mid-p", "exact", "interval", "gate"):
+        assert 0.04 <= many.rates[name] <= 0.06, name
+
+
+def test_error_rates_of_means_and_clusters(simulation: Any) -> None:
+    # Symmetric with heavy tails, and skewed: what the one method cannot do the other can.
+    drawn = np.random.default_rng(6)
+    population = {"heavy": drawn.standard_t(2.5, 10_000), "skewed": drawn.gamma(0.1, size=10_000)}
+    heavy, skewed = simulation.of_means(2000, population, (200,))
+    assert heavy.rates["Hall"] > 0.06 < skewed.rates["t"]
+    for found in (heavy, skewed):
+        assert 0.02 <= found.rates["both"] <= 0.06
+        assert found.rates["gate (higher is better)"] <= 0.07
+        assert found.rates["gate (lower is better)"] <= 0.07
+    [clusters] = simulation.of_clusters(2000, [48])
+    assert 0.04 <= clusters.rates["by cluster"] <= 0.06
+    assert clusters.rates["gate"] <= 0.065
+    assert clusters.rates["McNemar mid-p"] > 0.1
+
+
+@pytest.mark.long
+def test_error_rates_of_all_tables(simulation: Any) -> None:
+    cases = [(n, share) for n in (1000, 10_000) for share in (0.05, 0.2)]
+    assert all(one.rates["mid-p"] <= 0.063 for one in simulation.of_proportions(2000, cases))
+    for one in simulation.of_means(2000, simulation.populations(), (100, 300, 1000)):
+        assert one.rates["both"] <= 0.063, one.case
+    for one in simulation.of_clusters(2000, (20, 48, 100)):
+        assert one.rates["by cluster"] <= 0.068, one.case
+
+
+# -- two runs --------------------------------------------------------------------------------------
+
+
+def test_values_differences_and_flips_are_those_of_the_rows(runs: tuple[Path, Path]) -> None:
+    found = dualeval.compare(*runs)
+    a, b = map(table_of, runs)
+    results = [json.loads((run / RESULT).read_text())["metrics"] for run in runs]
+    assert found.pairs == COUNT and found.failed == {"in_a": 0, "in_b": 0, "in_both": 0}
+    for name, metric in found.metrics.items():
+        assert (metric.a, metric.b) == pytest.approx((results[0][name], results[1][name]), rel=1e-14)
+        assert metric.difference == pytest.approx(metric.b - metric.a)
+        assert metric.interval[0] <= metric.difference <= metric.interval[1]
+    top1, loss = found.metrics["top1"], found.metrics["loss"]
+    right = a["rank"] == 0, b["rank"] == 0
+    lost, gained = a["id"][right[0] & ~right[1]], a["id"][~right[0] & right[1]]
+    assert top1.flips is not None
+    assert list(top1.flips.lost) == list(lost) and list(top1.flips.gained) == list(gained)
+    assert top1.p_exact == stats.binomtest(len(lost), len(lost) + len(gained)).pvalue
+    assert found.agreement == (a["prediction"] == b["prediction"]).sum()
+    d = (b["loss"].astype(float) - a["loss"]).to_numpy()
+    assert (loss.test, loss.direction, loss.samples) == ("paired t and Hall's", "lower", COUNT)
+    assert loss.clusters is None and loss.flips is None and loss.p_exact is None
+    expected = mean_difference(d.mean(), (d - d.mean()) / COUNT).bounds(0.025)
+    assert loss.interval == pytest.approx(expected, rel=1e-9)
+    assert found.metrics["same"].verdict == "the same on every sample"
+    assert (found.metrics["same"].p, found.metrics["same"].interval) == (1.0, (0.0, 0.0))
+    assert "not an average of per-sample values" in found.not_compared["ece"]
+    assert found.metrics["top1"].p_holm >= found.metrics["top1"].p
+
+
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    [("perplexity", math.exp), ("root", math.sqrt), ("log", math.log), ("plain", float)],
+)
+def test_a_ratio_with_a_transform_agrees_with_the_jackknife(
+    runs: tuple[Path, Path], name: str, transform: Callable[[float], float]
+) -> None:
+    a, b = map(table_of, runs)
+    tokens, sums = a["tokens"].to_numpy(float), [run["loss"].to_numpy(float) for run in (a, b)]
+
+    def difference(chosen: Any) -> float:
+        one, other = (transform(loss[chosen].sum() / tokens[chosen].sum()) for loss in sums)
+        return other - one
+
+    found = dualeval.compare(*runs, metrics=[name]).metrics[name]
+    assert found.difference == pytest.approx(difference(np.ones(COUNT, bool)))
+    without = [difference(np.arange(COUNT) != left) for left in range(COUNT)]
+    error = math.sqrt((COUNT - 1) * np.var(without))
+    t, z = stats.t.ppf(0.975, COUNT - 1), stats.t.ppf(0.8, COUNT - 1)
+    assert found.detectable == pytest.approx((t + z) * error, rel=0.01)
+
+
+def test_swapped_runs_say_the_opposite(runs: tuple[Path, Path]) -> None:
+    one, other = dualeval.compare(*runs), dualeval.compare(*reversed(runs))
+    opposite = {"B is better": "B is worse", "B is worse": "B is better"}
+    for name, metric in one.metrics.items():
+        assert other.metrics[name].difference == pytest.approx(-metric.difference)
+        assert other.metrics[name].verdict == opposite.get(metric.verdict, metric.verdict)
+
+
+def test_a_worse_run_is_called_worse(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Higher is better for top1, lower for the loss."""
+
+    def worse(rows: Any) -> Any:
+        rank = np.asarray(rows["rank"]).copy()
+        rank[::4] = 6
+        loss = np.asarray(rows["loss"]) + np.random.default_rng(0).random(COUNT, np.float32)
+        for name, column in (("rank", rank), ("loss", loss)):
+            rows = rows.set_column(rows.schema.get_field_index(name), name, pyarrow.array(column))
+        return rows
+
+    bad = changed(runs[0], tmp_path / "bad", worse)
+    found = dualeval.compare(runs[0], bad, gates={"top1": 0.5, "loss": 0.01})
+    assert {found.metrics[name].verdict for name in ("top1", "loss")} == {"B is worse"}
+    assert found.metrics["top1"].difference < 0 < found.metrics["loss"].difference
+    assert [gate.passed for gate in found.gates] == [True, False] and not found.passed
+    other = changed(runs[0], tmp_path / "other", lambda rows: _flipped(rows, range(3)))
+    assert dualeval.compare(runs[0], other).metrics["no_direction"].verdict == "no difference shown"
+    other = changed(runs[0], tmp_path / "many", lambda rows: _flipped(rows, range(COUNT)))
+    assert dualeval.compare(runs[0], other).metrics["no_direction"].verdict == "B is higher"
+    back = dualeval.compare(bad, runs[0], gates={"top1": 0.0, "loss": 0.0})
+    assert {back.metrics[name].verdict for name in ("top1", "loss")} == {"B is better"}
+    assert back.passed and all(gate.bound < 0 for gate in back.gates)
+
+
+def _flipped(rows: Any, places: range) -> Any:
+    """Rows with the other value of the column early in some places."""
+    early = np.asarray(rows["early"]).copy()
+    early[list(places)] ^= True
+    return rows.set_column(rows.schema.get_field_index("early"), "early", pyarrow.array(early))
+
+
+def test_a_gate_is_the_one_sided_bound(runs: tuple[Path, Path]) -> None:
+    found = dualeval.compare(*runs)
+    [bound] = [gate.bound for gate in dualeval.compare(*runs, gates={"top1": 1}).gates]
+    flips = found.metrics["top1"].flips
+    assert flips is not None
+    counts = ProportionDifference(lost=len(flips.lost), gained=len(flips.gained), samples=COUNT)
+    assert bound == -counts.bounds(LEVEL)[0]
+    assert dualeval.compare(*runs, gates={"top1": bound}).passed
+    assert not dualeval.compare(*runs, gates={"top1": math.nextafter(bound, 0)}).passed
+
+
+def test_clusters_of_a_column(runs: tuple[Path, Path]) -> None:
+    found = dualeval.compare(*runs, cluster="group")
+    top1 = found.metrics["top1"]
+    a, b = map(table_of, runs)
+    assert top1.clusters == a["group"].nunique() and top1.p_exact is None
+    d = (b["rank"] == 0).astype(float) - (a["rank"] == 0)
+    sums = (d - d.mean()).groupby(a["group"]).sum()
+    error = math.sqrt(len(sums) / (len(sums) - 1) * (sums**2).sum()) / COUNT
+    half = stats.t.ppf(0.975, len(sums) - 1) * error
+    assert top1.interval == pytest.approx((d.mean() - half, d.mean() + half))
+    assert top1.flips is not None and len(top1.flips.lost) == (d < 0).sum()
+    with pytest.raises(UsageError, match=r"--cluster nothing: the rows of .* have no such column"):
+        dualeval.compare(*runs, cluster="nothing")
+    with pytest.raises(UsageError, match="--cluster top: it has several values a sample"):
+        dualeval.compare(*runs, cluster="top")
+    with pytest.raises(UsageError, match="--cluster loss: it is not the same in both runs"):
+        dualeval.compare(*runs, cluster="loss")
+
+
+def test_clusters_without_a_flip_ask_for_evidence(runs: tuple[Path, Path]) -> None:
+    """Between clusters nothing varies, and other clusters may yet: as wide as for independent samples."""
+    found = dualeval.compare(runs[0], runs[0], gates={"top1": 0, "loss": 0}, cluster="group")
+    of_samples = ProportionDifference(lost=0, gained=0, samples=COUNT)
+    top1 = found.metrics["top1"]
+    assert top1.interval == of_samples.bounds(LEVEL / 2)
+    assert (top1.p, top1.verdict, top1.detectable) == (1.0, "the same on every sample", None)
+    assert [gate.passed for gate in found.gates] == [False, True]
+    alone = dualeval.compare(*runs).metrics["top1"]
+    clustered = dualeval.compare(*runs, cluster="group").metrics["top1"]
+    assert clustered.interval[0] <= alone.interval[0] and clustered.interval[1] >= alone.interval[1]
+    assert clustered.p >= alone.p
+    assert (clustered.detectable or 0) >= (alone.detectable or 0) > 0
+
+
+@pytest.mark.parametrize("size", ["5 samples", "600 samples", "clusters", "clusters and rounding"])
+def test_equal_differences_show_no_spread(runs: tuple[Path, Path], tmp_path: Path, size: str) -> None:
+    """No p-value of 0 and no interval without width: nothing says how far others may be."""
+
+    def moved(rows: Any) -> Any:
+        group = rows["group"].to_numpy()
+        by: Any = np.float32(1)
+        if size.startswith("clusters"):
+            # Different within each cluster of two, and 1 in the mean of each.
+            by = np.where(np.arange(len(rows)) % 2, 2.0, 0.0).astype(np.float32)
+            group = np.arange(len(rows)) // 2
+        rows = rows.set_column(rows.schema.get_field_index("group"), "group", pyarrow.array(group))
+        place = rows.schema.get_field_index("loss")
+        loss = rows["loss"].to_numpy() if size.endswith("rounding") else np.full(len(rows), 2, np.float32)
+        both = [rows.set_column(place, "loss", pyarrow.array(each)) for each in (loss, loss + by)]
+        return [each.slice(0, 5) if size == "5 samples" else each for each in both]
+
+    a = changed(runs[0], tmp_path / "moved a", lambda rows: moved(rows)[0])
+    b = changed(runs[0], tmp_path / "moved b", lambda rows: moved(rows)[1])
+    options: dict[str, Any] = {"cluster": "group"} if size.startswith("clusters") else {}
+    of = "300 clusters" if options else size
+    said = f"the differences of its {of} are all equal (1), and do not show how far others may be"
+    found = dualeval.compare(a, b, **options)
+    assert found.not_compared["loss"] == said and "loss" not in found.metrics
+    with pytest.raises(UsageError, match="--gate loss: it cannot be compared: the differences of its"):
+        dualeval.compare(b, a, gates={"loss": 2}, **options)
+    assert dualeval.compare(a, a, **options).metrics["loss"].verdict == "the same on every sample"
+
+
+def test_an_error_of_0_everywhere_is_no_proportion(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    def without_loss(rows: Any) -> Any:
+        place = rows.schema.get_field_index("loss")
+        return rows.set_column(place, "loss", pyarrow.array(np.zeros(COUNT, np.float32)))
+
+    exact = changed(runs[0], tmp_path / "exact", without_loss)
+    loss = dualeval.compare(exact, exact).metrics["loss"]
+    assert (loss.flips, loss.interval, loss.test) == (None, (0.0, 0.0), "paired t and Hall's")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [
+        ((1e30, -2e29, 3e29), "+1.000e+30 -2.00e+29 +3.00e+29"),
+        ((1.0, 1 - 1e-12, 1 + 1e-12), "+1.000000000000e+00 +9.999999999990e-01 +1.000000000001e+00"),
+        ((0.25, 0.1, 0.4), "+0.250 +0.100 +0.400"),
+    ],
+)
+def test_numbers_have_digits_that_tell_the_ends_apart(
+    numbers: tuple[float, float, float], shown: str, runs: tuple[Path, Path]
+) -> None:
+    value, *interval = numbers
+    metric = replace(
+        dualeval.compare(*runs).metrics["loss"], difference=value, interval=(interval[0], interval[1])
+    )
+    assert " ".join(in_unit(metric, number, signed=True) for number in numbers) == shown
+
+
+def test_clusters_of_a_text_column(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """As the articles of questions."""
+
+    def with_articles(rows: Any) -> Any:
+        return rows.append_column("article", [[f"article {group}" for group in rows["group"].to_pylist()]])
+
+    both = [changed(run, tmp_path / run.name, with_articles) for run in runs]
+    assert (
+        dualeval.compare(*both, cluster="article").metrics == dualeval.compare(*runs, cluster="group").metrics
+    )
+
+
+def test_chosen_metrics_alone_are_compared(runs: tuple[Path, Path]) -> None:
+    every = dualeval.compare(*runs)
+    found = dualeval.compare(*runs, metrics=["top1"], gates={"loss": 1})
+    assert list(found.metrics) == ["top1", "loss"] and not found.not_compared
+    top1 = found.metrics["top1"]
+    assert top1.p == every.metrics["top1"].p and top1.p_holm <= 2 * top1.p
+    with pytest.raises(UsageError, match=r"--metric top3: neither run has it\. .* has loss, top1, top5"):
+        dualeval.compare(*runs, metrics=["top3"])
+    with pytest.raises(UsageError, match="no metric that can be compared: ece: not an average"):
+        dualeval.compare(*runs, metrics=["ece"])
+
+
+def test_failed_samples_are_left_out_and_said(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """A sample that fails in one run has another fingerprint of the data here; by --trust-ids it is one."""
+    skip: dict[str, Any] = {"batch_size": 32, "on_error": "skip"}
+    evaluate(SeededTask(COUNT, [3, 5], seed=0), tmp_path / "a", **skip)
+    evaluate(SeededTask(COUNT, [5, 17, 18], seed=1), tmp_path / "b", **skip)
+    found = dualeval.compare(tmp_path / "a", tmp_path / "b", trust_ids=True)
+    assert found.failed == {"in_a": 1, "in_b": 2, "in_both": 1} and found.pairs == COUNT - 4
+    assert "Failed samples are left out: 1 in A only, 2 in B only, 1 in both." in found.notes
+    a, b = (table_of(run).drop([3, 5, 17, 18]) for run in runs)
+    loss = found.metrics["loss"]
+    assert loss.difference == pytest.approx(b["loss"].astype(float).mean() - a["loss"].astype(float).mean())
+    assert found.metrics["top1"].samples == COUNT - 4
+
+
+def test_another_order_is_joined_by_id(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    order = np.random.default_rng(7).permutation(COUNT)
+    other: dict[str, Any] = {"data": {"fingerprint": "else"}, "samples_digest": "5a" * 32}
+    mixed = changed(runs[1], tmp_path / "mixed", lambda rows: rows.take(order), **other)
+    found, expected = dualeval.compare(runs[0], mixed), dualeval.compare(*runs)
+    assert found.metrics == expected.metrics and found.agreement == expected.agreement
+    assert "different orders" in found.notes[0]
+    assert f"samples: {COUNT} in both; another samples_digest\n" in as_markdown(found)
+    assert found.b["samples_digest"] == "5a" * 32
+    twice = changed(runs[1], tmp_path / "twice", lambda rows: rows.take([*order[1:], order[1]]))
+    with pytest.raises(DualevalError, match="600 rows and 599 different ids"):
+        dualeval.compare(runs[0], twice)
+
+
+def test_runs_over_different_samples_are_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    evaluate(SeededTask(COUNT + 5), tmp_path / "more", batch_size=32, limit=COUNT + 2)
+    with pytest.raises(
+        UsageError,
+        match=r"different samples: 600 ids .* 0 only in A, 2 only in B \(tiny/600.* --sample and --seed\)",
+    ):
+        dualeval.compare(runs[0], tmp_path / "more")
+
+
+def test_the_same_ids_over_different_data_are_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    data = json.loads((runs[1] / RESULT).read_text())["data"]
+    other = changed(runs[1], tmp_path / "other", data={**data, "fingerprint": "0123456789"})
+    with pytest.raises(UsageError, match=r"same ids, but over different data: .*01234567.*add --trust-ids"):
+        dualeval.compare(runs[0], other)
+    found = dualeval.compare(runs[0], other, trust_ids=True)
+    assert found.metrics == dualeval.compare(*runs).metrics
+    assert "equal ids were taken for equal samples" in found.notes[0]
+    for name, value in (("one", "1" * 64), ("two", "2" * 64)):
+        changed(runs[1], tmp_path / name, data={**data, "contents": value})
+    with pytest.raises(UsageError, match=r"contents \(11111111, 22222222\)"):
+        dualeval.compare(tmp_path / "one", tmp_path / "two")
+
+
+def test_other_targets_are_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    def shifted(rows: Any) -> Any:
+        target = np.asarray(rows["target"]).copy()
+        target[[7, 9]] += 1
+        return rows.set_column(rows.schema.get_field_index("target"), "target", pyarrow.array(target))
+
+    other = changed(runs[1], tmp_path / "other", shifted)
+    with pytest.raises(UsageError, match=r"different targets for 2 samples \(tiny/7, tiny/9\)"):
+        dualeval.compare(runs[0], other, trust_ids=True)
+
+
+def test_what_is_not_a_finished_run_is_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no folder"):
+        dualeval.compare(runs[0], tmp_path / "none")
+    stopped = changed(runs[1], tmp_path / "stopped")
+    status = json.loads((stopped / STATUS).read_text())
+    (stopped / STATUS).write_text(json.dumps({**status, "state": "stopped"}))
+    with pytest.raises(UsageError, match="holds no finished run: its state is 'stopped'"):
+        dualeval.compare(runs[0], stopped)
+    evaluated = TinyTask(8)
+    evaluate(evaluated, tmp_path / "run")
+    result = dualeval.rescore(tmp_path / "run", metrics=evaluated.metrics())
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores" / RESULT).write_text(result.to_json())
+    with pytest.raises(UsageError, match=rf"no rows\. Give the run's own folder: {tmp_path / 'run'}\."):
+        dualeval.compare(tmp_path / "scores", runs[0])
+    damaged = changed(runs[1], tmp_path / "damaged")
+    with (damaged / PREDICTIONS).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(DualevalError, match="is not the file that the run has written"):
+        dualeval.compare(runs[0], damaged)
+
+
+def test_metrics_that_cannot_be_compared_say_why(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    content = json.loads((runs[1] / RESULT).read_text())
+    scores: dict[str, Any] = content["scores"]
+    scores["top1"] = {"column": "rank", "below": 2}
+    scores["only_b"] = {"column": "loss"}
+    scores["same"] = {"column": "gone"}
+    scores["perplexity"] |= {"transform": "exp"}
+
+    def with_nan(rows: Any) -> Any:
+        loss = np.asarray(rows["loss"]).copy()
+        loss[4:6] = np.nan, np.inf
+        return rows.set_column(rows.schema.get_field_index("loss"), "loss", pyarrow.array(loss))
+
+    units = {**content["units"], "top5": "percent"}
+    other = changed(runs[1], tmp_path / "other", with_nan, scores=scores, units=units)
+    found = dualeval.compare(runs[0], other).not_compared
+    assert found["top1"].startswith("the runs define it differently: {'column': 'rank', 'below': 1} in A")
+    assert found["loss"] == found["perplexity"] == "2 samples are NaN or infinite in B"
+    assert found["only_b"] == "only B has it"
+    assert found["top5"] == "its unit is fraction in A and percent in B"
+    with pytest.raises(UsageError, match="--gate loss: it cannot be compared: 2 samples are NaN"):
+        dualeval.compare(runs[0], other, gates={"loss": 1})
+
+
+def test_runs_of_an_earlier_version(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Without scores in result.json: a built-in task's are made of its rows, another's run is refused."""
+    old = changed(runs[1], tmp_path / "old", scores={})
+    with pytest.raises(UsageError, match=r"does not say how a metric follows .* whose metrics only its own"):
+        dualeval.compare(runs[0], old)
+    job = json.loads((old / "job.json").read_text())
+    job["task_class"] = "dualeval.tasks.image_classification.ImageClassification"
+    job["job"]["task_options"] = {"num_classes": CLASSES}
+    job["metrics"] = ["loss", "top1"]
+    (old / "job.json").write_text(json.dumps(job))
+    found, expected = dualeval.compare(runs[0], old), dualeval.compare(*runs)
+    assert set(found.metrics) == {"loss", "top1"}
+    assert found.metrics["top1"].interval == expected.metrics["top1"].interval
+
+
+@pytest.mark.parametrize(
+    ("gates", "says"),
+    [
+        ({"top1": -0.1}, "--gate top1=-0.1: expected a margin of 0 or more"),
+        ({"top1": math.nan}, "expected a margin of 0 or more"),
+        ({"ece": 0.1}, "--gate ece: .* has no such metric that can be compared; it has loss, top1, top5"),
+        ({"no_direction": 0.1}, "does not say whether higher or lower is better"),
+    ],
+)
+def test_gates_that_are_refused(runs: tuple[Path, Path], gates: Mapping[str, float], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        dualeval.compare(*runs, gates=gates)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command() -> Callable[..., tuple[int, str, str]]:
+    from click.testing import CliRunner
+
+    from dualeval import cli
+
+    def run(*words: object) -> tuple[int, str, str]:
+        done = CliRunner().invoke(cli.dualeval, ["compare", *map(str, words)])
+        if isinstance(done.exception, DualevalError):
+            return done.exception.exit_code, done.stdout, str(done.exception)
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        return done.exit_code, done.stdout, done.stderr
+
+    return run
+
+
+def test_the_command_prints_and_gates(
+    command: Callable[..., tuple[int, str, str]], runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    code, out, _ = command(*runs, "--gate", "top1=0.9", "--flips", tmp_path / "flips.csv")
+    found = dualeval.compare(*runs)
+    assert code == 0
+    assert "top1: passed; with 95 % confidence B is at most" in out and "(allowed: 90.00 pp worse)" in out
+    assert f"samples         {COUNT} in both; the same samples_digest\n" in out and "right -> wrong" in out
+    assert "80 % power at the 5 % level" in out and "adjusted for" in out
+    with (tmp_path / "flips.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    flips = found.metrics["top1"].flips
+    assert flips is not None
+    chosen = {(row["change"], row["id"]) for row in rows if row["metric"] == "top1"}
+    assert chosen == {*(("lost", one) for one in flips.lost), *(("gained", one) for one in flips.gained)}
+    code, out, _ = command(*runs, "--gate", "top1=0", "--gate", "loss=9", "--json")
+    content = json.loads(out)
+    assert (code, content["passed"], [gate["passed"] for gate in content["gates"]]) == (
+        3,
+        False,
+        [False, True],
+    )
+    assert content["metrics"]["top1"]["flips"]["lost"] == len(flips.lost)
+    code, out, _ = command(*runs, "--markdown", "--gate", "top1=0")
+    assert code == 3
+    assert out.startswith("| metric | A | B | B - A | 95 % interval | p | shown |\n| --- |")
+    assert "NOT passed" in out
+
+
+def test_a_metric_without_a_detectable_difference_says_why(
+    command: Callable[..., tuple[int, str, str]], runs: tuple[Path, Path]
+) -> None:
+    code, out, _ = command(runs[0], runs[0], "--metric", "top1")
+    assert code == 0
+    assert "detectable      top1: none, because too few samples differ" in out
+
+
+def test_wrong_usage_of_the_command(
+    command: Callable[..., tuple[int, str, str]], runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for words, says in (
+        (("--gate", "top1"), "--gate 'top1': expected METRIC=MARGIN, such as top1=0.002"),
+        (("--gate", "top1=x"), "expected METRIC=MARGIN"),
+        (("--gate", "top1=1", "--gate", "top1=2"), "--gate top1 was given twice"),
+        (("--json", "--markdown"), "choose one"),
+        (("--flips", tmp_path / "no" / "file"), "cannot be written"),
+    ):
+        code, out, err = command(*runs, *words)
+        assert (code, out) == (2, "") and says in err

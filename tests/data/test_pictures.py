@@ -1,0 +1,160 @@
+"""What odd pictures become: truncated, animated, of many bits, of other formats under a picture's name."""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFile
+from torch import Tensor
+
+from dualeval.data.pictures import FORMATS, read_pixels
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.vision_library import torchvision
+from tests.data.test_image_folder import SMALL, noise, only, reference, save
+
+GREY = Preprocessing(resize=20, crop=16, channels=1, mean=(0.5,), std=(0.5,))
+# Imported here, not in the first test that needs it: the import sets an environment variable.
+torchvision()
+
+
+def pixels(path: Path, wanted: Preprocessing = SMALL) -> Tensor:
+    with path.open("rb") as file:
+        return read_pixels(file, wanted)
+
+
+def frames(path: Path, **options: Any) -> Path:
+    """Three frames: noise, black and white."""
+    first = Image.fromarray(noise(40, 30))
+    others = [Image.new("RGB", (40, 30), colour) for colour in ("black", "white")]
+    path.parent.mkdir(parents=True)
+    first.save(path, save_all=True, append_images=others, **options)
+    return path
+
+
+@pytest.mark.parametrize("extension", ["jpg", "png", "bmp", "tif", "ppm", "webp"])
+def test_truncated_pictures_are_not_read(
+    tmp_path: Path, extension: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a model's module has told Pillow to take them, as many training scripts do."""
+    whole = save(tmp_path / f"a/whole.{extension}", size=(200, 150)).read_bytes()
+    path = tmp_path / f"a/part.{extension}"
+    path.write_bytes(whole[: 2 * len(whole) // 3])
+    for take in (False, True):
+        monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", take)
+        with pytest.raises(OSError):
+            pixels(path)
+        assert ImageFile.LOAD_TRUNCATED_IMAGES is take
+    pixels(tmp_path / f"a/whole.{extension}")
+
+
+@pytest.mark.parametrize("extension", ["png", "webp", "tif", "gif"])
+def test_of_several_frames_the_first_counts(tmp_path: Path, extension: str) -> None:
+    options = {"lossless": True} if extension == "webp" else {}
+    path = frames(tmp_path / f"a/i.{extension}", **options)
+    with Image.open(path) as image:
+        assert getattr(image, "n_frames", 1) == 3
+        first = image.convert("RGB")
+        first.load()
+    first.save(tmp_path / "first.png")
+    assert torch.equal(pixels(path), pixels(tmp_path / "first.png"))
+    assert torch.equal(pixels(path), reference(path, SMALL))
+
+
+def test_the_content_decides_the_format(tmp_path: Path) -> None:
+    gif = frames(tmp_path / "a/i.gif")
+    assert torch.equal(only(gif.rename(gif.with_name("i.jpg"))), reference(gif.with_name("i.jpg"), SMALL))
+
+
+def of_another_format(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(noise(40, 30)).save(buffer, format=kind)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PDF", "TGA", "ICO"])
+def test_other_formats_are_not_read_under_a_pictures_name(tmp_path: Path, kind: str) -> None:
+    """Of EPS Pillow would start Ghostscript."""
+    path = tmp_path / "i.jpg"
+    path.write_bytes(of_another_format(kind))
+    with pytest.raises(OSError, match=r"the file is no picture: expected one of JPEG, PNG, BMP, PPM, GIF"):
+        pixels(path)
+    assert kind not in FORMATS
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "i.jpg").touch()
+    with pytest.raises(OSError, match=r"the file is empty \(0 bytes\)"):
+        pixels(tmp_path / "i.jpg")
+
+
+def test_palettes(tmp_path: Path) -> None:
+    """A transparent colour, or the transparency of each, changes nothing, and prints nothing."""
+    image = Image.fromarray(noise(40, 30)).convert("P", palette=Image.Palette.ADAPTIVE, colors=16)
+    found: list[Tensor] = []
+    options: list[dict[str, Any]] = [{}, {"transparency": 3}, {"transparency": bytes(range(16))}]
+    for option in options:
+        path = tmp_path / f"{len(found)}.png"
+        image.save(path, **option)
+        with Image.open(path) as saved:
+            assert saved.mode == "P"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found.append(pixels(path))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[0], reference(tmp_path / "0.png", SMALL))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA", "LA", "CMYK"])
+def test_grey_pictures_for_a_model_of_one_channel(tmp_path: Path, mode: str) -> None:
+    name = "i.tiff" if mode == "CMYK" else "i.png"
+    path = save(tmp_path / "a" / name, mode)
+    found = only(path, GREY)
+    with Image.open(path) as image:
+        as_pillow = image.convert("RGB").convert("L")
+    as_pillow.save(tmp_path / "grey.png")
+    assert found.shape == (1, 16, 16)
+    assert torch.equal(found, reference(tmp_path / "grey.png", SMALL)[:1])
+    assert found.float().std() > 10
+
+
+def test_sixteen_bits_for_a_model_of_one_channel(tmp_path: Path) -> None:
+    Image.fromarray(np.full((30, 30), 0x8040, np.uint16)).save(tmp_path / "i.png")
+    assert set(pixels(tmp_path / "i.png", GREY).flatten().tolist()) == {0x80}
+
+
+def sixteen_bits(path: Path, value: int, channels: int) -> Path:
+    """30 x 30 pixels of one value, as PNG or PNM, which Pillow does not write with 16 bits a colour."""
+    row = np.full(30 * channels, value, ">u2").tobytes()
+    if path.suffix == ".png":
+
+        def chunk(kind: bytes, content: bytes) -> bytes:
+            checksum = zlib.crc32(kind + content)
+            return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+        colour = {1: 0, 3: 2}[channels]
+        header = chunk(b"IHDR", struct.pack(">IIBBBBB", 30, 30, 16, colour, 0, 0, 0))
+        data = chunk(b"IDAT", zlib.compress((b"\0" + row) * 30))
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + data + chunk(b"IEND", b""))
+    else:
+        path.write_bytes(b"P%d 30 30 65535\n" % {1: 5, 3: 6}[channels] + row * 30)
+    return path
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", ["i.png", "i.ppm"])
+def test_of_sixteen_bits_the_higher_eight_count(tmp_path: Path, name: str, channels: int) -> None:
+    for value in (0x8040, 0x80C0, 0x00FE, 0xFFFF):
+        path = sixteen_bits(tmp_path / name, value, channels)
+        [found] = set(pixels(path).flatten().tolist())
+        # Of a colour PPM Pillow rounds.
+        rounded = round(value / 257) if (name, channels) == ("i.ppm", 3) else value >> 8
+        assert found == rounded

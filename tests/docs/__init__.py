@@ -1,0 +1,1 @@
+"""Tests of what is said and shipped: README, docs, examples, packaging, structure."""

@@ -1,0 +1,245 @@
+"""The house stands as designed: who may import whom, the public names, and what importing costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import dualeval
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "dualeval"
+
+# Each room and the rooms it may import from, besides itself and the ground floor; a module may have a line of
+# its own.
+GROUND = {
+    *("errors", "wording", "own_code", "process_start", "vision_library"),
+    *("options.choices", "options.fields"),
+    *("world", "world.network", "world.store", "world.waiting", "world.meetings"),
+    *("models.model_errors", "models.weights_name"),
+}
+ALLOWED = {
+    "door": {"metrics.by_name", "engine", "tasks", "world.local_ranks", "report.loggers", "result"},
+    "cli": {
+        *("options.job", "options.plugins", "options.several", "launch", "backends", "world.devices"),
+        *("world.local_ranks", "engine", "tasks", "models", "metrics.by_name", "report", "comparison"),
+        *("result", "data.cache"),
+    },
+    "tools": {
+        *("cli", "options.job", "options.plugins", "launch", "backends", "world.devices"),
+        *("world.local_ranks", "engine", "tasks", "models", "columns", "metrics.by_name", "report", "result"),
+    },
+    "columns": set(),
+    "comparison": {"engine", "metrics.scores", "metrics.intervals", "result", "tasks.stored"},
+    "early_stopping": {"backends", "launch", "result"},
+    "engine": {"columns", "metrics", "result", "tasks", "backends.base"},
+    "tasks": {"columns", "models", "data", "metrics"},
+    "models": {"data"},
+    "data": set(),
+    "metrics": {"columns", "options.plugins"},
+    "report": {"result", "comparison"},
+    # The one import of a result that goes up: print(result) is the table of a run.
+    "result": {"metrics", "report.table"},
+    "options": set(),
+    "options.plugins": {"tasks", "data.cache"},
+    "options.job": {"options.plugins", "tasks", "data.cache"},
+    "options.several": {"options.job", "options.plugins", "result"},
+    "world": set(),
+    "world.devices": {"launch", "backends"},
+    "world.local_ranks": {"launch", "backends", "world.devices"},
+    # The one import that goes up: ranks that meet over MPI do so by the broadcast of MPI's backend.
+    "world.meetings.mpi": {"backends.mpi"},
+    "backends": {"launch.launchers"},
+    "launch": {"world.meetings.mpi"},
+    "errors": set(),
+    "vision_library": set(),
+    "own_code": set(),
+    "process_start": set(),
+    "wording": set(),
+    "assets": set(),
+}
+# What joins the rooms: the session opens all that a run needs, whatever the backend and the launcher.
+SESSION = {"backends", "world.devices", "launch", "report.loggers"}
+# Of tasks, the engine knows the protocol alone.
+ENGINE_TASK_NAMES = {"Task", "Dataset"}
+
+
+def sources() -> list[Path]:
+    """Every module of the package, those behind the two links included."""
+    linked = [path for name in ("backends", "launch") for path in sorted((PACKAGE / name).rglob("*.py"))]
+    own = [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.parts[len(PACKAGE.parts)] not in ("backends", "launch")
+    ]
+    return own + linked
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def allowed_to(path: Path) -> set[str]:
+    """What a module may import: by a line of its own, else by its room's."""
+    line = names_above(name_of(path).removeprefix("dualeval."))[-1]
+    return GROUND | {line} | ALLOWED[line]
+
+
+def names_above(inner: str) -> list[str]:
+    """A module, and what it lies in, up to the first that has a line in ALLOWED."""
+    names = [inner.rsplit(".", number)[0] for number in range(inner.count(".") + 1)]
+    lines = [place for place, name in enumerate(names) if name in ALLOWED]
+    return names[: lines[0] + 1] if lines else names
+
+
+def imports(path: Path) -> list[tuple[str, set[str]]]:
+    """(module, names) of every import statement, inside functions and type-checking blocks too."""
+    found: list[tuple[str, set[str]]] = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, set()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            found.append((node.module, {alias.name for alias in node.names}))
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    room = room_of(path)
+    if room in ("__init__", "__main__"):
+        return
+    for module, names in imports(path):
+        if not module.startswith("dualeval."):
+            assert module not in ("backends", "launch"), f"{path}: import dualeval.{module}"
+            continue
+        inner = module.removeprefix("dualeval.")
+        top = inner.split(".")[0]
+        allowed = allowed_to(path)
+        if path == PACKAGE / "engine" / "session.py":
+            allowed |= SESSION
+        assert {*names_above(inner)} & allowed, f"{path} imports {module}"
+        if room == "engine" and top == "tasks":
+            assert inner == "tasks", f"{path} names an implementation of a task: {module}"
+            assert names <= ENGINE_TASK_NAMES, f"{path} imports {names} from tasks"
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    """Also not by way of others, inside of functions, or for types alone."""
+    modules = {name_of(path): path for path in sources()}
+    graph = {
+        name: {
+            found
+            for module, names in imports(path)
+            for each in names or {""}
+            for found in (f"{module}.{each}" if f"{module}.{each}" in modules else module,)
+            if found in modules and found != name
+        }
+        for name, path in modules.items()
+    }
+    graph["dualeval.result"].remove("dualeval.report.table")  # of ALLOWED
+    TopologicalSorter(graph).prepare()
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_backends_import_communication_libraries(path: Path) -> None:
+    if room_of(path) == "backends":
+        return
+    for module, names in imports(path):
+        assert module.split(".")[0] not in ("horovod", "mpi4py"), f"{path} imports {module}"
+        if module == "torch.distributed":
+            # The store is no collective: the control plane stands on it, and ranks meet there.
+            store = {"TCPStore", "DistStoreError", "DistNetworkError"}
+            if "meetings" in path.parts:
+                store |= {"PrefixStore", "Store", "rendezvous"}
+            assert names and names <= store, f"{path}: {names}"
+
+
+def test_nothing_writes_the_environment() -> None:
+    for path in sources():
+        if room_of(path) == "backends":
+            continue  # a library whose only way in are variables is fed and cleaned up after by its backend
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+            for target in targets:
+                assert "os.environ" not in ast.unparse(target), f"{path}:{target.lineno} writes os.environ"
+
+
+def test_links_are_relative_and_hold_the_folders() -> None:
+    for name in ("backends", "launch"):
+        link = PACKAGE / name
+        assert link.is_symlink()
+        assert str(link.readlink()) == f"../{name}"
+
+
+@pytest.mark.parametrize("name", ["backends", "launch"])
+def test_plain_import_is_refused(name: str) -> None:
+    code = f"import {name}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "ImportError" in done.stderr
+    assert f"dualeval.{name}" in done.stderr
+
+
+def test_public_names() -> None:
+    assert dualeval.__all__ == [
+        "__version__",
+        "Backend",
+        "BackendError",
+        "Dataset",
+        "DualevalError",
+        "EarlyStopping",
+        "ExactlyOnceError",
+        "Job",
+        "LaunchError",
+        "Measured",
+        "Metric",
+        "ModelTask",
+        "NEW_FOLDER",
+        "PeerError",
+        "Ragged",
+        "Result",
+        "RowMetric",
+        "Session",
+        "Stopped",
+        "Task",
+        "Text",
+        "UsageError",
+        "World",
+        "compare",
+        "connect",
+        "detect",
+        "evaluate",
+        "export",
+        "late_model",
+        "rescore",
+        "wrap",
+    ]
+    for name in dualeval.__all__:
+        assert getattr(dualeval, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        dualeval.nothing  # noqa: B018 - the access is what is tested
+
+
+def test_importing_costs_little_and_changes_nothing() -> None:
+    code = (
+        "import sys, logging, dualeval, dualeval.cli\n"
+        "heavy = {'torchvision', 'pyarrow', 'rich', 'horovod', 'mpi4py', 'PIL', 'torch'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert not logging.getLogger().handlers\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_no_room_named_utils() -> None:
+    assert not [path for path in sources() if path.stem in ("utils", "util", "helpers", "common", "misc")]

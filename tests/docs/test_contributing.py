@@ -1,0 +1,79 @@
+"""What CONTRIBUTING.md names is there, and its examples work as they are written."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dualeval
+from dualeval.metrics import classification
+from dualeval.options.job import Job
+from dualeval.options.plugins import TASKS
+from tests.conftest import ROOT
+from tests.engine.test_evaluator import evaluate
+from tests.measuring import measure
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+METRIC, OPTIONS, TASK = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+PROSE = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+NAMED = sorted(set(re.findall(r"[\w./-]+/[\w.-]*(?:::\w+)?|[\w-]+\.md", PROSE)))
+
+
+def test_files_and_tests_are_there() -> None:
+    checked = [name for name in NAMED if "NAME" not in name]
+    assert {"tests/metrics/test_means.py", "tests/backends/", ".ci/run", "docs/metrics.md"} <= {*checked}
+    for name in checked:
+        path, _, test = name.partition("::")
+        assert (ROOT / path).exists(), name
+        assert f"\ndef {test}" in (ROOT / path).read_text("utf-8") if test else True, name
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([\w-]+)`", PAGE))))
+def test_make_targets_are_there(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+
+
+def test_the_metric() -> None:
+    names = {**vars(classification), "math": math}
+    exec(compile(METRIC, "CONTRIBUTING.md", "exec"), names)
+    ranks = torch.tensor([0, 1, 3, 2**31 - 1], dtype=torch.int32)
+    assert measure(names["ReciprocalRank"](4), {"rank": ranks}).values == {"mrr": 1.75 / 4}
+
+
+def linear(num_classes: int) -> nn.Module:
+    return nn.Linear(6, num_classes)
+
+
+def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in (TASK, OPTIONS):
+        file = tmp_path / text.partition("\n")[0].removeprefix("# ")
+        file.write_text(text, "utf-8")
+        spec = importlib.util.spec_from_file_location(f"dualeval.tasks.{file.stem}", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+    monkeypatch.setitem(TASKS, "multilabel", "dualeval.tasks.multilabel_options:MultilabelOptions")
+    draw = np.random.default_rng(0)
+    targets = draw.integers(0, 2, (97, 3))
+    inputs = draw.normal(size=(97, 6)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", inputs=inputs, targets=targets)
+    torch.manual_seed(0)
+    right = (linear(3)(torch.from_numpy(inputs)) > 0) == torch.from_numpy(targets).bool()
+
+    options = {"model": f"{__name__}:linear", "weights": "random:0", "data": tmp_path / "data.npz"}
+    result = evaluate(Job.of("multilabel", **options).make_task(), tmp_path / "out", batch_size=16)
+    assert result.samples["evaluated"] == 97
+    assert result.metrics["exact_match"] == right.all(1).double().mean().item()
+    stored = importlib.import_module("dualeval.tasks.multilabel").stored_metrics
+    again = dualeval.rescore(tmp_path / "out", metrics=stored({}, ["exact_match"]))
+    assert again.metrics_digest == result.metrics_digest

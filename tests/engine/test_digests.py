@@ -1,0 +1,321 @@
+"""The same bits whatever the number of processes, loader workers and threads, and however started."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+from _pytest.mark.structures import ParameterSet
+
+from dualeval.engine.samples_digest import digest_of
+from tests.assets import build_pictures
+from tests.conftest import BIN, ROOT, Finished, Launch
+from tests.launchers import needs
+
+TORCHRUN = BIN / "torchrun"
+WORKER = ROOT / "tests" / "workers" / "digest_worker.py"
+LIMITS = (10_000, 997, 3, 1)
+
+# The embedded job on all 10,000 images with the shipped weights.
+TOP1 = 0.9305
+
+Digests = dict[int, str]
+
+
+def matrix(launch: Launch, folder: Path, size: int, manners: list[tuple[int, int, int]]) -> list[str]:
+    """Digests of the embedded job at a world size, for each (limit, workers, threads)."""
+    folder.mkdir()
+    torchrun: list[str | Path] = [TORCHRUN, "--standalone", f"--nproc-per-node={size}"]
+    done = launch([*torchrun, WORKER, folder, json.dumps(manners)], timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "found.json").read_text())
+    for (limit, _, _), entry in zip(manners, found, strict=True):
+        assert (entry["total"], entry["resumed"]) == (limit, 0)
+        assert entry["samples"] == digest_of(limit, (f"t10k-{number:05}" for number in range(limit)))
+    return [entry["digest"] for entry in found]
+
+
+@pytest.fixture(scope="module")
+def wanted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Digests:
+    """The digest of each limit, from one process with one thread and no workers."""
+    folder = tmp_path_factory.mktemp("wanted") / "out"
+    digests = matrix(launch, folder, 1, [(limit, 0, 1) for limit in LIMITS])
+    assert len(set(digests)) == len(LIMITS)
+    return dict(zip(LIMITS, digests, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 3, 4))])
+def test_world_sizes_workers_and_threads(launch: Launch, tmp_path: Path, wanted: Digests, size: int) -> None:
+    """Ranks without any data (limits 1 and 3) finish like the others."""
+    manners = [(limit, workers, 1) for limit in LIMITS[1:] for workers in (0, 2)]
+    manners += [(997, 0, 2), (997, 2, 2), (10_000, 0, 2)]
+    found = matrix(launch, tmp_path / "out", size, manners)
+    assert found == [wanted[limit] for limit, _, _ in manners]
+
+
+@pytest.fixture(scope="module")
+def written_table() -> Iterator[list[tuple[int, int, int, int, str]]]:
+    """Rows (limit, processes, workers, threads, digest), written to benchmarks/results/ at the end."""
+    rows: list[tuple[int, int, int, int, str]] = []
+    yield rows
+    write_table(
+        "digests",
+        "Digests of the embedded job",
+        ["samples", "processes", "loader workers", "threads a process", "metrics_digest"],
+        [(f"{a:,}", b, c, d, f"`{digest[:16]}`") for a, b, c, d, digest in sorted(rows, reverse=True)],
+    )
+
+
+def write_table(name: str, title: str, columns: list[str], rows: Sequence[tuple[object, ...]]) -> None:
+    now = datetime.now(timezone.utc)
+    lines = [
+        f"# {title}",
+        "",
+        f"{now:%Y-%m-%d %H:%M} UTC, `make test-long`; Python {platform.python_version()}, "
+        f"torch {torch.__version__}. Every run evaluated anew.",
+        "",
+        f"| {' | '.join(columns)} |",
+        f"|{'---|' * len(columns)}",
+        *(f"| {' | '.join(map(str, row))} |" for row in rows),
+    ]
+    path = ROOT / f"benchmarks/results/{name}-{now:%Y-%m-%d}.md"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_combination(
+    launch: Launch,
+    tmp_path: Path,
+    wanted: Digests,
+    size: int,
+    written_table: list[tuple[int, int, int, int, str]],
+) -> None:
+    manners = list(itertools.product(LIMITS, (0, 2), (1, 2)))
+    found = matrix(launch, tmp_path / "out", size, manners)
+    written_table += [(a, size, b, c, digest) for (a, b, c), digest in zip(manners, found, strict=True)]
+    assert found == [wanted[limit] for limit, _, _ in manners]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to start an evaluation, and what its ranks are then to find.
+
+    Attributes:
+        typed: what a user types, with {n} for the number of processes.
+        launcher: none, torchrun, horovodrun or mpirun, whose ranks they become.
+        backend: over which they talk.
+        folder: where it is typed; None: anywhere.
+    """
+
+    typed: str
+    launcher: str
+    backend: str
+    folder: Path | None = None
+
+    def command(self, size: int) -> str:
+        return self.typed.format(n=size)
+
+    def parameter(self, size: int) -> ParameterSet:
+        """The values (way, size) of a test, which is named by the command."""
+        # More ranks than these share two cores for long.
+        is_long = size > 3 or self.typed in DOUBLES
+        marks = [*needs(self.launcher, self.backend), *([pytest.mark.long] if is_long else [])]
+        return pytest.param(self, size, id=self.command(size), marks=marks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is evaluated, and what is known of it beforehand."""
+
+    name: str
+    arguments: list[str | Path]
+    samples: int
+    top1: float
+    folder: Path | None = None
+
+
+# Each launcher and backend is in another way, too, or typed by the README's own test.
+DOUBLES = {
+    "dualeval run --nproc {n}",
+    "mpirun -np {n} dualeval run --backend torch",
+    "horovodrun --gloo -np {n} dualeval run",
+    "horovodrun --mpi -np {n} dualeval run",
+    "mpirun -np {n} dualeval run --backend horovod",
+    "python -m dualeval run",
+}
+SINGLE = Way(typed="dualeval run", launcher="none", backend="single")
+MANY = [
+    Way(typed=typed, launcher=launcher, backend=backend)
+    for typed, launcher, backend in [
+        ("torchrun --nproc-per-node {n} -m dualeval run", "torchrun", "torch"),
+        ("dualeval run --nproc {n}", "torchrun", "torch"),
+        ("mpirun -np {n} dualeval run --backend torch", "mpirun", "torch"),
+        ("horovodrun --gloo -np {n} dualeval run", "horovodrun", "horovod"),
+        ("dualeval run --nproc {n} --backend horovod", "horovodrun", "horovod"),
+        ("horovodrun --mpi -np {n} dualeval run", "mpirun", "horovod"),
+        ("mpirun -np {n} dualeval run --backend horovod", "mpirun", "horovod"),
+        ("mpirun -np {n} dualeval run --backend mpi", "mpirun", "mpi"),
+    ]
+]
+# Words that README and --help give, exactly so, and what a checkout can do without being installed.
+FURTHER = [
+    (Way(typed="python -m dualeval run", launcher="none", backend="single"), 1),
+    (Way(typed="horovodrun -np {n} dualeval run", launcher="mpirun", backend="horovod"), 8),
+    (Way(typed="mpirun -np {n} dualeval run", launcher="mpirun", backend="horovod"), 4),
+    *(
+        (Way(typed=typed, launcher="torchrun", backend="torch", folder=ROOT), size)
+        for typed, size in [
+            ("torchrun dualeval run --backend torch", 1),
+            ("torchrun --nproc-per-node {n} dualeval run --backend torch", 4),
+        ]
+    ),
+]
+# As detection names them: the ranks of mpirun are those of the MPI that is installed.
+DETECTED = {"mpirun": ("openmpi", "mpich")}
+
+EMBEDDED = Evaluation(name="embedded", arguments=[], samples=10_000, top1=TOP1)
+Evaluate = Callable[[Way, int, Evaluation], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def evaluate(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evaluate:
+    """Evaluate once in each way, size and job, each in a new folder; gives result.json."""
+    results: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def once(way: Way, size: int, evaluation: Evaluation) -> dict[str, Any]:
+        command = way.command(size)
+        if (command, evaluation.name) not in results:
+            home = tmp_path_factory.mktemp("way")
+            words = [*command.split(), *evaluation.arguments, "--out", home / "out"]
+            folder = way.folder or evaluation.folder or home
+            done = launch(words, cwd=folder, variables={"PYTHONPATH": ""}, timeout=240)
+            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+            result: dict[str, Any] = json.loads((home / "out/result.json").read_text())
+            assert result["metrics_digest"] in done.stdout
+            assert f"{100 * evaluation.top1:.2f} %" in done.stdout
+            results[command, evaluation.name] = result
+        return results[command, evaluation.name]
+
+    return once
+
+
+def check(evaluate: Evaluate, way: Way, size: int, evaluation: Evaluation, nodes: int = 1) -> dict[str, Any]:
+    """Check a result against that of one process; returns it."""
+    result = evaluate(way, size, evaluation)
+    count = evaluation.samples
+    assert result["chunks"]["resumed"] == 0
+    assert result["chunks"]["evaluated_now"] == result["chunks"]["total"]
+    assert result["samples"] == {"total": count, "evaluated": count, "failed": 0}
+    assert result["metrics"]["top1"] == evaluation.top1
+    world = result["world"]
+    assert world["launcher"] in DETECTED.get(way.launcher, (way.launcher,))
+    assert (world["size"], world["nodes"], world["backend"]) == (size, nodes, way.backend)
+    assert result["metrics_digest"] == evaluate(SINGLE, 1, evaluation)["metrics_digest"]
+    return result
+
+
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [
+        SINGLE.parameter(1),
+        *(way.parameter(2) for way in MANY),
+        *(way.parameter(size) for way, size in FURTHER),
+    ],
+)
+def test_every_way_to_start(evaluate: Evaluate, wanted: Digests, way: Way, size: int) -> None:
+    assert check(evaluate, way, size, EMBEDDED)["metrics_digest"] == wanted[10_000]
+
+
+@pytest.fixture(scope="module", params=["embedded", "pictures"])
+def evaluation(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
+    """The embedded job, or the twenty ImageNet pictures in five batches: one for each of four ranks."""
+    if request.param == "embedded":
+        return EMBEDDED
+    pictures = build_pictures(tmp_path_factory.mktemp("imagenet"))
+    return Evaluation(
+        name="20 ImageNet pictures",
+        arguments=[*pictures.arguments, "--batch-size", "4"],
+        samples=20,
+        top1=18 / 20,
+        folder=pictures.home,
+    )
+
+
+@pytest.fixture(scope="module")
+def launchers_table() -> Iterator[list[tuple[object, ...]]]:
+    """Rows (job, command, launcher, backend, processes, digest), written as the other table is."""
+    rows: list[tuple[object, ...]] = []
+    yield rows
+    columns = ["job", "command", "launcher", "backend", "processes", "metrics_digest"]
+    write_table("launchers", "Digests under every launcher and backend", columns, rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [SINGLE.parameter(1), *(way.parameter(size) for way in MANY for size in (1, 2, 3, 4))],
+)
+def test_every_launcher_at_every_size(
+    evaluate: Evaluate,
+    way: Way,
+    size: int,
+    evaluation: Evaluation,
+    launchers_table: list[tuple[object, ...]],
+) -> None:
+    result = check(evaluate, way, size, evaluation)
+    world = result["world"]
+    launchers_table.append(
+        (
+            evaluation.name,
+            f"`{way.command(size)}`",
+            world["launcher"],
+            world["backend"],
+            world["size"],
+            f"`{result['metrics_digest'][:16]}`",
+        )
+    )
+
+
+def test_mean_loss_is_the_exact_sum_over_n(launch: Launch, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = launch([sys.executable, "-m", "dualeval", "run", "--nproc", "3", "--limit", "997", "--out", out])
+    assert done.returncode == 0, done.stderr
+    losses = pyarrow.parquet.read_table(out / "predictions.parquet")["loss"].to_pylist()
+    loss = json.loads((out / "result.json").read_text())["metrics"]["loss"]
+    assert loss == math.fsum(losses) / 997
+
+
+def ends_well(launch: Launch, folder: Path, size: int) -> Finished:
+    torchrun: list[str | Path] = [TORCHRUN, "--standalone", f"--nproc-per-node={size}"]
+    return launch([*torchrun, "-m", "dualeval", "run", "--limit", "200", "--out", folder], timeout=60)
+
+
+def _exit_codes(launch: Launch, folder: Path, size: int, times: int) -> list[int]:
+    done = [ends_well(launch, folder / str(number), size) for number in range(times)]
+    return [one.returncode for one in done]
+
+
+@pytest.mark.long
+def test_ten_of_ten_runs_exit_0(launch: Launch, tmp_path: Path) -> None:
+    assert _exit_codes(launch, tmp_path, 2, 10) == [0] * 10
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("size", [2, 3])
+def test_fifty_of_fifty_runs_exit_0(launch: Launch, tmp_path: Path, size: int) -> None:
+    assert _exit_codes(launch, tmp_path, size, 50) == [0] * 50

@@ -1,0 +1,436 @@
+"""The output folder while a run is at work, and what others do to it meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+
+from dualeval.engine.control.plane import open_control_plane
+from dualeval.engine.folder import folder as folder_module
+from dualeval.engine.folder import lease as lease_module
+from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.folder.opening import PreviousRun, begins_anew
+from dualeval.engine.folder.process import Process
+from dualeval.engine.options import RunOptions
+from dualeval.engine.plan import MAX_CHUNKS, EvalPlan
+from dualeval.errors import DualevalError, Stopped, UsageError
+from dualeval.result import Status, read_status, write_text
+from dualeval.world import World
+from dualeval.world.devices import connect
+from tests.conftest import Launch
+from tests.engine.test_evaluator import evaluate
+from tests.sessions import run_task
+from tests.tiny import TinyTask
+
+PLAN = EvalPlan(num_samples=8, batch_size=4)
+FACTS: dict[str, Any] = {
+    "fingerprint": "f" * 64,
+    "job": {},
+    "machine": {"device": "cpu", "versions": {}, "libraries": {}},
+    "files": [],
+    "task_class": "T",
+    "metrics": [],
+    "launches": [],
+}
+PATIENCE_S = 30.0
+
+
+def await_that(condition: Callable[[], object]) -> None:
+    deadline = monotonic() + PATIENCE_S
+    while not condition():
+        assert monotonic() < deadline, "it did not come to that"
+        sleep(0.01)
+
+
+def counter(path: Path) -> int:
+    try:
+        return int(json.loads((path / "lease.json").read_bytes())["counter"])
+    except (OSError, ValueError):
+        return -1
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolder]:
+    """A run's folder, whose lease is renewed quickly."""
+    monkeypatch.setattr(lease_module, "RENEW_EVERY_S", 0.01)
+    folder, _ = RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, fresh=False)
+    yield folder
+    folder.close()
+
+
+@pytest.fixture
+def lost(opened: RunFolder) -> list[str]:
+    """What the folder says of its lease."""
+    said: list[str] = []
+    opened.keep_lease(said.append)
+    return said
+
+
+def take_over(folder: Path) -> None:
+    """Put another run's lease into the place of the one that is kept there, as a newcomer does."""
+    other = folder / "other"
+    other.write_text(json.dumps({"token": "89abcdef"}))
+    other.rename(folder / "lease.json")
+
+
+def goes_on(opened: RunFolder, lost: list[str]) -> bool:
+    """Whether the lease is renewed from here on."""
+    before = counter(opened.path)
+    await_that(lambda: counter(opened.path) > before)
+    return not lost
+
+
+def test_a_renewal_that_fails_is_tried_again(opened: RunFolder, lost: list[str]) -> None:
+    lease = opened.path / "lease.json"
+    kept = lease.rename(lease.with_name("kept"))
+    lease.mkdir()
+    sleep(0.05)
+    lease.rmdir()
+    kept.rename(lease)
+    assert goes_on(opened, lost)
+
+
+def test_a_lease_that_was_removed_is_written_anew(opened: RunFolder, lost: list[str]) -> None:
+    (opened.path / "lease.json").unlink()
+    assert goes_on(opened, lost)
+    assert read_status(opened.path) is not None
+
+
+@pytest.mark.parametrize("there", ["its lease", "its status alone"])
+def test_another_run_that_has_taken_over_is_told_once(opened: RunFolder, lost: list[str], there: str) -> None:
+    replace(read_status(opened.path) or Status(state=""), run="89abcdef").write(opened.path)
+    if there == "its lease":
+        take_over(opened.path)
+    else:
+        (opened.path / "lease.json").unlink()
+    await_that(lambda: lost)
+    sleep(0.05)
+    [said] = lost
+    assert "another run has taken over" in said
+    # Who comes later hears of it, too.
+    later: list[str] = []
+    opened.keep_lease(later.append)
+    assert later == lost
+    opened.note_end(DualevalError("the woken one's"))
+    opened.close()
+    assert (opened.path / "journal").is_dir(), "the other run is about to write into it"
+    status = read_status(opened.path)
+    assert status is not None and (status.run, status.state) == ("89abcdef", "running")
+
+
+def test_a_folder_that_is_gone_is_said_to_be(opened: RunFolder, lost: list[str]) -> None:
+    moved = opened.path.rename(opened.path.with_name("moved"))
+    await_that(lambda: lost)
+    assert lost == [lease_module.gone(opened.path)]
+    moved.rename(opened.path)
+
+
+def test_a_folder_that_was_replaced_is_left_alone(opened: RunFolder, lost: list[str]) -> None:
+    opened.path.rename(opened.path.with_name("moved"))
+    opened.path.mkdir()
+    await_that(lambda: lost)
+    assert lost == [lease_module.gone(opened.path)]
+    assert "was emptied or replaced" in lost[0]
+    opened.note_end(DualevalError(lost[0]))
+    opened.close()
+    assert list(opened.path.iterdir()) == []
+
+
+def test_a_folder_that_is_away_for_a_moment_ends_nothing(
+    opened: RunFolder, lost: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "_GONE_AFTER", 10**6)
+    kept = opened._lease
+    assert kept is not None
+    moved = opened.path.rename(opened.path.with_name("moved"))
+    await_that(lambda: kept._renewals_without_folder > 1)
+    moved.rename(opened.path)
+    assert goes_on(opened, lost)
+
+
+def test_a_result_is_not_written_over_another_runs(opened: RunFolder) -> None:
+    take_over(opened.path)
+    previous = PreviousRun.from_message(opened.to_message(none_yet(), PLAN), PLAN)
+    with pytest.raises(DualevalError, match="another run has taken over"):
+        opened.write(None, PLAN, TinyTask(8), TinyTask(8).dataset(), (), previous, [], lambda path, name: {})  # type: ignore[arg-type]
+
+
+def test_a_run_that_was_stopped_while_it_wrote_looks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dualeval.engine.folder import folder, predictions
+
+    write = predictions.write_predictions
+
+    def taken_over_meanwhile(path: Path, *arguments: Any) -> None:
+        write(path, *arguments)
+        take_over(tmp_path)
+
+    monkeypatch.setattr(folder, "write_predictions", taken_over_meanwhile)
+    with pytest.raises(DualevalError, match="another run has taken over"):
+        evaluate(TinyTask(8), tmp_path, batch_size=8)
+    assert not (tmp_path / "result.json").exists()
+
+
+def none_yet() -> PreviousRun:
+    from dualeval.engine.folder.journal import FinishedChunks
+
+    return PreviousRun(chunks=FinishedChunks(files=(), remaining=(0, 1), left_out=()))
+
+
+def test_closing_waits_for_no_disk_that_hangs(opened: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging, goes = threading.Event(), threading.Event()
+    unlink = Path.unlink
+
+    def hang(path: Path, missing_ok: bool = False) -> None:
+        hanging.set()
+        assert goes.wait(PATIENCE_S)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", hang)
+    opened.close(limit_s=0.1)
+    assert hanging.is_set() and (opened.path / "lease.json").exists()
+    goes.set()
+    await_that(lambda: not (opened.path / "lease.json").exists())
+
+
+def test_a_terminal_that_stands_still_does_not_stop_the_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that Ctrl-S has stopped: whoever shows how far the run is waits for it."""
+    monkeypatch.setattr(lease_module, "RENEW_EVERY_S", 0.01)
+    stands, counted = threading.Event(), threading.Event()
+
+    class Watched(TinyTask):
+        def forward(self, *arguments: Any) -> Any:
+            assert stands.wait(PATIENCE_S)
+            before = counter(tmp_path)
+            await_that(lambda: counter(tmp_path) > before + 3)
+            counted.set()
+            return super().forward(*arguments)
+
+    def show(done: int, total: int) -> None:
+        stands.set()
+        assert counted.wait(PATIENCE_S)
+
+    with connect(None, World.alone(), "cpu") as backend:
+        options = RunOptions(out=tmp_path, batch_size=8)
+        run_task(Watched(8), backend, open_control_plane(backend), options, show=show)
+    assert counted.is_set()
+
+
+# -- what killed runs have left ----------------------------------------------------------------------------
+
+
+def leave(path: Path, *, pid: int | None, age_s: float = 0.0, token: str = "89abcdef") -> list[Path]:
+    """Leave a killed run's half-done files: of a process, or of one on another host (None)."""
+    own = Process.own()
+    process = {"host": "h", "pid": pid or 1, "space": own.space if pid else "another", "start": own.start}
+    names = {
+        f"journal/{token}-00000-000003.journal.partial": "half",
+        f"journal/{token}.run": json.dumps(process),
+        f"journal-7-{token}/{token}.run": json.dumps(process),
+        f"journal-7-{token}/{token}-00007-000000.journal": "rows",
+        f"predictions.parquet.{token}.partial": "half",
+    }
+    left = []
+    for name, content in names.items():
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+        left.append(file)
+    for file in [*left, *path.glob("journal-*")]:
+        then = file.stat().st_mtime - age_s
+        os.utime(file, (then, then))
+    return left
+
+
+NO_PROCESS = 2**22 + 1
+
+
+@pytest.mark.parametrize(
+    ("pid", "age_s", "stays"),
+    [
+        (NO_PROCESS, 60.0, []),
+        (NO_PROCESS, 0.0, [0, 4]),
+        (os.getpid(), 60.0, [0, 1, 2, 3]),
+        (None, 60.0, [2, 3]),
+        (None, 7200.0, []),
+        (None, 0.0, [0, 1, 2, 3, 4]),
+    ],
+    ids=["killed", "killed just now", "runs", "elsewhere", "elsewhere, long ago", "elsewhere, just now"],
+)
+def test_what_killed_runs_have_left_is_removed(
+    tmp_path: Path, pid: int | None, age_s: float, stays: list[int]
+) -> None:
+    left = leave(tmp_path, pid=pid, age_s=age_s)
+    others = [tmp_path / "journal/notes.txt", tmp_path / "journal-7-mine", tmp_path / "a.partial"]
+    for file in others:
+        file.write_text("somebody else's")
+    folder, _ = RunFolder.open(tmp_path, "0123abcd", PLAN, FACTS, fresh=False)
+    assert [number for number, file in enumerate(left) if file.exists()] == stays
+    assert all(file.exists() for file in others)
+    assert (tmp_path / "journal-7-89abcdef").exists() == (2 in stays)
+    folder.close()
+
+
+def test_a_rank_with_a_disk_of_its_own_cleans_that(tmp_path: Path) -> None:
+    left = leave(tmp_path, pid=NO_PROCESS)
+    folder = RunFolder(tmp_path, "0123abcd", rank=3)
+    assert not folder.shared
+    assert [file.exists() for file in left[2:4]] == [False, False]
+    folder.close()
+    assert not list(tmp_path.glob("journal-*"))
+
+
+# -- before the first batch --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["result.json", "status.json", "job.json", "predictions.parquet", "lease.json"]
+)
+def test_a_folder_where_a_file_belongs_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    task = TinyTask(8)
+    with pytest.raises(UsageError, match=rf"{name} is a folder.*give another --out"):
+        evaluate(task, tmp_path, batch_size=8)
+    assert task.dataset().reads == []
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    task = TinyTask(8)
+    with pytest.raises(UsageError, match=r"out\\udcff', is not UTF-8.*Give another --out"):
+        evaluate(task, tmp_path / os.fsdecode(b"out\xff"), batch_size=8)
+    assert task.dataset().reads == [] and not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    task = TinyTask(8)
+    with pytest.raises(UsageError, match=r"cannot be written .*File name too long.*--out"):
+        evaluate(task, tmp_path / ("a" * 256), batch_size=8)
+    assert task.dataset().reads == [] and not list(tmp_path.iterdir())
+
+
+def test_a_run_that_comes_as_another_one_ends(tmp_path: Path) -> None:
+    first, _ = RunFolder.open(tmp_path, "0123abcd", PLAN, FACTS, fresh=False)
+    # Called at each look at the first run's lease.
+    second, _ = RunFolder.open(tmp_path, "89abcdef", PLAN, FACTS, fresh=False, step=first.close)
+    assert second.journal.is_dir()
+    second.close()
+
+
+@pytest.mark.parametrize("name", ["_write_probe", "write_text"])
+def test_a_folder_without_room_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder_module, name, full)
+    with pytest.raises(UsageError, match="No space left on device"):
+        RunFolder.open(tmp_path / "out", "0123abcd", PLAN, FACTS, fresh=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "models.csv", "text")
+    assert not list(tmp_path.iterdir())
+
+
+# -- starts ------------------------------------------------------------------------------------------------
+
+
+def begun(path: Path, state: str, launch: str | None, process: str = "h 1 1") -> None:
+    (path / "job.json").write_text(json.dumps({"fingerprint": "f" * 64}))
+    Status(state=state, launch_id=launch, process=process, signal="SIGUSR2").write(path)
+
+
+def test_fresh_counts_for_the_first_start_of_a_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def anew(*launches: str, fingerprint: str = "f" * 64) -> bool:
+        return begins_anew(tmp_path, fingerprint, launches, fresh=True)
+
+    assert anew("id a 1 1")
+    begun(tmp_path, "running", "id a 1 1 | id b 2 2")
+    assert not anew("id b 2 2")
+    # Another launch, of the same name.
+    assert anew("id b 3 3")
+    assert anew()
+    # Another job of the same script.
+    assert anew("id b 2 2", fingerprint="e" * 64)
+    begun(tmp_path, "stopped", "id a 1 1")
+    with pytest.raises(Stopped, match="SIGUSR2"):
+        anew("id a 1 1")
+    assert anew("id b 2 2")
+    # A second evaluation of the same process.
+    own = Process.own()
+    begun(tmp_path, "stopped", "id a 1 1", process=f"{own.host} {own.pid} {own.start}")
+    assert anew("id a 1 1")
+
+
+def test_what_remains_travels_in_few_bytes() -> None:
+    """At the most chunks that there can be, of a run that was killed with every third one unfinished."""
+    from dualeval.engine.folder.journal import FinishedChunks
+
+    plan = EvalPlan(num_samples=10**8, batch_size=64)
+    remaining = tuple(range(0, MAX_CHUNKS, 3))
+    chunks = FinishedChunks(files=(), remaining=remaining, left_out=())
+    message = PreviousRun(chunks=chunks).to_message(plan)
+    assert len(json.dumps(message)) < 25_000
+    assert PreviousRun.from_message(message, plan).chunks.remaining == remaining
+
+
+# -- a disk that takes no new file -------------------------------------------------------------------------
+
+# A folder that is read-only, with a status.json in it that is not.
+READ_ONLY = """
+mount --bind "$1" "$1" && mount --bind "$1/status.json" "$1/status.json" && mount -o remount,bind,ro "$1"
+exec "$2" -c '
+from dualeval.result import Status
+from pathlib import Path
+import sys
+Status(state="failed", exit_code=1).write(Path(sys.argv[1]))
+' "$1"
+"""
+
+
+@pytest.mark.needs("mounts")
+def test_where_no_file_can_be_made_the_status_is_written_over(tmp_path: Path, launch: Launch) -> None:
+    Status(state="running", reason="a longer text than the next").write(tmp_path)
+    done = launch(["unshare", "--mount", "bash", "-c", READ_ONLY, "bash", tmp_path, sys.executable])
+    assert done.returncode == 0, done.stderr
+    assert read_status(tmp_path) == Status(state="failed", exit_code=1)
+
+
+def test_a_text_that_is_no_utf_8_is_written(tmp_path: Path) -> None:
+    """As the text of an error that names a file of such a name."""
+    Status(state="failed", reason="bad \udcff name").write(tmp_path)
+    assert read_status(tmp_path) == Status(state="failed", reason="bad \udcff name")
+
+
+def test_how_a_run_has_ended_replaces_that_it_is_ending(opened: RunFolder) -> None:
+    other = RunFolder(opened.path, opened.token, rank=1)
+    opened.note_end(Stopped("SIGTERM"), provisional=True)
+    other.note_end(DualevalError("another process's"))
+    assert (read_status(opened.path) or Status(state="")).state == "stopped"
+    opened.note_end(DualevalError("rank 1 was killed"))
+    opened.note_end(DualevalError("a later word"))
+    opened.note_end(Stopped("SIGTERM"), provisional=True)
+    status = read_status(opened.path)
+    assert status is not None and (status.state, status.reason) == ("failed", "rank 1 was killed")

@@ -1,0 +1,391 @@
+"""An evaluation inside a script that trains: the training goes on bit for bit as without it."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import dualeval
+from dualeval.engine.control.plane import open_control_plane
+from dualeval.engine.guest import Snapshot, as_it_was
+from dualeval.engine.options import RunOptions
+from dualeval.engine.sharding.detect import check_sharded
+from dualeval.errors import BackendError, UsageError
+from dualeval.result import Result
+from dualeval.world import World
+from dualeval.world.devices import connect
+from tests.conftest import ROOT, Launch
+from tests.launchers import needs, start
+from tests.sessions import run_task
+from tests.tiny import CLASSES, FEATURES, TinyTask
+from tests.workers.guest_worker import TrainedTask, make_model
+
+WORKER = ROOT / "tests" / "workers" / "guest_worker.py"
+
+
+def evaluate(task: TinyTask, *, guest: bool = True, **options: Any) -> Result:
+    with connect(None, World.alone(), "cpu") as backend, open_control_plane(backend) as control:
+        return run_task(task, backend, control, RunOptions(**options), guest=guest)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"),
+    [
+        # The example that trains does the same in make test, with a model of its own.
+        pytest.param("torchrun", "torch", id="DistributedDataParallel", marks=pytest.mark.long),
+        pytest.param(
+            "horovodrun", "horovod", id="Horovod", marks=[*needs("horovodrun", "horovod"), pytest.mark.long]
+        ),
+    ],
+)
+def test_training_is_bit_for_bit_as_without_the_evaluations(
+    launch: Launch, tmp_path: Path, launcher: str, backend: str
+) -> None:
+    found = {}
+    for mode in ("trains", "evaluates"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        command = [*start(launcher, 2), sys.executable, WORKER, folder, backend, mode]
+        done = launch(command, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "rank-1.json"]
+        found[mode] = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["state"] for rank in found["evaluates"]] == [rank["state"] for rank in found["trains"]]
+    first, second = (rank["digests"] for rank in found["evaluates"])
+    assert first == second
+    assert len(set(first)) == len(first) == 4
+
+
+def test_the_bits_are_those_of_an_owner() -> None:
+    expected = evaluate(TinyTask(200), guest=False, batch_size=16)
+    assert evaluate(TinyTask(200), batch_size=16).metrics_digest == expected.metrics_digest
+
+
+def test_a_model_that_keeps_a_tensor_can_be_trained_afterwards() -> None:
+    model = make_model()
+    evaluate(TrainedTask(model))
+    assert model.training
+    model(torch.rand(4, FEATURES)).sum().backward()
+    owned = make_model()
+    evaluate(TrainedTask(owned), guest=False)
+    with pytest.raises(RuntimeError, match=r"[Ii]nference tensors"):
+        owned.train()(torch.rand(4, FEATURES)).sum().backward()
+
+
+def spoil(model: nn.Sequential) -> None:
+    """Change all that an evaluation must put back."""
+    first, norm = model[0], model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.running_mean is not None
+    first.register_forward_hook(lambda module, inputs, output: output)
+    first.weight.requires_grad_(False)
+    first.weight.grad = None
+    norm.running_mean.add_(1)
+    model.add_module("extra", nn.Identity())
+    model.double()
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_autocast_enabled("cpu", True)
+    torch.backends.cudnn.benchmark = True
+    torch.set_deterministic_debug_mode(2)
+
+
+def state_of(model: nn.Sequential) -> list[Any]:
+    return [
+        [(name, value.dtype, value.tolist()) for name, value in model.state_dict().items()],
+        [(name, module.training) for name, module in model.named_modules()],
+        [(p.requires_grad, None if p.grad is None else p.grad.tolist()) for p in model.parameters()],
+        [list(module._forward_hooks) for module in model.modules()],
+        (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()),
+        (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
+        (torch.is_autocast_enabled("cpu"), torch.backends.cudnn.benchmark),
+        torch.get_deterministic_debug_mode(),
+    ]
+
+
+class Spoiling(TrainedTask):
+    """Changes all, and may raise then."""
+
+    def __init__(self, model: nn.Sequential, raises: bool) -> None:
+        super().__init__(model)
+        self._sequential = model
+        self._raises = raises
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = super().forward(model, batch)
+        if len(logits) == 4:  # not in the look at the first samples
+            spoil(self._sequential)
+        if self._raises:
+            raise ZeroDivisionError
+        return logits.float()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_everything_is_as_it_was(raises: bool) -> None:
+    model = make_model()
+    assert isinstance(model, nn.Sequential)
+    model[3].eval()  # one of several modes
+    model(torch.rand(4, FEATURES)).sum().backward()
+    before = state_of(model)
+    hooks = [dict(vars(module)["_forward_hooks"]) for module in model.modules()]
+    task = Spoiling(model, raises)
+    task.thread_safe = False
+    try:
+        evaluate(task, limit=4, batch_size=4)
+    except ZeroDivisionError:
+        assert raises
+    assert state_of(model) == before
+    assert hooks == [dict(vars(module)["_forward_hooks"]) for module in model.modules()]
+
+
+class Trainer:
+    """Has a model, as a trainer has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.models = {"student": model}
+        self.model = model
+
+
+class OfAClass(TinyTask):
+    """Has a model among its class's attributes."""
+
+    model = make_model()
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        return self.model.eval()
+
+
+class OfATrainer(TinyTask):
+    """Has what has a model."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.trainer = Trainer(make_model())
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        return self.trainer.model.eval()
+
+
+def test_a_model_that_build_model_finds_elsewhere_is_put_back() -> None:
+    model, trainer = make_model(), Trainer(make_model())
+
+    class OfAClosure(TinyTask):
+        def build_model(self, device: torch.device) -> nn.Module:
+            return model.eval()
+
+    class OfATrainersClosure(TinyTask):
+        def build_model(self, device: torch.device) -> nn.Module:
+            return trainer.models["student"].eval()
+
+    of_a_trainer = OfATrainer(20)
+    for task in (OfAClosure(20), OfATrainersClosure(20), OfAClass(20), of_a_trainer):
+        evaluate(task)
+    for found in (model, trainer.model, OfAClass.model, of_a_trainer.trainer.model):
+        assert all(module.training for module in found.modules())
+
+
+class Deep(TinyTask):
+    """Has a model far inside."""
+
+    def __init__(self, attribute: str, value: Any, model: nn.Module) -> None:
+        super().__init__(20)
+        setattr(self, attribute, value)
+        # Through what is not looked at.
+        self._build: Callable[[], nn.Module] = lambda: model.eval().double().requires_grad_(False).float()
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        return self._build()
+
+
+@pytest.mark.parametrize("path", ["box", "trainer", "closed"])
+def test_a_model_that_is_deep_inside_of_a_task_is_put_back(path: str) -> None:
+    model = make_model()
+    found = {
+        "box": [[model]],
+        "trainer": SimpleNamespace(config=SimpleNamespace(trainer=Trainer(model))),
+        "closed": ({"models": deque([(model,)])},),
+    }
+    evaluate(Deep(path, found[path], model))
+    assert all(module.training for module in model.modules())
+    assert all(p.requires_grad and p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_what_a_task_computes_when_it_is_asked_is_left_alone() -> None:
+    class Reading(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise OSError("read")
+
+    class Proxy:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise OSError("read")
+
+    task = TinyTask(20)
+    vars(task).update(reading=Reading([1]), far=Proxy(), many=list(range(10**6)))
+    with as_it_was(task):
+        pass
+
+
+class Stateful(nn.Linear):
+    """Has state that is no buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES)
+        self.calls = 0
+        self.mean = torch.zeros(())
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = self.mean * 0.5 + input.mean()
+        self.kept = input
+        self.seen = self.seen + 1
+        return super().forward(input) * self.mean
+
+
+def test_state_that_is_no_buffer_is_put_back() -> None:
+    model = Stateful()
+    before = dict(vars(model))
+    evaluate(TrainedTask(model))
+    assert list(vars(model)) == list(before)
+    assert all(vars(model)[name] is value for name, value in before.items())
+    assert (model.calls, model.seen.item()) == (0, 0)
+
+
+def test_batch_norms_that_stay_in_training_are_put_back() -> None:
+    class Norm(nn.BatchNorm1d):
+        def train(self, mode: bool = True) -> Norm:
+            return super().train(True)
+
+    model = nn.Sequential(Norm(FEATURES), nn.Linear(FEATURES, CLASSES))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kept = model.eval()(torch.rand(4, FEATURES)).sum()
+    mean = {name: value.clone() for name, value in model.state_dict().items()}
+    assert not torch.equal(mean["0.running_mean"], before["0.running_mean"])
+    evaluate(TrainedTask(model))
+    assert all(torch.equal(mean[name], value) for name, value in model.state_dict().items())
+    kept.backward()
+
+
+def test_an_expanded_buffer_is_put_back() -> None:
+    model: Any = nn.Sequential(nn.Linear(FEATURES, CLASSES))
+    model.register_buffer("grid", torch.tensor([[1.0], [2.0]]).expand(2, 3))
+    buffer = model.grid
+    with as_it_was(cast(Any, TrainedTask(model))):
+        buffer[:, :1] = 7
+    assert model.grid is buffer
+    assert buffer.tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+class Rank0:
+    """A backend of two ranks whose rank 0 has other buffers."""
+
+    world = World(rank=1, size=2, local_rank=1, local_size=2, node_rank=0, launcher="torchrun")
+
+    def all_gather_json(self, own: Any) -> list[Any]:
+        return [[own[0], "other"], own]
+
+    def broadcast(self, payload: Tensor, src: int) -> Tensor:
+        return payload + 1
+
+
+def test_rank_0s_buffers_are_not_written_into_the_models() -> None:
+    norm = nn.BatchNorm1d(2).eval()
+    other = nn.BatchNorm1d(2).eval()
+    other.running_mean = norm.running_mean  # of two modules, and one tensor
+    model = nn.Sequential(norm, other)
+    originals = list(model.buffers())
+    versions = [buffer._version for buffer in originals]
+    guest = Snapshot()
+    guest.remember(model)
+    assert guest.share_buffers(model, cast(Any, Rank0()), cast(Any, SimpleNamespace(meet=lambda: None)))
+    assert norm.running_mean is not None
+    assert norm.running_mean.tolist() == [1, 1]
+    assert other.running_mean is norm.running_mean
+    guest.put_back()
+    assert all(now is before for now, before in zip(model.buffers(), originals, strict=True))
+    assert [buffer._version for buffer in originals] == versions
+
+
+def test_buffers_are_kept_up_to_a_size_in_all() -> None:
+    model = nn.ParameterDict()
+    for name, count in (("small", 1), ("large", 10), ("last", 1)):
+        model.register_buffer(name, torch.zeros(count))
+    snapshot = Snapshot(largest=8)
+    snapshot.remember(model)
+    for buffer in model.buffers():
+        buffer.add_(1)
+    snapshot.put_back()
+    assert [float(buffer[0]) for buffer in model.buffers()] == [0, 1, 0]
+
+
+def test_wrappers_of_training_are_taken_off() -> None:
+    model = make_model()
+    nested = nn.Sequential(nn.DataParallel(model))
+    with as_it_was(TinyTask(1)) as guest:
+        taken = guest.take(nn.DataParallel(nested))
+        assert [type(module).__name__ for module in taken.modules()][:2] == ["Sequential", "Sequential"]
+        assert not any(isinstance(module, nn.DataParallel) for module in taken.modules())
+    assert isinstance(nested[0], nn.DataParallel)
+
+
+def test_a_parameter_that_is_written_into_is_named() -> None:
+    class Writing(TrainedTask):
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            model[-1].bias.add_(1)  # type: ignore[index]
+            return super().forward(model, batch)
+
+    with pytest.raises(UsageError, match="has changed the parameter 'bias' of a Linear in place"):
+        evaluate(Writing(make_model()))
+
+
+def test_a_model_that_is_sharded_by_fsdp1_is_refused_on_several_ranks() -> None:
+    class FullyShardedDataParallel(nn.Linear):
+        """Named as torch's."""
+
+    world = World(rank=0, size=2, local_rank=0, local_size=2, node_rank=0, launcher="torchrun")
+    check_sharded(FullyShardedDataParallel(1, 1), World.alone())
+    with pytest.raises(UsageError, match=r"sharded by FullyShardedDataParallel \(FSDP1\).*fully_shard"):
+        check_sharded(FullyShardedDataParallel(1, 1), world)
+
+
+def test_a_note_is_said_once_to_a_training(capsys: pytest.CaptureFixture[str]) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, data = nn.Linear(2, 3), [(torch.ones(2), 0)] * 8
+        for _ in range(2):
+            dualeval.evaluate(model=model.train(), data=data, metrics=["loss"])
+    finally:
+        torch.distributed.destroy_process_group()
+    assert capsys.readouterr().err.count("was in training mode") == 1
+
+
+def test_frames_of_torchs_own_code_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("Connection closed by peer\nException raised from f at g.cpp:1\nframe #0: pages")
+    with connect(None, World.alone(), "cpu") as backend:
+        monkeypatch.setattr(backend, "_library_errors", (RuntimeError,), raising=False)
+        monkeypatch.setattr(backend, "_library_name", "gloo", raising=False)
+        said = pytest.raises(BackendError, match=r"Connection closed by peer\. Where")
+        with said as caught, backend._translated("trying"):
+            raise error
+    assert str(caught.value.__cause__) == "Connection closed by peer"

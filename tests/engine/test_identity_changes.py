@@ -1,0 +1,803 @@
+"""One thing is changed at a time: the second run in a folder refuses and names it, or evaluates anew.
+
+And what must not matter does not: the run goes on, or is printed again.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import importlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import dualeval
+from dualeval.engine import agreement
+from dualeval.errors import UsageError
+from dualeval.metrics import Measured, Metric, RowMetric
+from dualeval.result import Result
+from dualeval.tasks import Task
+from dualeval.tasks.image_classification import ImageClassification
+from dualeval.tasks.image_data import ASSETS
+from tests.conftest import Launch
+from tests.data.test_idx import idx, write
+from tests.engine.test_evaluator import evaluate
+from tests.engine.test_identity_data import bmp
+from tests.launchers import needs, start, variables
+from tests.tiny import CLASSES, TinyTask
+
+SAMPLES = 40
+
+
+# Models
+
+
+class Net(nn.Module):
+    """A small network in which much can be changed that no parameter's name or shape tells of."""
+
+    def __init__(
+        self,
+        *,
+        activation: Callable[[Tensor], Tensor] = functional.relu,
+        layer: nn.Module | None = None,
+        conv: Mapping[str, Any] | None = None,
+        eps: float = 1e-5,
+        heads: int = 2,
+        dropout: float = 0.1,
+        bias: bool = True,
+        note: Any = None,
+        shift: float = 0.0,
+        hidden: float = 0.0,
+        extra: Any = None,
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 8, 3, **(conv or {}))
+        self.norm = nn.BatchNorm1d(8, eps=eps)
+        self.layer = nn.ReLU() if layer is None else layer
+        self.attention = nn.MultiheadAttention(8, heads, dropout=dropout, batch_first=True)
+        self.head = nn.Linear(8, CLASSES, bias=bias)
+        self.activation = activation
+        self.note = note
+        self.register_buffer("shift", torch.tensor(shift))
+        self.register_buffer("hidden", torch.tensor(hidden), persistent=False)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(self.norm(self.conv(x.unsqueeze(1)))).transpose(1, 2)
+        x = self.activation(self.attention(x, x, x)[0].mean(1))
+        logits: Tensor = self.head(x) + self.shift + self.hidden
+        return logits
+
+
+class NetTask(TinyTask):
+    """Evaluates what a function makes, with a fixed seed."""
+
+    def __init__(self, make: Callable[[], nn.Module], extra_metrics: tuple[Metric, ...] = ()) -> None:
+        super().__init__(SAMPLES, metrics=["loss", "top1"])
+        self._make = make
+        self._extra_metrics = extra_metrics
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return self._make().eval().to(device)
+
+    def metrics(self) -> list[Metric | RowMetric]:
+        return [*super().metrics(), *self._extra_metrics]
+
+
+def changed_parameter() -> nn.Module:
+    model = Net()
+    with torch.no_grad():
+        model.head.bias[3] += 1e-6
+    return model
+
+
+def with_hook(scale: float) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = Net()
+        model.head.register_forward_hook(lambda module, inputs, output: output * scale)
+        return model
+
+    return make
+
+
+@dataclass(frozen=True)
+class Change:
+    """Two models that differ in one thing, and the field that must be named."""
+
+    after: Callable[[], nn.Module]
+    field: str
+    before: Callable[[], nn.Module] = Net
+
+
+MODELS = {
+    "activation function": Change(lambda: Net(activation=functional.gelu), "structure.model"),
+    "activation lambda": Change(
+        lambda: Net(activation=lambda x: x * 3), "structure.model", lambda: Net(activation=lambda x: x * 2)
+    ),
+    "activation method": Change(lambda: Net(activation=Tensor.sigmoid), "structure.model"),
+    "activation layer": Change(lambda: Net(layer=nn.GELU()), "structure.layer"),
+    "negative slope": Change(
+        lambda: Net(layer=nn.LeakyReLU(0.2)), "structure.layer", lambda: Net(layer=nn.LeakyReLU(0.1))
+    ),
+    "stride": Change(lambda: Net(conv={"stride": 2}), "structure.conv"),
+    "padding": Change(lambda: Net(conv={"padding": 1}), "structure.conv"),
+    "padding mode": Change(
+        lambda: Net(conv={"padding": 1, "padding_mode": "circular"}),
+        "structure.conv",
+        lambda: Net(conv={"padding": 1}),
+    ),
+    "dilation": Change(lambda: Net(conv={"dilation": 2}), "structure.conv"),
+    "eps": Change(lambda: Net(eps=1e-3), "structure.norm"),
+    "heads": Change(lambda: Net(heads=4), "structure.attention"),
+    "dropout": Change(lambda: Net(dropout=0.2), "structure.attention"),
+    "bias": Change(lambda: Net(bias=False), "weights"),
+    "value": Change(lambda: Net(note={"scale": 2.0}), "structure.model"),
+    "parameter": Change(changed_parameter, "weights"),
+    "persistent buffer": Change(lambda: Net(shift=1e-6), "weights"),
+    "non-persistent buffer": Change(lambda: Net(hidden=1e-6), "weights"),
+    "extra state": Change(lambda: Net(extra={"offset": 1}), "weights"),
+    "hook": Change(with_hook(2.0), "structure.head", with_hook(1.0)),
+}
+
+
+def refused(
+    before: Task, after: Task, out: Path, names: str, options: Mapping[str, Any] | None = None
+) -> None:
+    """The second run in a folder is refused, and the message names what differs, and nothing else."""
+    evaluate(before, out)
+    with pytest.raises(UsageError) as caught:
+        evaluate(after, out, **(options or {}))
+    message = str(caught.value)
+    assert f"job.{names}" in message, message
+    assert "--fresh" in message
+    fields = {part.partition(":")[0].split(".")[1] for part in message.partition("(")[2].split("; ")}
+    # What a model holds may come from other modules, and a tensor that is not there is its structure, too.
+    assert fields <= {names.partition(".")[0], "structure"}, message
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_changed_model_is_refused(tmp_path: Path, name: str) -> None:
+    change = MODELS[name]
+    refused(NetTask(change.before), NetTask(change.after), tmp_path, change.field)
+
+
+def test_a_begun_run_does_not_go_on_with_another_model(tmp_path: Path, no_look: None) -> None:
+    """Some chunks with one activation, the rest with another, were one result."""
+
+    class Breaking(NetTask):
+        left = 3
+
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("enough")
+            return super().forward(model, batch)
+
+    with pytest.raises(RuntimeError, match="enough"):
+        evaluate(Breaking(Net), tmp_path, batch_size=4)
+    assert list((tmp_path / "journal").glob("*.journal"))
+    changed = Breaking(lambda: Net(activation=torch.tanh))
+    with pytest.raises(UsageError, match=r"structure\.model"):
+        evaluate(changed, tmp_path, batch_size=4)
+
+
+# The engine's options
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "batch_size": {"batch_size": 8},
+    "samples": {"limit": 10},
+    "precision": {"precision": "amp-bf16"},
+    "on_error": {"on_error": "skip"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_changed_option_is_refused(tmp_path: Path, name: str) -> None:
+    # Of a data set whose fingerprint does not hold the number of samples.
+    before, after = TinyTask(SAMPLES), TinyTask(SAMPLES)
+    for task in (before, after):
+        task.dataset().fingerprint = lambda count: "same"  # type: ignore[method-assign]
+    refused(before, after, tmp_path, name, OPTIONS[name])
+
+
+def test_a_changed_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate(TinyTask(SAMPLES), tmp_path)
+    monkeypatch.setattr(
+        agreement, "version", lambda name: "0.0" if name == "numpy" else metadata.version(name)
+    )
+    with pytest.raises(UsageError, match=r"versions\.numpy: .* there, 0\.0 now"):
+        evaluate(TinyTask(SAMPLES), tmp_path)
+
+
+# Metrics
+
+
+class Within:
+    """The fraction of samples whose loss is below a limit."""
+
+    name = "within"
+    size = 2
+    columns = ("loss",)
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        ledger += torch.tensor([len(columns["loss"]), int((columns["loss"] < self._limit).sum())])
+
+    def compute(self, ledger: Tensor) -> Measured:
+        samples, below = ledger.tolist()
+        return Measured(values={self.name: below / samples})
+
+
+class Described(Within):
+    """Says itself what its values depend on."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"limit": round(self._limit, 3)}
+
+
+def test_a_changed_parameter_of_a_metric_is_refused(tmp_path: Path) -> None:
+    one, other = (NetTask(Net, (Within(limit),)) for limit in (1.0, 2.0))
+    refused(one, other, tmp_path / "a", "metric_options.within._limit: 1.0 there, 2.0 now")
+    one, other = (NetTask(Net, (Described(limit),)) for limit in (1.0, 2.0))
+    refused(one, other, tmp_path / "b", "metric_options.within.limit: 1.0 there, 2.0 now")
+    same = [NetTask(Net, (Described(limit),)) for limit in (1.0, 1.0001)]
+    assert len({evaluate(task, tmp_path / "c").fingerprint for task in same}) == 1
+
+
+def test_another_set_or_order_of_metrics_is_refused(tmp_path: Path) -> None:
+    for name, metrics in (("more", ["loss", "top1", "top2"]), ("order", ["top1", "loss"])):
+        tasks = [TinyTask(SAMPLES, metrics=names) for names in (["loss", "top1"], metrics)]
+        evaluate(tasks[0], tmp_path / name)
+        with pytest.raises(UsageError, match=r"job\.metrics: \['loss', 'top1'\] there, \["):
+            evaluate(tasks[1], tmp_path / name)
+
+
+def test_a_metric_whose_fingerprint_is_no_json_is_named(tmp_path: Path) -> None:
+    class Odd(Within):
+        def fingerprint(self) -> Any:
+            return {1, 2}
+
+    with pytest.raises(
+        UsageError, match="the fingerprint\\(\\) of metric 'within' returned a value that is not JSON"
+    ):
+        evaluate(NetTask(Net, (Odd(1.0),)), tmp_path)
+
+
+def test_a_task_whose_fingerprint_is_no_json_is_named(tmp_path: Path) -> None:
+    class Odd(TinyTask):
+        def fingerprint(self) -> Any:
+            return {"seed": object()}
+
+    with pytest.raises(
+        UsageError, match=r"the fingerprint\(\) of task 'tiny' returned a value that is not JSON"
+    ):
+        evaluate(Odd(SAMPLES), tmp_path)
+
+
+# Source
+
+
+@dataclass
+class Sources:
+    """Modules in a working folder that a test writes, and writes again."""
+
+    home: Path
+    written: list[str] = field(default_factory=list)
+
+    def write(self, name: str, text: str) -> Any:
+        """Write a module and import it, whatever was imported under that name before."""
+        (self.home / f"{name}.py").write_text(text)
+        self.written.append(name)
+        for module in self.written:
+            sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+        return importlib.import_module(name)
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, "path", [str(home), *sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    found = Sources(home)
+    yield found
+    for name in found.written:
+        sys.modules.pop(name, None)
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+def net(num_classes=3):
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, num_classes))
+"""
+
+
+def idx_folder(folder: Path, pixel: int = 0, label: int = 0) -> Path:
+    """Seven pictures of 3x2 pixels in three classes."""
+    folder.mkdir(exist_ok=True)
+    images, labels = np.arange(42, dtype=np.uint8).reshape(7, 3, 2), np.arange(7, dtype=np.uint8) % 3
+    images[3, 1, 1] += np.uint8(pixel)
+    labels[5] = (labels[5] + label) % 3
+    write(folder / "t10k-images-idx3-ubyte.gz", idx(images))
+    write(folder / "t10k-labels-idx1-ubyte.gz", idx(labels))
+    return folder
+
+
+def classified(data: Path, model: str = "factory:net", **options: Any) -> ImageClassification:
+    preprocessing = {"mean": (0.5,), "std": (0.5,), **options.pop("preprocessing", {})}
+    return ImageClassification(
+        model=model,
+        weights="random:0",
+        data=data,
+        num_classes=3,
+        preprocessing=preprocessing,
+        metrics=["loss", "top1"],
+        **options,
+    )
+
+
+@pytest.mark.parametrize("change", [("ReLU()", "ReLU6()"), ("nn.ReLU", "nn.GELU"), ("import torch\n", "")])
+def test_a_changed_factory_is_refused(sources: Sources, tmp_path: Path, change: tuple[str, str]) -> None:
+    """Whatever is changed in its file: no list says what of it decides."""
+    data = idx_folder(tmp_path / "data")
+    sources.write("factory", FACTORY)
+    evaluate(classified(data), tmp_path / "out")
+    sources.write("factory", FACTORY.replace(*change))
+    with pytest.raises(UsageError, match=r"job\.source\.factory: [0-9a-f]{16} there, [0-9a-f]{16} now"):
+        evaluate(classified(data), tmp_path / "out")
+
+
+def test_a_factory_that_another_module_hands_on_counts(sources: Sources, tmp_path: Path) -> None:
+    data = idx_folder(tmp_path / "data")
+    sources.write("made_here", FACTORY)
+    sources.write("factory", "from made_here import net\n")
+    evaluate(classified(data), tmp_path / "out")
+    # The copy that factory imports must be the new one.
+    sources.write("made_here", FACTORY.replace("ReLU()", "ReLU6()"))
+    with pytest.raises(UsageError, match=r"job\.source\.made_here"):
+        evaluate(classified(data), tmp_path / "out")
+
+
+def test_the_source_of_a_metric_counts(sources: Sources, tmp_path: Path) -> None:
+    text = """
+from tests.engine.test_identity_changes import Within
+
+class Mine(Within):
+    def update(self, ledger, columns):
+        super().update(ledger, {"loss": columns["loss"] * 1})
+"""
+    one = sources.write("mine", text)
+    evaluate(NetTask(Net, (one.Mine(1.0),)), tmp_path / "out")
+    other = sources.write("mine", text.replace("* 1", "* 2"))
+    with pytest.raises(UsageError, match=r"job\.source\.mine"):
+        evaluate(NetTask(Net, (other.Mine(1.0),)), tmp_path / "out")
+
+
+METRIC = """
+import os
+from tests.engine.test_identity_changes import Within
+
+LIMIT = float(os.environ.get("TEST_LIMIT", "1"))
+CALLS = 0
+
+class Mine(Within):
+    factor = 1.0
+    def update(self, ledger, columns):
+        global CALLS
+        CALLS += 1
+        super().update(ledger, {"loss": columns["loss"] * self.factor * LIMIT})
+
+def made(factor, default=1.0):
+    class Made(Within):
+        def update(self, ledger, columns, by=default):
+            super().update(ledger, {"loss": columns["loss"] * factor * by})
+    return Made(1.0)
+"""
+
+
+def test_what_the_source_of_a_metric_leaves_open(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one source, with other numbers: from the environment, a caller, or an assignment."""
+    mine = sources.write("mine", METRIC)
+    first = NetTask(Net, (mine.Mine(1.0),))
+    evaluate(first, tmp_path / "class")
+    assert evaluate(first, tmp_path / "class").earlier, "a global that is counted up is none"
+    mine.Mine.factor = 2.0
+    refused_as = r"job\.constants\.mine\.Mine\.factor: 1\.0 there, 2\.0 now"
+    with pytest.raises(UsageError, match=refused_as):
+        evaluate(NetTask(Net, (mine.Mine(1.0),)), tmp_path / "class")
+    monkeypatch.setenv("TEST_LIMIT", "2")
+    mine = sources.write("mine", METRIC)
+    with pytest.raises(UsageError, match=r"job\.constants\.mine\.Mine\.LIMIT: 1\.0 there, 2\.0 now"):
+        evaluate(NetTask(Net, (mine.Mine(1.0),)), tmp_path / "class")
+    monkeypatch.setattr(mine.Mine, "dualeval_identity_ignores", ("LIMIT",), raising=False)
+    notes = refused_notes(NetTask(Net, (mine.Mine(1.0),)), tmp_path / "class")
+    assert "Mine.LIMIT: 1.0 there, None now" in notes, "it is left out"
+    evaluate(NetTask(Net, (mine.made(1.0),)), tmp_path / "closure")
+    for other, name in ((mine.made(2.0), "factor"), (mine.made(1.0, 2.0), "by")):
+        with pytest.raises(UsageError, match=rf"Made\.update\.{name}: 1\.0 there, 2\.0 now"):
+            evaluate(NetTask(Net, (other,)), tmp_path / "closure")
+
+
+def refused_notes(task: Task, out: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        evaluate(task, out)
+    return str(caught.value)
+
+
+def test_a_refusal_names_the_attribute_and_the_way_out(tmp_path: Path) -> None:
+    evaluate(NetTask(lambda: Net(note=1.0)), tmp_path)
+    message = refused_notes(NetTask(lambda: Net(note=2.0)), tmp_path)
+    assert "(job.structure.model.note: " in message
+    assert "structure.model:" not in message
+    assert "dualeval_identity_ignores" in message
+
+
+# Data
+
+
+def test_a_changed_pixel_or_label_of_idx_files_is_refused(sources: Sources, tmp_path: Path) -> None:
+    sources.write("factory", FACTORY)
+    data = tmp_path / "data"
+    for name, change in (("contents", {"pixel": 1}), ("data", {"label": 1})):
+        idx_folder(data)
+        evaluate(classified(data), tmp_path / name)
+        idx_folder(data, **change)
+        with pytest.raises(UsageError, match=rf"job\.{name}: "):
+            evaluate(classified(data), tmp_path / name)
+        moved = shutil.copytree(idx_folder(data), tmp_path / f"moved-{name}")
+        assert evaluate(classified(moved), tmp_path / name).chunks["evaluated_now"] == 1
+
+
+PICTURE_FACTORY = """
+from torch import nn
+
+def net(num_classes=3):
+    return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, num_classes))
+"""
+
+
+@pytest.fixture
+def pictures(sources: Sources, tmp_path: Path) -> Path:
+    """Three classes with two uncompressed pictures each, and a factory."""
+    sources.write("factory", PICTURE_FACTORY)
+    for number, name in enumerate(("a/0", "a/1", "b/2", "b/3", "c/4", "c/5")):
+        bmp(tmp_path / f"data/{name}.bmp", (number, number))
+    return tmp_path / "data"
+
+
+PICTURE_CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a pixel": ("contents", lambda data: bmp(data / "a/0.bmp", (0, 1))),
+    "label": ("data", lambda data: (data / "b/2.bmp").rename(data / "a/2.bmp")),
+    "order": ("data", lambda data: [(data / "a/0.bmp").rename(data / "a/x.bmp")]),
+    "a sample more": ("data", lambda data: bmp(data / "c/6.bmp")),
+    "size": ("data", lambda data: (data / "a/0.bmp").write_bytes((data / "a/0.bmp").read_bytes() + b"\0")),
+}
+
+
+@pytest.mark.parametrize("name", PICTURE_CHANGES)
+def test_changed_pictures_are_refused(pictures: Path, tmp_path: Path, name: str) -> None:
+    field, change = PICTURE_CHANGES[name]
+    evaluate(picture_task(pictures), tmp_path / "out")
+    change(pictures)
+    with pytest.raises(UsageError, match=rf"job\.{field}: "):
+        evaluate(picture_task(pictures), tmp_path / "out")
+
+
+def picture_task(data: Path, **preprocessing: Any) -> ImageClassification:
+    return classified(data, preprocessing={"resize": 40, "crop": 32, **preprocessing})
+
+
+PREPROCESSING: dict[str, Any] = {
+    "resize": 36,
+    "crop": 24,
+    "interpolation": "bicubic",
+    "mean": (0.5, 0.5, 0.4),
+    "std": (0.25,),
+}
+
+
+@pytest.mark.parametrize("name", PREPROCESSING)
+def test_changed_preprocessing_is_refused(pictures: Path, tmp_path: Path, name: str) -> None:
+    changed = picture_task(pictures, **{name: PREPROCESSING[name]})
+    refused(picture_task(pictures), changed, tmp_path / "out", f"task_options.preprocessing.{name}")
+
+
+def test_another_extent_of_the_checksums_is_refused(pictures: Path, tmp_path: Path) -> None:
+    evaluate(picture_task(pictures), tmp_path / "out")
+    with pytest.raises(UsageError, match=r"task_options\.data_fingerprint: ends there, content now"):
+        sizes = {"resize": 40, "crop": 32}
+        evaluate(classified(pictures, data_fingerprint="content", preprocessing=sizes), tmp_path / "out")
+
+
+# What no list of causes holds
+
+
+HELPED = """
+import json, os
+from pathlib import Path
+import torch
+from torch import nn
+import helper
+
+class Helped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 7)
+    def forward(self, x):
+        factor = float(os.environ.get("TEST_FACTOR", "1"))
+        factor *= json.loads(Path("settings.json").read_text())["factor"]
+        return helper.scaled(self.linear(x)) * factor
+"""
+HELPER = """
+def scaled(x): return x * 1
+"""
+
+# Each changes what a forward computes, and nothing that the identity holds.
+REPLAY: dict[str, Callable[[Sources, pytest.MonkeyPatch], object]] = {
+    "imported helper": lambda sources, patch: sources.write("helper", HELPER.replace("* 1", "* 2")),
+    "environment variable": lambda sources, patch: patch.setenv("TEST_FACTOR", "2"),
+    "file": lambda sources, patch: (sources.home / "settings.json").write_text('{"factor": 2}'),
+}
+
+
+@pytest.mark.parametrize("name", REPLAY)
+def test_what_the_identity_cannot_know(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def task() -> NetTask:
+        return NetTask(sources.write("helped", HELPED).Helped)
+
+    sources.write("helper", HELPER)
+    (sources.home / "settings.json").write_text('{"factor": 1}')
+    before = evaluate(task(), tmp_path / "out")
+    REPLAY[name](sources, monkeypatch)
+    truth = evaluate(task(), tmp_path / "other")
+    assert truth.metrics_digest != before.metrics_digest
+    assert truth.fingerprint == before.fingerprint, "the identity knows it: it belongs among the cases above"
+    refused_or_anew(task(), tmp_path / "out", truth)
+
+
+def refused_or_anew(task: Task, out: Path, truth: Result) -> None:
+    try:
+        found = evaluate(task, out)
+    except UsageError as error:
+        assert "tiny/" in str(error), "the sample is named"
+    else:
+        assert found.metrics_digest == truth.metrics_digest
+
+
+# What must not matter
+
+
+@pytest.mark.parametrize("options", [{"workers": 2}, {"schedule": "dynamic"}])
+def test_how_a_run_works_does_not_matter(tmp_path: Path, options: dict[str, Any]) -> None:
+    first = evaluate(NetTask(Net), tmp_path / "out")
+    notes: list[str] = []
+    again = evaluate(NetTask(Net), tmp_path / "out", note=notes.append, **options)
+    assert again.to_json() == replace(first, earlier=True, replay="same bits").to_json()
+    assert "finished before" in notes[0]
+    other = evaluate(NetTask(Net), tmp_path / "other", **options)
+    assert (other.fingerprint, other.metrics_digest) == (first.fingerprint, first.metrics_digest)
+
+
+def test_threads_do_not_matter(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    found = set()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            result = evaluate(NetTask(Net), tmp_path / str(threads))
+            found.add((result.fingerprint, result.metrics_digest))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+def test_a_moved_folder_goes_on(pictures: Path, tmp_path: Path) -> None:
+    first = evaluate(picture_task(pictures), tmp_path / "out")
+    moved = pictures.rename(tmp_path / "elsewhere")
+    for path in moved.rglob("*.bmp"):
+        os.utime(path, (1, 1))
+    out = (tmp_path / "out").rename(tmp_path / "other")
+    notes: list[str] = []
+    again = evaluate(picture_task(moved), out, note=notes.append)
+    assert "finished before" in notes[0]
+    assert again.metrics_digest == first.metrics_digest
+
+
+WAYS = [("none", "single", 1), ("torchrun", "torch", 3), ("horovodrun", "horovod", 2), ("mpirun", "mpi", 2)]
+
+
+@pytest.fixture(scope="module")
+def embedded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str | Path], str]:
+    """A finished run of part of the embedded job: its words, and its digest."""
+    out = tmp_path_factory.mktemp("embedded") / "out"
+    words: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "dualeval",
+        "run",
+        "--limit",
+        "300",
+        "--out",
+        out,
+        "--no-progress",
+    ]
+    done = launch(words)
+    assert done.returncode == 0, done.stderr
+    return words, json.loads((out / "result.json").read_text())["metrics_digest"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "size"),
+    [
+        pytest.param(
+            *way,
+            marks=[*needs(*way[:2]), *([] if way[0] == "torchrun" else [pytest.mark.long])],
+            id=" ".join(map(str, way)),
+        )
+        for way in WAYS
+    ],
+)
+def test_ranks_launchers_and_backends_do_not_matter(
+    launch: Launch, embedded: tuple[list[str | Path], str], launcher: str, backend: str, size: int
+) -> None:
+    words, digest = embedded
+    command = [*start(launcher, size), *words, "--backend", backend, "--json"]
+    done = launch(command, variables=variables(launcher))
+    assert done.returncode == 0, done.stderr
+    assert "finished before" in done.stderr
+    assert digest in done.stdout
+
+
+def test_a_changed_pixel_is_refused_on_the_command_line(launch: Launch, tmp_path: Path) -> None:
+    data = Path(
+        shutil.copytree(ASSETS, tmp_path / "data", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    )
+    words: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "dualeval",
+        "run",
+        "--model",
+        "fashion-cnn",
+        "--data",
+        data,
+    ]
+    words += ["--weights", ASSETS / "fashion_cnn.safetensors", "--limit", "64", "--out", tmp_path / "out"]
+    assert launch(words).returncode == 0
+    images = data / "t10k-images-idx3-ubyte.gz"
+    content = bytearray(gzip.decompress(images.read_bytes()))
+    content[16 + 100] ^= 255
+    images.write_bytes(gzip.compress(bytes(content), 1))
+    done = launch(words)
+    assert done.returncode == 2
+    assert "job.contents" in done.stderr
+
+
+class Plain(TinyTask):
+    """Says nothing of what it depends on, but in an attribute."""
+
+    fingerprint = Task.fingerprint  # type: ignore[assignment]
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__(20)
+        self.threshold = threshold
+
+
+def test_a_value_of_a_tasks_own_is_part_of_the_job(tmp_path: Path) -> None:
+    evaluate(Plain(0.5), tmp_path)
+    assert evaluate(Plain(0.5), tmp_path).earlier
+    with pytest.raises(UsageError, match=r"task_attributes\.threshold"):
+        evaluate(Plain(0.6), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other"), [("rank", 1, 5), ("world_size", 1, 2), ("prompt", "/think", "/no_think")]
+)
+def test_what_looks_like_a_rank_or_a_path_is_part_of_the_job(
+    tmp_path: Path, name: str, value: Any, other: Any
+) -> None:
+    task = Plain(0.5)
+    setattr(task, name, value)
+    evaluate(task, tmp_path)
+    assert evaluate(task, tmp_path).earlier
+    setattr(task, name, other)
+    with pytest.raises(UsageError, match=rf"task_attributes\.{name}: {value} there, {other} now"):
+        evaluate(task, tmp_path)
+
+
+class Counting(Plain):
+    """Keeps in its attributes what it has seen."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(0.5)
+        self.given = given
+        self.seen: list[int] = []
+
+    def observe(self, outputs: Any, batch: Any) -> Any:
+        self.seen.append(len(outputs))
+        return super().observe(outputs, batch)
+
+
+@dataclass(frozen=True)
+class Limits:
+    low: float
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda value: [value],
+        lambda value: {"low": (value,)},
+        Limits,
+        torch.tensor,
+        lambda value: functools.partial(max, value),
+        lambda value: lambda: value,
+    ],
+)
+def test_lists_functions_and_dataclasses_of_a_tasks_own_are_part_of_the_job(of: Any, tmp_path: Path) -> None:
+    evaluate(Counting(of(0.5)), tmp_path)
+    assert evaluate(Counting(of(0.5)), tmp_path).earlier
+    with pytest.raises(UsageError, match=r"task_attributes\.given"):
+        evaluate(Counting(of(0.6)), tmp_path)
+
+
+def test_what_a_given_function_closes_over_or_reads_is_part_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(factor: float, name: str) -> Any:
+        return dualeval.evaluate(
+            model=nn.Identity(),
+            data=torch.arange(20.0),
+            observe=functools.partial(scaled, factor=factor),
+            batch_size=4,
+            launcher="none",
+            out=tmp_path / name,
+        )
+
+    run(1.0, "closure")
+    assert run(1.0, "closure").earlier
+    # Of the job, not of Python's library: that would be another machine, which may be allowed.
+    with pytest.raises(UsageError, match=r"holds another job \(job\.source"):
+        run(2.0, "closure")
+    run(1.0, "constant")
+    monkeypatch.setitem(globals(), "ADDED", 1.0)
+    with pytest.raises(UsageError, match=r"job\.constants\.tests.*scaled\.ADDED: 0\.0 there, 1\.0 now"):
+        run(1.0, "constant")
+
+
+ADDED = 0.0
+
+
+def scaled(outputs: Any, batch: Any, factor: float) -> dict[str, Any]:
+    return {"value": outputs * factor + ADDED}

@@ -1,0 +1,662 @@
+"""A model's identity: what changes a number changes it, and nothing else does."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dualeval.engine.identity import tensors
+from dualeval.engine.identity.model import (
+    ModelHasher,
+    ModelIdentity,
+    model_fingerprint,
+    structure_by_name,
+)
+from dualeval.engine.identity.plain import has_path
+from dualeval.errors import UsageError
+from dualeval.models.question_answering import build
+from dualeval.world import World
+from tests import questions
+from tests.conftest import Launch
+from tests.made_models import (
+    BY_NAME,
+    FAMILIES,
+    Holder,
+    WithBuffers,
+    conv,
+    identity,
+    quantised,
+    scripted,
+    seeded,
+    structure,
+    tied,
+    traced,
+)
+
+
+def weights(model: nn.Module) -> str:
+    found: str = model_fingerprint(model)["fingerprint"]
+    return found
+
+
+# The structure
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_changes_a_number_changes_the_structure(family: str) -> None:
+    found = [json.dumps(structure(seeded(make)), sort_keys=True) for make in FAMILIES[family]]
+    same = [pair for pair in itertools.combinations(range(len(found)), 2) if found[pair[0]] == found[pair[1]]]
+    assert not same, f"{family}: models {same} have the same structure"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_same_model_made_twice_and_copied(name: str) -> None:
+    wanted = identity(BY_NAME[name])
+    assert identity(BY_NAME[name]) == wanted
+    assert identity(lambda: copy.deepcopy(BY_NAME[name]())) == wanted
+
+
+def test_another_process_finds_the_same(launch: Launch) -> None:
+    """Sets of strings have another order in each process, and objects other addresses."""
+    done = launch([sys.executable, "-m", "tests.made_models"], variables={"PYTHONHASHSEED": "1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {name: identity(make) for name, make in BY_NAME.items()}
+
+
+def test_a_structure_names_the_child_that_differs() -> None:
+    one, other = (structure(nn.Sequential(nn.Linear(2, 2), kind())) for kind in (nn.ReLU, nn.GELU))
+    assert list(one) == ["model", "0", "1"]
+    assert [name for name in one if one[name] != other[name]] == ["1"]
+    many = structure(nn.Sequential(*(nn.Linear(1, 1) for _ in range(100))))
+    assert len(many) == 66
+    assert "others" in many
+
+
+def test_a_hook_for_all_modules_counts() -> None:
+    model = nn.Sequential(nn.ReLU())
+    before = structure(model)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 2)
+    try:
+        assert structure(model) != before
+    finally:
+        handle.remove()
+    assert structure(model) == before
+
+
+def test_the_number_of_a_hook_does_not_count() -> None:
+    def made() -> nn.Module:
+        model = nn.Sequential(nn.ReLU())
+        model.register_forward_pre_hook(_first_pre_hook)
+        return model
+
+    assert structure(made()) == structure(made())
+
+
+def _first_pre_hook(module: nn.Module, inputs: Any) -> None:
+    """Does nothing."""
+
+
+def test_where_a_thing_lies_or_runs_does_not_count(tmp_path: Path) -> None:
+    def found(value: Any) -> dict[str, str]:
+        return structure(Holder(value))
+
+    assert found(tmp_path / "a") == found(tmp_path / "b")
+    assert found(f"{tmp_path}/a") == found(f"{tmp_path}/b")
+    assert found(torch.device("cpu")) == found(torch.device("cuda:1")) == found("cuda:1")
+    assert found(torch.Generator().manual_seed(1)) == found(torch.Generator().manual_seed(2))
+
+
+def test_objects_are_never_asked() -> None:
+    class Talkative:
+        def __init__(self) -> None:
+            self.scale = 2
+
+        def __repr__(self) -> str:
+            raise AssertionError("repr was called")
+
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} was asked for")
+
+        @property
+        def computed(self) -> int:
+            raise AssertionError("a property was computed")
+
+    assert structure(Holder(Talkative())) == structure(Holder(Talkative()))
+
+
+def test_loops_and_depth_end() -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    holder = Holder(deep)
+    holder.parent = [holder]  # type: ignore[assignment]
+    assert structure(holder) == structure(holder)
+
+
+def test_code_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook: the class, what it derives from, and what its functions look up."""
+    program = """
+import torch, json
+from torch import nn
+from tests.made_models import structure
+SCALE = {scale}
+def helper(x): return x * {helper}
+class Base(nn.Module):
+    limit = {limit}
+    def forward(self, x): return helper(x) * {factor}
+class Net(Base):
+    def other(self): return [lambda: SCALE]
+print(json.dumps(structure(Net())))
+"""
+    base = {"scale": 1, "helper": 1, "limit": 1, "factor": 1}
+    cases = [base, base, *({**base, name: 2} for name in base)]
+    found = [_exec(program.format(**case)) for case in cases]
+    assert found[0] == found[1]
+    assert len(set(found)) == len(cases) - 1
+    monkeypatch.setitem(sys.modules, "nowhere", ModuleType("nowhere"))
+    assert _exec(program.format(**base)) == found[0], "as __main__ of a notebook, a module without a file"
+
+
+def _exec(program: str) -> str:
+    space: dict[str, Any] = {"__name__": "nowhere", "print": lambda text: space.update(found=text)}
+    exec(program, space)
+    found: str = space["found"]
+    return found
+
+
+# The tensors
+
+
+def test_every_buffer_counts() -> None:
+    found = [weights(WithBuffers(*values)) for values in ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0))]
+    assert len(set(found)) == 3
+    assert model_fingerprint(WithBuffers())["elements"] == 2
+
+
+@pytest.mark.parametrize("extra", [None, 1, "text", {"a": [1, 2.0]}, torch.ones(2), (torch.ones(2), None)])
+def test_an_extra_state_counts(extra: Any) -> None:
+    found = weights(WithBuffers(extra=extra))
+    assert found == weights(WithBuffers(extra=copy.deepcopy(extra)))
+    assert found != weights(WithBuffers(extra="another"))
+
+
+def test_an_extra_state_that_cannot_be_looked_into_counts_with_its_type() -> None:
+    assert weights(WithBuffers(extra=object())) == weights(WithBuffers(extra=object()))
+
+
+@pytest.mark.parametrize("make", [quantised, lambda: quantised(torch.float16)], ids=["int8", "float16"])
+def test_quantised_models(make: Callable[[], nn.Module]) -> None:
+    found = weights(seeded(make))
+    assert found == weights(seeded(make))
+    assert found != weights(make())
+
+
+def with_tensor(tensor: Tensor) -> str:
+    model = nn.Module()
+    model.register_buffer("buffer", tensor)
+    return weights(model)
+
+
+class Pair(Tensor):
+    """A tensor that is made of two others and a number, as those of quantising libraries are."""
+
+    low: Tensor
+    high: Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls, low: Tensor, high: Tensor, scale: float) -> Pair:
+        made: Pair = Tensor._make_wrapper_subclass(cls, low.shape, dtype=low.dtype)
+        made.low, made.high, made.scale = low, high, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["low", "high"], self.scale
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], scale: Any, *_: Any) -> Pair:
+        return Pair(inner["low"], inner["high"], scale)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert function is torch.ops.aten.detach.default, "it is taken apart, and nothing else"
+        return Pair(args[0].low, args[0].high, args[0].scale)
+
+
+def tensors_of_all_kinds() -> dict[str, Tensor]:
+    base = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    sparse = base.to_sparse()
+    return {
+        "float32": base,
+        "other values": base + 1,
+        "other shape": base.reshape(3, 2),
+        "negative zero": base * -0.0,
+        "zero": base * 0.0,
+        **{
+            str(dtype): base.to(dtype)
+            for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool)
+        },
+        "float8": base.to(torch.float8_e4m3fn),
+        "uint16": base.to(torch.uint16),
+        "complex": torch.complex(base, base),
+        "conjugate": torch.complex(base, base).conj(),
+        "scalar": torch.tensor(1.0),
+        "one": torch.tensor([1.0]),
+        "empty": torch.empty(0),
+        "empty rows": torch.empty(0, 3),
+        "sparse": sparse,
+        "sparse, other values": sparse * 2,
+        "rows": base.to_sparse_csr(),
+        "columns": base.to_sparse_csc(),
+        "per tensor": torch.quantize_per_tensor(base, 0.1, 2, torch.qint8),
+        "per tensor, other scale": torch.quantize_per_tensor(base * 2, 0.2, 2, torch.qint8),
+        "per channel": torch.quantize_per_channel(
+            base, torch.tensor([0.1, 0.2]), torch.tensor([0, 0]), 0, torch.qint8
+        ),
+        "nested": torch.nested.nested_tensor([base, base[:1]]),
+        "made of two": Pair(base, base, 1.0),
+        "made of two others": Pair(base, base * 2, 1.0),
+        "made of two with another scale": Pair(base, base, 2.0),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested", "ignore:torch.quantize")
+def test_tensors_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {name: with_tensor(tensor) for name, tensor in tensors_of_all_kinds().items()}
+    same = [pair for pair in itertools.combinations(found, 2) if found[pair[0]] == found[pair[1]]]
+    assert not same
+    monkeypatch.setattr(tensors, "_PIECE_BYTES", 4)
+    assert found == {name: with_tensor(tensor) for name, tensor in tensors_of_all_kinds().items()}
+
+
+@pytest.mark.parametrize("pieces", [4, 2**26])
+def test_strides_do_not_count(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
+    monkeypatch.setattr(tensors, "_PIECE_BYTES", pieces)
+    base = torch.arange(24.0).reshape(2, 3, 4)
+    wanted = with_tensor(base)
+    assert with_tensor(base.permute(2, 0, 1).contiguous().permute(1, 2, 0)) == wanted
+    assert with_tensor(torch.cat([base, base])[:2]) == wanted
+    assert with_tensor(base.to_sparse().to_dense()) == wanted
+    assert with_tensor(torch.ones(1).expand(5, 4)) == with_tensor(torch.ones(5, 4))
+
+
+def test_a_copy_is_made_of_a_piece_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "_PIECE_BYTES", 4096)
+    sizes: list[int] = []
+    contiguous: Any = Tensor.contiguous
+
+    def watched(tensor: Tensor) -> Any:
+        sizes.append(tensor.numel() * tensor.itemsize)
+        return contiguous(tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "contiguous", watched)
+        with_tensor(torch.zeros(100, 1000).t())
+    assert sum(sizes) == 400_000
+    assert max(sizes) <= 4096
+
+
+def test_tied_tensors() -> None:
+    assert model_fingerprint(tied())["elements"] == 18
+    model = seeded(tied)
+    apart = copy.deepcopy(model)
+    assert isinstance(apart, nn.Sequential)
+    middle: Any = apart[2]
+    middle.weight = nn.Parameter(middle.weight.detach().clone())
+    assert weights(apart) == weights(model)
+
+
+@pytest.mark.parametrize("make", [scripted, traced])
+def test_compiled_text_has_its_tensors(make: Callable[..., nn.Module]) -> None:
+    found = weights(seeded(make))
+    assert found == weights(seeded(make))
+    assert found != weights(make())
+
+
+def test_tensors_without_values_are_named() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(conv())
+    with pytest.raises(UsageError, match=r"tensor 0\.weight is on the meta device and has no values"):
+        weights(model)
+    with pytest.raises(UsageError, match=r"tensor weight has no values yet: it belongs to a lazy module"):
+        weights(nn.LazyLinear(2))
+
+
+# Objects that know each other
+
+
+class Place:
+    """Knows its neighbours."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.near: list[Any] = []
+
+
+def grid(size: int) -> list[Place]:
+    places = {(row, column): Place(f"{row},{column}") for row in range(size) for column in range(size)}
+    for (row, column), place in places.items():
+        around = [(row, column + 1), (row + 1, column), (row - 1, column), (row, column - 1)]
+        place.near = [places[other] for other in around if other in places]
+    return list(places.values())
+
+
+def each_with_each(size: int) -> list[Place]:
+    places = [Place(str(number)) for number in range(size)]
+    for place in places:
+        place.near = [other for other in places if other is not place]
+    return places
+
+
+def threes(levels: int) -> Any:
+    made: Any = (1.0,)
+    for _ in range(levels):
+        made = (made, made, made)
+    return made
+
+
+def nameless(size: int) -> list[Place]:
+    places = [Place("") for _ in range(size)]
+    for place, other in itertools.pairwise(places):
+        place.near, other.near = [*place.near, other], [place]
+    return places
+
+
+GRAPHS: dict[str, Callable[[], Any]] = {
+    "grid": lambda: grid(20),
+    "each with each": lambda: each_with_each(60),
+    "shared tuples": lambda: threes(35),
+    "chain without names": lambda: nameless(300),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_each_object_of_a_graph_is_looked_at_a_few_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[None] = []
+    make = ModelHasher._make
+    limit = 200_000  # all paths are more than can be walked in a lifetime
+
+    def counted(self: ModelHasher, value: Any, asked: Any) -> bytes:
+        made.append(None)
+        assert len(made) < limit
+        return make(self, value, asked)
+
+    monkeypatch.setattr(ModelHasher, "_make", counted)
+    found = structure(Holder(GRAPHS[name]()))
+    made.clear()
+    assert structure(Holder(GRAPHS[name]())) == found
+    other = GRAPHS[name]()
+    if isinstance(other, list):
+        other[-1].name = "another"
+        made.clear()
+        assert structure(Holder(other)) != found
+
+
+CYCLES = """
+import json
+from tests.made_models import Holder, structure
+from tests.engine.test_identity_model import Place
+names = {"animal", "cat", "dog", "cow", "pig", "hen"}
+kinds = {name: Place(name) for name in names}
+for name in sorted(names - {"animal"}):
+    kinds[name].near.append(kinds["animal"])
+    kinds["animal"].near.append(kinds[name])
+print(json.dumps([structure(Holder(kinds)), structure(Holder(set(kinds.values())))]))
+"""
+
+
+def test_a_cycle_that_comes_out_of_a_set(launch: Launch) -> None:
+    found = set()
+    for seed in "123":
+        done = launch([sys.executable, "-c", CYCLES], variables={"PYTHONHASHSEED": seed})
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+def test_where_a_cycle_is_entered_does_not_count() -> None:
+    one, other = Place("one"), Place("other")
+    one.near, other.near = [other], [one]
+    values = ModelHasher()
+    first = values.digest(one)
+    second = values.digest(other)
+    values = ModelHasher()
+    assert (values.digest(other), values.digest(one)) == (second, first)
+    assert first != second
+
+
+# What is another at each start
+
+
+def test_what_says_when_or_where_a_thing_was_made_does_not_count() -> None:
+    def found(value: Any) -> dict[str, str]:
+        return structure(Holder(value))
+
+    day = datetime.datetime(2024, 1, 1)
+    assert found(day) == found(day + datetime.timedelta(1))
+    assert found(uuid.uuid4()) == found(uuid.uuid4())
+    for text in ("file://{}", "--cache={}", "a {}/b c", "PATH={}:/usr/lib"):
+        assert found(text.format("/tmp/a")) == found(text.format("/tmp/b")), text
+    for one, other in (("a/b", "a/c"), ("https://a/b", "https://a/c"), ("x /2", "x /3"), ("--a=1", "--a=2")):
+        assert found(one) != found(other)
+
+
+def test_a_key_that_is_the_id_of_a_parameter() -> None:
+    def made(names: str = "ab") -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.groups = {id(item): name for item, name in zip(model.parameters(), names, strict=True)}  # type: ignore[assignment]
+        return model
+
+    first, second = made(), made()
+    assert structure(first) == structure(second)
+    assert structure(made("ba")) != structure(first)
+
+
+def test_a_process_counts_with_its_class() -> None:
+    found = []
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", ""]) as process:
+            found.append(structure(Holder(process)))
+    assert found[0] == found[1]
+
+
+class Ignoring(nn.Module):
+    dualeval_identity_ignores: Any = ("started",)
+
+    def __init__(self, started: float, scale: float = 1.0) -> None:
+        super().__init__()
+        self.started = started
+        self.scale = scale
+
+
+def test_an_attribute_is_left_out_by_name() -> None:
+    assert structure(Ignoring(1.0)) == structure(Ignoring(2.0))
+    assert structure(Ignoring(1.0)) != structure(Ignoring(1.0, 2.0))
+    found = []
+    for scale in (1.0, 2.0):
+        model = Ignoring(1.0, scale)
+        model.dualeval_identity_ignores = ["scale"]
+        found.append(structure(model))
+    assert found[0] == found[1]
+    wrong = Ignoring(1.0)
+    wrong.dualeval_identity_ignores = 3
+    with pytest.raises(UsageError, match=r"dualeval_identity_ignores of .*Ignoring is of type int; expected"):
+        structure(wrong)
+
+
+def test_attributes_are_named() -> None:
+    def named(model: nn.Module) -> dict[str, str]:
+        return structure_by_name(model, ModelHasher(model))
+
+    one, other = (named(nn.Sequential(nn.Conv1d(1, 1, 1, stride=stride))) for stride in (1, 2))
+    assert [name for name in one if one[name] != other[name]] == ["0.stride"]
+    many = named(nn.Sequential(*(nn.Conv1d(1, 1, 1) for _ in range(60)), Ignoring(1.0)))
+    assert len(many) == 128
+    assert "60.scale" in many, "the user's own come first"
+    assert named(nn.Sequential(*(nn.ReLU() for _ in range(65)))) == {}
+
+
+# Attributes that run code
+
+
+class OwnDict:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("__dict__")
+
+
+class OwnClass:
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise RuntimeError("__class__")
+
+
+class Items(dict[Any, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("items")
+
+
+class Endless(list[Any]):
+    def __iter__(self) -> Any:
+        return itertools.count()
+
+
+class Pairs(tuple[Any, ...]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("iter")
+
+
+class Unordered(set[Any]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("iter")
+
+
+@pytest.mark.parametrize("kind", [Items, Endless, Pairs, Unordered])
+def test_a_derived_container_is_read_and_not_run(kind: Callable[[Any], Any]) -> None:
+    contents = ({1: 2}, {1: 3}) if kind is Items else ([1], [2])
+    one, same, other = (structure(Holder(kind(content))) for content in (contents[0], *contents))
+    assert one == same != other
+
+
+def test_an_object_that_cannot_be_read_counts_with_its_class() -> None:
+    assert structure(Holder(OwnDict())) == structure(Holder(OwnDict()))
+    # torch itself asks an attribute for its class; inside a list nobody does.
+    assert (
+        structure(Holder([OwnClass()])) == structure(Holder([OwnClass()])) != structure(Holder([OwnDict()]))
+    )
+
+
+# A model of the transformers library
+
+
+def test_a_moved_folder_holds_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = questions.save_tiny_bert(tmp_path / "first")
+    second = shutil.copytree(first, tmp_path / "elsewhere/second")
+    monkeypatch.chdir(tmp_path)
+    wanted = identity(lambda: build(first, None))
+    assert identity(lambda: build(second, None)) == wanted
+    assert identity(lambda: build(Path("first"), None)) == wanted, "a relative path"
+    for change in ({"hidden_act": "relu"}, {"num_attention_heads": 4}, {"layer_norm_eps": 1e-3}):
+        other = questions.save_tiny_bert(tmp_path / "other", **change)
+        assert structure(build(other, None)) != wanted[0], change
+
+
+def on_rank(rank: int, size: int, name: str, value: Any) -> tuple[dict[str, str], ...]:
+    """The structure of a model with an attribute, and that with the numbers of a process alone."""
+    model = nn.Linear(2, 2)
+    setattr(model, name, value)
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size, node_rank=rank, launcher="torchrun")
+    found = ModelIdentity.of(model, world=world)
+    return dict(found.structure), dict(found.alone["structure"])
+
+
+@pytest.mark.parametrize("name", ["rank", "local_rank", "_rank", "RANK", "node_rank", "group_rank"])
+@pytest.mark.parametrize("kind", [int, str])
+def test_a_rank_that_is_this_ranks_counts_as_that_of_a_process_alone(name: str, kind: type) -> None:
+    [one, alone] = on_rank(0, 1, name, kind(0))
+    assert one == alone
+    for size in (2, 3):
+        for rank in range(size):
+            as_it_is, alone = on_rank(rank, size, name, kind(rank))
+            assert alone == one
+            assert (as_it_is == one) == (rank == 0)
+
+
+@pytest.mark.parametrize("name", ["rank", "local_rank", "world_size"])
+def test_a_rank_of_another_kind_counts_as_it_is(name: str) -> None:
+    """Recall at rank 5 is that on any rank, and no recall at rank 4; so is the rank of a LoRA."""
+    ranks = [(rank, size) for size in (1, 2, 3) for rank in range(size)]
+    found = {value: [on_rank(*rank, name, value)[0] for rank in ranks] for value in (4, 5)}
+    assert all(structure == found[4][0] for structure in found[4])
+    assert all(structure == found[5][0] for structure in found[5])
+    assert found[4][0] != found[5][0]
+
+
+@pytest.mark.parametrize("name", ["world_size", "_local_world_size"])
+def test_the_size_of_the_run_counts_as_one(name: str) -> None:
+    wanted = on_rank(0, 1, name, 1)
+    for size in (2, 3):
+        for rank in range(size):
+            assert on_rank(rank, size, name, size) == on_rank(rank, size, name, 1) == wanted
+        assert on_rank(0, size, name, size + 1) != wanted
+
+
+def test_a_salted_hash_of_transformers_does_not_count() -> None:
+    assert on_rank(0, 1, "_original_object_hash", 1) == on_rank(0, 1, "_original_object_hash", 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("/think", "/no_think", False),
+        ("/think about it", "/no_think about it", False),
+        ("Answer. /a/think", "Answer. /a/no_think", False),
+        ("mode=/think", "mode=/no_think", False),
+        ("//think", "//no_think", False),
+        ("{folder}/a", "{folder}/b", True),
+        ("--cache={folder}/a", "--cache={folder}/b", True),
+        ("{folder}/a b", "{folder}/c d", True),
+        ("{folder}/a or yes", "{folder}/a or no", False),
+    ],
+)
+def test_a_text_is_a_path_where_its_first_folder_is_there(
+    tmp_path: Path, one: str, other: str, same: bool
+) -> None:
+    for name in ("a b", "c d"):
+        (tmp_path / name).mkdir()
+    first, second = (structure(Holder(text.format(folder=tmp_path))) for text in (one, other))
+    assert (first == second) == same
+    assert has_path(one.format(folder=tmp_path)) == ("{folder}" in one)
+
+
+def test_what_torch_keeps_beside_a_function_at_its_first_call_is_not_in_the_identity() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model: Any = checkpoint_wrapper(nn.Linear(2, 2))
+    before = ModelHasher().digest(model.checkpoint_fn)
+    model(torch.rand(1, 2)).sum().backward()  # as in a training
+    assert ModelHasher().digest(model.checkpoint_fn) == before
+
+    def doubled(value: int) -> int:
+        return 2 * value
+
+    # Each has an address of its own, as two ranks have.
+    disable: Any = torch.compiler.disable
+    one, other = (disable(doubled) for _ in range(2))
+    assert ModelHasher().digest(one) == ModelHasher().digest(other)

@@ -1,0 +1,341 @@
+"""A run beside a finished one: what the result says of how predictions moved, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dualeval
+from dualeval.engine import reference
+from dualeval.engine.stored_rows import Window
+from dualeval.errors import DualevalError, UsageError
+from dualeval.metrics import Mean
+from dualeval.report.table import print_result
+from dualeval.result import PREDICTIONS, STATUS, Result
+from tests.comparison.test_comparison import changed
+from tests.conftest import Launch
+from tests.engine.test_evaluator import evaluate
+from tests.tiny import CLASSES, FEATURES, TinyTask
+
+COUNT = 300
+
+
+class Seeded(TinyTask):
+    """A TinyTask with weights of another seed, and other columns on demand."""
+
+    def __init__(
+        self,
+        count: int = COUNT,
+        broken: Sequence[int] = (),
+        *,
+        seed: int = 0,
+        more: Mapping[str, Any] | None = None,
+        rows: Sequence[str] = TinyTask.rows,
+    ) -> None:
+        super().__init__(count, broken)
+        self._seed = seed
+        self._more = more or {}
+        self.rows = (*rows, *self._more)  # type: ignore[assignment]
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(self._seed)
+            return nn.Linear(FEATURES, CLASSES).eval().to(device)
+
+    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Any]:
+        columns = super().observe(outputs, batch)
+        return {**columns, **{name: make(columns) for name, make in self._more.items()}}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("reference") / "first"
+    evaluate(Seeded(), out, batch_size=32, job={"precision": "fp32", "mean": (0.5,)})
+    return out
+
+
+def table_of(run: Path) -> Any:
+    return pyarrow.parquet.read_table(run / PREDICTIONS).to_pandas()
+
+
+def expected(first: Path, second: Path) -> dict[str, Any]:
+    one, other = table_of(second), table_of(first)
+    moved = (one.loss.astype(float) - other.loss.astype(float)).to_numpy()
+    right, was = one.prediction == one.target, other.prediction == other.target
+    return {
+        "changed": int((one.prediction != other.prediction).sum()),
+        "became_right": int((right & ~was).sum()),
+        "became_wrong": int((~right & was).sum()),
+        "mean": pytest.approx(moved.mean()),
+        "mean_absolute": pytest.approx(np.abs(moved).mean()),
+        "largest": np.abs(moved).max(),
+        "largest_at": one.id[int(np.abs(moved).argmax())],
+    }
+
+
+@pytest.mark.parametrize("window", [16_384, 7])
+def test_the_numbers_are_those_of_the_two_files(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    monkeypatch.setattr(reference, "WINDOW_ROWS", window)
+    monkeypatch.setattr("dualeval.engine.folder.windows.WINDOW_ROWS", window)
+    out = tmp_path / "second"
+    job = {"precision": "fp32", "mean": (0.5,), "layout": "x"}
+    result = evaluate(Seeded(seed=1), out, batch_size=16, reference=first, job=job)
+    wanted, found = expected(first, out), result.reference
+    assert wanted["changed"] > 50
+    assert {name: found[name] for name in ("changed", "became_right", "became_wrong")} == {
+        name: wanted[name] for name in ("changed", "became_right", "became_wrong")
+    }
+    assert found["agreement"] == (COUNT - wanted["changed"]) / COUNT
+    for name in ("mean", "mean_absolute", "largest", "largest_at"):
+        assert found["loss"][name] == wanted[name]
+    assert found["columns"]["confidence"]["largest"] > 0
+    assert found["columns"]["target"] == {"rows_differ": 0, "first": None}
+    assert not found["same_bits"]
+    assert list(found["differs_in"]) == ["batch_size", "weights_fingerprint"]
+    assert len(found["first_changed"]) == 10
+    assert json.loads((out / "result.json").read_text())["reference"] == found
+    # Finished: from its rows, the same; and without --reference what was written.
+    again = evaluate(Seeded(seed=1), out, batch_size=16, reference=first, job=job)
+    assert again.earlier
+    assert again.reference == found
+    assert evaluate(Seeded(seed=1), out, batch_size=16).reference == found
+    # Nothing is written.
+    assert evaluate(Seeded(seed=1), None, batch_size=16, reference=first, job=job).reference == found
+
+
+def test_it_decides_neither_identity_nor_digest(first: Path, tmp_path: Path) -> None:
+    alone = evaluate(Seeded(seed=2), tmp_path / "alone", batch_size=32)
+    beside = evaluate(Seeded(seed=2), tmp_path / "beside", batch_size=32, reference=first)
+    assert beside.fingerprint == alone.fingerprint
+    assert beside.metrics_digest == alone.metrics_digest
+    shown = evaluate(Seeded(seed=2), tmp_path / "alone", batch_size=32, reference=first)
+    assert shown.earlier
+    assert shown.reference == beside.reference
+    assert alone.reference == {}
+    assert json.loads((tmp_path / "alone/result.json").read_text())["reference"] == {}
+
+
+def test_the_same_bits_are_said(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluate(Seeded(), None, batch_size=32, reference=str(first))
+    assert found.reference["same_bits"]
+    assert found.reference["agreement"] == 1.0
+    assert found.reference["loss"]["largest"] == 0.0
+    assert found.reference["differs_in"] == {}
+    print_result(found)
+    shown = capsys.readouterr().out
+    assert "agreement     300 predictions are equal (100.00 %)\n" in shown
+    assert "the same bits in every row" in shown
+    assert f"reference       {first}" in shown
+
+
+def test_the_table_names_what_moved(first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = evaluate(
+        Seeded(seed=1), tmp_path / "x", batch_size=32, reference=first, job={"precision": "amp-bf16"}
+    )
+    print_result(result)
+    shown = capsys.readouterr().out
+    found = result.reference
+    assert f"{found['became_right']} became right, {found['became_wrong']} wrong" in shown
+    assert f"largest {found['loss']['largest']:.3g} ({found['loss']['largest_at']})" in shown
+    assert "precision fp32 -> amp-bf16" in shown
+
+
+def test_failed_samples_are_counted_apart(tmp_path: Path) -> None:
+    class Skipping(Seeded):
+        """Its data are the same whatever can be read."""
+
+        def __init__(self, broken: Sequence[int]) -> None:
+            super().__init__(40, broken)
+            self._dataset.fingerprint = lambda count: f"{count:064d}"  # type: ignore[method-assign]
+
+    evaluate(Skipping([1, 2, 3]), tmp_path / "a", batch_size=8, on_error="skip")
+    for out in (tmp_path / "b", None):
+        found = evaluate(
+            Skipping([3, 4]), out, batch_size=8, on_error="skip", reference=tmp_path / "a"
+        ).reference
+        assert found["failed"] == {"here": 1, "there": 2, "both": 1}
+        assert found["samples"] == 36
+        assert found["agreement"] == 1.0
+
+
+def test_losses_that_are_not_finite(tmp_path: Path) -> None:
+    def with_losses(*values: float) -> dict[str, Any]:
+        def made(columns: Mapping[str, Tensor]) -> Tensor:
+            loss = columns["loss"].clone()
+            loss[: len(values)] = torch.tensor(values)
+            return loss
+
+        return {"loss2": made}
+
+    nan, inf = math.nan, math.inf
+    evaluate(Seeded(20, more=with_losses(nan, nan, inf, inf, 1.0, 2.0)), tmp_path / "a")
+    out = tmp_path / "b"
+    result = evaluate(
+        Seeded(20, more=with_losses(nan, 1.0, inf, -inf, nan, 2.5)), out, reference=tmp_path / "a"
+    )
+    found = result.reference["columns"]["loss2"]
+    assert found["rows_differ"] == 4
+    assert found["not_finite"] == 3
+    assert found["first_not_finite"] == "tiny/1"
+    assert (found["largest"], found["largest_at"]) == (0.5, "tiny/5")
+    assert found["mean"] == pytest.approx(0.5 / 17)
+
+
+def test_columns_of_other_kinds_are_named(tmp_path: Path) -> None:
+    def ragged(columns: Mapping[str, Tensor]) -> Any:
+        return [row[: 1 + int(target) % 3] for row, target in zip(columns["top"], columns["target"])]  # noqa: B905
+
+    there = {"words": lambda columns: ["a"] * len(columns["loss"]), "kind": lambda columns: columns["loss"]}
+    here = {
+        "words": lambda columns: ["a", "b"] * (len(columns["loss"]) // 2),
+        "kind": lambda columns: columns["target"],
+        "parts": ragged,
+    }
+    evaluate(Seeded(20, more={**there, "parts": ragged}), tmp_path / "a")
+    evaluate(Seeded(20, more=there), tmp_path / "without")
+    result = evaluate(Seeded(20, more=here), tmp_path / "b", reference=tmp_path / "a")
+    found = result.reference
+    assert found["columns"]["words"] == {"rows_differ": 10, "first": "tiny/1"}
+    assert found["columns"]["parts"] == {"rows_differ": 0, "first": None}
+    assert found["not_compared"] == {"kind": "int32 in this run, float32 in the reference"}
+    result = evaluate(Seeded(20, more=here), tmp_path / "c", reference=tmp_path / "without")
+    assert result.reference["not_compared"]["parts"] == "only in this run"
+
+
+def test_without_prediction_and_loss_the_columns_of_both_are_compared(tmp_path: Path) -> None:
+    class Plain(Seeded):
+        def metrics(self) -> list[Any]:
+            return [Mean("confidence")]
+
+    evaluate(Plain(20, rows=("confidence",)), tmp_path / "a")
+    result = evaluate(Plain(20, rows=("confidence",), seed=1), None, reference=tmp_path / "a")
+    found = result.reference
+    assert (found["prediction"], found["agreement"], found["loss"]) == (None, None, None)
+    assert found["columns"]["confidence"]["rows_differ"] == 20
+    print_result(result)
+
+
+@pytest.mark.parametrize("options", [{"limit": 40}, {"sample": 30, "seed": 3}])
+def test_a_part_of_the_data(tmp_path: Path, first: Path, options: dict[str, Any]) -> None:
+    evaluate(Seeded(), tmp_path / "a", **options)
+    found = evaluate(Seeded(seed=1), tmp_path / "b", reference=tmp_path / "a", **options).reference
+    assert found["samples"] == (options.get("limit") or options["sample"])
+    with pytest.raises(UsageError, match=r"a run over other samples: .* only there, 0 only here"):
+        evaluate(Seeded(seed=1), tmp_path / "c", reference=first, **options)
+    assert not (tmp_path / "c").exists(), "nothing is made where nothing can be compared"
+
+
+def test_what_is_refused(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Seeded, "forward", lambda *_: pytest.fail("something was evaluated"))
+    with pytest.raises(UsageError, match="--reference: there is no folder"):
+        evaluate(Seeded(), tmp_path / "b", reference=tmp_path / "nothing")
+    unfinished = changed(first, tmp_path / "unfinished")
+    status = json.loads((first / STATUS).read_text())
+    (unfinished / STATUS).write_text(json.dumps({**status, "state": "stopped"}))
+    with pytest.raises(UsageError, match=r"--reference: .* holds no finished run: its state is 'stopped'"):
+        evaluate(Seeded(), tmp_path / "b", reference=unfinished)
+    without = changed(first, tmp_path / "without")
+    (without / PREDICTIONS).unlink()
+    with pytest.raises(UsageError, match=r"--reference: .* no predictions\.parquet any more"):
+        evaluate(Seeded(), tmp_path / "b", reference=without)
+    other = changed(first, tmp_path / "data", data={"fingerprint": "0" * 64, "contents": None})
+    with pytest.raises(UsageError, match=r"over different data: .* in labels, sizes or texts \(.*0{8}\)"):
+        evaluate(Seeded(), tmp_path / "b", reference=other)
+    turned = changed(first, tmp_path / "turned", lambda table: table.take(list(range(COUNT))[::-1]))
+    with pytest.raises(UsageError, match=r"in another order: sample 0 is 'tiny/299' there"):
+        evaluate(Seeded(), tmp_path / "b", reference=turned)
+    few = changed(first, tmp_path / "few", lambda table: table.select(["id", "index", "top"]))
+    with pytest.raises(UsageError, match="no column is in both runs"):
+        evaluate(Seeded(rows=("loss",)), tmp_path / "b", reference=few)
+    for wrong in ("", 3):
+        with pytest.raises(UsageError, match=r"reference .*: expected the folder of a finished run"):
+            evaluate(Seeded(), tmp_path / "b", reference=wrong)
+    with pytest.raises(UsageError, match="reference and out are both"):
+        evaluate(Seeded(), first, reference=str(first))
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_reference_that_is_damaged_meanwhile_costs_no_batch(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_: object) -> None:
+        raise DualevalError("its file is damaged")
+
+    monkeypatch.setattr("dualeval.engine.stored_rows.StoredRows.batch", damaged)
+    monkeypatch.setattr("dualeval.engine.outcome.batches_of_predictions", damaged)
+    monkeypatch.setattr("dualeval.engine.outcome.Outcome._metric_digests", lambda *_: {})
+    result = evaluate(Seeded(seed=1), tmp_path / "b", reference=first)
+    assert result.reference["problem"] == "its file is damaged"
+    assert result.warnings[-1] == f"not compared with {first}: its file is damaged"
+    print_result(result)
+
+
+def test_answers_are_the_predictions_of_questions() -> None:
+    given: list[tuple[list[bool], list[str | None]]] = [
+        ([True, False], ["Rome", "no"]),
+        ([False, False], ["Paris", None]),
+    ]
+    own, there = (
+        Window(
+            start=0,
+            evaluated=np.array([True, True]),
+            columns={"exact_match": np.array(right), "score": np.array([1.0, 2.0])},
+            ids=[],
+            indices=np.empty(0, np.int64),
+            texts={"answer": answers},
+        )
+        for right, answers in given
+    )
+    found = reference._Found()
+    found.add(own, there, TinyTask(2).dataset())
+    said = found.to_json()
+    assert (said["prediction"], said["changed"], said["agreement"]) == ("answer", 2, 0.0)
+    assert (said["became_right"], said["became_wrong"]) == (1, 0)
+
+
+def test_a_loop_of_one_s_own(tmp_path: Path) -> None:
+    def run(out: Path | None, factor: float, **options: Any) -> Result:
+        with dualeval.Session(launcher="none", device="cpu") as session:
+            for batch in session.batches(torch.arange(20.0), batch_size=4, out=out, **options):
+                session.add(batch, loss=batch * factor)
+            return session.result()
+
+    run(tmp_path / "a", 1.0)
+    for out in (tmp_path / "b", None):
+        found = run(out, 1.5, reference=tmp_path / "a").reference
+        assert (found["loss"]["largest"], found["loss"]["largest_at"]) == (9.5, "19")
+
+
+def test_two_ranks_and_the_command_line(launch: Launch, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dualeval", "run", "--limit", "200", "--no-progress", "--json"]
+    one = launch([*command, "--out", tmp_path / "a"], timeout=120)
+    assert one.returncode == 0, one.stderr
+    (tmp_path / "job.toml").write_text('reference = "a"\n')
+    words: list[str | Path] = [
+        "--config",
+        tmp_path / "job.toml",
+        "--nproc",
+        "2",
+        "--batch-size",
+        "16",
+        "--out",
+        tmp_path / "b",
+    ]
+    two = launch([*command, *words], timeout=120)
+    assert two.returncode == 0, two.stderr
+    found = json.loads(two.stdout)["reference"]
+    assert found["samples"] == 200
+    assert found["differs_in"] == {"batch_size": [64, 16]}
+    assert found["agreement"] == 1.0

@@ -1,0 +1,470 @@
+"""Before a run goes on, or a finished one is shown again, two batches are evaluated anew and compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dualeval.engine import agreement, recorder, replay
+from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.folder.journal import read_journal_file
+from dualeval.engine.forward import evaluate_alone
+from dualeval.engine.plan import EvalPlan
+from dualeval.errors import UsageError
+from dualeval.metrics import Measured, Metric, RowMetric
+from dualeval.result import Result, read_status
+from dualeval.tasks.image_data import ASSETS
+from tests.conftest import Finished, Launch
+from tests.engine.test_evaluator import evaluate
+from tests.tiny import TinyTask
+
+SAMPLES = 200
+BATCH = 10
+
+# What a model reads, as from a helper module, a file or the environment, and no identity names: a factor, and
+# the number of batches after which it breaks.
+unnamed = {
+    "factor": 1.0,
+    "batches": math.inf,
+    "limit": 2.0,
+    "scale": 1.0,
+    "word": 0.0,
+    "unsteady": 0.0,
+    "ticks": 0.0,
+}
+
+
+class Reading(TinyTask):
+    """A task whose forward reads something that no identity names."""
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        unnamed["batches"] -= 1
+        if unnamed["batches"] < 0:
+            raise RuntimeError("enough")
+        return super().forward(model, batch) * unnamed["factor"]
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch, no_look: None) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 30)
+    monkeypatch.setitem(unnamed, "factor", 1.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+def begin(out: Path) -> None:
+    unnamed["batches"] = 13
+    with pytest.raises(RuntimeError, match="enough"):
+        finish(out)
+    unnamed["batches"] = math.inf
+
+
+def finish(out: Path, **options: Any) -> Result:
+    return evaluate(Reading(SAMPLES), out, batch_size=BATCH, **options)
+
+
+@pytest.fixture(params=[begin, finish], ids=["begun", "finished"])
+def there(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with a run that has not come to its end, or has."""
+    make: Callable[[Path], object] = request.param
+    make(tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_the_same_numbers_go_on(there: Path) -> None:
+    assert finish(there).replay == "same bits"
+
+
+def test_a_first_run_compares_nothing(tmp_path: Path) -> None:
+    result = finish(tmp_path)
+    assert (result.replay, result.earlier) == (None, False)
+
+
+def test_other_numbers_are_refused_by_name(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in there.rglob("*") if path.suffix in (".journal", ".parquet")}
+    monkeypatch.setitem(unnamed, "factor", 1.000001)
+    with pytest.raises(UsageError) as caught:
+        finish(there)
+    for words in ("sample tiny/", "(index ", "column 'confidence': 0.", " there, 0.", " now", "--fresh"):
+        assert words in str(caught.value)
+    assert {path: path.read_bytes() for path in before} == before, "nothing that was finished is lost"
+    monkeypatch.setitem(unnamed, "factor", 1.0)
+    assert finish(there).replay == "same bits"
+
+
+def test_it_can_be_left_out_and_the_result_says_so(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(unnamed, "factor", 2.0)
+    assert finish(there, replay=False).replay == "skipped"
+
+
+def test_a_refused_run_that_was_finished_stays_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(tmp_path)
+    monkeypatch.setitem(unnamed, "factor", 2.0)
+    with pytest.raises(UsageError):
+        finish(tmp_path)
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status.state == "done"
+
+
+def played_machine(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    real = agreement.machine_facts
+
+    def facts(*args: Any) -> dict[str, Any]:
+        return {**real(*args), **changes}
+
+    monkeypatch.setattr("dualeval.engine.execution.machine_facts", facts)
+
+
+def test_another_machine_is_compared_to_tolerance(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played_machine(monkeypatch, model="another CPU")
+    monkeypatch.setitem(unnamed, "factor", 1.000001)
+    assert finish(there).replay == "within tolerance"
+    monkeypatch.setitem(unnamed, "factor", 1.5)
+
+
+def test_another_machine_is_refused_beyond_tolerance(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played_machine(monkeypatch, model="another CPU")
+    monkeypatch.setitem(unnamed, "factor", 1.5)
+    with pytest.raises(UsageError, match="holds other numbers"):
+        finish(there)
+
+
+def test_a_model_that_gives_other_bits_each_time_is_compared_to_tolerance(
+    there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = TinyTask.forward
+
+    def noisy(self: TinyTask, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = forward(self, model, batch)
+        return logits + 1e-5 * torch.rand(logits.shape)
+
+    monkeypatch.setattr(TinyTask, "forward", noisy)
+    notes: list[str] = []
+    assert finish(there, note=notes.append).replay == "within tolerance"
+    assert any("does not give the same bits twice" in note for note in notes)
+
+
+def test_a_sample_that_cannot_be_read_any_more_is_named(there: Path) -> None:
+    task = Reading(SAMPLES)
+    task.dataset()._broken = set(range(SAMPLES))
+    fingerprint = TinyTask(SAMPLES).dataset().fingerprint(SAMPLES)
+    task.dataset().fingerprint = lambda count: fingerprint  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match=r"sample tiny/\d+ \(index \d+\) cannot be read"):
+        evaluate(task, there, batch_size=BATCH)
+
+
+def test_failed_samples_are_not_compared(tmp_path: Path) -> None:
+    def run() -> Result:
+        task = Reading(SAMPLES, broken=[*range(0, SAMPLES, 2), *range(20)])
+        return evaluate(task, tmp_path, batch_size=BATCH, on_error="skip")
+
+    run()
+    again = run()
+    assert (again.earlier, again.replay) == (True, "same bits")
+
+
+def test_each_batch_is_read_back_from_journal_and_parquet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever batch is drawn, its stored rows are the ones of its samples."""
+    begin(tmp_path / "begun")
+    files = tuple(map(read_journal_file, sorted((tmp_path / "begun/journal").glob("*.journal"))))
+    finish(tmp_path / "done")
+    wanted = pyarrow.parquet.read_table(tmp_path / "done/predictions.parquet")
+    seen: dict[str, set[int]] = {"begun": set(), "done": set()}
+    plan = EvalPlan(num_samples=SAMPLES, batch_size=BATCH)
+    for draw in range(20):
+        path, machines = tmp_path / "done/predictions.parquet", [{"model": "m", "chunks": 20}]
+        batches = {
+            "begun": [*replay.batches_of_journal(files, plan, f"{draw:x}")],
+            "done": [*replay.batches_of_predictions(path, plan, f"{draw:x}", machines)],
+        }
+        for name, two in batches.items():
+            assert len({stored.samples for stored in two}) == 2
+            seen[name].add(two[0].samples.start)
+            for stored in two:
+                rows = wanted.slice(stored.samples.start, BATCH).to_pydict()
+                for column, values in stored.columns.items():
+                    assert values.tolist() == rows[column], column
+        assert batches["done"][1].machines == ({"model": "m"},)
+    assert seen == {"begun": set(range(0, 130, 10)), "done": set(range(0, SAMPLES, 10))}
+
+
+def test_two_batches_are_drawn_where_there_are_two() -> None:
+    fingerprints = [hashlib.sha256(bytes([number])).hexdigest() for number in range(200)]
+    assert {tuple(replay.places_drawn(each, 1)) for each in fingerprints} == {(0,)}
+    pairs = {tuple(replay.places_drawn(each, 3)) for each in fingerprints}
+    assert pairs == {(one, other) for one in range(3) for other in range(3) if one != other}
+
+
+def test_a_batch_of_a_chunk_of_several_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dualeval.engine.plan.MAX_CHUNKS", 7)
+    begin(tmp_path)
+    files = tuple(map(read_journal_file, sorted((tmp_path / "journal").glob("*.journal"))))
+    plan = EvalPlan(num_samples=SAMPLES, batch_size=BATCH)
+    done = {batch for file in files for chunk in file.chunks for batch in plan.chunk_batches(chunk)}
+    seen = set()
+    for draw in range(len(done) * (len(done) - 1)):
+        for stored in replay.batches_of_journal(files, plan, f"{draw:x}"):
+            assert stored.columns["target"].tolist() == [index * 31 % 7 for index in stored.samples]
+            seen.add(stored.samples.start // BATCH)
+    assert seen == done
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_difference_in_either_of_two_batches_is_found(
+    there: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    seen: list[range] = []
+
+    def differs(evaluation: Any, samples: range) -> Any:
+        columns, failed = evaluate_alone(evaluation, samples)
+        seen.append(samples)
+        confidence = np.asarray(columns["confidence"])
+        return {**columns, "confidence": confidence / 2 if len({*seen}) > number else confidence}, failed
+
+    monkeypatch.setattr("dualeval.engine.evaluator.evaluate_alone", differs)
+    with pytest.raises(UsageError, match="column 'confidence'") as caught:
+        finish(there)
+    assert len({*seen}) == number + 1
+    assert f"sample tiny/{seen[-1].start} " in str(caught.value)
+
+
+def proof(stored: replay.StoredBatch, loss: Any) -> replay.Proof:
+    return replay.Proof(
+        stored,
+        lambda samples: ({"loss": loss}, ()),
+        machine={},
+        precision="fp32",
+        place="out",
+        name=str,
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "now", "same"),
+    [
+        ([0.0, 1.0], [-0.0, 1.0], False),
+        ([float("nan"), 1.0], [float("nan"), 1.0], True),
+        ([1.0, 2.0], [1.0, np.nextafter(np.float32(2), np.float32(3))], False),
+    ],
+    ids=["minus zero", "NaN", "last bit"],
+)
+def test_bits_are_compared(there: list[float], now: list[float], same: bool) -> None:
+    stored = replay.StoredBatch(
+        samples=range(2),
+        evaluated=np.ones(2, np.bool_),
+        columns={"loss": np.array(there, np.float32)},
+        machines=({},),
+    )
+
+    def prove() -> tuple[str, str | None]:
+        return proof(stored, np.array(now, np.float32)).rows()
+
+    if same:
+        assert prove() == ("same bits", None)
+    else:
+        with pytest.raises(UsageError, match="column 'loss'"):
+            prove()
+
+
+def test_a_column_of_another_dtype_is_a_difference() -> None:
+    stored = replay.StoredBatch(
+        samples=range(1),
+        evaluated=np.ones(1, np.bool_),
+        columns={"loss": np.zeros(1, np.float32)},
+        machines=({"model": "other"},),
+    )
+    with pytest.raises(UsageError, match="column 'loss'"):
+        proof(stored, np.zeros(1, np.float64)).rows()
+
+
+class Limited:
+    """A metric whose limit is looked up where no identity looks."""
+
+    name = "limited"
+    size = 1
+    columns = ("loss",)
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        ledger += torch.count_nonzero(columns["loss"] < unnamed["limit"])
+
+    def compute(self, ledger: Tensor) -> Measured:
+        return Measured(values={"limited": int(ledger) * unnamed["scale"]})
+
+
+class Largest:
+    """A metric of all rows that does the same."""
+
+    name = "largest"
+    columns = ("loss",)
+
+    def compute(self, columns: Mapping[str, Any]) -> Measured:
+        return Measured(values={"largest": float(columns["loss"].max()) * unnamed["scale"]})
+
+
+class Measuring(Reading):
+    """A task with these metrics, texts of its own, and a column that is another each time."""
+
+    rows = (*Reading.rows, "ticks")  # type: ignore[assignment]
+
+    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        unnamed["ticks"] += 1
+        columns = super().observe(outputs, batch)
+        return {
+            **columns,
+            "ticks": torch.full_like(columns["loss"], 1000.0 * unnamed["ticks"] * unnamed["unsteady"]),
+        }
+
+    def metrics(self) -> list[Metric | RowMetric]:
+        return [*super().metrics(), Limited(), Largest()]
+
+    def texts(self, rows: Mapping[str, Any], first: int) -> dict[str, list[str]]:
+        return {"word": [str(unnamed["word"])] * len(rows["loss"])}
+
+
+def measure(out: Path, **options: Any) -> Result:
+    return evaluate(Measuring(SAMPLES), out, batch_size=BATCH, **options)
+
+
+@pytest.mark.parametrize(
+    ("begun", "name", "words"),
+    [
+        (True, "limit", "metric 'limited' gives other numbers for the rows in "),
+        (False, "limit", "metric 'limited' gives other numbers for the rows in "),
+        (False, "scale", "metric 'limited' gives other numbers for the rows in "),
+        (False, "word", r"column 'word': '0.0' there, '1.0' now"),
+    ],
+)
+def test_metrics_and_texts_that_read_something_else_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool, name: str, words: str
+) -> None:
+    if begun:
+        monkeypatch.setitem(unnamed, "batches", 13)
+        with pytest.raises(RuntimeError, match="enough"):
+            measure(tmp_path)
+        monkeypatch.setitem(unnamed, "batches", math.inf)
+    else:
+        assert set(measure(tmp_path).metric_digests) >= {"limited", "largest", "loss"}
+        assert measure(tmp_path).replay == "same bits"
+    before = unnamed[name]
+    monkeypatch.setitem(unnamed, name, before + 1.0)
+    with pytest.raises(UsageError, match=words):
+        measure(tmp_path)
+    monkeypatch.setitem(unnamed, name, before)
+    assert measure(tmp_path).replay == "same bits"
+
+
+def test_one_unsteady_column_frees_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(unnamed, "unsteady", 1e-9)
+    measure(tmp_path)
+    notes: list[str] = []
+    assert measure(tmp_path, note=notes.append).replay == "within tolerance"
+    assert any("(column ticks)" in note for note in notes)
+    monkeypatch.setitem(unnamed, "factor", 1.000001)
+    with pytest.raises(UsageError, match=r"column 'confidence'.*something that it does not name has changed"):
+        measure(tmp_path)
+
+
+def test_a_column_that_is_never_the_same_is_said_to_be_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(unnamed, "unsteady", 1.0)
+    measure(tmp_path)
+    with pytest.raises(UsageError, match=r"column 'ticks'.*gives other numbers each time.*--no-replay"):
+        measure(tmp_path)
+
+
+def test_a_sample_that_fails_now_is_named_where_samples_are_skipped(there: Path) -> None:
+    """Its place holds zeros, and these are no number of it."""
+
+    def skipping(broken: set[int], out: Path) -> Result:
+        task = Reading(SAMPLES)
+        task.dataset()._broken = broken
+        task.dataset().fingerprint = lambda count: "same"  # type: ignore[method-assign]
+        return evaluate(task, out, batch_size=BATCH, on_error="skip")
+
+    out = there.parent / "skipped"
+    skipping(set(), out)
+    with pytest.raises(UsageError, match=r"sample tiny/\d+ \(index \d+\) cannot be read any more: OSError"):
+        skipping(set(range(0, SAMPLES, 3)), out)
+
+
+NET = """
+import torch
+from torch import nn
+from helper import scale
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.head = nn.Linear(784, num_classes)
+
+    def forward(self, images):
+        return scale(self.head(images.flatten(1)))
+"""
+
+
+def test_a_changed_helper_is_noticed_from_the_command_line(launch: Launch, tmp_path: Path) -> None:
+    """Source and weights are the same: what the model imports is in no identity, and in every number."""
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "helper.py").write_text("def scale(logits):\n    return 2.0 * logits\n")
+    command = [sys.executable, "-m", "dualeval", "run", "--model", "net:Net", "--weights", "random:0"]
+    command += ["--data", str(ASSETS), "--mean", "0.5", "--std", "0.5", "--limit", "640", "--out", "out"]
+
+    def run(*more: str) -> Finished:
+        return launch([*command, *more], cwd=tmp_path, variables={"PYTHONDONTWRITEBYTECODE": "1"})
+
+    first = run()
+    assert first.returncode == 0, first.stderr
+    again = run()
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("Finished before at 20")
+    assert "; batches of it were evaluated again and have the same bits." in again.stdout.splitlines()[0]
+    (tmp_path / "helper.py").write_text("def scale(logits):\n    return 3.0 * logits\n")
+    changed = run()
+    assert changed.returncode == 2
+    assert "sample t10k-" in changed.stderr
+    assert "column 'confidence': 0." in changed.stderr
+    skipped = run("--no-replay", "--json")
+    assert skipped.returncode == 0, skipped.stderr
+    told = json.loads(skipped.stdout)
+    assert (told["earlier"], told["replay"]) == (True, "skipped")
+
+
+def test_options_of_python_are_those_of_the_command_line(tmp_path: Path) -> None:
+    for options, words in (
+        ({"on_error": "raise"}, "on_error 'raise': expected one of stop, skip"),
+        (
+            {"schedule": "dynamc"},
+            "schedule 'dynamc': expected one of static, dynamic, lockstep. Did you mean dynamic?",
+        ),
+        ({"precision": "bf-16"}, "precision 'bf-16': expected one of .* Did you mean bf16?"),
+        ({"layout": "nhwc"}, "layout 'nhwc': expected one of auto, contiguous, channels-last"),
+        ({"optimize": "folding"}, "optimize 'folding': expected one of fold, compile. Did you mean fold?"),
+        ({"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32: with precision fp32 nothing is cast"),
+        ({"batch_size": 0}, "batch_size 0: expected a whole number of at least 1"),
+        ({"batch_size": 2.0}, "batch_size 2.0: expected a whole number"),
+        ({"limit": 0}, "limit 0: expected"),
+        ({"limit": -3}, "limit -3: expected"),
+        ({"workers": -1}, "workers -1: expected"),
+        ({"workers": True}, "workers True: expected"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            evaluate(TinyTask(3), tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+    assert Evaluator.__doc__ is not None

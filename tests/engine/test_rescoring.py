@@ -1,0 +1,404 @@
+"""Metrics computed again from the rows: the same bits, added metrics, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dualeval
+from dualeval.engine import stored_rows
+from dualeval.engine.folder import windows
+from dualeval.engine.rescoring import check_finished
+from dualeval.errors import DualevalError, UsageError
+from dualeval.metrics import Mean, Measured, Metric, RowMetric
+from dualeval.metrics.classification import (
+    BY_NAME,
+    LARGEST_CONFUSION,
+    TopK,
+    classification_metric,
+    default_metrics,
+)
+from dualeval.tasks.given_answers import GivenAnswers
+from dualeval.tasks.image_classification import ImageClassification
+from dualeval.tasks.question_answering import QuestionAnswering
+from dualeval.tasks.stored import metrics_of_run
+from tests import questions
+from tests.engine.test_evaluator import evaluate, rows
+from tests.tiny import CLASSES, EVERY_METRIC, TinyTask
+
+
+def named(*names: str, classes: int = CLASSES) -> list[Metric | RowMetric]:
+    return [classification_metric(name, classes) for name in names]
+
+
+class OddTask(TinyTask):
+    """Some samples' logits are NaN, infinite or all equal."""
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = super().forward(model, batch)
+        for place, target in enumerate(batch["targets"].tolist()):
+            if target == 3:
+                logits[place, target] = [torch.nan, torch.inf, -torch.inf, 0.0][place % 4]
+            if target == 5:
+                logits[place] = -0.0
+        return logits
+
+
+class Bits:
+    """The sha256 of the bytes of columns: any other bit in any row is another value."""
+
+    def __init__(self, *columns: str) -> None:
+        self.name = "bits"
+        self.columns = columns
+
+    def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
+        return Measured(values={name: self._of(columns[name]) for name in self.columns})
+
+    @staticmethod
+    def _of(values: npt.NDArray[Any]) -> str:
+        return (
+            f"{values.dtype} {values.shape} {hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()}"
+        )
+
+
+class Codes:
+    """The sum of the bit patterns of a float32 column, as the ledger gets it."""
+
+    name = "codes"
+    columns = ("nans",)
+    size = 1
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        ledger[0] += columns["nans"].view(torch.int32).sum(dtype=torch.int64)
+
+    def compute(self, ledger: Tensor) -> Measured:
+        return Measured(values={"codes": int(ledger)})
+
+
+class ManyColumns(TinyTask):
+    """Columns of every kind that Parquet must give back, NaN with payloads among them."""
+
+    KINDS = (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.float32, torch.float64),
+    )
+
+    def observe(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        columns = super().observe(outputs, batch)
+        wide = (outputs.abs() * 90).to(torch.int64)
+        for kind in self.KINDS:
+            columns[f"flat_{kind}"] = (wide[:, 0] % 2 if kind == torch.bool else wide[:, 0]).to(kind)
+            columns[f"wide_{kind}"] = (wide % 2 if kind == torch.bool else wide).to(kind)
+        # Quiet and signalling NaN with payloads and signs, infinities, -0.0.
+        codes = torch.tensor([0x7FC00001, 0x7F800123, -0x3FFFFE, 0x7F800000, -0x80000000, 0x3F800000])
+        columns["nans"] = codes[batch["targets"] % 6].to(torch.int32).view(torch.float32)
+        columns["wide_nans"] = torch.stack([columns["nans"], columns["nans"].flip(0)], dim=1)
+        columns["double_nans"] = (wide[:, 0] + 0x7FF0000000000001).view(torch.float64)
+        return columns
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        kinds = [f"{shape}_{kind}" for shape in ("flat", "wide") for kind in self.KINDS]
+        return (*kinds, "nans", "wide_nans", "double_nans")
+
+    def metrics(self) -> list[Metric | RowMetric]:
+        return [*super().metrics(), Codes(), Bits(*self.made)]
+
+
+def test_every_built_in_metric_comes_to_the_same_bits(tmp_path: Path) -> None:
+    """With samples that could not be read, and windows of rows that do not end where batches do."""
+    broken = [3, 8, 9, 10, 11, 500]
+    task = OddTask(1000, broken, EVERY_METRIC)
+    wanted = evaluate(task, tmp_path, batch_size=7, on_error="skip")
+    assert wanted.metrics["loss"] is None
+    assert wanted.metrics["nonfinite_logits"] != {"nan": 0, "inf": 0}
+    found = dualeval.rescore(tmp_path, metrics=task.metrics())
+    assert found.metrics == wanted.metrics
+    assert found.intervals == wanted.intervals
+    assert found.nonfinite == wanted.nonfinite
+    assert found.warnings == wanted.warnings
+    assert found.metrics_digest == wanted.metrics_digest
+    assert (found.samples, found.failed, found.timing) == (wanted.samples, wanted.failed, wanted.timing)
+
+
+@pytest.mark.parametrize("window", [1, 64, 1 << 20])
+def test_windows_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    wanted = evaluate(TinyTask(300, [7]), tmp_path, batch_size=8, on_error="skip")
+    monkeypatch.setattr(stored_rows, "WINDOW_ROWS", window)
+    found = dualeval.rescore(tmp_path, metrics=named(*default_metrics(CLASSES)))
+    assert found.metrics_digest == wanted.metrics_digest
+
+
+def test_a_window_is_all_that_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "WINDOW_ROWS", 100)
+    monkeypatch.setattr(stored_rows, "WINDOW_ROWS", 50)
+    evaluate(TinyTask(480), tmp_path, batch_size=8)
+    stored = stored_rows.StoredRows(tmp_path / "predictions.parquet")
+    sizes = [len(window.evaluated) for window in stored.windows(["loss"])]
+    assert sum(sizes) == 480
+    assert max(sizes) <= 50
+
+
+@pytest.mark.parametrize("broken", [(), (0, 1, 2, 3, 40, 63)])
+def test_columns_of_every_kind_come_back_to_the_bit(tmp_path: Path, broken: Sequence[int]) -> None:
+    """A NaN is a value, with its payload; only a sample that could not be read is null."""
+    task = ManyColumns(64, broken)
+    wanted = evaluate(task, tmp_path, batch_size=4, on_error="skip")
+    table = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")
+    assert table.column_names == [
+        "id",
+        "index",
+        *task.rows,
+        "rank",
+        "nan_logits",
+        "inf_logits",
+        *_behind(task),
+    ]
+    assert {table.column(name).null_count for name in task.made} == {len(broken)}
+    found = dualeval.rescore(tmp_path, metrics=task.metrics())
+    assert found.metrics == wanted.metrics
+    assert found.metrics_digest == wanted.metrics_digest
+
+
+def _behind(task: ManyColumns) -> list[str]:
+    """What is kept for Codes, then for Bits."""
+    return ["nans", *(name for name in task.made if name != "nans")]
+
+
+def test_added_metrics_are_those_of_a_run_that_had_them(tmp_path: Path) -> None:
+    evaluate(TinyTask(500, [9], ["top1"]), tmp_path / "few", on_error="skip")
+    wanted = evaluate(TinyTask(500, [9], ["top3", "ece", "loss"]), tmp_path / "all", on_error="skip")
+    found = dualeval.rescore(tmp_path / "few", metrics=named("top3", "ece", "loss"))
+    assert found.metrics == wanted.metrics
+    assert found.metrics_digest == wanted.metrics_digest
+    assert found.job["metric"] == ["top3", "ece", "loss"]
+    assert found.job["rows_of"] == str(tmp_path / "few")
+
+
+def test_a_metric_that_keeps_no_rows(tmp_path: Path) -> None:
+    class Passing(TopK):
+        keeps_rows = False
+
+    class Task(TinyTask):
+        def metrics(self) -> list[Metric | RowMetric]:
+            return [Passing(1), *super().metrics()]
+
+    evaluate(Task(20, metrics=["loss"]), tmp_path)
+    assert "rank" not in rows(tmp_path)
+    with pytest.raises(UsageError, match=r"'top1' reads column 'rank'.*keeps_rows = False"):
+        dualeval.rescore(tmp_path, metrics=[Passing(1)])
+
+
+def test_a_column_that_the_run_has_not_kept(tmp_path: Path) -> None:
+    evaluate(TinyTask(20, metrics=["loss"]), tmp_path)
+    with pytest.raises(UsageError, match=r"metric 'top3' reads column 'rank'.*--metric top3 .*--fresh"):
+        dualeval.rescore(tmp_path, metrics=named("loss", "top3"))
+
+
+class Undeclared(TopK):
+    """Reads one more column than it says."""
+
+    def update(self, ledger: Tensor, columns: Mapping[str, Tensor]) -> None:
+        ledger[1] += int(columns["target"].sum())
+
+
+class Unmade(TopK):
+    """Reads a column that no task makes."""
+
+    columns = ("rank", "depth")  # type: ignore[assignment]
+
+
+class Silent(TopK):
+    """Says nothing, or nothing that can be read as names."""
+
+    columns = "rank"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (Undeclared(1), r"metric 'top1' reads column 'target', which is not among its columns \(rank\)"),
+        (Unmade(1), r"metric 'top1' reads column 'depth', which the task does not make. Its columns: loss, "),
+        (Silent(1), r"metric 'top1' \(Silent\) has columns = 'rank', expected a tuple"),
+    ],
+)
+def test_a_wrong_declaration_is_refused_with_metric_and_column(
+    tmp_path: Path, metric: Metric, said: str
+) -> None:
+    class Task(TinyTask):
+        def metrics(self) -> list[Metric | RowMetric]:
+            return [metric]
+
+    with pytest.raises(UsageError, match=said):
+        evaluate(Task(5000), tmp_path / "run")
+
+
+def test_a_row_metric_gets_its_columns_only(tmp_path: Path) -> None:
+    class Greedy(Bits):
+        def compute(self, columns: Mapping[str, npt.NDArray[Any]]) -> Measured:
+            return super().compute({"loss": columns["target"]})
+
+    class Task(TinyTask):
+        def metrics(self) -> list[Metric | RowMetric]:
+            return [Greedy("loss")]
+
+    with pytest.raises(UsageError, match="metric 'bits' reads column 'target', which is not among"):
+        evaluate(Task(20), tmp_path)
+
+
+@pytest.mark.parametrize("classes", [3, CLASSES, LARGEST_CONFUSION, LARGEST_CONFUSION + 1])
+def test_a_classifier_keeps_what_any_of_its_metrics_reads(classes: int) -> None:
+    known = [*default_metrics(classes), "top2", *(set(BY_NAME) - {"confusion", "auroc"})]
+    columns = {name for metric in named(*known, classes=classes) for name in metric.columns}
+    assert columns <= set(ImageClassification.rows)
+
+
+def test_the_embedded_job(tmp_path: Path) -> None:
+    wanted = evaluate(ImageClassification(metrics=EVERY_METRIC), tmp_path, limit=700)
+    found = metrics_of_run(tmp_path / "job.json")
+    assert dualeval.rescore(tmp_path, metrics=found).metrics_digest == wanted.metrics_digest
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return questions.save_tiny_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.mark.parametrize("version", ["v1.1", "v2.0"])
+def test_question_answering(tmp_path: Path, bert: Path, version: str) -> None:
+    """And the answers that it has given, scored as a file."""
+    data = questions.write_questions(tmp_path / "data.json", unanswerable=version == "v2.0")
+    wanted = evaluate(QuestionAnswering(model=bert, data=data, batch_size=4), tmp_path / "run", batch_size=4)
+    found = metrics_of_run(tmp_path / "run/job.json")
+    assert ("best_thresholds" in [metric.name for metric in found]) == (version == "v2.0")
+    again = dualeval.rescore(tmp_path / "run", metrics=found)
+    assert again.metrics == wanted.metrics
+    assert again.metrics_digest == wanted.metrics_digest
+    assert (again.units, again.work) == (wanted.units, wanted.work)
+
+    answers = tmp_path / "run/predictions.json"
+    odds = tmp_path / "run/null_odds.json" if version == "v2.0" else None
+    scored = evaluate(GivenAnswers(data=data, predictions=answers, null_odds=odds), tmp_path / "scored")
+    found = metrics_of_run(tmp_path / "scored/job.json")
+    again = dualeval.rescore(tmp_path / "scored", metrics=found)
+    assert again.metrics == scored.metrics
+    assert again.metrics_digest == scored.metrics_digest
+    [f1] = metrics_of_run(tmp_path / "scored/job.json", ["f1"])
+    assert dualeval.rescore(tmp_path / "scored", metrics=[f1]).metrics["f1"] == scored.metrics["f1"]
+
+
+def test_metrics_of_answers_that_were_scored_without_odds(tmp_path: Path) -> None:
+    data = questions.write_questions(tmp_path / "data.json", unanswerable=True)
+    (tmp_path / "answers.json").write_text('{"empty": ""}')
+    evaluate(GivenAnswers(data=data, predictions=tmp_path / "answers.json"), tmp_path / "out")
+    with pytest.raises(UsageError, match=r"no metric 'best_thresholds' here.*answer_counts"):
+        metrics_of_run(tmp_path / "out/job.json", ["best_thresholds"])
+
+
+def test_a_task_of_ones_own_is_scored_from_python(tmp_path: Path) -> None:
+    class Mine(ImageClassification):
+        """Of the same name as the built-in one, and with metrics of its own."""
+
+    evaluate(Mine(), tmp_path, limit=20)
+    with pytest.raises(UsageError, match=r"task tests\.test_rescoring\..*Mine.*dualeval\.rescore\("):
+        metrics_of_run(tmp_path / "job.json")
+
+
+def test_runs_that_cannot_be_scored(tmp_path: Path) -> None:
+    metrics = [Mean("loss")]
+    with pytest.raises(UsageError, match="there is no folder"):
+        dualeval.rescore(tmp_path / "nowhere", metrics=metrics)
+    with pytest.raises(UsageError, match=r"no status\.json"):
+        dualeval.rescore(tmp_path, metrics=metrics)
+    with pytest.raises(UsageError, match=r"has no job\.json"):
+        metrics_of_run(tmp_path / "job.json")
+    with pytest.raises(UsageError, match="cannot be read"):
+        evaluate(TinyTask(40, [30]), tmp_path, batch_size=4)
+    with pytest.raises(UsageError, match=r"no finished run: its state is 'failed'.*--out"):
+        dualeval.rescore(tmp_path, metrics=metrics)
+    evaluate(TinyTask(40), tmp_path, fresh=True)
+    with pytest.raises(UsageError, match="no metric was given"):
+        dualeval.rescore(tmp_path, metrics=[])
+    with pytest.raises(UsageError, match=r"metrics has the text 'top1': names are for"):
+        dualeval.rescore(tmp_path, metrics=["top1"])  # type: ignore[list-item]
+    (tmp_path / "predictions.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DualevalError, match=r"predictions\.parquet is not the file that the run has written"):
+        dualeval.rescore(tmp_path, metrics=metrics)
+    (tmp_path / "predictions.parquet").unlink()
+    with pytest.raises(UsageError, match=r"no predictions\.parquet any more"):
+        dualeval.rescore(tmp_path, metrics=metrics)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "is damaged"), ("[]", "is damaged"), ('{"job": {}}', "an earlier version of dualeval")],
+)
+def test_job_files_that_say_nothing(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "job.json").write_text(content)
+    with pytest.raises(DualevalError, match=said):
+        metrics_of_run(tmp_path / "job.json")
+
+
+@pytest.mark.parametrize("task", ["json.Gone", "dualeval.tasks.gone.Gone", "dualeval.tasks.own_model.Gone"])
+def test_runs_whose_metrics_only_other_code_knows(tmp_path: Path, task: str) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"task_class": task}))
+    with pytest.raises(UsageError, match=f"a run of the task {task}, whose metrics only its own code knows"):
+        metrics_of_run(tmp_path / "job.json")
+
+
+def test_what_job_json_says(tmp_path: Path) -> None:
+    """Names and number of classes are what the metrics are made of again, whatever else is there."""
+    evaluate(ImageClassification(metrics=["top1"]), tmp_path, limit=5)
+    content = json.loads((tmp_path / "job.json").read_text())
+    assert content["metrics"] == ["top1"]
+    assert content["job"]["task_options"]["num_classes"] == 10
+    assert content["job"]["columns"] == list(ImageClassification.rows)
+
+
+def test_a_metric_of_torchmetrics_is_scored_from_the_rows_of_any_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One of TorchMetrics' own imports sets it for the process.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    spelled = "torchmetrics:MeanAbsoluteError()@preds=prediction,target=target"
+    data = [(torch.tensor([float(value)]), float(value + 1)) for value in range(10)]
+    evaluate(dualeval.ModelTask(model=torch.nn.Identity(), data=data), tmp_path / "own")
+    found = metrics_of_run(tmp_path / "own/job.json", [spelled])
+    assert dualeval.rescore(tmp_path / "own", metrics=found).metrics == {"MeanAbsoluteError": 1.0}
+
+    evaluate(ImageClassification(metrics=["top1"]), tmp_path / "built", limit=20, metric=["top1", spelled])
+    found = metrics_of_run(tmp_path / "built/job.json", ["top1", spelled])
+    assert list(dualeval.rescore(tmp_path / "built", metrics=found).metrics) == ["top1", "MeanAbsoluteError"]
+    assert [metric.name for metric in metrics_of_run(tmp_path / "built/job.json")] == [
+        "top1",
+        "MeanAbsoluteError",
+    ]
+    # Runs of earlier versions have its name alone.
+    job = tmp_path / "built/job.json"
+    job.write_text(job.read_text().replace(spelled, "MeanAbsoluteError"))
+    with pytest.raises(dualeval.UsageError, match="'MeanAbsoluteError' of TorchMetrics"):
+        metrics_of_run(job)
+
+
+def test_warnings_about_intervals_are_of_the_metrics_that_were_asked_for(tmp_path: Path) -> None:
+    metrics = [classification_metric(name, 10) for name in ("loss", "top1")]
+    evaluate(TinyTask(12), tmp_path, batch_size=4)
+    of_loss = "the interval of loss is of 12 samples"
+    assert any(said.startswith(of_loss) for said in dualeval.rescore(tmp_path, metrics=metrics).warnings)
+    assert not any(of_loss in said for said in dualeval.rescore(tmp_path, metrics=metrics[1:]).warnings)
+
+
+def test_a_folder_whose_name_is_too_long_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"there is no folder a{256}\. Give the output folder"):
+        check_finished(Path("a" * 256))

@@ -1,0 +1,418 @@
+"""A model divided over the ranks has the numbers and the identity of the whole one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dualeval
+from dualeval.backends import check_mesh
+from dualeval.backends.base import Backend
+from dualeval.cli import dualeval as command
+from dualeval.engine.identity import ModelIdentity
+from dualeval.engine.sharding.parameters import check_device, parameters_of
+from dualeval.engine.sharding.reads import reads_refused
+from dualeval.engine.sharding.torch_fsdp import check_torch, of_rows
+from dualeval.errors import UsageError
+from dualeval.result import Result
+from tests.conftest import ROOT, Launch
+from tests.sharded_models import SLOW, models_for
+
+EMBEDDED = ["--no-progress", "--json", "--limit", "200"]
+DATA = [(row,) for row in torch.arange(40.0).reshape(10, 4) / 40]
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3)).eval()
+
+
+def evaluated(model: Any = made, **options: Any) -> Result:
+    def observe(outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"sum": outputs.double().sum(1)}
+
+    return dualeval.evaluate(
+        model=model, data=DATA, metrics=["sum"], observe=observe, batch_size=4, **{"device": "cpu", **options}
+    )
+
+
+# -- one process -------------------------------------------------------------------------------------------
+
+
+def test_one_process_divides_nothing_and_has_the_same_numbers(tmp_path: Path) -> None:
+    whole = evaluated(out=tmp_path)
+    # The identity is that of the whole model: it is found finished, and two batches of it are computed again.
+    again = evaluated(out=tmp_path, shard="fsdp")
+    assert again.earlier and again.replay == "same bits"
+    divided = evaluated(shard="fsdp")
+    assert (divided.metrics_digest, divided.weights) == (whole.metrics_digest, whole.weights)
+    assert divided.job["schedule"] == "lockstep"
+    assert not torch.distributed.is_initialized(), "the group of one ends with the evaluation"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "amp-bf16"])
+def test_precisions(precision: str) -> None:
+    assert (
+        evaluated(shard="fsdp", precision=precision).metrics_digest
+        == evaluated(precision=precision).metrics_digest
+    )
+
+
+def test_a_model_of_the_script_is_refused() -> None:
+    model = made()
+    before = [parameter.clone() for parameter in model.parameters()]
+    for given in (model, lambda: model):
+        with pytest.raises(UsageError, match="this Sequential is the script's own"):
+            evaluated(given, shard="fsdp")
+    assert type(model) is nn.Sequential
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_run_that_owns_its_model_divides_it() -> None:
+    def task() -> dualeval.ModelTask:
+        return dualeval.ModelTask(
+            model=made(), data=DATA, metrics=["sum"], observe=lambda outputs, batch: {"sum": outputs.sum(1)}
+        )
+
+    with dualeval.Session(device="cpu") as session:
+        whole = session.evaluate(task(), puts_back=False)
+        divided = session.evaluate(task(), puts_back=False, shard="fsdp")
+    assert (divided.description["model"], divided.fingerprint) == ("Sequential", whole.fingerprint)
+    assert divided.metrics_digest == whole.metrics_digest
+
+
+class Reader(nn.Module):
+    """Reads the weights of a part without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.other(x), self.part.weight)
+
+
+def test_a_forward_that_reads_the_weights_of_a_part_is_told_what_to_do() -> None:
+    with pytest.raises(UsageError, match=r"without calling it.*Call the part \(self.part\(x\)\)"):
+        evaluated(Reader, shard="fsdp")
+
+
+def of_one_number(model: Reader, x: Tensor) -> Any:
+    return model.other(x) * float(model.part.weight.abs().max())
+
+
+def of_a_truth(model: Reader, x: Tensor) -> Any:
+    return model.other(x) * (2 if bool((model.part.weight > 0).all()) else 3)
+
+
+def of_all_parameters(model: Reader, x: Tensor) -> Any:
+    return model.other(x) * float(sum(float(each.sum()) for each in model.parameters()))
+
+
+def of_some_rows(model: Reader, x: Tensor) -> Any:
+    return model.other(x) * model.part.weight[0].detach().mean().item()
+
+
+@pytest.mark.parametrize("function", [of_one_number, of_a_truth, of_all_parameters, of_some_rows])
+def test_a_forward_that_reads_numbers_of_a_parts_weights_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[[Reader, Tensor], Any]
+) -> None:
+    # A rank would read those of its own rows, and nobody would hear of it.
+    monkeypatch.setattr(Reader, "forward", function)
+    with pytest.raises(UsageError, match=r"without calling it.*Call the part \(self.part\(x\)\)"):
+        evaluated(Reader, shard="fsdp")
+
+
+def of_shapes(model: Reader, x: Tensor) -> Any:
+    weight = model.part.weight
+    assert weight.data.is_floating_point() and weight.device.type == "cpu" and weight.ndim == weight.dim()
+    zeros = next(model.parameters()).data.new_zeros(x.shape[-1]) + weight.new_full((4,), 0.5)
+    return model.part(model.other(x.to(weight.dtype)) + zeros) / len(weight) / weight.shape[0]
+
+
+def test_a_forward_may_ask_for_what_does_not_depend_on_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reader, "forward", of_shapes)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Reader()
+
+    assert evaluated(make, shard="fsdp").metrics_digest == evaluated(make).metrics_digest
+
+
+def test_numbers_of_parameters_that_the_caller_has_divided() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        divided = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        whole = DTensor.from_local(torch.ones(1), mesh, [Replicate()])
+        with reads_refused(owned=False):
+            assert float(whole) == 1 and divided.detach().shape == (4,) and divided.to_local().sum() == 2
+            for read in (Tensor.item, float, bool):
+                with pytest.raises(UsageError, match=r"each rank would read those of its own part"):
+                    read(divided.sum())
+        assert float(divided.sum()) in (2.0, 4.0), "nothing is left behind"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rows_on_the_host_stay_there_whatever_the_meshs_device() -> None:
+    """FSDP refuses offloaded parameters that say they are on the mesh's device; no GPU is asked for any."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        group: Any = dist.group.WORLD
+        rows = torch.arange(6.0).reshape(3, 2)
+        divided: Any = of_rows(rows, DeviceMesh.from_group(group, "cuda"), torch.Size((6, 2)))
+        made = nn.Parameter(divided, requires_grad=False)
+        assert made.device.type == divided._local_tensor.device.type == "cpu"
+        assert divided._local_tensor is rows and (made.shape, made.stride()) == ((6, 2), (2, 1))
+    finally:
+        dist.destroy_process_group()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shard": "ddp"}, "shard 'ddp': expected one of fsdp"),
+        ({"offload": True}, "the model is not sharded: give shard fsdp too"),
+        ({"offload": 1, "shard": "fsdp"}, "offload 1: expected True or False"),
+        ({"shard": "fsdp", "optimize": "fold"}, "nothing can be folded"),
+        ({"shard": "fsdp", "optimize": "compile"}, "optimize compile: with shard fsdp"),
+        ({"shard": "fsdp", "schedule": "dynamic"}, "none can take more batches than another"),
+        ({"shard": "fsdp", "offload": True}, "this run computes there"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        evaluated(**options)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--offload"], "--offload keeps a rank's part"),
+        (["--shard", "fsdp", "--optimize", "fold"], "with --shard fsdp a layer's weights"),
+        (["--shard", "fsdp", "--schedule", "dynamic"], "--schedule dynamic: with --shard fsdp"),
+        (["--shard", "fsdp", "--offload", "--device", "cpu", "--dry-run"], "this run computes there"),
+    ],
+)
+def test_flags_that_do_not_go_together(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        command.main(["run", *words], standalone_mode=False)
+
+
+@pytest.mark.parametrize("words", [["bench", "--dry-run"], ["doctor", "--invariance"]])
+def test_commands_that_look_at_whole_models(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('shard = "fsdp"\n')
+    with pytest.raises(UsageError, match="shard belongs to 'dualeval run'"):
+        command.main([*words, "--config", str(tmp_path / "job.toml")], standalone_mode=False)
+    for flags in (["--shard", "fsdp"], ["--offload"]):
+        with pytest.raises(UsageError, match=f"{flags[0]} belongs to 'dualeval run'"):
+            command.main([*words, *flags], standalone_mode=False)
+
+
+def test_backends_without_torchs_groups_say_how_to_start() -> None:
+    for name in ("single", "torch"):
+        check_mesh(name)
+    with pytest.raises(UsageError, match=r"these ranks talk over horovod\. Start it with 'torchrun"):
+        check_mesh("horovod")
+    with pytest.raises(UsageError, match="these ranks talk over mpi"):
+        Backend.mesh(type("", (), {"name": "mpi"})())
+
+
+def test_a_note_says_that_each_rank_has_built_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    result = evaluated(shard="fsdp")
+    assert "each rank has built all of it" in capsys.readouterr().err
+    assert (result.job["shard"], result.job["schedule"]) == ("fsdp", "lockstep")
+
+
+def test_an_older_torch_is_refused() -> None:
+    check_torch("2.13.0+cpu")
+    with pytest.raises(UsageError, match=r"shard needs torch 2\.13 or newer, and this is torch 2\.9\.1"):
+        check_torch("2.9.1+cu128")
+
+
+def sparse() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.eye(2).to_sparse())
+    return model
+
+
+class Own(Tensor):
+    pass
+
+
+def of_a_class() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.eye(2).as_subclass(Own))
+    return model
+
+
+def lazy() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.LazyLinear(2)
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lazy, "has no values yet: it belongs to a lazy module"),
+        (lambda: nn.Linear(2, 2, device="meta"), "weight is on the meta device"),
+        (sparse, "weight is sparse"),
+        (of_a_class, "weight is a Own, and only plain tensors"),
+        (scripted, "the model is a TorchScript program"),
+        (nn.ReLU, "no parameters that could be divided"),
+        (lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}), "ModuleDict, which has no forward"),
+    ],
+)
+def test_models_that_cannot_be_divided(make: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parameters_of(make())
+
+
+def test_offload_needs_another_device() -> None:
+    check_device(True, torch.device("cuda"))
+    with pytest.raises(UsageError, match="Leave offload out"):
+        check_device(True, torch.device("cpu"))
+
+
+def test_parameters_go_by_their_first_names_and_small_ones_leave_ranks_without_rows() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
+    model[1].weight = model[0].weight
+    found = parameters_of(model)
+    assert [parameter.name for parameter in found] == ["0.bias", "0.weight", "1.bias"]
+    assert found[1].names == ("0.weight", "1.weight")
+    assert [found[0].rows_of(rank, 4) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 3)]
+
+
+def test_an_identity_keeps_no_parameter_alive() -> None:
+    model = nn.Linear(2, 2)
+    identity = ModelIdentity.with_weights(model, {})
+    weight = model.weight
+    known = identity.hasher.digest(weight)
+    identity.hasher.hold_weakly(weight)
+    assert identity.hasher.digest(weight) == known, "it has its name while it lives"
+    model.weight, number = nn.Parameter(torch.zeros(2, 2)), id(weight)
+    del weight
+    assert number not in identity.hasher._known, "another tensor may get its address"
+
+
+# -- several ranks -----------------------------------------------------------------------------------------
+
+
+def run_models(launch: Launch, ranks: int, options: dict[str, Any], names: list[str]) -> None:
+    """Compare models, whole and divided, on some ranks."""
+    done = launch(
+        [
+            *("torchrun", "--nproc-per-node", str(ranks), "--master-port", "0", "--rdzv-backend", "c10d"),
+            *("--rdzv-endpoint", "localhost:0", ROOT / "tests" / "sharded_models.py"),
+            *(json.dumps(options), *names),
+        ],
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found and all(found.values()), found
+
+
+@pytest.mark.long
+def test_models_of_many_kinds_on_two_ranks(launch: Launch) -> None:
+    run_models(launch, 2, {}, ["tied", "odd", "returned", "recurrent", "encoder", "attention", "iterated"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (2, {"layout": "contiguous"}),
+        *((2, {"precision": precision}) for precision in ("amp-bf16", "bf16", "fp16")),
+    ],
+)
+def test_all_kinds_of_models(launch: Launch, ranks: int, options: dict[str, Any]) -> None:
+    run_models(launch, ranks, options, models_for(options.get("precision", "fp32")))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SLOW)
+def test_large_models_of_torchvision(launch: Launch, name: str) -> None:
+    run_models(launch, 2, {}, [name])
+
+
+def digest_of(launch: Launch, *words: str, timeout: float = 300) -> tuple[str, Any]:
+    done = launch([sys.executable, "-m", "dualeval", "run", *words], timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    return result["metrics_digest"], result["weights"]
+
+
+def test_the_command_line_on_two_ranks(launch: Launch, tmp_path: Path) -> None:
+    # 4 batches for 2 ranks would be even: of 200 samples the last is smaller, of 3 ranks one has more.
+    words = [*EMBEDDED, "--batch-size", "40"]
+    whole = digest_of(launch, *words, "--out", str(tmp_path / "whole"))
+    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", "--nproc", "2")
+    assert divided == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_embedded_job(launch: Launch, ranks: int, tmp_path: Path) -> None:
+    words = ["--no-progress", "--json"]
+    whole = digest_of(launch, *words, "--out", str(tmp_path / "whole"))
+    started = ["--nproc", str(ranks)] if ranks > 1 else []
+    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", *started)
+    assert divided == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "precision", ["amp-bf16", "bf16", "fp16", "bf16 --keep-batchnorm-fp32", "fp32 --layout contiguous"]
+)
+def test_precisions_of_the_embedded_network(launch: Launch, precision: str, tmp_path: Path) -> None:
+    words = [*EMBEDDED, "--precision", *precision.split()]
+    whole = digest_of(launch, *words, "--out", str(tmp_path / "whole"))
+    divided = digest_of(launch, *words, "--out", str(tmp_path / "divided"), "--shard", "fsdp", "--nproc", "2")
+    assert divided == whole
+
+
+def test_nothing_of_fsdp_is_imported_where_nothing_is_divided(launch: Launch, tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, dualeval\n"
+        "from torch import nn\n"
+        "dualeval.evaluate(model=nn.Linear(2, 2).eval(), data=[(torch.zeros(2), 1)], batch_size=1)\n"
+        "heavy = [name for name in sys.modules if name.startswith('torch.distributed.fsdp')]\n"
+        "assert not heavy, heavy\n"
+    )
+    (tmp_path / "script.py").write_text(code)
+    done = launch([sys.executable, tmp_path / "script.py"], timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,263 @@
+"""Metrics of TorchMetrics through whole runs: equal to its own, and to the bit in every division."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+
+import dualeval
+from dualeval.engine import recorder, stored_rows
+from dualeval.engine.verification import verify
+from dualeval.errors import UsageError
+from dualeval.metrics import Measured, from_torchmetrics, is_of_rows
+from dualeval.metrics.torchmetrics.spelled import read
+from dualeval.result import Result
+from dualeval.tasks.image_classification import ImageClassification
+from dualeval.tasks.stored import metrics_of_run
+from tests.conftest import Launch
+from tests.engine.test_engine_ranks import run_ranks
+from tests.engine.test_evaluator import evaluate
+from tests.torchmetrics_task import (
+    BATCH,
+    BROKEN,
+    METRICS,
+    SAMPLES,
+    ManyMetricsTask,
+    columns_of,
+    made,
+    unnamed,
+)
+
+OPTIONS: dict[str, Any] = {"batch_size": BATCH, "on_error": "skip"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """TorchMetrics says at the construction of some metrics that they hold all predictions."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Metric .* will save all")
+        yield
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    out = tmp_path_factory.mktemp("torchmetrics") / "out"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Metric .* will save all")
+        return out, evaluate(ManyMetricsTask(), out, **OPTIONS)
+
+
+def by_torchmetrics(name: str) -> Any:
+    """What TorchMetrics makes of all samples in one update."""
+    dataset = ManyMetricsTask(broken=()).dataset()
+    places = [place for place in range(SAMPLES) if place not in BROKEN]
+    columns = columns_of(
+        torch.stack([features for features, _ in dataset.__getitems__(places)]), torch.tensor(places)
+    )
+    metric, _, _ = read(METRICS[name][0])
+    single = [{key: values[place] for key, values in columns.items()} for place in range(len(places))]
+    whole: Mapping[str, Any] = {
+        "psnr": (columns["picture"], columns["original"]),
+        "squad": (
+            [{"prediction_text": one["said"], "id": one["key"]} for one in single],
+            [{"answers": {"answer_start": [0], "text": [one["gold"]]}, "id": one["key"]} for one in single],
+        ),
+        "bleu": (columns["said"], [json.loads(one["references"]) for one in single]),
+        "map": (
+            [{"boxes": one["boxes"], "scores": one["box_scores"], "labels": one["labels"]} for one in single],
+            [{"boxes": one["gt_boxes"], "labels": one["gt_labels"]} for one in single],
+        ),
+        "largest": (columns["found"],),
+        "smallest": (columns["found"],),
+        "mean": (columns["found"], columns["true"]),
+        **dict.fromkeys(("confusion", "auroc", "calibration"), (columns["probabilities"], columns["target"])),
+    }
+    metric.update(*whole.get(name, (columns["found"], columns["true"])))
+    return metric.compute()
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_values_are_those_of_torchmetrics(done: tuple[Path, Result], name: str) -> None:
+    wanted = by_torchmetrics(name)
+    by_key = {f"{name}_{key}": value for key, value in wanted.items()} if isinstance(wanted, dict) else {}
+    for key, value in (by_key or {name: wanted}).items():
+        found = torch.tensor(done[1].metrics[key], dtype=torch.float64)
+        torch.testing.assert_close(found, value.to(torch.float64), rtol=1e-6, atol=1e-6)
+    assert done[1].samples["evaluated"] == SAMPLES - len(BROKEN)
+
+
+def test_routes() -> None:
+    of_rows = {name for name in METRICS if is_of_rows(made(name))}
+    assert of_rows == {
+        *("auroc", "calibration", "spearman", "pearson", "kendall", "map", "largest", "smallest")
+    }
+    confusion: Any = made("confusion")
+    assert confusion.size == 1 + 49
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_any_number_of_ranks(launch: Launch, tmp_path: Path, done: tuple[Path, Result], size: int) -> None:
+    for report in run_ranks(launch, "torchmetrics", size, tmp_path):
+        assert report["digest"] == done[1].metrics_digest
+        assert report["failed"] == len(BROKEN)
+
+
+@pytest.mark.parametrize(("fold", "flush"), [(1, 8), (24, 40), (10**6, 10**6)])
+def test_the_time_of_a_fold_changes_no_bit(
+    done: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch, fold: int, flush: int
+) -> None:
+    monkeypatch.setattr(recorder, "FOLD_SAMPLES", fold)
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", flush)
+    names = ("mean", "squared", "psnr", "confusion", "squad")
+    found = evaluate(ManyMetricsTask(names), None, **OPTIONS).metrics
+    assert found == {key: value for key, value in done[1].metrics.items() if key in found}
+    assert len(found) == 6
+
+
+def test_a_resumed_run_has_the_same_bits(
+    tmp_path: Path, done: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 32)
+    monkeypatch.setitem(unnamed, "batches", 11)
+    with pytest.raises(RuntimeError, match="enough"):
+        evaluate(ManyMetricsTask(), tmp_path / "out", **OPTIONS)
+    monkeypatch.setitem(unnamed, "batches", math.inf)
+    found = evaluate(ManyMetricsTask(), tmp_path / "out", **OPTIONS)
+    assert found.chunks["resumed"] > 0
+    assert found.replay == "same bits"
+    assert found.metrics_digest == done[1].metrics_digest
+    assert evaluate(ManyMetricsTask(), tmp_path / "out", **OPTIONS).earlier
+
+
+def test_from_the_rows_to_the_bit(done: tuple[Path, Result]) -> None:
+    out, result = done
+    names = [name for name in METRICS if name != "psnr"]
+    found = dualeval.rescore(out, metrics=[made(name) for name in names])
+    assert found.metrics == {key: value for key, value in result.metrics.items() if key != "psnr"}
+    with pytest.raises(UsageError, match="keeps_rows = False"):
+        dualeval.rescore(out, metrics=[made("psnr")])
+
+
+def test_verify_needs_the_batches_of_the_run(tmp_path: Path) -> None:
+    names = ("mean", "confusion")
+    evaluate(ManyMetricsTask(names), tmp_path, **OPTIONS)
+    assert all(not check.differences for check in verify(tmp_path, [made(name) for name in names]))
+    (tmp_path / "job.json").unlink()
+    last = list(verify(tmp_path, [made(name) for name in names]))[-1]
+    assert "job.json cannot be read" in last.differences[0]
+
+
+def test_another_argument_is_another_job(tmp_path: Path) -> None:
+    class OtherTask(ManyMetricsTask):
+        def metrics(self) -> list[Any]:
+            return [from_torchmetrics("MeanSquaredError(squared=True)", ["found", "true"], name="squared")]
+
+    one = evaluate(ManyMetricsTask(["squared"]), tmp_path / "one", **OPTIONS)
+    again = evaluate(ManyMetricsTask(["squared"]), tmp_path / "again", **OPTIONS)
+    OtherTask.__module__, OtherTask.__qualname__ = ManyMetricsTask.__module__, ManyMetricsTask.__qualname__
+    other = evaluate(OtherTask(["squared"]), tmp_path / "other", **OPTIONS)
+    assert one.fingerprint == again.fingerprint
+    assert other.fingerprint != one.fingerprint
+    options = [
+        json.loads((tmp_path / name / "job.json").read_text())["job"]["metric_options"]
+        for name in ("one", "other")
+    ]
+    assert options[0] != options[1]
+    assert one.directions == {"squared": "lower"}
+
+
+AUROC = "torchmetrics:MulticlassAUROC(num_classes=10)"
+
+
+def test_the_scores_of_a_classifier(launch: Launch, tmp_path: Path) -> None:
+    """On one rank, on two, from the rows, and by TorchMetrics in one piece."""
+    (tmp_path / "two").mkdir()
+    alone = evaluate(
+        ImageClassification(metrics=["auroc"]), tmp_path / "one", limit=300, metric=["auroc", AUROC]
+    )
+    for report in run_ranks(launch, "scores", 2, tmp_path / "two"):
+        assert report == {"digest": alone.metrics_digest, "metrics": alone.metrics}
+    rows = pyarrow.parquet.read_table(tmp_path / "one/predictions.parquet")
+    probabilities, target = (
+        torch.tensor(rows["probabilities"].to_pylist()),
+        torch.tensor(rows["target"].to_pylist()),
+    )
+    metric, _, _ = read(AUROC)
+    metric.update(probabilities, target)
+    assert alone.metrics["MulticlassAUROC"] == metric.compute().item()
+    assert alone.metrics["auroc"] == pytest.approx(alone.metrics["MulticlassAUROC"], abs=1e-6)
+    checks = verify(tmp_path / "one", metrics_of_run(tmp_path / "one/job.json"))
+    assert not [check for check in checks if check.differences]
+
+
+def test_a_resumed_run_has_its_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, left = ImageClassification.forward, itertools.count()
+
+    def breaks(*arguments: Any) -> torch.Tensor:
+        if next(left) > 20:
+            raise RuntimeError("enough")
+        return forward(*arguments)
+
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 32)
+    options: dict[str, Any] = {"limit": 300, "batch_size": 8, "metric": ["auroc", AUROC]}
+    whole = evaluate(ImageClassification(metrics=["auroc"]), None, **options)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="enough"):
+        patched.setattr(ImageClassification, "forward", breaks)
+        evaluate(ImageClassification(metrics=["auroc"]), tmp_path, **options)
+    found = evaluate(ImageClassification(metrics=["auroc"]), tmp_path, **options)
+    assert found.chunks["resumed"] > 0
+    assert (found.replay, found.metrics_digest) == ("same bits", whole.metrics_digest)
+
+
+def test_a_run_without_scores_says_how_to_get_them(tmp_path: Path) -> None:
+    evaluate(ImageClassification(), tmp_path, limit=20)
+    assert "probabilities" not in pyarrow.parquet.read_schema(tmp_path / "predictions.parquet").names
+    for asked, typed in (("auroc", "auroc"), (AUROC, f"'{AUROC}'")):
+        metrics = metrics_of_run(tmp_path / "job.json", [asked])
+        with pytest.raises(UsageError, match="does not have") as raised:
+            dualeval.rescore(tmp_path, metrics=metrics)
+        assert f"dualeval run ... --metric {typed} --out {tmp_path} --fresh" in str(raised.value)
+
+
+class BatchSizes:
+    """The number of updates, and the sum of the squares of their sizes."""
+
+    name = "sizes"
+    columns = ("found",)
+    size = 2
+    per_batch = True
+
+    def update(self, ledger: torch.Tensor, columns: Mapping[str, Any]) -> None:
+        ledger += torch.tensor([1, len(columns["found"]) ** 2])
+
+    def compute(self, ledger: torch.Tensor) -> Measured:
+        return Measured(values={"updates": int(ledger[0]), "squares": int(ledger[1])})
+
+
+@pytest.mark.parametrize("window", [1, 20, 50, 16_384])
+def test_each_update_gets_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    class Sized(ManyMetricsTask):
+        def metrics(self) -> list[Any]:
+            return [BatchSizes()]
+
+    found = evaluate(Sized(), tmp_path, **OPTIONS)
+    assert found.metrics == {"updates": 15, "squares": 12 * 64 + 3 * 49}
+    monkeypatch.setattr(stored_rows, "WINDOW_ROWS", window)
+    assert dualeval.rescore(tmp_path, metrics=[BatchSizes()]).metrics == found.metrics

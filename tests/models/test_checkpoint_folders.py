@@ -1,0 +1,460 @@
+"""Checkpoints in folders and of training libraries: each is written by its library, and read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # here, not with the first optimizer: the import sets an environment variable
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file, save_model
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from dualeval.errors import UsageError
+from dualeval.models.checkpoints import distributed, read_state_dict
+from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.models.weights import load_into, load_state_dict
+from tests.checkpoint_writers import tied
+from tests.conftest import ROOT, Launch
+from tests.launchers import start
+from tests.models.test_weights import assert_equal, small
+
+
+@pytest.fixture
+def state() -> dict[str, Tensor]:
+    return small().state_dict()
+
+
+def refused(path: Path, key: str | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        read_state_dict(path, key)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def save_distributed(content: dict[str, Any], folder: Path) -> Path:
+    """Save as one process does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that no process group is there
+        save(content, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def sharded(state: dict[str, Tensor], folder: Path, *, safe: bool = True, size: int = 60) -> Path:
+    """Save in several files, as transformers does; returns the index."""
+    folder.mkdir(exist_ok=True)
+    save_torch_state_dict(state, folder, max_shard_size=size, safe_serialization=safe)
+    return folder / ("model.safetensors.index.json" if safe else "pytorch_model.bin.index.json")
+
+
+# -- several files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_several_files(tmp_path: Path, state: dict[str, Tensor], safe: bool) -> None:
+    index = sharded(state, tmp_path, safe=safe)
+    files = [path for path in tmp_path.iterdir() if path != index]
+    assert len(files) > 1
+    for path in (tmp_path, index):
+        found = read_state_dict(path)
+        assert (found.path, found.key) == (path, "")
+        assert_equal(dict(sorted(found.tensors.items())), dict(sorted(state.items())))
+    model = small()
+    load_state_dict(model, read_state_dict(tmp_path), source="w")
+    assert_equal(model.state_dict(), state)
+    assert f"Give the whole: --weights {tmp_path}" in refused(files[0])
+
+
+def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    sharded(state, tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    assert read_state_dict(tmp_path / "snapshot").tensors.keys() == state.keys()
+
+
+def test_files_of_another_checkpoint(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    index = sharded(state, tmp_path)
+    content = json.loads(index.read_text())
+    name = content["weight_map"]["0.weight"]
+    first, second = sorted({*content["weight_map"].values()})[:2]
+    for change, said in (
+        ({"0.weight": second}, "does not belong to model.safetensors.index.json: it "),
+        ({"other.weight": first}, "lacks 1 tensors: other.weight"),
+        ({"0.weight": "no.safetensors"}, "names the file no.safetensors, which is not beside it"),
+    ):
+        index.write_text(json.dumps({"weight_map": {**content["weight_map"], **change}}))
+        assert said in refused(tmp_path), name
+    index.write_text(json.dumps({"metadata": {}}))
+    assert "has no weight_map" in refused(tmp_path)
+    index.write_text("{")
+    assert "is not readable JSON" in refused(tmp_path)
+    index.unlink()
+    assert "no index (model.safetensors.index.json)" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_folder_with_one_file(tmp_path: Path, state: dict[str, Tensor], name: str) -> None:
+    """As transformers and accelerate save, with an optimizer beside it."""
+    if name.endswith("bin"):
+        torch.save(state, tmp_path / name)
+    else:
+        save_file(state, tmp_path / name)
+    torch.save({"state": {}}, tmp_path / "optimizer.bin")
+    (tmp_path / "config.json").write_text("{}")
+    assert read_state_dict(tmp_path).tensors.keys() == state.keys()
+
+
+def test_of_two_in_a_folder_none_is_taken(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    save_file(state, tmp_path / "model.safetensors")
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    message = refused(tmp_path)
+    assert "holds 2 checkpoints" in message
+    assert message.endswith(f"Say which is meant, such as --weights {tmp_path / 'model.safetensors'}")
+
+
+def test_a_folder_without_a_checkpoint(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    assert "holds no checkpoint" in refused(tmp_path)
+    torch.save(state, tmp_path / "epoch3.pth")
+    assert refused(tmp_path).endswith(f"Give the file: --weights {tmp_path / 'epoch3.pth'}")
+
+
+# -- torch.distributed.checkpoint --------------------------------------------------------------------------
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_saved_by_one_process(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    save_distributed({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path)
+    found = read_state_dict(tmp_path)
+    assert found.key == "model"
+    assert_equal(found.tensors, model.state_dict())
+    other = small()
+    load_state_dict(other, found, source="w")
+    assert_equal(other.state_dict(), model.state_dict())
+
+
+def test_a_state_dict_alone(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    save_distributed(state, tmp_path)
+    assert_equal(read_state_dict(tmp_path).tensors, state)
+
+
+def test_of_model_and_average_the_user_says_which(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    average = {name: tensor + 1 for name, tensor in state.items()}
+    save_distributed({"model": state, "ema": [average], "steps": {"a": 1}}, tmp_path)
+    assert "holds 2 state_dicts: model (9 tensors), ema.0 (9 tensors)" in refused(tmp_path)
+    assert_equal(read_state_dict(tmp_path, "ema.0").tensors, average)
+    assert "an object there" in refused(tmp_path, "steps.a")
+
+
+def test_other_dtypes_and_layouts(tmp_path: Path) -> None:
+    state = {
+        "half": torch.rand(3).half(),
+        "brain": torch.rand(3, 2).bfloat16(),
+        "number": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+        "turned": torch.rand(4, 3).T,
+        "last": torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        "flags": torch.tensor([True, False]),
+        "complex": torch.rand(3, dtype=torch.complex64),
+    }
+    save_distributed(state, tmp_path / "folder")
+    torch.save(state, tmp_path / "w.pt")
+    for path in (tmp_path / "folder", tmp_path / "w.pt"):
+        found = read_state_dict(path)
+        assert_equal(found.tensors, state)
+        for name, tensor in found.tensors.items():
+            target = torch.zeros_like(
+                state[name], dtype=torch.complex128 if name == "complex" else torch.float64
+            )
+            assert torch.equal(target.copy_(tensor), state[name].to(target.dtype))
+
+
+def test_parts_of_a_tensor_are_put_together(tmp_path: Path, launch: Launch) -> None:
+    """FSDP on two ranks has saved it."""
+    worker = ROOT / "tests/workers/sharded_worker.py"
+    done = launch(
+        [*start("torchrun", 2), sys.executable, worker, tmp_path], variables={"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "folder").glob("*.distcp"))) == 2
+    wanted = torch.load(tmp_path / "whole.pt", weights_only=True)
+    found = read_state_dict(tmp_path / "folder")
+    assert found.key == "model"
+    assert_equal(dict(sorted(found.tensors.items())), dict(sorted(wanted.items())))
+    parts = [tensor.source.parts for tensor in found.tensors.values() if tensor.dim()]
+    assert max(map(len, parts)) == 2
+
+
+@pytest.mark.long
+def test_the_result_of_a_folder_is_that_of_a_file_on_any_number_of_ranks(
+    tmp_path: Path, launch: Launch
+) -> None:
+    worker = ROOT / "tests/workers/sharded_worker.py"
+    done = launch(
+        [*start("torchrun", 2), sys.executable, worker, tmp_path], variables={"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    digests = set()
+    for ranks, weights in ((1, "whole.pt"), (1, "folder"), (3, "folder")):
+        out = tmp_path / f"{weights}-{ranks}"
+        words: list[str | Path] = [
+            "run",
+            "--model",
+            "fashion-cnn",
+            "--weights",
+            tmp_path / weights,
+            "--limit",
+            "600",
+        ]
+        words += ["--data", ROOT / "dualeval/assets", "--nproc", str(ranks), "--out", out]
+        done = launch([sys.executable, "-m", "dualeval", *words])
+        assert done.returncode == 0, done.stderr
+        digests.add(json.loads((out / "result.json").read_text())["metrics_digest"])
+    assert len(digests) == 1
+
+
+def test_a_folder_that_is_not_whole(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    save_distributed({"model": state}, tmp_path)
+    data = tmp_path / "__0_0.distcp"
+    assert f"Give the whole: --weights {tmp_path}" in refused(data)
+    assert f"Give the whole: --weights {tmp_path}" in refused(tmp_path / ".metadata")
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1])
+    assert "is cut short" in refused(tmp_path)
+    data.write_bytes(b"\0" * len(whole))
+    assert "is damaged, or holds more than plain tensors" in refused(tmp_path)
+    data.unlink()
+    assert "is missing, which .metadata names" in refused(tmp_path)
+    metadata = (tmp_path / ".metadata").read_bytes()
+    for length in range(0, len(metadata), len(metadata) // 30):
+        (tmp_path / ".metadata").write_bytes(metadata[:length])
+        assert ".metadata is damaged" in refused(tmp_path)
+    (tmp_path / ".metadata").unlink()
+    data.write_bytes(whole)
+    assert "without .metadata, which is written last" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "whole"),
+    [
+        ((4,), {(0,): (2,), (2,): (2,)}, True),
+        ((), {(): ()}, True),
+        ((4, 2), {(0, 0): (4, 1), (0, 1): (4, 1)}, True),
+        ((3, 3), {(0, 0): (1, 2), (0, 2): (2, 1), (2, 1): (1, 2), (1, 0): (2, 1), (1, 1): (1, 1)}, True),
+        ((4,), {(0,): (2,)}, False),
+        ((4,), {(0,): (3,), (2,): (2,)}, False),
+        ((4,), {(0,): (2,), (3,): (2,)}, False),
+        ((4,), {(0, 0): (4, 1)}, False),
+        ((2, 2), {(0, 0): (1, 2), (0, 1): (2, 1)}, False),
+        ((4,), {}, False),
+        ((0, 3), {}, True),
+    ],
+)
+def test_parts_are_the_whole_tensor(
+    shape: tuple[int, ...], parts: dict[tuple[int, ...], tuple[int, ...]], whole: bool
+) -> None:
+    """What no part has would be left at random."""
+    assert distributed._cover(shape, parts) is whole
+
+
+# -- DeepSpeed ---------------------------------------------------------------------------------------------
+
+
+def save_deepspeed(module: dict[str, Tensor], folder: Path) -> Path:
+    """The files of DeepSpeed's save_checkpoint with ZeRO-1 or -2, with what its engine puts into them."""
+    step = folder / "global_step7"
+    step.mkdir(parents=True)
+    (folder / "latest").write_text(step.name)
+    content = {
+        "module": module,
+        "buffer_names": [name for name in module if "running" in name],
+        "optimizer": None,
+        "param_shapes": [OrderedDict((name, tensor.shape) for name, tensor in module.items())],
+        "frozen_param_shapes": None,
+        "shared_params": {},
+        "frozen_param_fragments": None,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": set[str](),
+        "skipped_steps": 0,
+        "global_steps": 7,
+        "global_samples": 56,
+        "dp_world_size": 2,
+        "mp_world_size": 1,
+        "ds_config": {"train_batch_size": 8, "zero_optimization": {"stage": 2}},
+        "ds_version": "0.19.8",
+        "epoch": 3,
+    }
+    torch.save(content, step / "mp_rank_00_model_states.pt")
+    for rank in range(2):
+        momenta = {"optimizer_state_dict": {"zero_stage": 2, "state": torch.rand(30)}}
+        torch.save(momenta, step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return step
+
+
+def test_deepspeed(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    halves = {name: t.half() if t.is_floating_point() else t for name, t in state.items()}
+    step = save_deepspeed(halves, tmp_path)
+    for path in (tmp_path, step, step / "mp_rank_00_model_states.pt"):
+        found = read_state_dict(path)
+        assert found.key == "module"
+        assert_equal(found.tensors, halves)
+    model = small()
+    load_state_dict(model, read_state_dict(tmp_path), source="w")
+    assert torch.equal(model.state_dict()["0.weight"], halves["0.weight"].float())
+
+
+def test_partitioned_parameters_are_refused_with_the_command_that_gathers_them(
+    tmp_path: Path, state: dict[str, Tensor]
+) -> None:
+    step = save_deepspeed(state, tmp_path)
+    (step / "mp_rank_00_model_states.pt").rename(step / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    wanted = f"python {tmp_path}/zero_to_fp32.py {tmp_path} OUT --tag global_step7; then give --weights OUT"
+    assert refused(tmp_path).endswith(wanted)
+    assert refused(step).endswith(wanted)
+
+
+def test_other_parts_of_deepspeed_are_refused(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    step = save_deepspeed(state, tmp_path)
+    shutil.copy(step / "mp_rank_00_model_states.pt", step / "mp_rank_01_model_states.pt")
+    assert "was saved by 2 model-parallel ranks" in refused(tmp_path)
+    shutil.copy(step / "mp_rank_00_model_states.pt", step / "layer_00-model_00-model_states.pt")
+    assert "DeepSpeed's pipeline" in refused(tmp_path)
+    for path in step.iterdir():
+        path.unlink()
+    assert "has no mp_rank_00_model_states.pt" in refused(tmp_path)
+    (tmp_path / "latest").write_text("global_step9\n")
+    assert "names the folder global_step9, which is not there" in refused(tmp_path)
+
+
+# -- Lightning and timm ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> Path:
+    """The checkpoints of tests/checkpoint_writers.py; the libraries are imported in another process."""
+    folder = tmp_path_factory.mktemp("written")
+    done = launch([sys.executable, "-m", "tests.checkpoint_writers", folder], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_lightning(written: Path) -> None:
+    wanted = torch.load(written / "a.wanted", weights_only=True)
+    kept = next((written / "kept").glob("*.ckpt"))
+    for path in (written / "a.ckpt", kept):
+        model = small()
+        loaded = load_state_dict(model, read_state_dict(path), source="w")
+        assert (loaded.key, loaded.prefix) == ("state_dict", "model.")
+        assert_equal(model.state_dict(), wanted)
+
+
+def test_timm(written: Path) -> None:
+    path = written / "model_best.pth.tar"
+    assert "holds 2 state_dicts: state_dict (9 tensors), state_dict_ema (9 tensors)" in refused(path)
+    for key, name in (("state_dict", "model"), ("state_dict_ema", "average")):
+        wanted = torch.load(written / f"{name}.wanted", weights_only=True)
+        assert_equal(read_state_dict(path, key).tensors, wanted)
+
+
+# -- tied weights ------------------------------------------------------------------------------------------
+
+
+def test_a_tied_name_that_the_file_leaves_out(tmp_path: Path) -> None:
+    model = tied()
+    save_model(model, str(tmp_path / "w.safetensors"))
+    found = read_state_dict(tmp_path / "w.safetensors")
+    assert len(found.tensors) == len(model.state_dict()) - 1
+    other = tied()
+    nn.init.zeros_(other[0].weight)  # type: ignore[index]
+    load_state_dict(other, found, source="w")
+    assert_equal(other.state_dict(), model.state_dict())
+    with pytest.raises(UsageError, match=r"1 missing in the file: [01]\.weight"):
+        load_state_dict(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), found, source="w")
+
+
+@pytest.mark.parametrize("form", ["one storage", "two", "folder"])
+def test_tied_names_with_equal_values(tmp_path: Path, form: str) -> None:
+    model = tied()
+    state = model.state_dict()
+    if form != "one storage":
+        state = {name: tensor.clone() for name, tensor in state.items()}
+    path = tmp_path / "w.pt"
+    if form == "folder":
+        path = save_distributed(state, tmp_path)
+    else:
+        torch.save(state, path)
+    other = tied()
+    nn.init.zeros_(other[0].weight)  # type: ignore[index]
+    load_state_dict(other, read_state_dict(path), source="w")
+    assert_equal(other.state_dict(), model.state_dict())
+
+
+def test_tied_names_with_different_values() -> None:
+    model = tied()
+    state = {**model.state_dict(), "1.weight": torch.ones(3, 3)}
+    with pytest.raises(UsageError, match=r"different values for 0\.weight and 1\.weight"):
+        load_into(model, state, "the weights w.pt")
+
+
+def test_a_tied_name_without_any_of_its_others_is_missing() -> None:
+    model = tied()
+    state = {name: value for name, value in model.state_dict().items() if not name.endswith("weight")}
+    with pytest.raises(UsageError, match=r"2 missing in the file: 0\.weight, 1\.weight"):
+        load_into(model, state, "the weights w.pt")
+
+
+# -- all ranks ---------------------------------------------------------------------------------------------
+
+
+def test_ranks_with_different_files_under_one_path_do_not_start(tmp_path: Path, launch: Launch) -> None:
+    for rank in range(2):
+        home = tmp_path / str(rank)
+        home.mkdir()
+        torch.manual_seed(rank)
+        torch.save(FashionCNN().state_dict(), home / "w.pt")
+    words = "-m dualeval run --model fashion-cnn --weights w.pt --limit 200 --no-progress"
+    command = f"cd {tmp_path}/$RANK && exec {sys.executable} {words} --data {ROOT}/dualeval/assets"
+    torchrun = [*start("torchrun", 2), "bash", "-c", f"{command} --out {tmp_path}/out"]
+    done = launch(torchrun, variables={"OMP_NUM_THREADS": "1"})
+    assert done.returncode != 0
+    assert "rank 1 on" in done.stderr, done.stderr
+    assert "the file of --weights is not the same for all ranks. Compare it on " in done.stderr
+    assert not (tmp_path / "out/result.json").exists()
+
+
+def test_a_file_that_changes_between_its_header_and_its_values(
+    tmp_path: Path, state: dict[str, Tensor]
+) -> None:
+    """A training goes on, and writes the next epoch over it."""
+    for path in (tmp_path / "w.pt", tmp_path / "w.safetensors", tmp_path / "folder"):
+        saved = path / "__0_0.distcp" if path.name == "folder" else path
+        if path.suffix == ".pt":
+            torch.save(state, path)
+        elif path.name == "folder":
+            save_distributed(state, path)
+        else:
+            save_file(state, path)
+        found = read_state_dict(path)
+        os.truncate(saved, 100)
+        with pytest.raises(UsageError, match="has changed while it was read"):
+            load_into(small(), found.tensors, "w")

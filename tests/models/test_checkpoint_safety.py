@@ -1,0 +1,374 @@
+"""Malicious checkpoints of each kind: what could run code is refused with the reason, and does not run."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import pickle
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from dualeval.errors import UsageError
+from dualeval.models.checkpoints import distributed_metadata, read_state_dict
+from dualeval.models.extra_state import is_read
+from dualeval.models.weights import load_state_dict, refuse_choice_without_file
+from tests.conftest import working_module
+from tests.models.test_checkpoint_folders import refused, save_distributed, sharded
+from tests.models.test_weights import CANARY, Canary, assert_equal, small
+
+
+class MakesFolder:
+    """As ``Canary``, for tests that let it run: it leaves nothing open."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (CANARY,)
+
+
+@pytest.fixture(autouse=True)
+def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Work where code of a checkpoint would leave a file; a test that lets it run removes it."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / CANARY
+    yield path
+    assert not path.exists(), "code of a checkpoint ran"
+
+
+@pytest.fixture
+def state() -> dict[str, Tensor]:
+    return small().state_dict()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, state: dict[str, Tensor]) -> Path:
+    """A folder of torch.distributed.checkpoint, to be changed."""
+    return save_distributed({"model": state, "note": "text"}, tmp_path / "folder")
+
+
+def change(folder: Path, how: Callable[[Metadata], object]) -> None:
+    """Change the metadata, and write it as torch does."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301 - torch has just written it
+    how(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def stream(content: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("content", ["model", "model and more", "canary"])
+def test_a_full_pickle_is_read_only_where_it_is_trusted(
+    canary: Path, zip_format: bool, content: str, state: dict[str, Tensor]
+) -> None:
+    saved = {
+        "model": small(),
+        "model and more": {"epoch": 3, "model": small(), "note": [Canary]},
+        "canary": {"model": state, "config": MakesFolder()},
+    }[content]
+    torch.save(saved, "w.pt", _use_new_zipfile_serialization=zip_format)
+    message = refused(Path("w.pt"))
+    assert "which could run code" in message
+    assert message.endswith("--trust-checkpoint reads it as it is, and runs its code.")
+    found = read_state_dict(Path("w.pt"), trust=True)
+    assert_equal(found.tensors, state)
+    assert found.key == ("" if content == "model" else "model")
+    assert canary.exists() == (content == "canary")
+    if canary.exists():
+        canary.rmdir()
+
+
+def test_trust_reads_plain_files_as_ever(state: dict[str, Tensor], canary: Path) -> None:
+    torch.save({"model": state}, "w.pt")
+    assert_equal(read_state_dict(Path("w.pt"), trust=True).tensors, state)
+    Path("w.pt").write_bytes(b"\x80\x02no pickle")
+    with pytest.raises(UsageError, match=r"w\.pt is not a readable torch file"):
+        read_state_dict(Path("w.pt"), trust=True)
+
+
+def test_a_class_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with working_module(
+        tmp_path, "theirs", "from torch import nn\nclass Theirs(nn.Linear): pass", monkeypatch
+    ):
+        monkeypatch.syspath_prepend(tmp_path)
+        torch.save(importlib.import_module("theirs").Theirs(2, 2), "w.pt")
+        assert read_state_dict(Path("w.pt"), trust=True).tensors.keys() == {"weight", "bias"}
+    (tmp_path / "theirs.py").unlink()
+    importlib.invalidate_caches()
+    with pytest.raises(UsageError, match=r"classes that cannot be imported here: No module named 'theirs'"):
+        read_state_dict(Path("w.pt"), trust=True)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_programs_are_no_weights(trust: bool) -> None:
+    """TorchScript, and what torch.export writes; a canary in a place that their loaders unpickle."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, which people still have
+        script = torch.jit.trace(small().eval(), torch.ones(3, 4))  # type: ignore[no-untyped-call]
+        torch.jit.save(script, "script.pt")
+    with zipfile.ZipFile("script.pt", "a") as archive:
+        archive.writestr("script/more.pkl", pickle.dumps(Canary()))
+    with zipfile.ZipFile("program.pt2", "w") as archive:  # 30 s less than torch.export
+        archive.writestr("program/archive_format", "pt2")
+        archive.writestr("program/data/sample_inputs/model.pt", stream(Canary()))
+    for name, kind in (("script.pt", "a TorchScript archive"), ("program.pt2", "a torch.export program")):
+        with pytest.raises(UsageError) as caught:
+            read_state_dict(Path(name), trust=trust)
+        assert f"{name} is {kind}" in str(caught.value)
+        assert f"--model {name} takes it, with --trust-checkpoint and without --weights" in str(caught.value)
+
+
+@pytest.mark.long
+def test_what_torch_export_writes_is_known() -> None:
+    program = torch.export.export(small().eval(), (torch.ones(3, 4),))
+    torch.export.save(program, "program.pt2")
+    assert "is a torch.export program" in refused(Path("program.pt2"))
+
+
+def test_trust_without_a_file() -> None:
+    with pytest.raises(UsageError, match="--trust-checkpoint was given with --weights random:0"):
+        refuse_choice_without_file("random:0", None, None, trust=True)
+
+
+# -- several files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../out.safetensors", "/etc/passwd", "a/../../out.safetensors", 3, None])
+def test_an_index_leads_nowhere_else(tmp_path: Path, state: dict[str, Tensor], name: object) -> None:
+    index = sharded(state, tmp_path / "folder")
+    save_file(state, tmp_path / "out.safetensors")
+    content = json.loads(index.read_text())
+    content["weight_map"]["0.weight"] = name
+    index.write_text(json.dumps(content))
+    assert "expected the name of a file in this folder" in refused(index.parent)
+
+
+@pytest.mark.parametrize("name", ["..", "../folder", "/etc", ""])
+def test_latest_leads_nowhere_else(tmp_path: Path, name: str) -> None:
+    (tmp_path / "latest").write_text(name)
+    assert "expected the name of a folder beside it" in refused(tmp_path)
+
+
+def test_one_of_several_files_that_runs_code(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    index = sharded(state, tmp_path / "folder", safe=False)
+    first = sorted(index.parent.glob("*.bin"))[0]
+    torch.save({"0.weight": state["0.weight"], "more": Canary()}, first)
+    assert f"{first} cannot be read as plain tensors" in refused(index.parent)
+
+
+# -- torch.distributed.checkpoint --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("place", ["whole", "planner_data", "storage_meta", "state_dict_metadata", "key"])
+def test_metadata_that_runs_code(folder: Path, place: str, trust: bool) -> None:
+    def hide(metadata: Metadata) -> None:
+        if place == "state_dict_metadata":
+            metadata.state_dict_metadata["more"] = Canary()  # type: ignore[assignment]
+        elif place == "key":
+            metadata.storage_data[(Canary(),)] = 1
+        else:
+            setattr(metadata, place, Canary())
+
+    if place == "whole":
+        (folder / ".metadata").write_bytes(pickle.dumps(Canary()))
+    else:
+        change(folder, hide)
+    with pytest.raises(UsageError) as caught:
+        read_state_dict(folder, trust=trust)
+    assert "holds io.open, which is no part of such metadata: it could run code" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["torch.load", "torch.serialization.load", "builtins.eval", "os.system"])
+def test_no_other_name_of_these_modules_is_read(folder: Path, name: str) -> None:
+    module, _, function = name.rpartition(".")
+    (folder / ".metadata").write_bytes(f"c{module}\n{function}\n(tR.".encode())
+    assert f"holds {name}, which is no part" in refused(folder)
+
+
+def test_what_stands_for_a_class_cannot_be_changed(folder: Path) -> None:
+    """A pickle may also set attributes of what it names."""
+    name = "torch.distributed.checkpoint.metadata"
+    for kind in ("Metadata", "TensorStorageMetadata"):
+        (folder / ".metadata").write_bytes(f"c{name}\n{kind}\n}}S'x'\nI1\nsb.".encode())
+        assert ".metadata is damaged" in refused(folder)
+    assert not hasattr(distributed_metadata._Record, "x")
+
+
+def test_the_metadata_of_an_older_torch(folder: Path, state: dict[str, Tensor]) -> None:
+    """Up to 2.2 two classes were in another module."""
+    path = folder / ".metadata"
+    content = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)  # noqa: S301 - torch has just written it
+    older = b"ctorch.distributed._shard.sharded_tensor.metadata\n"
+    for now, then in ((b"TensorProperties", b"TensorProperties"), (b"_MEM_FORMAT_E", b"MEM_FORMAT_E")):
+        assert b"ctorch.distributed.checkpoint.metadata\n" + now in content
+        content = content.replace(b"ctorch.distributed.checkpoint.metadata\n" + now, older + then)
+    path.write_bytes(content)
+    assert_equal(read_state_dict(folder).tensors, state)
+
+
+def test_entries_that_are_pickles_are_never_read(folder: Path, state: dict[str, Tensor]) -> None:
+    """torch's own reader loads them without its protection."""
+    data = folder / "__0_0.distcp"
+    whole = data.read_bytes()
+
+    def place(metadata: Metadata) -> None:
+        # As long as nothing but admitted classes names it.
+        info = metadata.storage_data[MetadataIndex("note")]
+        data.write_bytes(whole + stream(Canary()))
+        info.offset, info.length = len(whole), len(stream(Canary()))
+
+    change(folder, place)
+    assert_equal(read_state_dict(folder).tensors, state)
+    assert "an object there" in refused(folder, "note")
+
+
+def test_a_pickle_in_the_place_of_a_tensor(folder: Path) -> None:
+    """The metadata says that a parameter is one; it is not taken, and nothing is left at random."""
+
+    def hide(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["model.0.weight"] = BytesStorageMetadata()
+
+    change(folder, hide)
+    message = refused(folder, "model")
+    assert "holds no state_dict under the key model" in message
+    assert "no tensor is 0.weight" in message
+
+
+def test_the_extra_state_of_a_module_is_not_read(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    save_distributed({**state, "_extra_state": {"a": 1}}, tmp_path / "with")
+    found = read_state_dict(tmp_path / "with")
+    assert not is_read(found.tensors["_extra_state"])
+
+
+@pytest.mark.parametrize("content", ["canary", "canary in a dict", "list", "another shape", "another dtype"])
+def test_a_part_that_is_no_plain_tensor(folder: Path, content: str) -> None:
+    data = folder / "__0_0.distcp"
+    whole = data.read_bytes()
+    saved = {
+        "canary": Canary(),
+        "canary in a dict": {"0.weight": Canary()},
+        "list": [torch.ones(3, 4)],
+        "another shape": torch.ones(4, 3),
+        "another dtype": torch.ones(3, 4).double(),
+    }[content]
+
+    def place(metadata: Metadata) -> None:
+        info = metadata.storage_data[MetadataIndex("model.0.weight", torch.Size([0, 0]))]
+        data.write_bytes(whole + stream(saved))
+        info.offset, info.length = len(whole), len(stream(saved))
+
+    change(folder, place)
+    assert "holds more than plain tensors: model.0.weight cannot be read" in refused(folder)
+
+
+@pytest.mark.parametrize("kind", ["up", "absolute", "link", "folder link"])
+def test_a_path_that_leaves_the_folder(tmp_path: Path, folder: Path, kind: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (folder / "__0_0.distcp").rename(outside / "data")
+    (folder / "link").symlink_to(outside / "data")
+    (folder / "inner").symlink_to(outside)
+    path = {
+        "up": "../outside/data",
+        "absolute": str(outside / "data"),
+        "link": "link",
+        "folder link": "inner/data",
+    }[kind]
+
+    def lead(metadata: Metadata) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = path
+
+    change(folder, lead)
+    assert f"names the file {path!r}, which lies outside of the folder" in refused(folder)
+
+
+def forged(**fields: Any) -> Metadata:
+    """The metadata of one tensor of two values."""
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([2]))
+    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([2]), [chunk])
+    given: dict[str, Any] = {
+        "state_dict_metadata": {"w": tensor},
+        "planner_data": {"w": ("w",)},
+        "storage_data": {MetadataIndex("w", torch.Size([0]), 0): _StorageInfo("__0_0.distcp", 0, 10)},
+    }
+    return Metadata(**{**given, **fields})
+
+
+def with_a_gap() -> Metadata:
+    """Half of the tensor has no part: it would be left at random."""
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([1]))
+    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([2]), [chunk])
+    return forged(state_dict_metadata={"w": tensor})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        (with_a_gap(), "the parts of w are not the whole tensor"),
+        (forged(storage_data={}), "does not say where w lies"),
+        (forged(storage_data=3), "expected a dict storage_data"),
+        (forged(state_dict_metadata=None), "expected a dict state_dict_metadata"),
+        (forged(state_dict_metadata={"w": 3}), "expected a _Tensor"),
+        (forged(state_dict_metadata={3: BytesStorageMetadata()}), "found a int, expected a str"),
+        (forged(planner_data={"w": ((),)}), "are no text and no numbers"),
+        (forged(planner_data={"w": ("w",), "v": ()}), "are no text and no numbers"),
+        (
+            forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", -1, 10)}),
+            "whole numbers from 0",
+        ),
+        (forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, 2**62)}), "is cut short"),
+        (forged(storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, 4, ["zstd"])}), "zstd"),
+        (forged(storage_data={MetadataIndex("w"): _StorageInfo(".", 0, 4)}), "is missing"),
+        (forged(storage_data={MetadataIndex("w"): _StorageInfo("a\0b", 0, 4)}), "outside of the folder"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_forged_metadata(folder: Path, metadata: Metadata, said: str) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert said in refused(folder)
+
+
+def test_torch_itself_runs_what_is_refused_here(folder: Path, canary: Path) -> None:
+    """The canary sings: the tests above would see it."""
+    change(folder, lambda metadata: setattr(metadata, "planner_data", MakesFolder()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that no process group is there
+        load({"model": small().state_dict()}, checkpoint_id=folder, no_dist=True)
+    assert canary.exists()
+    canary.rmdir()
+
+
+def test_a_trusted_model_is_evaluated_as_its_state_dict_is(state: dict[str, Tensor]) -> None:
+    torch.save({"ema": small()}, "w.pt")
+    model = small()
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    load_state_dict(model, read_state_dict(Path("w.pt"), trust=True), source="w")
+    assert_equal(model.state_dict(), state)

@@ -1,0 +1,420 @@
+"""Checkpoints as training scripts write them: which state_dict is taken, what is read, what may not run."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # here, not with the first optimizer: the import sets an environment variable
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.serialization import get_safe_globals, safe_globals
+
+from dualeval.errors import UsageError
+from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints.candidates import KNOWN_KEYS
+from dualeval.models.weights import LoadedWeights, load_state_dict, notes_of
+from tests.models.test_weights import CANARY, Canary, assert_equal, small
+
+
+def train(model: nn.Module, steps: int = 2) -> tuple[torch.optim.Optimizer, AveragedModel]:
+    """Train a few steps, as a script does; returns the optimizer and the average of the weights."""
+    torch.manual_seed(1)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss = model(torch.rand(5, 4)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        average.update_parameters(model)
+    return optimizer, average
+
+
+def usual_checkpoint(model: nn.Module) -> dict[str, Any]:
+    """What torchvision's, timm's and many others' training scripts save."""
+    optimizer, _ = train(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", type=Path, default=Path("/data/train"))
+    parser.add_argument("--lr", type=float, default=0.1)
+    history: collections.defaultdict[str, list[float]] = collections.defaultdict(list)
+    history["loss"].append(0.5)
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "lr_scheduler": scheduler.state_dict(),
+        "args": parser.parse_args([]),
+        "epoch": 7,
+        "best": np.float64(76.1),
+        "output_dir": Path("runs/a"),
+    }
+
+
+EVERYTHING: dict[str, Any] = {
+    "namespace in namespace": argparse.Namespace(inner=argparse.Namespace(path=Path("a"))),
+    "simple namespace": types.SimpleNamespace(lr=0.1),
+    "windows path": PureWindowsPath("C:/data"),
+    "scalars": [np.float32(1), np.int64(2), np.bool_(True), np.str_("a"), np.datetime64("2020-01-01")],
+    "arrays": [np.zeros((2, 3)), np.zeros((3, 2)).T, np.array(["a"]), np.zeros(2, dtype=[("x", "f4")])],
+    "array of objects": np.array([1, None, {"a": Path("b")}], dtype=object),
+    "dtype": np.dtype("float16"),
+    "numpy random state": np.random.get_state(),
+    "python random state": random.getstate(),
+    "torch random state": torch.get_rng_state(),
+    "date and time": [
+        datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+        datetime.date(2026, 1, 2),
+        datetime.timedelta(seconds=3),
+    ],
+    "defaultdict": collections.defaultdict(list, {"loss": [1.0]}),
+    "nested defaultdict": {"meters": collections.defaultdict(float, {"top1": 0.5})},
+    "deque": collections.deque([0.5, 0.25], maxlen=20),
+    "counter": collections.Counter("abba"),
+    "set and range": [{1, 2}, frozenset([3]), range(4), slice(1, 2)],
+    "types": [int, str, list],
+    "path as a key": {Path("a"): 1},
+}
+
+
+@pytest.fixture
+def state() -> dict[str, Tensor]:
+    return small().state_dict()
+
+
+def refused(path: Path, key: str | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        read_state_dict(path, key)
+    return str(caught.value)
+
+
+def loaded(path: Path, key: str | None = None) -> tuple[dict[str, Tensor], LoadedWeights]:
+    """What a model has after a file was loaded, and what was said of it."""
+    model = small()
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    found = load_state_dict(model, read_state_dict(path, key), source=f"the weights {path}")
+    return model.state_dict(), found
+
+
+# -- what is read ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
+def test_the_usual_training_checkpoint(tmp_path: Path, zip_format: bool) -> None:
+    model = small()
+    content = usual_checkpoint(model)
+    torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=zip_format)
+    found = read_state_dict(tmp_path / "w.pt")
+    assert found.key == "model"
+    assert_equal(found.tensors, model.state_dict())
+
+
+@pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_what_may_lie_beside_a_state_dict(
+    tmp_path: Path, state: dict[str, Tensor], name: str, zip_format: bool
+) -> None:
+    content = {"before": EVERYTHING[name], "model": state, "after": [EVERYTHING[name]]}
+    torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=zip_format)
+    assert_equal(read_state_dict(tmp_path / "w.pt").tensors, state)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "value"),
+    [
+        (b"numpy._core.multiarray", b"numpy.core.multiarray", np.float64(1)),
+        (b"numpy._core.multiarray", b"numpy.core.multiarray", np.zeros(3)),
+        (b"pathlib\nPosixPath", b"pathlib._local\nPosixPath", Path("a")),
+    ],
+    ids=["scalar of numpy 1", "array of numpy 1", "path of Python 3.13"],
+)
+def test_names_of_other_versions(
+    tmp_path: Path, state: dict[str, Tensor], one: bytes, other: bytes, value: object
+) -> None:
+    torch.save({"model": state, "x": value}, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
+    content = (tmp_path / "w.pt").read_bytes()
+    assert one in content or other in content
+    for old, new in ((one, other), (other, one)):
+        (tmp_path / "w.pt").write_bytes(content.replace(old, new))
+        assert_equal(read_state_dict(tmp_path / "w.pt").tensors, state)
+
+
+class Calls:
+    """Pickles to a call."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
+def reconstruct_of(value: np.ndarray[Any, Any] | np.generic) -> Callable[..., Any]:
+    """What pickle calls to make such a value."""
+    function: Callable[..., Any] = value.__reduce__()[0]  # type: ignore[assignment]
+    return function
+
+
+def test_admitted_types_are_not_made(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    """numpy would ask for an exabyte, and a Namespace for an attribute that takes no value."""
+    for call in (
+        Calls(reconstruct_of(np.zeros(1)), np.ndarray, (2**60,), b"d"),
+        Calls(argparse.Namespace, 1, 2, 3),
+    ):
+        torch.save({"model": state, "x": call}, tmp_path / "w.pt")
+        assert_equal(read_state_dict(tmp_path / "w.pt").tensors, state)
+
+
+def hidden(content: Any) -> dict[str, Any]:
+    """Something that should not be read, in each of the things that are."""
+    array = np.empty(1, dtype=object)
+    array[0] = content
+    history: collections.defaultdict[str, Any] = collections.defaultdict(list, a=content)
+    return {
+        "alone": content,
+        "Namespace": argparse.Namespace(a=content),
+        "SimpleNamespace": types.SimpleNamespace(a=content),
+        "array of objects": array,
+        "array in a Namespace": argparse.Namespace(a=array),
+        "defaultdict": history,
+        "deque": collections.deque([content]),
+        "argument of a path": Calls(Path, content),
+        "argument of a timedelta": Calls(datetime.timedelta, content),
+        "argument of a scalar": Calls(reconstruct_of(np.float64(1)), np.dtype("O"), content),
+        "what a defaultdict makes": Calls(collections.defaultdict, content),
+    }
+
+
+@pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("place", hidden(None))
+def test_nothing_runs_wherever_it_hides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, Tensor], place: str, zip_format: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = {"model": state, "x": hidden(Canary())[place]}
+    torch.save(content, "w.pt", _use_new_zipfile_serialization=zip_format)
+    assert "cannot be read as plain tensors (Unsupported global: GLOBAL" in refused(Path("w.pt"))
+    assert not Path(CANARY).exists()
+
+
+@pytest.mark.parametrize(
+    "function", [eval, getattr, setattr, __import__, argparse.FileType, np.load, Path.touch]
+)
+def test_no_other_name_of_these_modules_is_read(
+    tmp_path: Path, state: dict[str, Tensor], function: Callable[..., Any]
+) -> None:
+    torch.save({"model": state, "x": Calls(function, "1")}, tmp_path / "w.pt")
+    assert "cannot be read as plain tensors" in refused(tmp_path / "w.pt")
+
+
+class Config:
+    """A class that a program has told torch to take from files."""
+
+
+@pytest.fixture
+def admitted_by_the_program() -> Iterator[list[Any]]:
+    entries: list[Any] = [Config, np.dtype, (Path, "pathlib.PosixPath")]
+    with safe_globals(entries):
+        yield entries
+
+
+def test_what_a_program_admits_stays_admitted(
+    tmp_path: Path, state: dict[str, Tensor], admitted_by_the_program: list[Any]
+) -> None:
+    torch.save({"model": state, "c": Config(), "n": np.float32(1), "p": Path("a")}, tmp_path / "w.pt")
+    assert_equal(read_state_dict(tmp_path / "w.pt").tensors, state)
+    assert set(admitted_by_the_program) <= set(get_safe_globals())
+
+
+def test_nothing_stays_admitted(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    before = set(get_safe_globals())
+    torch.save({"model": state, "x": Path("a")}, tmp_path / "w.pt")
+    torch.save(Canary(), tmp_path / "bad.pt")
+    read_state_dict(tmp_path / "w.pt")
+    refused(tmp_path / "bad.pt")
+    assert set(get_safe_globals()) == before
+
+
+# -- which state_dict is taken -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", KNOWN_KEYS)
+def test_one_under_a_known_key(tmp_path: Path, state: dict[str, Tensor], key: str) -> None:
+    optimizer, _ = train(small())
+    torch.save({"epoch": 3, "optimizer": optimizer.state_dict(), key: state}, tmp_path / "w.pt")
+    values, found = loaded(tmp_path / "w.pt")
+    assert_equal(values, state)
+    assert found.key == key
+    assert notes_of(found) == [f"weights: the state_dict under {key!r} of {tmp_path / 'w.pt'}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (lambda s: {"ema": {"state_dict": s, "decay": 0.999}}, "ema.state_dict"),
+        (lambda s: {"ema": {"decay": 0.9, "shadow": s}}, "ema.shadow"),
+        (lambda s: {"state_dict": {"model": s}}, "state_dict.model"),
+        (lambda s: collections.defaultdict(dict, model=s), "model"),
+    ],
+)
+def test_one_under_nested_keys(
+    tmp_path: Path, state: dict[str, Tensor], content: Callable[[Any], Any], key: str
+) -> None:
+    torch.save(content(state), tmp_path / "w.pt")
+    found = read_state_dict(tmp_path / "w.pt")
+    assert found.key == key
+    assert_equal(found.tensors, state)
+
+
+def test_of_model_and_average_neither_wins_silently(tmp_path: Path) -> None:
+    """As torchvision's references save them with --model-ema."""
+    model = small()
+    _, average = train(model)
+    path = tmp_path / "w.pt"
+    torch.save({"model": model.state_dict(), "model_ema": average.state_dict(), "epoch": 1}, path)
+    message = refused(path)
+    assert f"{path} holds 2 state_dicts: model (9 tensors), model_ema (10 tensors)." in message
+    assert "--weights-key KEY" in message
+    values, found = loaded(path, "model")
+    assert_equal(values, model.state_dict())
+    assert not torch.equal(values["0.weight"], average.module.state_dict()["0.weight"])
+    values, found = loaded(path, "model_ema")
+    assert_equal(values, average.module.state_dict())
+    assert notes_of(found) == [
+        f"weights: the state_dict under 'model_ema' of {path}, prefix 'module.' removed, "
+        "1 left out: n_averaged"
+    ]
+
+
+@pytest.mark.parametrize("key", [None, "swa_model"])
+def test_an_average_alone(tmp_path: Path, key: str | None) -> None:
+    _, average = train(small())
+    state = average.state_dict()
+    torch.save(state if key is None else {key: state}, tmp_path / "w.pt")
+    values, found = loaded(tmp_path / "w.pt")
+    assert_equal(values, average.module.state_dict())
+    assert (found.prefix, found.left_out) == ("module.", ("n_averaged",))
+
+
+def test_an_average_under_a_name_of_the_scripts_own(tmp_path: Path) -> None:
+    model = small()
+    _, average = train(model)
+    path = tmp_path / "w.pt"
+    others = {"slow": {"weights": average.state_dict()}, "head": nn.Linear(3, 2).state_dict()}
+    torch.save({"model": model.state_dict(), **others}, path)
+    assert "holds 2 state_dicts: model (9 tensors), slow.weights (10 tensors)." in refused(path)
+    values, _ = loaded(path, "slow.weights")
+    assert_equal(values, average.module.state_dict())
+
+
+def test_one_under_two_keys_is_one(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    torch.save({"state_dict": state, "model": state}, tmp_path / "w.pt")
+    assert read_state_dict(tmp_path / "w.pt").key == "state_dict"
+
+
+def test_a_file_that_holds_itself(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    content: dict[str, Any] = {"net": state}
+    content["model"] = content
+    torch.save(content, tmp_path / "w.pt")
+    assert read_state_dict(tmp_path / "w.pt").key == "net"
+    del content["net"]
+    torch.save(content, tmp_path / "w.pt")
+    assert "holds no state_dict" in refused(tmp_path / "w.pt")
+
+
+def test_unknown_keys_are_offered(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    torch.save({"generator": state, "critic": {"weights": state}}, tmp_path / "w.pt")
+    message = refused(tmp_path / "w.pt")
+    assert "holds no state_dict (found: generator, critic)" in message
+    assert "generator (9 tensors), critic.weights (9 tensors); --weights-key KEY" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (lambda s: {"generator": s, "critic": s}, "generator"),
+        (lambda s: {"a": {"b": {"c": s}}}, "a.b.c"),
+        (lambda s: {"a.b": s, "a": {"c": 1}}, "a.b"),
+        (lambda s: {"a.b": {"c.d": s}}, "a.b.c.d"),
+        (lambda s: {"models": {0: s, 1: {}}}, "models.0"),
+    ],
+)
+def test_a_key_leads_anywhere(
+    tmp_path: Path, state: dict[str, Tensor], content: Callable[[Any], Any], key: str
+) -> None:
+    torch.save(content(state), tmp_path / "w.pt")
+    found = read_state_dict(tmp_path / "w.pt", key)
+    assert found.key == key
+    assert_equal(found.tensors, state)
+
+
+def test_below_a_key_the_same_holds(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    path = tmp_path / "w.pt"
+    torch.save({"teacher": {"state_dict": state, "epoch": 1}, "model": state}, path)
+    assert read_state_dict(path, "teacher").key == "teacher.state_dict"
+    torch.save({"teacher": {"net": dict(state), "model": dict(state)}}, path)
+    message = refused(path, "teacher")
+    assert "2 state_dicts: teacher.net (9 tensors), teacher.model (9 tensors)" in message
+    torch.save({"teacher": {"epoch": 1, "own": state}}, path)
+    message = refused(path, "teacher")
+    assert "holds no state_dict under the key teacher (found: epoch, own)" in message
+    assert "teacher.own (9 tensors)" in message
+
+
+def test_a_key_that_leads_nowhere(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    path = tmp_path / "w.pt"
+    moments = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)}}}
+    torch.save({"model": state, "epoch": 3, "args": argparse.Namespace(), "optimizer": moments}, path)
+    message = refused(path, "modle")
+    assert message.startswith(f"--weights-key modle: {path} holds no such key (found: model, epoch, args")
+    assert "State_dicts lie under model (9 tensors)." in message
+    assert "holds no such key" in refused(path, "model.0")
+    assert "holds a int there" in refused(path, "epoch")
+    assert "holds a Tensor there" in refused(path, "model.0.weight")
+    assert "holds an object there" in refused(path, "args")
+
+
+def test_a_key_where_there_are_none(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    torch.save(state, tmp_path / "w.pt")
+    save_file(state, tmp_path / "w.safetensors")
+    for name in ("w.pt", "w.safetensors"):
+        message = refused(tmp_path / name, "model")
+        assert "--weights-key model" in message
+        assert "one state_dict, with no keys above it" in message
+        assert "--weights-prefix" in message
+
+
+def test_what_is_no_tensor_is_named(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    torch.save({"model": {**state, "0.scale": {"scale": 1}}}, tmp_path / "w.pt")
+    assert "no tensor is 0.scale" in refused(tmp_path / "w.pt")
+
+
+def test_many_are_cut(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    torch.save({f"part{number}": dict(state) for number in range(11)}, tmp_path / "w.pt")
+    assert "part7 (9 tensors) and 3 more" in refused(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("module", ["posix.system", "sys.exit"])
+def test_a_type_of_a_blocked_module_is_named(
+    tmp_path: Path, state: dict[str, Tensor], module: str, zip_format: bool
+) -> None:
+    function = {"posix.system": os.system, "sys.exit": sys.exit}[module]
+    content = {"model": state, "args": argparse.Namespace(f=function)}
+    torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=zip_format)
+    assert f"cannot be read as plain tensors (Unsupported global: GLOBAL {module})" in refused(
+        tmp_path / "w.pt"
+    )

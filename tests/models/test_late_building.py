@@ -1,0 +1,417 @@
+"""Models without memory for their parameters: the same model as with it, or a reason why not."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import dualeval
+from dualeval.engine.identity import ModelIdentity
+from dualeval.engine.late_parameters import read_all
+from dualeval.engine.sharding.parameters import parameters_of
+from dualeval.errors import UsageError
+from dualeval.models import classifiers
+from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.checkpoints.late import LateTensor
+from dualeval.models.weights import OtherClasses, load_state_dict
+from dualeval.own_code import is_raised_by_own_code
+from tests.models.test_checkpoint_folders import save_distributed, sharded
+
+
+def check_same(late: nn.Module, whole: nn.Module) -> None:
+    """Structure, weights, buffers, flags and ties of two models are the same."""
+    first, second = ModelIdentity.of(late), ModelIdentity.of(whole)
+    assert first.structure_attributes == second.structure_attributes
+    assert first.structure == second.structure
+    assert first.weights == second.weights
+    own, other = (dict(model.named_parameters(remove_duplicate=False)) for model in (late, whole))
+    assert list(own) == list(other)
+    for name, parameter in own.items():
+        assert (parameter.shape, parameter.dtype) == (other[name].shape, other[name].dtype)
+        assert parameter.requires_grad == other[name].requires_grad
+    assert ties(own) == ties(other)
+    buffers = dict(whole.named_buffers(remove_duplicate=False))
+    for name, buffer in late.named_buffers(remove_duplicate=False):
+        assert type(buffer) is Tensor
+        assert torch.equal(buffer, buffers[name])
+
+
+def ties(parameters: dict[str, nn.Parameter]) -> set[tuple[str, ...]]:
+    found: dict[int, tuple[str, ...]] = {}
+    for name, parameter in parameters.items():
+        found[id(parameter)] = (*found.get(id(parameter), ()), name)
+    return set(found.values())
+
+
+def is_late(model: nn.Module) -> bool:
+    return all(isinstance(parameter, LateTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fashion-cnn",
+        "resnet18",
+        "googlenet",
+        "mnasnet0_5",
+        "timm:vit_tiny_patch16_224",
+        "timm:swin_tiny_patch4_window7_224",
+    ],
+)
+def test_classifiers_are_the_same(name: str, tmp_path: Path) -> None:
+    arguments = {"img_size": 64} if name.startswith("timm") else {}
+    source = classifiers.source_of(name, arguments)
+    torch.save(source.create(7).state_dict(), tmp_path / "w.pt")
+    weights = source.find_weights(str(tmp_path / "w.pt"))
+    notes: list[str] = []
+    late = source.build_late(weights, 7, note=notes.append)
+    assert is_late(late)
+    assert not notes
+    check_same(late, source.build(weights, 7))
+
+
+class Nested(nn.Module):
+    """All the ways in which a module can have parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(6)) for _ in range(2)])
+        self.named = nn.ParameterDict({"one": nn.Parameter(torch.tensor(2.0))})
+        self.normed = parametrizations.weight_norm(nn.Linear(6, 6))
+        self.lstm = nn.LSTM(6, 6)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), 2)
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)
+        self.register_buffer("fixed", torch.arange(4.0), persistent=False)
+        self.nothing: Tensor | None
+        self.register_parameter("nothing", None)
+        for scale in self.scales:
+            scale.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Any:
+        values = self.normed(self.embedding(tokens) * self.scales[0] * self.named["one"] + self.scales[1])
+        values, _ = self.lstm(self.encoder(values))
+        values, _ = self.attention(values, values, values)
+        return self.head(self.norm(values.transpose(1, 2)).transpose(1, 2))
+
+
+def made(make: Callable[[], nn.Module], path: Path) -> nn.Module:
+    """The model with the values of a file, with memory for them."""
+    model = make()
+    model.load_state_dict(torch.load(path, weights_only=True))
+    return model.eval()
+
+
+def save(make: Callable[[], nn.Module], path: Path) -> Path:
+    torch.manual_seed(7)
+    torch.save(make().state_dict(), path)
+    return path
+
+
+def test_a_model_of_ones_own_is_the_same(tmp_path: Path) -> None:
+    path = save(Nested, tmp_path / "w.pt")
+    late: Any = dualeval.late_model(Nested, path)
+    whole = made(Nested, path)
+    assert is_late(late)
+    check_same(late, whole)
+    tokens = torch.arange(8).view(2, 4)
+    with torch.no_grad():
+        # torch's encoder takes no short way with tensors of another class.
+        assert torch.allclose(late(tokens), whole(tokens), atol=1e-6)
+        read_all(late)
+        assert torch.equal(late(tokens), whole(tokens))
+    assert late.embedding.weight is late.head.weight
+
+
+def test_parameters_keep_their_strides(tmp_path: Path) -> None:
+    """Kernels may give other last bits for other strides: a divided model is the same as a whole one."""
+
+    def make() -> nn.Module:
+        model = nn.Linear(2, 3)
+        model.register_parameter("turned", nn.Parameter(torch.randn(7, 5).t()))
+        return model
+
+    path = save(make, tmp_path / "w.pt")
+    late, whole = dualeval.late_model(make, path), made(make, path)
+    assert is_late(late)
+    divided = {parameter.name: parameter for parameter in parameters_of(late)}
+    assert not divided["turned"].is_divided, "it would come back contiguous"
+    assert divided["weight"].is_divided
+    read_all(late)
+    for name, parameter in late.named_parameters():
+        assert parameter.stride() == whole.get_parameter(name).stride()
+        assert torch.equal(parameter, whole.get_parameter(name))
+
+
+def test_its_file_may_have_other_dtypes_and_one_of_tied_names(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    state = Nested().half().state_dict()
+    del state["head.weight"]
+    save_file(dict(state), tmp_path / "w.safetensors")
+    late: Any = dualeval.late_model(Nested, tmp_path / "w.safetensors")
+    assert is_late(late)
+    assert late.embedding.weight is late.head.weight
+    assert late.embedding.weight.dtype == torch.float32
+    assert torch.equal(late.embedding.weight + 0, state["embedding.weight"].float())
+
+
+def test_values_that_are_already_in_memory(tmp_path: Path) -> None:
+    torch.save(Nested().state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    late: Any = dualeval.late_model(Nested, tmp_path / "old.pt")
+    check_same(late, made(Nested, tmp_path / "old.pt"))
+    rows = torch.empty(3, 6)
+    late.embedding.weight.read_rows(2, 5, rows)
+    assert torch.equal(rows, late.embedding.weight[2:5])
+
+
+class Reads(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.largest = self.weight.max().item()
+
+
+class Derives(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("twice", self.weight.detach() * 2, persistent=False)
+
+
+class Keeps(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        mine = nn.Parameter(torch.randn(3))
+        self.mine = mine
+        self.listed = [mine]
+
+
+class SharesMemory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.randn(4, 3)
+        self.one, self.other = nn.Parameter(values), nn.Parameter(values[:2])
+
+
+class Draws(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("noise", torch.randn(3), persistent=False)
+
+
+class ChangesWhatItLoads(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+        def double(module: Any, keys: Any) -> None:
+            with torch.no_grad():
+                module.weight.mul_(2)
+
+        self.register_load_state_dict_post_hook(double)  # type: ignore[no-untyped-call]
+
+
+class LoadsByHand(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        for name, value in state.items():
+            getattr(self, name).data = value + 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Reads, "its constructor needs values"),
+        (Derives, "makes twice of the values of parameters"),
+        (Keeps, "it keeps Keeps.mine"),
+        (SharesMemory, "one and the same memory"),
+        (Draws, "draws noise at random"),
+        (ChangesWhatItLoads, "read or changed while it is built or loaded"),
+        (LoadsByHand, "read or changed while it is built or loaded"),
+    ],
+)
+def test_what_cannot_be_late_is_built_whole_and_says_why(
+    kind: type[nn.Module], why: str, tmp_path: Path
+) -> None:
+    path = save(kind, tmp_path / "w.pt")
+    torch.manual_seed(3)
+    whole = made(kind, path)
+    torch.manual_seed(3)
+    with pytest.warns(UserWarning, match=f"each rank builds all of it .* because .*{why}"):
+        model = dualeval.late_model(kind, path)
+    assert not any(isinstance(parameter, LateTensor) for parameter in model.parameters())
+    check_same(model, whole)
+
+
+def test_a_module_that_loads_by_hand_fills_its_parameters(tmp_path: Path) -> None:
+    class Copies(nn.Linear):
+        def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+            with torch.no_grad():
+                self.weight.data.copy_(state["weight"])
+                self.bias.copy_(state["bias"] + 1)
+
+    path = save(lambda: nn.Linear(3, 2), tmp_path / "w.pt")
+    late: Any = dualeval.late_model(lambda: Copies(3, 2), path)
+    assert is_late(late)
+    assert torch.equal(late.bias + 0, torch.load(path)["bias"] + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: state.pop("1.bias"), "1 missing in the file: 1.bias"),
+        (lambda state: state.update(more=torch.ones(1)), "1 not in the model: more"),
+        (lambda state: state.update({"0.weight": torch.ones(2, 2)}), r"0.weight \(2, 2\)"),
+        (lambda state: state.update({"0.weight": torch.ones(4, 4, dtype=torch.int8)}), "of another dtype"),
+    ],
+)
+def test_the_messages_are_those_of_a_whole_model(
+    change: Callable[[dict[str, Any]], object], said: str, tmp_path: Path
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    state = make().state_dict()
+    change(state)
+    torch.save(state, tmp_path / "w.pt")
+    with pytest.raises(UsageError, match=said) as late:
+        dualeval.late_model(make, tmp_path / "w.pt")
+    with pytest.raises(UsageError) as whole:
+        load_state_dict(make(), read_state_dict(tmp_path / "w.pt"), source=f"the weights {tmp_path / 'w.pt'}")
+    assert str(late.value) == str(whole.value)
+    assert type(late.value) is type(whole.value)
+
+
+def test_other_classes_are_told_apart(tmp_path: Path) -> None:
+    source = classifiers.source_of("fashion-cnn")
+    torch.save(source.create(7).state_dict(), tmp_path / "w.pt")
+    with pytest.raises(OtherClasses) as raised:
+        source.build_late(source.find_weights(str(tmp_path / "w.pt")), 10, note=lambda said: None)
+    assert raised.value.found == 7
+
+
+def test_nothing_is_left_changed_and_other_threads_are_not_touched(tmp_path: Path) -> None:
+    path = save(lambda: nn.Linear(3, 3), tmp_path / "w.pt")
+    load, state = nn.Module.load_state_dict, torch.get_rng_state()
+    beside: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        thread = threading.Thread(target=lambda: beside.append(nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+        return nn.Linear(3, 3)
+
+    assert is_late(dualeval.late_model(make, path))
+    assert not beside[0].weight.is_meta
+
+    def fails() -> nn.Module:
+        raise ZeroDivisionError("of the constructor")
+
+    with pytest.raises(ZeroDivisionError):
+        dualeval.late_model(fails, path)
+    assert nn.Module.load_state_dict is load
+    assert not nn.Linear(1, 1).weight.is_meta
+    assert len(state) == len(torch.get_rng_state())
+
+
+def test_random_weights_and_wrong_arguments(tmp_path: Path) -> None:
+    notes: list[str] = []
+    source = classifiers.source_of("fashion-cnn")
+    model = source.build_late(source.find_weights("random:3"), 10, note=notes.append)
+    check_same(model, source.build(source.find_weights("random:3"), 10))
+    assert "drawn at random" in notes[0]
+    with pytest.raises(UsageError, match="expected a function that makes the model"):
+        dualeval.late_model(nn.Linear(1, 1), tmp_path)
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+
+
+@pytest.mark.parametrize("form", ["zip", "one", "several", "distributed", "optimizer"])
+def test_a_rank_reads_its_part(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    state = stack().state_dict()
+    path = tmp_path / form
+    optimizer = {name: torch.ones(2, *value.shape) for name, value in state.items()}
+    if form == "zip":
+        torch.save({"model": state, "optimizer": optimizer}, path)
+    elif form == "one":
+        path = tmp_path / "w.safetensors"
+        save_file(state, path)
+    elif form == "several":
+        sharded(state, path, size=600_000)
+    else:
+        save_distributed({"model": state, **({"optimizer": optimizer} if form == "optimizer" else {})}, path)
+    counts: list[int] = []
+    read = os.preadv
+
+    def counted(*arguments: Any) -> int:
+        counts.append(read(*arguments))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    late = dualeval.late_model(stack, path)
+    assert is_late(late)
+    # Of a DCP folder each part has a directory of its own.
+    assert sum(counts) < (40_000 * len(state) if path.is_dir() and form != "several" else 20_000)
+    parts: dict[str, list[Tensor]] = {}
+    for rank in range(2):
+        named: list[tuple[str, Any]] = list(late.named_parameters())
+        for name, parameter in named:
+            half = len(parameter) // 2
+            rows = torch.empty(half, *parameter.shape[1:])
+            before = sum(counts)
+            parameter.read_rows(rank * half, (rank + 1) * half, rows)
+            assert sum(counts) - before == rows.nbytes
+            parts.setdefault(name, []).append(rows)
+    for name, both in parts.items():
+        assert torch.equal(torch.cat(both), state[name])
+
+
+def test_an_evaluation_without_shards_reads_a_late_model(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Linear(4, 3)
+
+    path = save(make, tmp_path / "w.pt")
+    torch.manual_seed(0)
+    data = list(zip(torch.rand(40, 4), torch.randint(3, (40,)), strict=True))
+    late = dualeval.evaluate(model=lambda: dualeval.late_model(make, path), data=data, workers=0)
+    whole = dualeval.evaluate(model=lambda: made(make, path), data=data, workers=0)
+    assert late.metrics == whole.metrics
+    assert late.metrics_digest == whole.metrics_digest
+
+
+def test_an_error_of_own_code_is_told_apart_from_one_of_a_layer(tmp_path: Path) -> None:
+    """The parameter computes in frames of the package, which are behind the user's statement."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 4)
+            self.shift = nn.Parameter(torch.zeros(4))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            found: Tensor = self.head(inputs) + (self.shift if inputs.ndim == 1 else self.shift[:3])
+            return found
+
+    save_file(Shifted().state_dict(), tmp_path / "net.safetensors")
+    for model in (Shifted(), dualeval.late_model(Shifted, tmp_path / "net.safetensors")):
+        with pytest.raises(RuntimeError) as own:
+            model(torch.zeros(2, 3))
+        assert is_raised_by_own_code(own.value)
+        with pytest.raises(RuntimeError) as layer:
+            model(torch.zeros(5))
+        assert not is_raised_by_own_code(layer.value)

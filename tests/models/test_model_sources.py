@@ -1,0 +1,739 @@
+"""Models of timm and transformers, TorchScript and torch.export programs, quantised models."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import dualeval
+from dualeval.engine.identity.model import ModelHasher, model_fingerprint, structure_fingerprint
+from dualeval.errors import DualevalError, UsageError
+from dualeval.models import classifiers
+from dualeval.models.sources import Loading, WeightsSource, weights_of_file
+from dualeval.models.weights import OtherClasses
+from dualeval.models.weights_name import model_beside
+from dualeval.tasks.image_classification import ImageClassification
+from dualeval.tasks.image_classification_options import ImageClassificationOptions
+from dualeval.vision_library import torchvision
+from tests.conftest import Launch, working_module
+from tests.models.test_late_building import check_same, is_late
+
+torchvision()
+
+CLASSES = 3
+SIZE = 16
+
+
+class Net(nn.Module):
+    """Batch norm and dropout, so that a mode matters; a linear layer to quantise."""
+
+    def __init__(self, classes: int = CLASSES) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3, stride=2)
+        self.norm = nn.BatchNorm2d(4)
+        self.dropout = nn.Dropout(0.5)
+        self.linear = nn.Linear(4, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.norm(self.convolution(images)).relu().mean((2, 3))
+        logits: Tensor = self.linear(self.dropout(features))
+        return logits
+
+
+def net(changed: float = 0.0) -> Net:
+    """The same one each time, in evaluation mode; with one weight changed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = Net().eval()
+    with torch.no_grad():
+        made.linear.weight[0, 0] += changed
+    return made
+
+
+IMAGES = torch.linspace(-1, 1, 4 * 3 * SIZE * SIZE).view(4, 3, SIZE, SIZE)
+
+
+@pytest.fixture
+def deprecated() -> Iterator[None]:
+    """TorchScript and quantisation are deprecated, and in use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def scripted(model: nn.Module) -> Any:
+    return torch.jit.script(model)
+
+
+def traced(model: nn.Module) -> Any:
+    return torch.jit.trace(model, IMAGES)  # type: ignore[no-untyped-call]
+
+
+def frozen(model: nn.Module) -> Any:
+    return torch.jit.freeze(torch.jit.script(model))
+
+
+def quantised(model: nn.Module) -> nn.Module:
+    made: nn.Module = torch.ao.quantization.quantize_dynamic(  # type: ignore[no-untyped-call]
+        model, {nn.Linear}, dtype=torch.qint8
+    )
+    return made
+
+
+def exported(model: nn.Module, dimension: Any = None) -> Any:
+    shapes = None if dimension is None else ({0: dimension},)
+    return torch.export.export(model, (IMAGES,), dynamic_shapes=shapes)
+
+
+def identity(model: nn.Module) -> tuple[Any, ...]:
+    weights = model_fingerprint(model)["fingerprint"]
+    return weights, structure_fingerprint(model, ModelHasher(model))
+
+
+def fails(name: str, weights: str | None = None, **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        classifiers.build(name, weights, options.pop("num_classes", None), **options)
+    return str(caught.value)
+
+
+# -- TorchScript ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("deprecated")
+@pytest.mark.parametrize("make", [scripted, traced, frozen])
+def test_a_torchscript_archive(make: Callable[[nn.Module], Any], tmp_path: Path) -> None:
+    path = tmp_path / "net.pt"
+    make(net()).save(str(path))
+    model = classifiers.build(str(path), None, None, trust=True)
+    # Freezing folds the batch norm.
+    torch.testing.assert_close(model(IMAGES), net()(IMAGES), atol=1e-6 if make is frozen else 0, rtol=0)
+    assert not getattr(model, "training", False)
+    make(net(changed=0.1)).save(str(path))
+    assert identity(classifiers.build(str(path), None, None, trust=True)) != identity(model)
+
+
+@pytest.mark.usefixtures("deprecated")
+@pytest.mark.parametrize("kind", ["TorchScript archive", "torch.export program"])
+def test_a_program_with_a_flipped_bit(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.pt2"
+    if kind == "TorchScript archive":
+        scripted(net()).save(str(path))
+    else:
+        torch.export.save(exported(net()), path)
+    weights = max((value for value in net().state_dict().values()), key=torch.numel).numpy().tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(weights) + 9] ^= 1
+    path.write_bytes(content)
+    assert re.search(
+        rf"cannot be read as a {kind}: its record \S+ does not fit", fails(str(path), trust=True)
+    )
+
+
+@pytest.mark.usefixtures("deprecated")
+def test_an_archive_saved_in_training_mode_is_set_to_evaluation(tmp_path: Path) -> None:
+    path = tmp_path / "net.ts"
+    scripted(net().train()).save(str(path))
+    model = classifiers.build(str(path), None, None, trust=True)
+    assert torch.equal(model(IMAGES), net()(IMAGES))
+
+
+@pytest.mark.usefixtures("deprecated")
+def test_a_program_is_opened_where_it_is_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "net.pt"
+    scripted(net()).save(str(path))
+    message = fails(str(path))
+    for words in ("a TorchScript archive", "can run any code", "--trust-checkpoint"):
+        assert words in message
+    assert "Leave --weights out" in fails(str(path), "random:0", trust=True)
+    assert "--model-arg depth" in fails(str(path), None, trust=True, arguments={"depth": 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "does not exist"),
+        (b"", "is empty"),
+        (b"some text", "is neither a TorchScript archive nor a torch.export program"),
+        ({"weight": torch.zeros(1)}, "It holds tensors: name the model, and give it with --weights"),
+    ],
+)
+def test_a_file_that_is_no_program(content: Any, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.pt2"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    assert words in fails(str(path), None, trust=True)
+
+
+# -- torch.export --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths by name: of any batch, of 2 to 6 images, of exactly 4, and exported in training mode."""
+    folder = tmp_path_factory.mktemp("programs")
+    made = {
+        "any": exported(net(), torch.export.Dim("batch")),
+        "some": exported(net(changed=0.1), torch.export.Dim("batch", min=2, max=6)),
+        "four": exported(net()),
+        "training": exported(net().train()),
+    }
+    for name, program in made.items():
+        torch.export.save(program, folder / f"{name}.pt2")
+    return {name: str(folder / f"{name}.pt2") for name in made}
+
+
+def program(path: str) -> tuple[classifiers.ModelSource, nn.Module]:
+    source = classifiers.source_of(path, trust=True)
+    return source, source.build(source.find_weights(None), None)
+
+
+def test_a_program_of_torch_export(programs: dict[str, str]) -> None:
+    _, model = program(programs["any"])
+    assert torch.equal(model(IMAGES), net()(IMAGES))
+    assert not any(module.training for module in model.eval().modules())
+    assert identity(program(programs["any"])[1]) == identity(model)
+    assert identity(program(programs["some"])[1])[0] != identity(model)[0]
+
+
+def test_a_program_exported_in_training_mode(programs: dict[str, str]) -> None:
+    message = fails(programs["training"], None, trust=True)
+    assert "was exported in training mode (in it, batch_norm, dropout work" in message
+    assert "after model.eval()" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "samples", "words"),
+    [
+        ("any", 7, 10, None),
+        ("any", 7, 3, None),
+        ("some", 4, 14, None),
+        ("some", 7, 14, "batches of 2 to 6 images, and this run has one of 7. Give --batch-size 6."),
+        ("some", 7, 13, "has one of 7. Give --batch-size 6 and --limit 12."),
+        ("some", 4, 13, "has one of 1. Give --batch-size 4 and --limit 12."),
+        ("some", 8, 3, None),
+        ("four", 4, 12, None),
+        ("four", 3, 12, "exactly 4 images, and the batch size is 3. Give --batch-size 4."),
+        ("four", 4, 14, "; of 14 images the last batch of 4 has 2. Give --batch-size 4 and --limit 12."),
+        ("four", 8, 3, "has 3. Give --batch-size 4; 3 images are fewer than one batch."),
+    ],
+)
+def test_batches_of_a_program(
+    programs: dict[str, str], name: str, batch: int, samples: int, words: str | None
+) -> None:
+    source, _ = program(programs[name])
+    if words is None:
+        source.check_batches(batch, samples)
+        return
+    with pytest.raises(UsageError) as caught:
+        source.check_batches(batch, samples)
+    assert words in str(caught.value)
+
+
+# -- quantised -----------------------------------------------------------------------------------------
+
+FACTORIES = """
+import warnings
+
+import torch
+from torch import nn
+
+from tests.models.test_model_sources import Net, quantised
+
+
+def make(num_classes=3, widths=(), kind="plain"):
+    model = Net(num_classes)
+    model.said = (widths, kind)
+    return model
+
+
+def quantised_net(num_classes=3):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return quantised(Net(num_classes))
+
+
+def needs_classes(num_classes):
+    return Net(num_classes)
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with working_module(tmp_path, "nets_of_sources", FACTORIES, monkeypatch):
+        yield
+
+
+@pytest.mark.usefixtures("factories", "deprecated")
+def test_a_dynamically_quantised_model(tmp_path: Path) -> None:
+    name, path = "nets_of_sources:quantised_net", tmp_path / "quantised.pt"
+    torch.save(quantised(net()).state_dict(), path)
+    model = classifiers.build(name, str(path), None)
+    assert torch.equal(model(IMAGES), quantised(net())(IMAGES))
+    drawn = [identity(classifiers.build(name, f"random:{seed}", None)) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    torch.save(quantised(net(changed=0.5)).state_dict(), path)
+    assert identity(classifiers.build(name, str(path), None)) != identity(model)
+
+
+@pytest.mark.usefixtures("deprecated")
+def test_a_torchscript_archive_of_a_quantised_model(tmp_path: Path) -> None:
+    found = []
+    for changed in (0.0, 0.5):
+        scripted(quantised(net(changed))).save(str(tmp_path / "net.pt"))
+        model = classifiers.build(str(tmp_path / "net.pt"), None, None, trust=True)
+        assert torch.equal(model(IMAGES), quantised(net(changed))(IMAGES))
+        found.append(identity(model))
+    assert found[0] != found[1]
+
+
+# -- arguments -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("factories")
+def test_arguments_of_a_factory() -> None:
+    arguments = classifiers.arguments_of(["widths=[2, 4]", "kind=wide one"])
+    assert arguments == {"widths": [2, 4], "kind": "wide one"}
+    model: Any = classifiers.create("nets_of_sources:make", 5, arguments)
+    assert model.said == ([2, 4], "wide one")
+    assert model.linear.out_features == 5
+    message = fails("nets_of_sources:make", "random:0", arguments={"depth": 3})
+    assert "is called with depth" in message
+    assert "--model-arg NAME=VALUE" in message
+    message = fails("nets_of_sources:needs_classes", "random:0")
+    assert "needs_classes(num_classes) is called with no arguments" in message
+    assert "give --num-classes N" in message
+    assert "--model-arg" not in message
+    assert "has no callable 'foo'. It has make, " in fails("nets_of_sources:foo", "random:0")
+
+
+def test_arguments_of_a_torchvision_model() -> None:
+    model = classifiers.create("squeezenet1_1", 2, {"dropout": 0.25})
+    assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [0.25]
+    assert "cannot be made with --model-arg depth" in fails(
+        "squeezenet1_1", "random:0", arguments={"depth": 3}
+    )
+    assert "chosen with --weights" in fails("resnet18", "random:0", arguments={"weights": "DEFAULT"})
+    assert "fashion-cnn takes no arguments" in fails("fashion-cnn", "random:0", arguments={"depth": 3})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["depth"], "--model-arg depth: expected NAME=VALUE"),
+        (["2=3"], "--model-arg 2=3: expected NAME=VALUE"),
+        (["num_classes=3"], "--num-classes"),
+        (["a=1", "a=2"], "--model-arg a is given twice"),
+    ],
+)
+def test_malformed_arguments(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        classifiers.arguments_of(words)
+
+
+# -- timm ----------------------------------------------------------------------------------------------
+
+TIMM = "timm:test_resnet.r160_in1k"
+
+
+def test_a_model_of_timm() -> None:
+    first, again, other = (classifiers.build(TIMM, f"random:{seed}", CLASSES) for seed in (1, 1, 2))
+    assert identity(first) == identity(again) != identity(other)
+    assert not first.training
+    with torch.inference_mode():
+        assert first(torch.zeros(2, 3, 64, 64)).shape == (2, CLASSES)
+    source = classifiers.source_of(TIMM)
+    assert str(source.preprocessing()) == "168 bilinear, crop 160, mean 0.5, std 0.5"
+    assert source.preprocessing_origin() == "timm's for test_resnet.r160_in1k"
+    arguments = {"drop_rate": 0.25}
+    assert "drop_rate" in fails("timm:test_vit", "random:0", arguments={"drop_rate": {}})
+    assert getattr(classifiers.create(TIMM, 2, arguments), "drop_rate", None) == 0.25
+
+
+def test_weights_of_a_file_for_a_model_of_timm(tmp_path: Path) -> None:
+    wanted = classifiers.build(TIMM, "random:1", CLASSES)
+    torch.save(wanted.state_dict(), tmp_path / "w.pt")
+    assert identity(classifiers.build(TIMM, str(tmp_path / "w.pt"), CLASSES)) == identity(wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "words"),
+    [
+        ("timm:resnet81", "random:0", ["has no model 'resnet81'", "Nearest: timm:resnet18"]),
+        ("timm:resnet18.nowhere", "DEFAULT", ["has no weights 'nowhere' for resnet18", "a1_in1k"]),
+        ("timm:resnet18", "IMAGENET1K_V1", ["has no weights of this name", "timm:resnet50.a1_in1k"]),
+        ("timm:resnet18", "nowhere.pt", ["nowhere.pt does not exist"]),
+        ("timm:vit_base_patch16_224.mae", "DEFAULT", ["without a classifier"]),
+    ],
+)
+def test_what_timm_has_not(name: str, weights: str, words: list[str]) -> None:
+    message = fails(name, weights)
+    for word in words:
+        assert word in message
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub, in place of the user's own."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_published_weights_of_timm(hub: Path) -> None:
+    from safetensors.torch import save_file
+
+    message = fails(TIMM, "DEFAULT")
+    assert "timm/test_resnet.r160_in1k) are not in the local cache. Add --download" in message
+    wanted = classifiers.build(TIMM, "random:5", None)
+    repository = hub / "models--timm--test_resnet.r160_in1k"
+    (repository / "snapshots/abc").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    save_file(dict(wanted.state_dict()), repository / "snapshots/abc/model.safetensors")
+    model: Any = classifiers.build(TIMM, "DEFAULT", None)
+    assert identity(model)[0] == identity(wanted)[0]
+    assert "state_dict" not in model.pretrained_cfg
+    source = classifiers.source_of(TIMM)
+    late = source.build_late(source.find_weights("DEFAULT"), None, note=pytest.fail)
+    assert is_late(late)
+    check_same(late, model)
+    known = source.known_classes(source.find_weights("DEFAULT"))
+    assert known is not None
+    assert known.wnids[:1] == ("n01440764",)
+    # timm would leave the last layer as it was drawn.
+    with pytest.raises(OtherClasses) as caught:
+        classifiers.build(TIMM, "DEFAULT", CLASSES)
+    assert caught.value.found == 1000
+
+
+# -- transformers --------------------------------------------------------------------------------------
+
+
+def write_vit(folder: Path, *, names: list[str], **changes: Any) -> None:
+    """A tiny classifier with random weights in several files, and its processor."""
+    import transformers
+
+    values: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "image_size": SIZE,
+        "patch_size": 8,
+        "id2label": dict(enumerate(names)),
+        **changes,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.ViTForImageClassification(transformers.ViTConfig(**values))
+    model.save_pretrained(folder, max_shard_size="6KB")
+    size = {"height": SIZE, "width": SIZE}
+    transformers.ViTImageProcessor(size=size).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "vit"
+    write_vit(folder, names=["cat", "dog", "ant"])
+    return folder
+
+
+def test_a_classifier_of_transformers(vit: Path, tmp_path: Path) -> None:
+    assert len(list(vit.glob("model-*.safetensors"))) > 1
+    source = classifiers.source_of(f"hf:{vit}")
+    model: Any = source.build(source.find_weights(None), CLASSES)
+    again = classifiers.build(f"hf:{vit}", None, None)
+    assert identity(model) == identity(again)
+    late = source.build_late(source.find_weights(None), CLASSES, note=pytest.fail)
+    assert is_late(late)
+    check_same(late, model)
+    assert model(IMAGES).logits.shape == (4, CLASSES)
+    shutil.copytree(vit, tmp_path / "elsewhere")
+    moved = classifiers.source_of(f"hf:{tmp_path / 'elsewhere'}")
+    assert moved.identity == source.identity == "hf:vit"
+    assert identity(moved.build(moved.find_weights(None), None)) == identity(model)
+    drawn = classifiers.build(f"hf:{vit}", "random:3", None)
+    assert identity(drawn)[0] != identity(model)[0]
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    assert identity(classifiers.build(f"hf:{vit}", str(tmp_path / "w.pt"), None))[0] == identity(model)[0]
+    known = source.known_classes(source.find_weights(None))
+    assert known is not None
+    assert (known.names, known.wnids) == (("cat", "dog", "ant"), ())
+
+
+def test_classes_of_imagenet_by_the_names_of_their_lists(tmp_path: Path) -> None:
+    from dualeval.models import published
+
+    names = [f"{name}, and more" for name in published.imagenet_classes().names]
+    write_vit(tmp_path, names=names)
+    source = classifiers.source_of(f"hf:{tmp_path}")
+    known = source.known_classes(source.find_weights(None))
+    assert known is not None
+    assert known.find("n01440764", exactly=True) == [0]
+    write_vit(tmp_path, names=[f"LABEL_{index}" for index in range(4)])
+    source = classifiers.source_of(f"hf:{tmp_path}")
+    assert source.known_classes(WeightsSource(text="")) is None
+
+
+def test_other_numbers_of_classes(vit: Path) -> None:
+    source = classifiers.source_of(f"hf:{vit}")
+    with pytest.raises(OtherClasses) as caught:
+        source.build(source.find_weights(None), 7, Loading())
+    assert caught.value.found == CLASSES
+
+
+def test_folders_that_are_none(vit: Path, tmp_path: Path) -> None:
+    import transformers
+
+    assert "nowhere does not exist" in fails("hf:nowhere")
+    assert "holds no config.json" in fails(f"hf:{tmp_path}")
+    shutil.copytree(vit, tmp_path / "a")
+    (tmp_path / "a/preprocessor_config.json").unlink()
+    assert "holds no preprocessor_config.json" in fails(f"hf:{tmp_path / 'a'}")
+    shutil.copytree(vit, tmp_path / "b")
+    transformers.BertConfig().save_pretrained(tmp_path / "b")
+    message = fails(f"hf:{tmp_path / 'b'}")
+    assert "expected an image classifier" in message
+    assert "--task question-answering" in message
+    assert "Leave --weights out" in fails(f"hf:{vit}", "DEFAULT")
+    assert "takes no arguments" in fails(f"hf:{vit}", arguments={"depth": 1})
+
+
+def test_weights_that_a_folder_lacks_are_not_drawn(vit: Path, tmp_path: Path) -> None:
+    import transformers
+
+    shutil.copytree(vit, tmp_path / "body")
+    for file in (tmp_path / "body").glob("model*"):
+        file.unlink()
+    transformers.ViTModel.from_pretrained(vit).save_pretrained(tmp_path / "body")
+    message = fails(f"hf:{tmp_path / 'body'}")
+    assert "lack 2 tensors of the model" in message
+    assert "classifier.bias" in message
+
+
+@pytest.mark.parametrize(("name", "library"), [("timm:resnet18", "timm"), ("hf:vit", "transformers")])
+def test_a_library_that_is_not_installed(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib_find_spec()
+    monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked == library else find(asked))
+    assert f"pip install {library}" in fails(name, "random:0")
+
+
+def importlib_find_spec() -> Callable[[str], Any]:
+    import importlib.util
+
+    return importlib.util.find_spec
+
+
+# -- whole jobs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three class folders, eleven pictures: the last batch is smaller."""
+    folder = tmp_path_factory.mktemp("pictures")
+    random = np.random.default_rng(0)
+    for number in range(11):
+        path = folder / ("ant", "cat", "dog")[number % 3] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        pixels = random.integers(0, 256, (20 + number, 24, 3), np.uint8)
+        Image.fromarray(pixels).save(path)
+    return folder
+
+
+def run(
+    launch: Launch, out: Path, processes: int, *arguments: str | Path, cwd: Path | None = None
+) -> dict[str, Any]:
+    command: list[str | Path] = [sys.executable, "-m", "dualeval", "run", *arguments, "--no-progress"]
+    spread = ["--nproc", str(processes)] if processes > 1 else []
+    done = launch([*command, "--batch-size", "4", "--workers", "0", "--out", out, *spread], cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("processes", [pytest.param((1, 3), marks=pytest.mark.long), (2,)])
+def test_the_same_bits_at_any_number_of_processes(
+    launch: Launch, pictures: Path, vit: Path, tmp_path: Path, processes: tuple[int, ...]
+) -> None:
+    """From a job file beside the model, and from the command line; the folders are known by their names."""
+    shutil.copytree(vit, tmp_path / "vit")
+    (tmp_path / "job.toml").write_text(f'model = "hf:vit"\ndata = "{pictures}"\n')
+    one = run(launch, tmp_path / "one", 1, "--config", tmp_path / "job.toml", cwd=tmp_path.parent)
+    assert one["labels"]["folders"] == {"ant": 2, "cat": 0, "dog": 1}
+    assert one["labels"]["classes"] == ["cat", "dog", "ant"]
+    assert one["samples"]["evaluated"] == 11
+    assert one["job"]["resize_mode"] == "squash"
+    for size in processes:
+        other = run(launch, tmp_path / f"on{size}", size, "--model", f"hf:{vit}", "--data", pictures)
+        assert other["metrics_digest"] == one["metrics_digest"]
+        assert other["fingerprint"] == one["fingerprint"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["timm", "script", "export"])
+@pytest.mark.usefixtures("deprecated")
+def test_the_same_bits_of_other_sources(
+    launch: Launch, pictures: Path, programs: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    scripted(net()).save(str(tmp_path / "net.pt"))
+    size = ["--preprocessing", "imagenet", "--resize", str(SIZE), "--crop", str(SIZE), "--trust-checkpoint"]
+    job = {
+        "timm": ["--model", TIMM, "--weights", "random:0", "--resize", "64", "--crop", "64"],
+        "script": ["--model", str(tmp_path / "net.pt"), *size],
+        "export": ["--model", programs["any"], *size],
+    }[kind]
+    found = [
+        run(launch, tmp_path / str(processes), processes, *job, "--data", pictures) for processes in (1, 2, 3)
+    ]
+    assert len({result["metrics_digest"] for result in found}) == 1
+    assert len({result["fingerprint"] for result in found}) == 1
+
+
+def test_a_program_whose_last_batch_does_not_fit(
+    launch: Launch, pictures: Path, programs: dict[str, str], tmp_path: Path
+) -> None:
+    size = [
+        "--preprocessing",
+        "imagenet",
+        "--resize",
+        str(SIZE),
+        "--crop",
+        str(SIZE),
+        "--trust-checkpoint",
+        "--workers",
+        "0",
+    ]
+    command: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--model", programs["four"]]
+    more: list[str | Path] = ["--data", pictures, *size, "--batch-size", "4", "--out", tmp_path / "out"]
+    done = launch([*command, *more, "--no-progress"])
+    assert done.returncode == 2
+    assert "Give --batch-size 4 and --limit 8" in done.stderr
+    assert "LeafSpec" not in done.stderr
+
+
+def test_a_task_of_a_source(vit: Path, pictures: Path) -> None:
+    options = ImageClassificationOptions(model=f"hf:{vit}", data=pictures)
+    task = options.make()
+    model = task.build_model(torch.device("cpu"))
+    logits = task.forward(model, {"images": torch.zeros(2, 3, SIZE, SIZE, dtype=torch.uint8)})
+    assert logits.shape == (2, CLASSES)
+    assert task.fingerprint()["model"] == "hf:vit"
+    assert "model_arguments" not in task.fingerprint()
+    assert task.options()["model"] == f"hf:{vit}"
+
+
+def test_arguments_are_part_of_the_identity(pictures: Path) -> None:
+    def fingerprint(*words: str) -> dict[str, Any]:
+        options = ImageClassificationOptions(
+            model="squeezenet1_1", weights="random:0", data=pictures, model_arg=words
+        )
+        task: ImageClassification = options.make()
+        return task.fingerprint()
+
+    assert fingerprint("dropout=0.5")["model_arguments"] == ["dropout=0.5"]
+    assert fingerprint("dropout=0.25") != fingerprint("dropout=0.5") != fingerprint()
+
+
+def test_paths_in_a_job_file(tmp_path: Path) -> None:
+    assert model_beside("hf:vit", tmp_path) == f"hf:{tmp_path / 'vit'}"
+    assert model_beside("net.pt2", tmp_path) == str(tmp_path / "net.pt2")
+    assert [model_beside(name, tmp_path) for name in ("resnet18", "timm:a.b", "a.b:c")] == [
+        "resnet18",
+        "timm:a.b",
+        "a.b:c",
+    ]
+
+
+# -- a module and a folder, from Python ----------------------------------------------------------------
+
+
+def test_a_module_and_a_folder_are_the_command_lines_task(
+    launch: Launch, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ["--preprocessing", "imagenet", "--resize", str(SIZE), "--crop", str(SIZE)]
+    job = ["--model", "torchvision.models:resnet18", "--weights", "random:0", *size]
+    typed = run(launch, tmp_path / "typed", 1, *job, "--data", pictures)
+    torch.manual_seed(0)
+    net = torchvision().models.resnet18(num_classes=3).train()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    given: dict[str, Any] = {"model": net, "data": str(pictures), "batch_size": 4, "workers": 0}
+    result = dualeval.evaluate(
+        **given, preprocessing="imagenet", resize=SIZE, crop=SIZE, out=tmp_path / "own"
+    )
+    assert result.metrics_digest == typed["metrics_digest"]
+    assert result.samples_digest == typed["samples_digest"]
+    # The caller's module is as it was: no trial has moved a batch norm's mean.
+    assert net.training
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert result.description["weights"].startswith("as the module has them")
+
+    with pytest.raises(UsageError, match=r"nothing says how its pictures are prepared.*--preprocessing none"):
+        dualeval.evaluate(**given)
+    net.preprocessing = {
+        "resize": SIZE,
+        "crop": SIZE,
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+    }
+    assert dualeval.evaluate(**given).metrics_digest == result.metrics_digest
+    del net.preprocessing
+
+    def pixels(picture: Any) -> torch.Tensor:
+        made: torch.Tensor = torchvision().transforms.functional.to_tensor(picture.resize((SIZE, SIZE)))
+        return made
+
+    named = dualeval.evaluate(**given, preprocessing=pixels, metrics=["top1", "loss"])
+    assert [*named.metrics] == ["top1", "loss"]
+
+    rows = result.predictions()
+    assert rows.num_rows == 11
+    assert rows["id"].to_pylist()[0] == "ant/0.png"
+    assert {"prediction", "target", "loss"} < {*rows.column_names}
+    capsys.readouterr()
+    print(result)
+    assert "metrics_digest" in (shown := capsys.readouterr().out)
+    assert all(line in result._repr_html_() for line in ("metrics_digest", result.metrics_digest))
+    assert shown.startswith("model           ResNet\n")
+    with pytest.raises(UsageError, match=r"has written no rows\. Give evaluate out=FOLDER"):
+        named.predictions()
+    (tmp_path / "own/predictions.parquet").write_bytes(b"another run's")
+    with pytest.raises(DualevalError, match="is not the file of this result"):
+        result.predictions()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "a.pt"}, "the module Linear has its weights. Leave weights out"),
+        ({"model_arg": ("depth=2",)}, "Linear takes no arguments, because it is a module already"),
+        ({"model": 3}, "model is a int: expected an nn.Module"),
+        ({"metrics": "top1"}, r"expected a list of names, as \['top1', 'loss'\]"),
+        ({"preprocessing": 3}, "found 3, expected none, imagenet or FILE.py:FUNCTION"),
+        ({"download": True}, "download"),
+    ],
+)
+def test_what_a_module_and_a_folder_cannot_have(
+    options: dict[str, Any], message: str, pictures: Path
+) -> None:
+    with pytest.raises((UsageError, TypeError), match=message):
+        dualeval.evaluate(**{"model": nn.Linear(3, 3), "data": pictures, "preprocessing": "none", **options})
+
+
+def test_weights_whose_name_is_too_long_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"weights file a{256} does not exist\. Give a checkpoint"):
+        weights_of_file("a" * 256)

@@ -1,0 +1,247 @@
+"""Prefixes before the names in a checkpoint: removed where the model wants it, and only there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # here, not with the first torch.compile: the import sets an environment variable
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from dualeval.errors import UsageError
+from dualeval.models.checkpoints import StateDict, read_state_dict
+from dualeval.models.prefixes import unwrapped
+from dualeval.models.weights import LoadedWeights, load_state_dict, notes_of
+from tests.models.test_weights import Renamed, assert_equal, small
+
+
+class Holder(nn.Module):
+    """A model that keeps another under a name of its choice, as wrappers and LightningModules do."""
+
+    def __init__(self, name: str, inner: nn.Module | None = None, **others: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, small() if inner is None else inner)
+        for other, module in others.items():
+            self.add_module(other, module)
+
+
+def saved(path: Path, state: dict[str, Tensor]) -> StateDict:
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    return read_state_dict(path)
+
+
+def load(model: nn.Module, found: StateDict, prefix: str | None = None) -> LoadedWeights:
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    return load_state_dict(model, found, prefix=prefix, source="the weights w.pt")
+
+
+def refused(model: nn.Module, found: StateDict, prefix: str | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        load(model, found, prefix)
+    return str(caught.value)
+
+
+@pytest.fixture
+def state() -> dict[str, Tensor]:
+    return small().state_dict()
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        *("module.", "_orig_mod.", "model."),
+        *("module._orig_mod.", "_orig_mod.module.", "module.module.", "model._orig_mod.", "model.model."),
+    ],
+)
+def test_prefixes_of_wrappers_are_removed(
+    tmp_path: Path, state: dict[str, Tensor], prefix: str, name: str
+) -> None:
+    found = saved(tmp_path / name, {prefix + name: tensor for name, tensor in state.items()})
+    model = small()
+    loaded = load(model, found)
+    assert_equal(model.state_dict(), state)
+    assert loaded.prefix == prefix
+    assert notes_of(loaded) == [f"weights: {tmp_path / name}, prefix {prefix!r} removed"]
+
+
+def test_prefixes_of_real_wrappers_are_removed(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    wrappers: dict[str, Any] = {
+        "module.": nn.DataParallel(small()),
+        "_orig_mod.": torch.compile(small(), backend="eager"),
+        "_orig_mod.module.": torch.compile(nn.DataParallel(small()), backend="eager"),
+        "model.": Holder("model"),
+        "module.module.": AveragedModel(nn.DataParallel(small())),
+    }
+    for prefix, wrapper in wrappers.items():
+        model = small()
+        assert load(model, saved(tmp_path / "w.pt", wrapper.state_dict())).prefix == prefix
+        assert_equal(model.state_dict(), state)
+
+
+def test_versions_of_modules_follow_their_names(tmp_path: Path) -> None:
+    """They are kept beside the tensors by torch, and tell older layouts from the present one."""
+    found = saved(tmp_path / "w.pt", nn.DataParallel(small()).state_dict())
+    [_, inner] = unwrapped(found.tensors)
+    metadata = inner.tensors._metadata  # type: ignore[attr-defined]
+    assert list(metadata) == ["", "0", "1", "2"]
+    assert metadata["1"] == {"version": 2}
+
+
+@pytest.mark.parametrize("name", ["module", "model", "_orig_mod"])
+def test_a_models_own_attribute_is_no_prefix(tmp_path: Path, name: str) -> None:
+    model = Holder(name)
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loaded = load(model, saved(tmp_path / "w.pt", wanted))
+    assert_equal(model.state_dict(), wanted)
+    assert notes_of(loaded) == []
+
+
+@pytest.mark.parametrize("name", ["module", "model"])
+def test_only_the_wrappers_of_such_a_model_are_removed(tmp_path: Path, name: str) -> None:
+    wanted = {name: tensor.clone() for name, tensor in Holder(name).state_dict().items()}
+    model = Holder(name)
+    loaded = load(model, saved(tmp_path / "w.pt", {f"module.{name}": t for name, t in wanted.items()}))
+    assert loaded.prefix == "module."
+    assert_equal(model.state_dict(), wanted)
+
+
+def test_what_lacks_in_such_a_model_is_named_as_in_the_model(tmp_path: Path) -> None:
+    model = Holder("module")
+    wanted = model.state_dict()
+    del wanted["module.0.bias"]
+    assert "1 missing in the file: module.0.bias." in refused(model, saved(tmp_path / "w.pt", wanted))
+
+
+def test_what_lacks_behind_a_prefix_is_named_without_it(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    del state["0.bias"]
+    found = saved(tmp_path / "w.pt", {f"module.{name}": tensor for name, tensor in state.items()})
+    message = refused(small(), found)
+    assert message.startswith(
+        "the weights w.pt (without the prefix 'module.') do not fit the model Sequential"
+    )
+    assert "1 missing in the file: 0.bias." in message
+
+
+def test_a_models_own_count_is_not_left_out(tmp_path: Path) -> None:
+    """A model that is an AveragedModel itself."""
+    model = AveragedModel(small())
+    wanted = {name: tensor.clone() + 1 for name, tensor in model.state_dict().items()}
+    loaded = load(model, saved(tmp_path / "w.pt", wanted))
+    assert_equal(model.state_dict(), wanted)
+    assert loaded.left_out == ()
+
+
+@pytest.mark.parametrize("stray", ["n_averages", "x.n_averaged", "b"])
+def test_a_prefix_that_not_all_names_have_stays(tmp_path: Path, state: dict[str, Tensor], stray: str) -> None:
+    names = {stray: torch.zeros(1), **{f"module.{name}": tensor for name, tensor in state.items()}}
+    message = refused(small(), saved(tmp_path / "w.pt", names))
+    assert "10 not in the model" in message
+    assert "The names that begin with 'module.' are those of the model: --weights-prefix module." in message
+
+
+def test_a_layout_that_a_module_converts_behind_a_prefix(tmp_path: Path) -> None:
+    old: OrderedDict[str, Tensor] = OrderedDict({"module.kernel": torch.ones(2)})
+    old._metadata = OrderedDict({"": {"version": 1}, "module": {"version": 1}})  # type: ignore[attr-defined]
+    model = Renamed()
+    load(model, saved(tmp_path / "w.pt", old))
+    assert model.weight.tolist() == [1, 1]
+
+
+# -- --weights-prefix --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+@pytest.mark.parametrize("prefix", ["student.", "student", "student.backbone.", "student.backbone"])
+def test_only_names_with_the_prefix_are_taken(
+    tmp_path: Path, state: dict[str, Tensor], prefix: str, name: str
+) -> None:
+    inner = f"{prefix.removesuffix('.')}."
+    found = saved(
+        tmp_path / name,
+        {
+            "teacher.0.weight": torch.zeros(1),
+            "weight": torch.zeros(1),
+            **{inner + name: tensor for name, tensor in state.items()},
+        },
+    )
+    model = small()
+    loaded = load(model, found, prefix)
+    assert_equal(model.state_dict(), state)
+    assert loaded.prefix == inner
+    assert sorted(loaded.left_out) == ["teacher.0.weight", "weight"]
+    [note] = notes_of(loaded)
+    assert f"prefix {inner!r} removed, 2 left out: " in note
+
+
+def test_a_prefix_without_a_dot(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    found = saved(tmp_path / "w.pt", {f"ema_{name}": tensor for name, tensor in state.items()})
+    model = small()
+    assert load(model, found, "ema_").prefix == "ema_"
+    assert_equal(model.state_dict(), state)
+
+
+def test_a_prefix_that_is_given_is_all_that_is_removed(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    found = saved(tmp_path / "w.pt", {f"net.module.{name}": tensor for name, tensor in state.items()})
+    message = refused(small(), found, "net.")
+    assert "(without the prefix 'net.')" in message
+    assert "--weights-prefix net.module. takes" in message
+    load(small(), found, "net.module.")
+
+
+def test_no_prefix_at_all_may_be_asked_for(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    found = saved(tmp_path / "w.pt", {f"module.{name}": tensor for name, tensor in state.items()})
+    assert "9 not in the model: module.0.weight" in refused(small(), found, "")
+    load(Holder("module"), found, "")
+
+
+@pytest.mark.parametrize("prefix", ["modul", "teacher.", "module.0.weight", "0."])
+def test_a_prefix_that_no_name_has(tmp_path: Path, state: dict[str, Tensor], prefix: str) -> None:
+    found = saved(tmp_path / "w.pt", {f"module.{name}": tensor for name, tensor in state.items()})
+    message = refused(small(), found, prefix)
+    if prefix == "modul":
+        assert "do not fit" in message
+    else:
+        assert f"--weights-prefix {prefix}: no name in the weights w.pt begins with it" in message
+        assert "(found: module.0.weight, module.0.bias, module.1.weight, ...)" in message
+
+
+def test_the_prefix_that_would_fit_is_offered(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    """As in a LightningModule with a metric or a loss that has tensors of its own."""
+    wrapper = Holder("model", train_top1=nn.BatchNorm1d(2))
+    found = saved(tmp_path / "w.pt", wrapper.state_dict())
+    message = refused(small(), found)
+    assert "do not fit the model Sequential" in message
+    assert (
+        "The names that begin with 'model.' are those of the model: --weights-prefix model. takes" in message
+    )
+    model = small()
+    load(model, found, "model.")
+    assert_equal(model.state_dict(), state)
+
+
+def test_all_prefixes_that_would_fit_are_offered(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    names = {prefix + name: tensor for prefix in ("model.", "ema.") for name, tensor in state.items()}
+    message = refused(small(), saved(tmp_path / "w.pt", names))
+    assert "one of 2 prefixes are those of the model: 'model.', 'ema.'. They can give different" in message
+    for prefix in ("model.", "ema", "ema."):
+        load(small(), saved(tmp_path / "w.pt", names), prefix)
+
+
+def test_a_prefix_whose_dot_is_missing(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    names = {prefix + name: tensor for prefix in ("model.", "model_ema.") for name, tensor in state.items()}
+    found = saved(tmp_path / "w.pt", names)
+    message = refused(small(), found, "model")
+    assert "some continue with a dot (model.0.weight) and others do not (model_ema.0.weight)" in message
+    assert "Type --weights-prefix model. for those" in message
+    load(small(), found, "model.")
+    load(small(), found, "model_ema")

@@ -1,0 +1,385 @@
+"""Manifests: what is read of each format, what is refused with its line, and that they equal a folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from dualeval.data import manifest
+from dualeval.data.file_names import FileNames
+from dualeval.data.image_folder import ImageFolder
+from dualeval.data.labels import KnownClasses
+from dualeval.data.manifest import ManifestImages
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.engine.parts import draw
+from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.own_code import own_code
+from dualeval.result import read_result
+from dualeval.tasks.image_labels import FolderLabels
+from dualeval.vision_library import torchvision
+from tests.conftest import Launch, working_module
+from tests.engine.test_evaluator import evaluate
+from tests.tasks.test_image_labels import MODELS, class_map, lay_out, task
+
+# Imported here, not in the first test that needs it: the import sets an environment variable.
+torchvision()
+SMALL = Preprocessing(resize=20, crop=16)
+PICTURES = {"ant": 0, "bee": 1, "cow": 2}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with ``val``, three classes of a picture each, and models that see the class."""
+    lay_out(tmp_path / "val", PICTURES)
+    with working_module(tmp_path, "reds", MODELS, monkeypatch):
+        yield tmp_path
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A manifest of the rows, in the format of its suffix."""
+    names = list(rows[0])
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        mark = "\t" if path.suffix == ".tsv" else ","
+        lines = [names, *([str(row[name]) for name in names] for row in rows)]
+        path.write_text("".join(mark.join(line) + "\r\n" for line in lines), "utf-8-sig")
+    return path
+
+
+def rows_of(label: str = "label", *, named: bool = False) -> list[dict[str, Any]]:
+    return [
+        {"split": "val", "path": f"val/{name}/0.png", label: name if named else index}
+        for name, index in PICTURES.items()
+    ]
+
+
+def opened(
+    path: Path, *, classes: Path | None = None, order: str | None = None, **options: Any
+) -> ManifestImages:
+    known = options.pop("known", None)
+    label = FolderLabels(class_map=classes, order=order, num_classes=None, of_weights=known)
+    return ManifestImages(path, SMALL, label=label, **options)
+
+
+def refused(path: Path, **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        opened(path, **options)
+    assert caught.value.exit_code == EXIT_USAGE
+    return str(caught.value)
+
+
+def text(folder: Path, content: str, name: str = "m.csv") -> Path:
+    path = folder / name
+    path.write_text(content)
+    return path
+
+
+# -- what is read ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("named", [False, True])
+def test_each_format_is_the_folder(home: Path, suffix: str, named: bool) -> None:
+    data = opened(write(home / f"m{suffix}", rows_of(named=named)))
+    folder = ImageFolder(home / "val", SMALL)
+    assert [data.id(index) for index in range(3)] == [f"val/{folder.id(index)}" for index in range(3)]
+    assert data.targets.tolist() == folder.targets.tolist() == [0, 1, 2]
+    assert data.targets.dtype == np.int64
+    for (one, target), (other, same) in zip(
+        data.__getitems__(range(3)), folder.__getitems__(range(3)), strict=True
+    ):
+        assert one.equal(other)
+        assert target == same
+    assert data.labels.names == (folder.labels.names if named else {})
+    assert data.content_fingerprint(range(3)) == folder.content_fingerprint(range(3))
+
+
+@pytest.mark.parametrize("column", ["class", "target", "y", "Label"])
+def test_usual_names_of_columns(home: Path, column: str) -> None:
+    assert opened(write(home / "m.csv", rows_of(column))).targets.tolist() == [0, 1, 2]
+
+
+def test_columns_by_name(home: Path) -> None:
+    rows = [{"a": "val/ant/0.png", "b": 4, "path": "nowhere", "label": 9}]
+    data = opened(write(home / "m.csv", rows), path_column="a", label_column="b")
+    assert (data.id(0), data.targets.tolist()) == ("val/ant/0.png", [4])
+    said = refused(write(home / "m.csv", rows), path_column="c")
+    assert "--path-column c: " in said
+    assert "has the columns a, b, path, label" in said
+
+
+def test_label_is_taken_before_class(home: Path) -> None:
+    """A number and its name side by side."""
+    rows = [{"image": f"val/{name}/0.png", "label": 7, "class": name} for name in PICTURES]
+    assert opened(write(home / "m.csv", rows)).targets.tolist() == [7, 7, 7]
+    del rows[0]["label"], rows[1:]
+    assert "may be that of their labels" in refused(write(home / "m.csv", [{**rows[0], "y": 1}]))
+
+
+def test_a_name_in_other_letters_is_never_taken_before_the_usual_one(home: Path) -> None:
+    rows = [{"Label": 7, "path": f"val/{name}/0.png", "label": index} for name, index in PICTURES.items()]
+    assert opened(write(home / "m.csv", rows)).targets.tolist() == [0, 1, 2]
+    rows = [{"Label": 7, "LABEL": 8, "path": "val/ant/0.png"}]
+    assert "has the columns Label and LABEL" in refused(write(home / "m.csv", rows))
+
+
+def test_labels_and_columns_that_python_or_parquet_cannot_hold(home: Path) -> None:
+    said = refused(text(home, f"path,label\nval/ant/0.png,{'9' * 5000}\n"))
+    assert "line 2: the label 99999999999999999999... has 5,000 digits" in said
+    said = refused(text(home, '{"path": "val/ant/0.png", "label": "\\ud800"}\n', "m.jsonl"))
+    assert "line 1: the label is '\\ud800'" in said
+    said = refused(text(home, '{"path": "a", "label": ' + "[" * 100_000 + "}\n", "m.jsonl"))
+    assert "line 1 is not JSON" in said
+    columns = [pyarrow.array([value]) for value in ("val/ant/0.png", 0, 1)]
+    table = pyarrow.Table.from_arrays(columns, names=["path", "label", "label"])
+    pyarrow.parquet.write_table(table, home / "m.parquet")
+    assert "has two columns 'label': leave one out" in refused(home / "m.parquet")
+
+
+def test_files_of_other_suffixes_are_no_manifests(home: Path) -> None:
+    with pytest.raises(UsageError, match=r"is a file\. .*, a manifest \(\.csv, \.tsv, \.jsonl"):
+        ImageFolder(text(home, "path,label\n", "m.csv.gz"), SMALL)
+
+
+def test_a_librarys_own_lines_are_not_shown_as_the_users(home: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read as Parquet") as caught:
+        opened(text(home, "no Parquet", "m.parquet"))
+    assert ".pyx" not in own_code(caught.value)
+
+
+def test_an_address_in_any_row_is_refused(home: Path) -> None:
+    said = refused(text(home, "path,label\nval/ant/0.png,0\ns3://bucket/1.png,0\n"))
+    assert "line 3: the path is 's3://bucket/1.png'" in said
+
+
+def test_paths_count_from_the_manifest_or_the_root(home: Path) -> None:
+    (home / "lists").mkdir()
+    path = write(home / "lists/m.csv", rows_of())
+    assert "none of 3 files is there" in refused(path)
+    assert str(home / "lists/val/ant/0.png") in refused(path)
+    assert len(opened(path, image_root=home).__getitems__([2])) == 1
+    assert "is no folder" in refused(path, image_root=home / "none")
+    absolute = text(home / "lists", f"path,label\n{home}/val/ant/0.png,1\n")
+    assert opened(absolute).__getitems__([0])[0][1] == 1
+
+
+def test_a_file_that_is_missing_is_a_sample_that_cannot_be_read(home: Path) -> None:
+    rows = [*rows_of(), {"split": "val", "path": "val/gone.png", "label": 0}]
+    data = opened(write(home / "m.csv", rows))
+    with pytest.raises(FileNotFoundError):
+        data.__getitems__([3])
+    result = evaluate(task(home / "m.csv", num_classes=3), home / "out", on_error="skip")
+    assert (result.samples["failed"], result.metrics["top1"]) == (1, 1)
+    assert result.failed[0]["id"] == "val/gone.png"
+
+
+def test_quoted_cells_and_lines(home: Path) -> None:
+    Image.new("RGB", (40, 40)).save(home / 'a, "b"\nc.png')
+    path = text(home, 'path,note,label\n"a, ""b""\nc.png","x\ny",2\n')
+    data = opened(path)
+    assert data.id(0) == 'a, "b"\nc.png'
+    assert data.__getitems__([0])[0][1] == 2
+    # The lines are counted as an editor counts them.
+    path = text(home, 'path,note,label\n"a, ""b""\nc.png","x\ny",2\nz.png,,\n')
+    assert "line 5: the label is empty" in refused(path)
+
+
+# -- labels ----------------------------------------------------------------------------------------------
+
+
+def test_names_by_the_rules_of_folders(home: Path) -> None:
+    path = write(home / "m.csv", rows_of(named=True))
+    known = KnownClasses(of="Farm_V1", names=("pig", "cow", "bee", "ant"))
+    data = opened(path, known=known)
+    assert data.targets.tolist() == [3, 2, 1]
+    assert data.labels.rule == "names of the classes of Farm_V1"
+    assert data.notes() == ["classes: 3 labels by names of the 4 classes of Farm_V1"]
+    used = data.labels_used(4)
+    assert used["labels"] == {"ant": 3, "bee": 2, "cow": 1}
+    assert used["classes"] == ["pig", "cow", "bee", "ant"]
+    other = KnownClasses(of="Farm_V2", names=("pig", "cow", "bee"))
+    assert "1 of 3 labels are no classes of Farm_V2, while the others are: ant" in refused(path, known=other)
+
+
+def test_a_class_map_says_what_labels_are(home: Path) -> None:
+    path = write(home / "m.csv", rows_of(named=True))
+    data = opened(path, classes=class_map(home, ant=5, bee=None, cow=2))
+    assert data.targets.tolist() == [5, 2]
+    assert [data.id(index) for index in range(len(data))] == ["val/ant/0.png", "val/cow/0.png"]
+    assert data.labels.are_partial
+    # Numbers are names where a map says what they stand for.
+    numbers = write(home / "n.csv", rows_of())
+    assert opened(numbers, classes=class_map(home, **{"0": 9, "1": 8, "2": 7})).targets.tolist() == [9, 8, 7]
+    assert "does not name 1 of 3 labels: 2" in refused(numbers, classes=class_map(home, **{"0": 9, "1": 8}))
+
+
+def test_numbered_names_are_warned_of(home: Path) -> None:
+    rows = [{"path": "val/ant/0.png", "label": f"c{number}"} for number in (10, 2, 1)]
+    data = opened(write(home / "m.csv", rows))
+    assert data.targets.tolist() == [1, 2, 0]
+    assert "the labels are numbered, but are in the order of their names" in data.warnings()[0]
+    assert opened(home / "m.csv", order="number").targets.tolist() == [2, 1, 0]
+
+
+def test_names_of_indices_are_those_of_the_weights(home: Path) -> None:
+    path = write(home / "m.csv", rows_of())
+    known = KnownClasses(of="Farm_V1", names=("pig", "cow", "bee"))
+    assert opened(path, known=known).labels.names == {0: "pig", 1: "cow", 2: "bee"}
+    assert opened(path).labels_used(3) == {}
+
+
+# -- what is refused -------------------------------------------------------------------------------------
+
+
+WRONG = {
+    "no header": (
+        "val/ant/0.png,3\n",
+        "has the columns val/ant/0.png, 3: expected one of the pictures' paths",
+    ),
+    "no label column": ("path,split\na,b\n", "expected one of their labels, label, class, target, y"),
+    "questions": ("question,context\na,b\n", "dualeval run --task question-answering"),
+    "empty": ("", "is empty: expected a line of headings"),
+    "headings alone": ("path,label\n", "holds no sample"),
+    "two columns of one name": ("path,label,label\na,1,2\n", "has two columns 'label'"),
+    "a cell too many": ("path,label\na,1\nb,c,2\n", "line 3 has 3 columns, expected 2"),
+    "empty label": ("path,label\na,1\nb,\n", "line 3: the label is empty"),
+    "empty path": ("path,label\na,1\n,2\n", "line 3: the path is empty"),
+    "zero byte": ("path,label\na\0b,1\n", "line 2: the path is 'a\\x00b'"),
+    "address": ("path,label\ns3://bucket/a.jpg,1\n", "line 2: the path is 's3://bucket/a.jpg'"),
+    "mixed": (
+        "path,label\na,1\nb,2\nc,cat\n",
+        "line 4: the label 'cat' is a name, and '1' (line 2) is a number",
+    ),
+    "negative": ("path,label\na,1\nb,-1\n", "line 3: the label -1 is no index of a class"),
+    "too large": ("path,label\na,9999999999\n", "line 2: the label 9999999999 is no index of a class"),
+    "decimal": ("path,label\na,1.0\n", "line 2: the label 1.0 is no whole number"),
+    "open quote": ('path,label\n"a,1\n', "is not CSV"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_csv_is_refused_with_its_line(tmp_path: Path, name: str) -> None:
+    content, said = WRONG[name]
+    path = text(tmp_path, content)
+    message = refused(path)
+    assert said in message
+    assert str(path) in message
+
+
+WRONG_JSON = {
+    "no json": ('{"path": "a", "label": 1}\nhello\n', "line 2 is not JSON"),
+    "a list": ("[1, 2]\n", "line 1 holds a list, expected an object"),
+    "empty": ("\n", "is empty: expected lines such as"),
+    "a key is missing": ('{"path": "a", "label": 1}\n\n{"path": "b"}\n', "line 3 has no 'label'"),
+    "a bool": ('{"path": "a", "label": true}\n', "line 1: the label is True (bool)"),
+    "a decimal": ('{"path": "a", "label": 1.0}\n', "line 1: the label is 1.0 (float)"),
+    "null": ('{"path": "a", "label": null}\n', "line 1: the label is empty"),
+    "path null": ('{"path": null, "label": 1}\n', "line 1: the path is empty"),
+    "path a number": ('{"path": 3, "label": 1}\n', "line 1: the path is 3"),
+    "no name of a file": ('{"path": "\\ud800", "label": 1}\n', "line 1: the path is '\\ud800'"),
+    "SQuAD": ('{"id": 1, "question": "Who?", "context": "I."}\n', "--task question-answering"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_JSON)
+def test_wrong_json_lines_are_refused(tmp_path: Path, name: str) -> None:
+    content, said = WRONG_JSON[name]
+    assert said in refused(text(tmp_path, content, "m.jsonl"))
+
+
+def test_wrong_parquet_is_refused(tmp_path: Path) -> None:
+    assert "cannot be read as Parquet" in refused(text(tmp_path, "no", "m.parquet"))
+    path = write(tmp_path / "m.parquet", [{"path": "a", "label": 1}, {"path": None, "label": 1}])
+    assert "row 2: the path is empty" in refused(path)
+    path = write(tmp_path / "m.parquet", [{"image": {"bytes": b"x", "path": "a"}, "label": 1}])
+    assert "Pictures inside a Parquet file are not read" in refused(path)
+    assert "does not exist" in refused(tmp_path / "none.csv")
+    (tmp_path / "latin.csv").write_bytes("path,label\n\xe4.png,1\n".encode("latin1"))
+    assert "is not UTF-8" in refused(tmp_path / "latin.csv")
+
+
+# -- rows of one path ------------------------------------------------------------------------------------
+
+
+def test_a_column_of_the_manifest_is_none_of_the_run(home: Path) -> None:
+    path = write(home / "m.csv", [{**row, "patient": f"p{at}"} for at, row in enumerate(rows_of(named=True))])
+    with pytest.raises(
+        UsageError, match=r"--cluster 'patient'.* A column of the data, as of a manifest, is one where"
+    ):
+        evaluate(task(path), None, cluster="patient")
+
+
+def test_a_path_twice_has_two_ids_and_a_warning(home: Path) -> None:
+    rows = [*rows_of(), *rows_of()[1:2], *rows_of()[:2]]
+    data = opened(write(home / "m.csv", rows))
+    names = [f"val/{name}/0.png" for name in ("ant", "bee", "cow", "bee", "ant", "bee")]
+    expected = [*names[:3], f"{names[1]}#2", f"{names[0]}#2", f"{names[1]}#3"]
+    assert [data.id(index) for index in range(6)] == expected
+    assert "3 rows list pictures that stood in the manifest before" in data.warnings()[0]
+    assert [data.select([5, 0]).id(index) for index in range(2)] == [expected[5], expected[0]]
+    chosen = draw(data, 4, 0)
+    assert len({data.id(index) for index in chosen.tolist()}) == 4
+    text(home, "path,label\nval/a,1\nval/a,1\nval/a#2,1\n")
+    assert "has the id 'val/a#2', and there is a picture of this name" in refused(home / "m.csv")
+
+
+def test_paths_of_one_hash_are_told_apart(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "hash", lambda text: 7, raising=False)
+    data = opened(write(home / "m.csv", [*rows_of(), rows_of()[0]]))
+    assert data.id(3) == "val/ant/0.png#2"
+    assert data.id(1) == "val/bee/0.png"
+
+
+def test_names_of_files() -> None:
+    names = ["a", "", "\udcff\udcfe.png", "ä/b.png"]
+    found = FileNames(names)
+    assert [*found] == names
+    assert found.shown(2) == "\\xff\\xfe.png"
+    assert [*found.select([3, 0])] == ["ä/b.png", "a"]
+    with pytest.raises(IndexError):
+        found[4]
+    with pytest.raises(UnicodeEncodeError):
+        found.append("\ud800")
+
+
+# -- runs ------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_and_its_folder_have_the_same_metrics_on_any_number_of_ranks(
+    home: Path, launch: Launch
+) -> None:
+    """By names, in the folder's order; ids are the folder's where paths count from it."""
+    rows = [{"file": f"{name}/0.png", "class": name} for name in PICTURES]
+    path = write(home / "m.jsonl", rows)
+    folder = evaluate(task(home / "val"), home / "folder", batch_size=1)
+    one = evaluate(task(path, image_root=home / "val"), home / "one", batch_size=1)
+    command: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--nproc", "2", "--no-progress"]
+    command += ["--model", "reds:red", "--weights", "random:0", "--data", path, "--image-root", home / "val"]
+    command += ["--resize", "32", "--crop", "32", "--mean", "0", "--std", "1", "--metric", "top1"]
+    command += ["--metric", "loss", "--workers", "0", "--batch-size", "1", "--out", home / "two"]
+    done = launch(command, cwd=home)
+    assert done.returncode == 0, done.stderr
+    two = read_result(home / "two/result.json")
+    assert one.metrics == folder.metrics
+    assert one.metrics["top1"] == 1
+    assert one.metrics_digest == two.metrics_digest == folder.metrics_digest
+    assert (one.data["fingerprint"], one.data["contents"]) == tuple(
+        folder.data[name] for name in ("fingerprint", "contents")
+    )
+    assert one.labels["classes"] == folder.labels["classes"] == [*PICTURES]
+    assert one.job["image_root"] == str(home / "val")
+    table = pyarrow.parquet.read_table(home / "two/predictions.parquet").to_pydict()
+    assert table["id"] == [row["file"] for row in rows]
+    assert table["target_name"] == table["prediction_name"] == [*PICTURES]

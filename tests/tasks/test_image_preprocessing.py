@@ -1,0 +1,323 @@
+"""Which preprocessing an image classifier's job has, and that result and terminal say so."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from dualeval.data.preprocessing import Preprocessing
+from dualeval.errors import EXIT_USAGE, UsageError
+from dualeval.models import classifiers
+from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.report.table import print_result
+from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS, ImageClassification
+from dualeval.tasks.image_data import ASSETS
+from dualeval.vision_library import torchvision
+from tests.engine.test_evaluator import evaluate
+from tests.published_weights import Publish, publish
+from tests.tasks.test_image_classification import idx_folder
+from tests.tiny import TinyTask
+
+__all__ = ["publish"]  # a fixture
+
+# Imported here, not in the first test that needs it: the import sets an environment variable.
+torchvision()
+CPU = torch.device("cpu")
+IMAGENET = "ImageNet mean and std"
+# With idx files.
+NOT_DONE = {"resize": None, "crop": None, "interpolation": None, "channels": None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes with two images each."""
+    root = tmp_path_factory.mktemp("val")
+    for name in "ab":
+        (root / name).mkdir()
+        for number in range(2):
+            Image.new("RGB", (50, 40), (90 * number, 50, 9)).save(root / name / f"{number}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Idx files of somebody else's."""
+    return idx_folder(tmp_path_factory.mktemp("digits"), [1, 2, 3])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A network like the embedded one, trained otherwise."""
+    path = tmp_path_factory.mktemp("trained") / "mine.pt"
+    torch.manual_seed(0)
+    torch.save(FashionCNN().state_dict(), path)
+    return str(path)
+
+
+def refused(**arguments: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        ImageClassification(**arguments)
+    assert caught.value.exit_code == EXIT_USAGE
+    return str(caught.value)
+
+
+def preprocessing_line(**arguments: Any) -> str:
+    return ImageClassification(**arguments).description()["preprocessing"]
+
+
+# -- idx files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({}, "--mean and --std"),
+        ({"mean": (0.13,)}, "--std"),
+        ({"std": (0.3,)}, "--mean"),
+    ],
+)
+@pytest.mark.parametrize("weights", ["random:0", "trained"])
+def test_other_idx_data_ask_for_mean_and_std(
+    digits: Path, trained: str, given: dict[str, Any], missing: str, weights: str
+) -> None:
+    """They got Fashion-MNIST's, whatever the model."""
+    chosen = trained if weights == "trained" else weights
+    message = refused(model="fashion-cnn", weights=chosen, data=digits, preprocessing=given)
+    assert f"the idx files in {digits} need {missing}: " in message
+    assert "--mean 0.5 --std 0.5" in message
+    assert "Give the values of its training" in message
+
+
+def test_mean_and_std_that_are_given(digits: Path, trained: str) -> None:
+    given = {"mean": (0.1307,), "std": (0.3081,)}
+    task = ImageClassification(model="fashion-cnn", weights=trained, data=digits, preprocessing=given)
+    assert task.fingerprint()["preprocessing"] == {**NOT_DONE, **given}
+    assert task.description()["preprocessing"] == "28 x 28 as stored, mean 0.1307, std 0.3081 (given)"
+
+
+@pytest.mark.parametrize("weights", [None, str(EMBEDDED_WEIGHTS)])
+def test_the_embedded_weights_know_theirs(digits: Path, weights: str | None) -> None:
+    """On any data: they belong to the weights."""
+    line = preprocessing_line(model="fashion-cnn", weights=weights, data=digits)
+    assert line == "28 x 28 as stored, mean 0.286, std 0.353 (the model's defaults)"
+
+
+@pytest.mark.parametrize("data", [None, ASSETS])
+def test_the_embedded_data_know_theirs(trained: str, data: Path | None) -> None:
+    line = preprocessing_line(model="fashion-cnn", weights=trained, data=data, preprocessing={"std": (1.0,)})
+    assert line == "28 x 28 as stored, mean 0.286, std 1.0 (std given; the rest: Fashion-MNIST's)"
+
+
+def test_a_copy_of_the_embedded_data_is_other_data(trained: str, tmp_path: Path) -> None:
+    shutil.copytree(ASSETS, tmp_path / "copy")
+    assert "need --mean and --std" in refused(model="fashion-cnn", weights=trained, data=tmp_path / "copy")
+
+
+# -- image files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({}, f"256 bilinear, crop 224, {IMAGENET} (the model's defaults)"),
+        (
+            {"resize": 300},
+            f"300 bilinear, crop 224, {IMAGENET} (resize given; the rest: the model's defaults)",
+        ),
+        (
+            {"crop": 200, "interpolation": "bicubic", "mean": (0.5,) * 3, "std": (0.5, 0.25, 0.5)},
+            "256 bicubic, crop 200, mean 0.5, std 0.5,0.25,0.5 "
+            "(interpolation, crop, mean and std given; the rest: the model's defaults)",
+        ),
+        (
+            {"resize": 9, "crop": 9, "interpolation": "nearest", "mean": (0.5,), "std": (1 / 3,)},
+            "9 nearest, crop 9, mean 0.5, std 0.3333333333333333 (given)",
+        ),
+    ],
+)
+def test_what_is_given_and_what_is_not(folder: Path, given: dict[str, Any], line: str) -> None:
+    arguments = {"model": "resnet18", "weights": "random:0", "data": folder}
+    assert preprocessing_line(**arguments, preprocessing=given) == line
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("resnet50", f"256 bilinear, crop 224, {IMAGENET} (the model's defaults, as for IMAGENET1K_V1)"),
+        ("efficientnet_v2_l", "480 bicubic, crop 480, mean 0.5, std 0.5 (the model's defaults)"),
+    ],
+)
+def test_where_defaults_come_from(folder: Path, model: str, line: str) -> None:
+    assert preprocessing_line(model=model, weights="random:0", data=folder) == line
+
+
+def test_published_weights_by_path_keep_their_preprocessing(
+    folder: Path, publish: Publish, tmp_path: Path
+) -> None:
+    network = classifiers.build("mobilenet_v2", "random:0", None)
+    published = publish("mobilenet_v2", "IMAGENET1K_V2", network, tmp_path)
+    mine = tmp_path / "mine.pt"
+    torch.save({"model": network.state_dict()}, mine)
+    lines = {}
+    for path in (published, mine):
+        task = ImageClassification(model="mobilenet_v2", weights=str(path), data=folder)
+        lines[path] = task.description()
+    entry = "MobileNet_V2_Weights.IMAGENET1K_V2"
+    assert lines[published]["preprocessing"] == f"232 bilinear, crop 224, {IMAGENET} (those of {entry})"
+    assert lines[published]["weights"] == f"{entry}, {published}"
+    origin = "the model's defaults, as for IMAGENET1K_V1"
+    assert lines[mine]["preprocessing"] == f"256 bilinear, crop 224, {IMAGENET} ({origin})"
+    assert lines[mine]["weights"] == str(mine)
+
+
+@pytest.mark.parametrize(
+    ("given", "other"), [({"crop": 257}, "resize"), ({"resize": 223}, "crop"), ({"resize": 40}, "crop")]
+)
+def test_a_crop_beyond_the_resize_is_refused(folder: Path, given: dict[str, Any], other: str) -> None:
+    """It padded with black."""
+    message = refused(model="resnet18", weights="random:0", data=folder, preprocessing=given)
+    assert "would get black borders" in message
+    assert f"Give --{other} as well" in message
+
+
+@pytest.mark.parametrize("given", [{"crop": 256}, {"resize": 224}, {"resize": 40, "crop": 64}])
+def test_a_crop_that_fits_or_is_wanted(folder: Path, given: dict[str, Any]) -> None:
+    ImageClassification(model="resnet18", weights="random:0", data=folder, preprocessing=given)
+
+
+def test_a_model_that_normalises_anew_says_so(folder: Path) -> None:
+    """A state_dict of googlenet or inception_v3 does not tell whether it was trained so."""
+    arguments: dict[str, Any] = {"weights": "random:0", "data": folder, "num_classes": 2}
+    task = ImageClassification(model="googlenet", preprocessing={"resize": 64, "crop": 64}, **arguments)
+    task.build_model(CPU)
+    assert task.description()["model"] == "googlenet, transform_input False"
+
+
+# -- the result ----------------------------------------------------------------------------------------
+
+
+def test_options_are_those_that_are_used(folder: Path, tmp_path: Path) -> None:
+    """They were null."""
+    given = {"resize": 40, "crop": 40}
+    task = ImageClassification(model="squeezenet1_1", weights="random:0", data=folder, preprocessing=given)
+    result = evaluate(task, tmp_path / "out", job={"model": None, "crop": None, "batch_size": 64})
+    assert result.job == {
+        "model": "squeezenet1_1",
+        "weights": "random:0",
+        "weights_key": None,
+        "weights_prefix": None,
+        "trust_checkpoint": False,
+        "data": str(folder),
+        **dict.fromkeys(("split", "image_root", "path_column", "label_column")),
+        "data_fingerprint": "ends",
+        "num_classes": 2,
+        "class_map": None,
+        "class_order": None,
+        "resize": 40,
+        "crop": 40,
+        "interpolation": "bilinear",
+        "channels": 3,
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "metric": [metric.name for metric in task.metrics()],
+        "batch_size": 64,
+        "layout": "channels-last",
+        "precision": "fp32",
+        "keep_batchnorm_fp32": False,
+        "optimize": None,
+    }
+    origin = "resize and crop given; the rest: the model's defaults"
+    assert result.description == {
+        "model": "squeezenet1_1",
+        "weights": f"random:0, untrained (fingerprint {result.weights['fingerprint'][:8]})",
+        "data": f"{folder} (4 samples, fingerprint {result.data['fingerprint'][:8]}, "
+        f"contents {result.data['contents'][:8]})",
+        "preprocessing": f"40 bilinear, crop 40, {IMAGENET} ({origin})",
+        "job": f"batch size 64, fp32, channels-last (fingerprint {result.fingerprint[:8]})",
+    }
+
+
+def test_idx_files_claim_no_resize(tmp_path: Path) -> None:
+    """job.json said 256, of images that are not resized."""
+    result = evaluate(ImageClassification(), tmp_path / "out", limit=70, batch_size=32)
+    kept = json.loads((tmp_path / "out/job.json").read_text())["job"]["task_options"]["preprocessing"]
+    assert kept == {**NOT_DONE, "mean": [0.286], "std": [0.353]}
+    assert result.job == {
+        **result.job,
+        **NOT_DONE,
+        "mean": (0.286,),
+        "model": "fashion-cnn",
+        "weights": str(EMBEDDED_WEIGHTS),
+        "data": str(ASSETS),
+        "num_classes": 10,
+    }
+    shown = result.description["data"].partition(" (")[2]
+    assert shown.startswith("the first 70 of 10,000 samples, fingerprint ")
+    assert (
+        result.description["job"]
+        == f"batch size 32, fp32, channels-last (fingerprint {result.fingerprint[:8]})"
+    )
+
+
+def test_a_task_that_describes_nothing_is_named(tmp_path: Path) -> None:
+    result = evaluate(TinyTask(20), tmp_path / "out", job={"mine": 1})
+    assert result.job == {
+        "mine": 1,
+        "batch_size": 64,
+        "precision": "fp32",
+        "keep_batchnorm_fp32": False,
+        "layout": "contiguous",
+        "optimize": None,
+    }
+    assert result.description == {
+        "task": "tiny",
+        "weights": f"fingerprint {result.weights['fingerprint'][:8]}",
+        "data": f"20 samples, fingerprint {result.data['fingerprint'][:8]}",
+        "job": f"batch size 64, fp32 (fingerprint {result.fingerprint[:8]})",
+    }
+
+
+def test_two_logs_can_be_told_apart(folder: Path, tmp_path: Path) -> None:
+    """The same job with another resize, and on other pictures of the same names."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / "a/1.png").unlink()
+    logs = []
+    for number, (data, given) in enumerate([(folder, {}), (folder, {"resize": 48}), (other, {})]):
+        task = ImageClassification(
+            model="squeezenet1_1", weights="random:0", data=data, preprocessing={"crop": 32, **given}
+        )
+        stream = io.StringIO()
+        print_result(evaluate(task, tmp_path / f"{number}"), Console(file=stream, width=80))
+        said = dict(line.split(maxsplit=1) for line in stream.getvalue().splitlines()[:5])
+        assert list(said) == ["model", "weights", "data", "preprocessing", "job"]
+        logs.append(said)
+    first, resized, elsewhere = logs
+    assert {name for name in first if first[name] != resized[name]} == {"preprocessing", "job"}
+    assert {name for name in first if first[name] != elsewhere[name]} == {"data", "job"}
+    assert json.loads((tmp_path / "1/result.json").read_text())["description"] == resized
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mean": (72.9,)}, "--mean 72.9: expected numbers from 0 to 1"),
+        ({"mean": 0.5}, "--mean 0.5: expected numbers"),
+        ({"mean": ()}, "--mean : expected numbers"),
+        ({"std": (0.0,)}, "--std 0.0: expected numbers above 0"),
+        ({"std": ("a",)}, "--std a: expected numbers"),
+        ({"crop": -1}, "--crop -1: expected a whole number"),
+        ({"resize": 31.5}, "--resize 31.5: expected a whole number"),
+    ],
+)
+def test_python_checks_what_the_command_line_checks(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Preprocessing(**given)

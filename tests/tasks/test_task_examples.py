@@ -1,0 +1,361 @@
+"""The examples of tasks: right values, the same bits in each way to start them, killed and gone on with."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dualeval
+from dualeval.result import Result
+from tests import questions
+from tests.conftest import ROOT, Launch
+from tests.engine.test_endings import read
+from tests.launchers import needs, start
+from tests.made_tokenizers import RIVER, byte_level
+from tests.workers.example_tasks_worker import KILL
+
+EXAMPLES = ROOT / "examples"
+WORKER = ROOT / "tests/workers/example_tasks_worker.py"
+
+
+@dataclass(frozen=True)
+class Example:
+    """An example: its file, the name of its task there, and the most lines it may take."""
+
+    file: str
+    task: str
+    most: int
+
+    @property
+    def path(self) -> Path:
+        return EXAMPLES / f"{self.file}.py"
+
+    def words(self, model: Path) -> list[str]:
+        """What its script is given."""
+        return [str(model), str(model / "text.txt")] if self.file == "perplexity" else []
+
+    def options(self, model: Path) -> list[str]:
+        """What the command line is given: the same."""
+        names = ("model", "text")
+        return [f"-T{name}={word}" for name, word in zip(names, self.words(model), strict=False)]
+
+
+ALL = [
+    Example("regression", "diabetes", 12),
+    Example("multilabel", "digits", 12),
+    Example("perplexity", "perplexity", 20),
+    Example("detection", "rectangles", 25),
+    Example("segmentation", "shapes", 15),
+]
+each_example = pytest.mark.parametrize("example", ALL, ids=lambda example: example.file)
+
+
+# -- lines -----------------------------------------------------------------------------------------------
+
+
+def names_in(nodes: list[ast.stmt]) -> set[str]:
+    return {node.id for each in nodes for node in ast.walk(each) if isinstance(node, ast.Name)}
+
+
+def lines_of(nodes: list[ast.stmt], text: str) -> int:
+    """Lines of statements, without comments and empty ones."""
+    found = [line for node in nodes for line in text.splitlines()[node.lineno - 1 : node.end_lineno]]
+    return len([line for line in found if line.strip() and not line.lstrip().startswith("#")])
+
+
+@each_example
+def test_an_example_has_as_many_lines_as_it_says(example: Example) -> None:
+    """Those below its mark, and the imports that neither model nor data need."""
+    text = example.path.read_text("utf-8")
+    mark = text[: text.index("# -- for dualeval")].count("\n")
+    body = ast.parse(text).body[1:]
+    below = [node for node in body if node.lineno > mark]
+    above = [node for node in body if node not in below]
+    imports = [node for node in above if isinstance(node, ast.Import | ast.ImportFrom)]
+    needed = names_in([node for node in above if node not in imports])
+    bound = {
+        node: {(alias.asname or alias.name).partition(".")[0] for alias in node.names} for node in imports
+    }
+    own = [node for node in imports if not bound[node] & needed]
+    assert all(names <= needed | names_in(below) for names in bound.values())
+    lines = lines_of([*own, *below], text)
+    assert f"{lines} lines are for dualeval" in text
+    assert lines <= example.most
+
+
+# -- values ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small causal language model with its tokenizer, and a text beside it."""
+    library = questions.transformers()
+    folder = tmp_path_factory.mktemp("causal")
+    tokenizer, options = byte_level()
+    library.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(folder)
+    small = {"n_positions": 256, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
+    config = library.GPT2Config(
+        vocab_size=tokenizer.get_vocab_size(), bos_token_id=0, eos_token_id=2, **small
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        library.GPT2LMHeadModel(config).save_pretrained(folder)
+    (folder / "text.txt").write_text(" ".join(f"{number}: {RIVER}" for number in range(100)), "utf-8")
+    return folder
+
+
+def task_of(example: Example, model: Path) -> tuple[dict[str, Any], Any]:
+    """What the example's file defines, and its task."""
+    defined = runpy.run_path(str(example.path), run_name=example.file)
+    found = defined[example.task]
+    return defined, found(*example.words(model)) if callable(found) else found
+
+
+def regression(defined: dict[str, Any], model: Path) -> dict[str, float]:
+    from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+
+    truth, predicted = defined["y"][300:], defined["fitted"].predict(defined["x"][300:])
+    functions = {"mae": mean_absolute_error, "rmse": root_mean_squared_error, "r2": r2_score}
+    return {name: float(function(truth, predicted)) for name, function in functions.items()}
+
+
+def multilabel(defined: dict[str, Any], model: Path) -> dict[str, float]:
+    """By their definitions: pairs in the right order, and the precision at each true label."""
+    inputs, labels = defined["pictures"].tensors
+    auroc, precision = [], []
+    for score, label in zip(defined["lines"](inputs).T.detach(), labels.T, strict=True):
+        yes, no = score[label == 1][:, None], score[label == 0]
+        auroc.append(((yes > no).double() + (yes == no).double() / 2).mean())
+        above = [(score >= one, label == 1) for one in score[label == 1]]
+        precision.append(sum(float((at & true).sum() / at.sum()) for at, true in above) / len(above))
+    return {"auroc": float(np.mean(auroc)), "map": float(np.mean(precision))}
+
+
+def perplexity(defined: dict[str, Any], model: Path) -> dict[str, float]:
+    """The loop of transformers' own page on perplexity, a window at a time."""
+    library = questions.transformers()
+    causal = library.AutoModelForCausalLM.from_pretrained(model).eval()
+    tokenizer = library.AutoTokenizer.from_pretrained(model)
+    tokens = tokenizer((model / "text.txt").read_text("utf-8"), return_tensors="pt").input_ids
+    total, count, ended = 0.0, 0, 0
+    for begin in range(0, tokens.shape[1], 128):
+        end = min(begin + 256, tokens.shape[1])
+        inputs = tokens[:, begin:end]
+        labels = inputs.clone()
+        labels[:, : ended - begin] = -100
+        predicted = int((labels[:, 1:] != -100).sum())
+        total += float(causal(inputs, labels=labels).loss) * predicted
+        count += predicted
+        ended = end
+        if end == tokens.shape[1]:
+            break
+    assert count == tokens.shape[1] - 1
+    return {"perplexity": math.exp(total / count)}
+
+
+def detection(defined: dict[str, Any], model: Path) -> dict[str, float]:
+    """A picture at a time, all as dicts, and pycocotools' own."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    truth: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    for number, (image, target) in enumerate(defined["pictures"]):
+        outputs = defined["detr"](image[None])
+        chances = outputs["logits"][0].softmax(1)[:, :3]
+        for box, label in zip(target["boxes"].tolist(), target["labels"].tolist(), strict=True):
+            area = {"id": len(truth) + 1, "iscrowd": 0, "area": box[2] * box[3]}
+            truth.append({"image_id": number, "category_id": label, "bbox": box, **area})
+        for box, chance in zip(outputs["boxes"][0].tolist(), chances, strict=True):
+            best = {"category_id": int(chance.argmax()), "score": float(chance.max())}
+            found.append({"image_id": number, "bbox": box, **best})
+    coco = COCO()
+    images = [{"id": number} for number in range(len(defined["pictures"]))]
+    coco.dataset = {"images": images, "annotations": truth, "categories": [{"id": c} for c in range(3)]}
+    coco.createIndex()
+    evaluation = COCOeval(coco, coco.loadRes(found), "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return {"map": float(evaluation.stats[0]), "map50": float(evaluation.stats[1])}
+
+
+def segmentation(defined: dict[str, Any], model: Path) -> dict[str, float]:
+    from sklearn.metrics import jaccard_score
+
+    images, labels = (torch.stack(part) for part in zip(*defined["pictures"], strict=True))
+    found = defined["model"](images).argmax(1)
+    return {"mean_iou": float(jaccard_score(labels.flatten(), found.flatten(), average="macro"))}
+
+
+REFERENCES: dict[str, Callable[[dict[str, Any], Path], dict[str, float]]] = {
+    each.__name__: each for each in (regression, multilabel, perplexity, detection, segmentation)
+}
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[str, tuple[Result, dict[str, Any]]]:
+    """Of each example the result of one process, and what its file defines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 1)
+        found = {}
+        for example in ALL:
+            defined, task = task_of(example, model)
+            found[example.file] = (dualeval.evaluate(task, launcher="none", workers=0), defined)
+    return found
+
+
+@each_example
+def test_an_example_measures_what_others_do(
+    alone: dict[str, tuple[Result, dict[str, Any]]], model: Path, example: Example
+) -> None:
+    result, defined = alone[example.file]
+    with torch.no_grad():
+        expected = REFERENCES[example.file](defined, model)
+    for name, value in expected.items():
+        # Ranks and classes of near ties may differ where pictures are computed one by one.
+        exact = example.file in ("regression", "perplexity")
+        assert result.metrics[name] == pytest.approx(value, rel=2e-6 if exact else 1e-4), name
+        assert value > 0.05 and not math.isclose(value, 1)
+    assert result.samples["failed"] == 0 and result.samples["total"] > 128
+
+
+def test_square_roots_and_ratios_have_intervals(alone: dict[str, tuple[Result, dict[str, Any]]]) -> None:
+    for file, names in (("regression", ("mae", "rmse")), ("perplexity", ("perplexity",))):
+        result, _ = alone[file]
+        for name in names:
+            low, high = result.intervals[name]
+            value = result.metrics[name]
+            assert isinstance(value, float) and 0.7 * value < low < value < high < 1.3 * value
+
+
+# -- the same bits ---------------------------------------------------------------------------------------
+
+
+def script(example: Example, model: Path) -> list[str]:
+    return [str(example.path), *example.words(model)]
+
+
+def command_line(example: Example, model: Path, *more: str) -> list[str]:
+    task = f"{example.path}:{example.task}"
+    out = f"runs/{example.file}"
+    return ["dualeval", "run", "--task", task, *example.options(model), "--out", out, *more]
+
+
+def result_of(folder: Path, example: Example) -> dict[str, Any]:
+    """What lies where the script writes, and where the command lines above do."""
+    return read(folder / f"runs/{example.file}/result.json")
+
+
+def test_two_ranks_give_the_same_bits(
+    launch: Launch, tmp_path: Path, model: Path, alone: dict[str, tuple[Result, dict[str, Any]]]
+) -> None:
+    """All scripts in turn, by the same two ranks."""
+    commands = [shlex.join(script(example, model)) for example in ALL]
+    done = launch([*start("torchrun", 2), sys.executable, WORKER, *commands], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for example in ALL:
+        result = result_of(tmp_path, example)
+        assert result["metrics_digest"] == alone[example.file][0].metrics_digest, example
+        assert result["world"]["size"] == 2
+
+
+WAYS = [
+    pytest.param("none", 1, id="alone"),
+    *(pytest.param("torchrun", size, id=f"torchrun {size}") for size in (2, 3)),
+    *(
+        pytest.param("horovodrun", size, id=f"horovodrun {size}", marks=needs("horovodrun", ""))
+        for size in (2, 3)
+    ),
+]
+
+
+@pytest.mark.long
+@each_example
+@pytest.mark.parametrize("way", ["script", "command line"])
+@pytest.mark.parametrize(("launcher", "size"), WAYS)
+def test_each_way_gives_the_same_bits(
+    launch: Launch,
+    tmp_path: Path,
+    model: Path,
+    alone: dict[str, tuple[Result, dict[str, Any]]],
+    example: Example,
+    way: str,
+    launcher: str,
+    size: int,
+) -> None:
+    words = [sys.executable, *script(example, model)]
+    if way == "command line":
+        words = [sys.executable, "-m", *command_line(example, model)]
+    done = launch([*(start(launcher, size) if size > 1 else []), *words], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = result_of(tmp_path, example)
+    assert result["metrics_digest"] == alone[example.file][0].metrics_digest
+    assert result["world"]["size"] == size
+    if way == "script":
+        assert re.search(r"^(\[.*\]<stdout>: ?)?\{'", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.long
+@each_example
+def test_one_command_starts_ranks_over_horovod(
+    launch: Launch,
+    tmp_path: Path,
+    model: Path,
+    alone: dict[str, tuple[Result, dict[str, Any]]],
+    example: Example,
+) -> None:
+    pytest.importorskip("horovod")
+    words = command_line(example, model, "--nproc", "2", "--backend", "horovod")
+    done = launch([sys.executable, "-m", *words], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert result_of(tmp_path, example)["metrics_digest"] == alone[example.file][0].metrics_digest
+
+
+@pytest.mark.long
+@each_example
+@pytest.mark.parametrize("way", ["script", "command line"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param(("none", 1), ("torchrun", 2), id="alone, torchrun"),
+        pytest.param(("torchrun", 2), ("none", 1), id="torchrun, alone"),
+        pytest.param(
+            ("horovodrun", 2), ("torchrun", 3), id="horovodrun, torchrun", marks=needs("horovodrun", "")
+        ),
+    ],
+)
+def test_a_killed_example_goes_on(
+    launch: Launch,
+    tmp_path: Path,
+    model: Path,
+    alone: dict[str, tuple[Result, dict[str, Any]]],
+    example: Example,
+    way: str,
+    first: tuple[str, int],
+    then: tuple[str, int],
+) -> None:
+    command = shlex.join((script if way == "script" else command_line)(example, model))
+    killed: dict[str, str] = {KILL: "0"}
+    for (launcher, size), variables in ((first, killed), (then, {})):
+        words = [*(start(launcher, size) if size > 1 else []), sys.executable, str(WORKER), command]
+        done = launch(words, cwd=tmp_path, variables=variables)
+        if variables:
+            assert done.returncode != 0
+            assert not (tmp_path / f"runs/{example.file}/result.json").exists()
+    assert done.returncode == 0, done.stderr
+    result = result_of(tmp_path, example)
+    assert result["metrics_digest"] == alone[example.file][0].metrics_digest
+    assert result["chunks"]["resumed"] > 0

@@ -1,0 +1,245 @@
+"""Waits say what they wait for: when, who says it, and under every launcher where a rank is late."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import select
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from dualeval.world import World
+from dualeval.world import waiting as module
+from dualeval.world.waiting import name_ranks, not_come, waiting
+from tests.conftest import ROOT, Launch
+from tests.launchers import needs, start
+
+WORKER = ROOT / "tests" / "workers" / "waiting_worker.py"
+SOON_S = 0.02
+LIMIT_S = 30.0
+RANK_0 = World(rank=0, size=8, local_rank=0, local_size=4, node_rank=0, launcher="srun")
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_WORD_S", SOON_S)
+    monkeypatch.setattr(module, "SECOND_WORD_S", 2 * SOON_S)
+
+
+def test_when_a_wait_speaks() -> None:
+    assert list(itertools.islice(module._times(), 5)) == [10, 60, 120, 240, 480]
+
+
+def test_a_short_wait_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    for keeps_lock in (False, True):
+        with waiting(RANK_0, "rank 0", "Check it.", keeps_lock=keeps_lock):
+            pass
+    assert capfd.readouterr() == ("", "")
+    assert "dualeval-waiting" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_a_long_wait_says(soon: None, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = iter(["", "ranks 4 to 7 have not come", "rank 7 has not come"])
+    fourth = threading.Event()
+
+    def known() -> str:
+        text = next(outcomes, None)
+        if text is None:
+            fourth.set()
+        return text or ""
+
+    with waiting(RANK_0, "all ranks at n1, port 7", "Check that they run.", known=known):
+        assert fourth.wait(LIMIT_S)
+    who = f"dualeval: rank 0 of 8 on {os.uname().nodename} has waited "
+    assert capsys.readouterr().err.splitlines()[:3] == [
+        f"{who}0.02 s for all ranks at n1, port 7. Check that they run.",
+        f"{who}0.04 s for all ranks at n1, port 7: ranks 4 to 7 have not come. Check that they run.",
+        f"{who}0.08 s for all ranks at n1, port 7: rank 7 has not come. Check that they run.",
+    ]
+
+
+def test_a_closed_standard_error_ends_no_wait(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Semaphore(0)
+    closed = os.fdopen(os.dup(2), "w")
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+
+    def known() -> str:
+        asked.release()
+        return ""
+
+    with waiting(RANK_0, "all ranks", "", known=known):
+        for _ in range(3):
+            assert asked.acquire(timeout=LIMIT_S)
+
+
+@contextmanager
+def standard_error_in_a_pipe() -> Iterator[int]:
+    """Yields the end from which everything is read that is written to this process's standard error."""
+    own = os.dup(2)
+    end, other = os.pipe()
+    try:
+        os.dup2(other, 2)
+        yield end
+    finally:
+        os.dup2(own, 2)
+        for number in (own, end, other):
+            os.close(number)
+
+
+def test_a_wait_that_keeps_pythons_lock(soon: None) -> None:
+    """As MPI_Init does in mpi4py: no thread of the process can speak."""
+    library = ctypes.PyDLL(None)  # calls of it keep the lock
+    with standard_error_in_a_pipe() as end:
+        # struct pollfd: the file, what is waited for, what was found.
+        request = ctypes.create_string_buffer(end.to_bytes(4, sys.byteorder) + b"\1\0\0\0", 8)
+        with waiting(RANK_0, "all ranks {to} join MPI", "Check it.", keeps_lock=True):
+            assert library.poll(request, 1, int(1000 * LIMIT_S)) == 1
+        assert select.select([end], [], [], 0)[0]
+        text = os.read(end, 65536).decode()
+    assert text.startswith(
+        f"dualeval: rank 0 of 8 on {os.uname().nodename} has waited 0.02 s for all ranks {{to}}"
+    )
+    assert text.splitlines()[0].endswith(" join MPI. Check it.")
+
+
+def worlds(local_sizes: Sequence[int]) -> list[World]:
+    """All ranks of a world, node after node."""
+    size = sum(local_sizes)
+    places = [(node, local) for node, local_size in enumerate(local_sizes) for local in range(local_size)]
+    return [
+        World(
+            rank=rank,
+            size=size,
+            local_rank=local,
+            local_size=local_sizes[node],
+            node_rank=node,
+            launcher="srun",
+        )
+        for rank, (node, local) in enumerate(places)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("local_sizes", "of_all", "of_each_node"),
+    [
+        ([1], [], []),
+        ([2], [0, 1], [0, 1]),
+        ([4], [0, 3], [0, 1]),
+        ([1, 1], [0, 1], [0, 1]),
+        ([4, 4], [0, 7], [0, 1, 4]),
+        ([2, 1, 3], [0, 5], [0, 1, 2, 3]),
+        ([8] * 125, [0, 999], [0, 1, *range(8, 1000, 8)]),
+    ],
+)
+def test_who_speaks(
+    local_sizes: list[int], of_all: list[int], of_each_node: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand ranks do not say the same; where rank 0 is what is missing, somebody says so."""
+    spoken: list[object] = []
+
+    @contextmanager
+    def speak(sentence: object) -> Iterator[None]:
+        spoken.append(sentence)
+        yield
+
+    def speaks(world: World, each_node: bool) -> bool:
+        spoken.clear()
+        with waiting(world, "", "", each_node=each_node):
+            return bool(spoken)
+
+    monkeypatch.setattr(module, "_spoken_by_a_thread", speak)
+    ranks = worlds(local_sizes)
+    assert [world.rank for world in ranks if speaks(world, each_node=False)] == of_all
+    assert [world.rank for world in ranks if speaks(world, each_node=True)] == of_each_node
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([3], "rank 3"),
+        ([1, 2], "ranks 1 to 2"),
+        ([1, 3], "ranks 1 and 3"),
+        ([7, 1, 2, 3], "ranks 1 to 3 and 7"),
+        ([1, 3, 5, 6, 7], "ranks 1, 3 and 5 to 7"),
+        (range(1, 1000), "ranks 1 to 999"),
+        (range(1, 1000, 2), "ranks 1, 3, 5, 7, 9, 11, 13, 15 and 492 more"),
+    ],
+)
+def test_ranks_in_a_message(ranks: Sequence[int], expected: str) -> None:
+    assert name_ranks(ranks) == expected
+    assert not_come(ranks) == f"{expected} {'has' if len(ranks) == 1 else 'have'} not come"
+    assert not_come([]) == ""
+
+
+def read_until(stream: IO[str], pattern: str) -> str:
+    """Read lines until one has a pattern; returns all that was read, and fails at the end of the stream."""
+    read = ""
+    for line in stream:
+        read += line
+        if re.search(pattern, line):
+            return read
+    pytest.fail(f"nobody has said {pattern!r}, but: {read}")
+
+
+# What is said of who joins, by launcher.
+TORCHRUN = r"has waited \S+ s for all ranks to come to torchrun's store at \S+:\d+"
+HOROVODRUN = r"has waited \S+ s for all ranks to join Horovod at its rendezvous, \S+:\d+"
+GUEST = (
+    r"has waited \S+ s for the other ranks to evaluate, too\. Every rank of the script's group has to call"
+)
+MPIRUN = r"has waited \S+ s for all ranks to join MPI \(MPI_Init\)\. Check"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "late", "joining"),
+    [
+        pytest.param(launcher, backend, late, joining, id=f"{launcher}-{backend}-{late}", marks=marks)
+        for launcher, backend, late, joining, marks in [
+            ("torchrun", "torch", 1, f"{TORCHRUN}: rank 1 has not come", []),
+            ("torchrun", "guest", 1, GUEST, []),
+            ("torchrun", "torch", 0, f"{TORCHRUN}\\. Check that every rank", [pytest.mark.long]),
+            (
+                "horovodrun",
+                "horovod",
+                1,
+                f"{HOROVODRUN}: rank 1 has not come",
+                needs("horovodrun", "horovod"),
+            ),
+            ("mpirun", "mpi", 1, MPIRUN, needs("mpirun", "mpi")),
+            ("mpirun", "horovod", 1, MPIRUN, [*needs("mpirun", "horovod"), pytest.mark.long]),
+            ("mpirun", "torch", 1, MPIRUN, [*needs("mpirun", "torch"), pytest.mark.long]),
+        ]
+    ],
+)
+def test_a_rank_is_late(
+    launcher: str, backend: str, late: int, joining: str, launch: Launch, tmp_path: Path
+) -> None:
+    """The others say so at each place where they wait, and go on when it has come."""
+    other = 1 - late
+    who = rf"rank {other} of 2 on \S+ has waited \S+ s for"
+    first = rf"{who} all ranks' first collective\. Check that every rank"
+    # Rank 0, which serves it, knows who has not come.
+    missing = r": rank 1 has not come\. Check" if late == 1 else r"\. Check"
+    control = rf"{who} all ranks at the control plane, 127\.0\.0\.1:\d+{missing}"
+    cores = rf"{who} the cores of all ranks\. Check that every rank"
+    command: list[str | Path] = [*start(launcher, 2), sys.executable, WORKER, backend, str(late), tmp_path]
+    with launch.started(command, variables={"OMP_NUM_THREADS": "1"}) as process:
+        assert process.stderr is not None
+        read_until(process.stderr, f"rank {other} of 2 on .*{joining}")
+        (tmp_path / "join").touch()
+        for place, said in (("first", first), ("control", control)):
+            read_until(process.stderr, said)
+            (tmp_path / place).touch()
+        read_until(process.stderr, cores)
+        (tmp_path / "cores").touch()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
