@@ -65,7 +65,6 @@ class Finished:
 
 # Tests of how processes start, of what is loaded then, and of memory: each of their starts is a real one.
 REAL_STARTS = (
-    "cluster/",
     "test_launchers",
     "test_readme",
 )
@@ -108,8 +107,10 @@ class Launch:
         """
         asked = forks.ranks_of(command, variables or {})
         current = os.environ.get("PYTEST_CURRENT_TEST", "").removeprefix("tests/")
-        if asked is not None and not current.startswith(REAL_STARTS):
-            server = self.servers[current.startswith(LOADS_MORE)]
+        is_real = current.startswith("cluster/")
+        file = current.partition("::")[0].rpartition("/")[2]
+        if asked is not None and not (is_real or file.startswith(REAL_STARTS)):
+            server = self.servers[file.startswith(LOADS_MORE)]
             return self._forked(server, *asked, variables or {}, cwd, timeout)
         with self.started(command, variables=variables, cwd=cwd) as process:
             try:
