@@ -70,6 +70,8 @@ REAL_STARTS = (
 )
 # Tests whose processes load these too, which takes a process seconds.
 LOADS_MORE = (
+    "test_cli",
+    "test_dry_run",
     "test_failed_samples",
     "test_image",
     "test_model_sources",

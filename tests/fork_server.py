@@ -37,6 +37,11 @@ _LOADED = (
     "dualeval.models.classifiers",
     "dualeval.backends.torch_distributed",
     "pyarrow.parquet",
+    "rich.progress",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
 )
 
 

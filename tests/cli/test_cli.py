@@ -228,7 +228,9 @@ def test_ranks_exit_2_under_a_users_own_launcher(launch: Launch, inputs: Path, t
     check_torchrun_reports(done.stderr, 2)
 
 
-@pytest.mark.parametrize("start", [[], ["--nproc", "2"]], ids=["plain", "nproc"])
+@pytest.mark.parametrize(
+    "start", [pytest.param([], marks=pytest.mark.long), ["--nproc", "2"]], ids=["plain", "nproc"]
+)
 def test_skip_counts_and_lists(launch: Launch, inputs: Path, tmp_path: Path, start: list[str]) -> None:
     arguments: list[str | Path] = [
         *RESNET,

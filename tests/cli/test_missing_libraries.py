@@ -67,6 +67,7 @@ def test_horovod_is_missing(launch: Launch, tmp_path: Path) -> None:
     check_error(launch, command, without(tmp_path, "horovod"), "Horovod is not installed", "setup-horovod")
 
 
+@pytest.mark.long
 @pytest.mark.needs("horovod")
 def test_horovod_is_broken(launch: Launch, broken_horovod: dict[str, str]) -> None:
     command = [*RUN, "--nproc", "2", "--backend", "horovod"]
@@ -100,6 +101,7 @@ def test_mpi4py_is_missing(launch: Launch, tmp_path: Path) -> None:
         check_error(launch, command, without(tmp_path, "mpi4py"), *words)
 
 
+@pytest.mark.long
 @pytest.mark.needs("mpi", "horovod")
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --mpi"])
 def test_mpi4py_is_missing_for_horovod(launcher: str, launch: Launch, tmp_path: Path) -> None:

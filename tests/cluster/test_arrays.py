@@ -50,6 +50,7 @@ def test_one_task_of_an_array_comes_back_alone(batch: Batch, digest: str) -> Non
     assert f"asked to queue job {names[-1]} again" in logs[-1].read_text()
 
 
+@pytest.mark.long
 def test_both_components_of_a_heterogeneous_job_evaluate(batch: Batch) -> None:
     """Slurm lists hosts and tasks by name, and numbers them by component: here the other way round."""
     tasks = "-w h1 --ntasks-per-node 2 : -w h0 --ntasks-per-node 1"

@@ -22,6 +22,7 @@ def on_h0(cluster: Cluster, launch: Launch, folder: Path, *command: str | Path) 
     return launch(cluster.on("h0", command), variables=cluster.variables, cwd=folder, timeout=90)
 
 
+@pytest.mark.long
 def test_two_hosts(cluster: Cluster, launch: Launch, tmp_path: Path) -> None:
     """/dev/shm is each host's own, and nobody is told an address that another host cannot use."""
     finished = on_h0(

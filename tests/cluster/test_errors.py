@@ -55,7 +55,7 @@ def typed(cluster: Cluster, launch: Launch, tmp_path: Path) -> Typed:
         ("", "--nproc 2", ["--nproc 2", "srun had started already", "Leave out --nproc"]),
         pytest.param(
             *("", "--backend mpi", ["without a way into MPI", "'srun --mpi=pmix'"]),
-            marks=pytest.mark.needs("mpi"),
+            marks=[pytest.mark.needs("mpi"), pytest.mark.long],
         ),
         ("", "--backend single", ["--backend single cannot run with world size 2, started by srun"]),
     ],
@@ -100,6 +100,7 @@ def test_a_port_that_another_has_is_passed_over(typed: Typed) -> None:
     assert typed.result()["metrics_digest"] == result["metrics_digest"]
 
 
+@pytest.mark.long
 def test_no_free_port_is_said(typed: Typed) -> None:
     done = typed(occupied(16, f"{ENDING} dualeval run"))
     assert done.returncode != 0

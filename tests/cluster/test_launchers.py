@@ -312,7 +312,7 @@ def batch(cluster: Cluster, launch: Launch, tmp_path: Path) -> Batch:
 @pytest.mark.parametrize(
     ("typed", "backend", "nodes", "out"),
     [
-        ("sbatch slurm/eval.sbatch", "torch", 1, "runs/job-*"),
+        pytest.param("sbatch slurm/eval.sbatch", "torch", 1, "runs/job-*", marks=pytest.mark.long),
         pytest.param(
             *("sbatch --nodes 2 slurm/eval_horovod.sbatch --out out", "horovod", 2, "out"),
             marks=pytest.mark.needs("horovod"),

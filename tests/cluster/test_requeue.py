@@ -91,6 +91,7 @@ def test_a_warned_job_comes_back(batch: Batch, digest: str) -> None:
     assert f"asked to queue job {number} again, to resume in out." in log
 
 
+@pytest.mark.long
 def test_a_requeued_job_goes_on(batch: Batch, digest: str) -> None:
     with batch.begun(f"dualeval submit {TASKS} -- {JOB}", SLOW) as (number, _):
         wait_for_chunks(batch, number)
@@ -154,6 +155,7 @@ def own_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.long
 def test_a_job_of_a_lost_node_comes_back(
     own_cluster: Cluster, launch: Launch, tmp_path: Path, digest: str
 ) -> None:

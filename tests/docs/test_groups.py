@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Launch
 
 # What this folder's own conftest.py does for its tests.
@@ -49,6 +51,7 @@ def test_free(number):
 """
 
 
+@pytest.mark.long
 def test_a_group_is_one_workers(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(HOOK)
     for name in ("one", "two"):

@@ -91,6 +91,7 @@ def test_wheel_holds_dualeval_alone(built: Path) -> None:
     } <= set(names)
 
 
+@pytest.mark.long
 def test_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path, launch: Launch) -> None:
     [wheel] = built.glob("*.whl")
     assert launch([sys.executable, "-m", "venv", tmp_path / "venv"], timeout=120).returncode == 0

@@ -143,8 +143,10 @@ def in_shell(launch: Launch, command: list[str], redirected: str, cwd: Path) -> 
     [
         (">&-", [], "Bad file descriptor"),
         (">/dev/full", ["--nproc", "2"], "No space left on device"),
-        (">/dev/full", ["--json", "--progress"], "No space left on device"),
-        ("2>/dev/full", ["--progress", "--json"], None),
+        pytest.param(
+            ">/dev/full", ["--json", "--progress"], "No space left on device", marks=pytest.mark.long
+        ),
+        pytest.param("2>/dev/full", ["--progress", "--json"], None, marks=pytest.mark.long),
         ("0<&- 1>&- 2>&-", [], None),
         ("| sleep 0", ["--json"], "Broken pipe"),
     ],

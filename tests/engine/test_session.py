@@ -73,7 +73,7 @@ def test_an_owner_evaluates_twice(
     [
         pytest.param(TORCHRUN, "torch", id="torch"),
         pytest.param(ALONE, "spawned", id="spawned", marks=pytest.mark.long),
-        pytest.param(HOROVODRUN, "horovod", id="horovod", marks=needs("horovodrun", "")),
+        pytest.param(HOROVODRUN, "horovod", id="horovod", marks=[*needs("horovodrun", ""), pytest.mark.long]),
         pytest.param(
             MPIRUN, "horovod", id="horovod under mpirun", marks=[*needs("mpirun", ""), pytest.mark.long]
         ),

@@ -414,5 +414,6 @@ def test_nothing_of_fsdp_is_imported_where_nothing_is_divided(launch: Launch, tm
         "assert not heavy, heavy\n"
     )
     (tmp_path / "script.py").write_text(code)
-    done = launch([sys.executable, tmp_path / "script.py"], timeout=120)
+    # A start of its own: what tests are forked from has it loaded.
+    done = launch([sys.executable, tmp_path / "script.py"], variables={"PYTHONHASHSEED": "0"})
     assert done.returncode == 0, done.stderr

@@ -100,7 +100,10 @@ def test_places_follow_from_hosts(
         )
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("horovod", marks=pytest.mark.needs("horovod"))])
+@pytest.mark.parametrize(
+    "backend",
+    ["torch", pytest.param("horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long])],
+)
 def test_plain_variables(backend: str, launch: Launch) -> None:
     """MASTER_ADDR may be any name of the host, also where all ranks are on it."""
     done, _ = start_ranks(launch, [*PLACE, backend], 2, master=socket.gethostname())
@@ -125,6 +128,7 @@ def test_tasks_of_flux_meet_over_its_pmi(launch: Launch) -> None:
     assert places(done) == [[rank, rank, 2, 0, [2], "torch", True] for rank in range(2)]
 
 
+@pytest.mark.long
 @pytest.mark.needs("mpi-wheels")
 def test_a_pmi_that_something_has_closed_is_named(launch: Launch) -> None:
     """Python closes all descriptors of a child but three."""
@@ -146,6 +150,7 @@ def test_an_evaluation_has_the_same_bits(launch: Launch, tmp_path: Path) -> None
     assert results[1]["world"] == {"size": 2, "nodes": 1, "launcher": "env", "backend": "torch"}
 
 
+@pytest.mark.long
 def test_a_job_of_one_needs_no_address_and_may_start_ranks(launch: Launch, tmp_path: Path) -> None:
     """A PyTorchJob of a master alone: the pod has several GPUs, and nobody else is to be met."""
     pod = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "23456"}

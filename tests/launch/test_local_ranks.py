@@ -119,6 +119,7 @@ def test_no_script_to_run_again(launch: Launch, tmp_path: Path, command: list[st
     assert "type 'python FILE'" in done.stderr
 
 
+@pytest.mark.long
 def test_under_a_launcher(launch: Launch, script: Path, tmp_path: Path, wanted: str) -> None:
     torchrun: Words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", script]
     done = launch([*torchrun, tmp_path / "out", "nproc=1"])

@@ -88,9 +88,7 @@ def evaluate(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evalua
 @pytest.mark.parametrize(
     ("processes", "workers"),
     [
-        (1, 0),
-        pytest.param(1, 2, marks=pytest.mark.long),
-        pytest.param(2, 0, marks=pytest.mark.long),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 0), (1, 2), (2, 0))),
         (2, 2),
         pytest.param(3, 0, marks=pytest.mark.long),
     ],
@@ -109,7 +107,7 @@ def test_the_published_accuracy(evaluate: Evaluate, pictures: Pictures, processe
 @pytest.mark.parametrize(
     ("processes", "workers"),
     [
-        (1, 2),
+        pytest.param(1, 2, marks=pytest.mark.long),
         pytest.param(2, 0, marks=pytest.mark.long),
         (2, 2),
         pytest.param(3, 0, marks=pytest.mark.long),
@@ -124,6 +122,7 @@ def test_the_same_bits(evaluate: Evaluate, pictures: Pictures, processes: int, w
     assert other.rows == one.rows
 
 
+@pytest.mark.long
 def test_the_same_bits_at_any_number_of_threads(evaluate: Evaluate, pictures: Pictures) -> None:
     """Of one process, which takes every core where nothing says otherwise, and of a rank, which takes one."""
     one = evaluate(pictures, 1, "--workers", "0")

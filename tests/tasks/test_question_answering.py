@@ -102,6 +102,7 @@ def test_the_result_says_what_was_evaluated(tiny: Path, data: dict[str, Path], t
     assert (untrained.options()["weights"], untrained.options()["null_threshold"]) == ("random:1", None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("max_length", "stride"), [(64, 16), (48, 24)])
 def test_it_still_does_in_windows_much_shorter_than_the_text(
     fine_tuned: Path, tmp_path: Path, max_length: int, stride: int

@@ -99,12 +99,11 @@ def check(found: Ran, wanted: Ran, size: int, backend: str) -> None:
 @pytest.mark.parametrize(
     ("size", "backend"),
     [
-        *((size, "torch") for size in (1, 2)),
-        pytest.param(3, "torch", marks=pytest.mark.long),
-        pytest.param(2, "horovod", marks=pytest.mark.needs("horovod")),
+        (2, "torch"),
+        *(pytest.param(size, "torch", marks=pytest.mark.long) for size in (1, 3)),
         *(
             pytest.param(size, "horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long])
-            for size in (1, 3)
+            for size in (1, 2, 3)
         ),
     ],
 )
@@ -116,10 +115,10 @@ def test_the_same_bits(run: Run, wanted: Ran, size: int, backend: str) -> None:
 @pytest.mark.parametrize(
     ("launcher", "backend", "more"),
     [
-        pytest.param(launcher, backend, more, marks=needs(launcher, backend))
-        for launcher, backend, more in [
-            ("mpirun", "mpi", ["--backend", "mpi"]),
-            ("torchrun", "torch", ["--schedule", "dynamic"]),
+        pytest.param(launcher, backend, more, marks=[*needs(launcher, backend), *marks])
+        for launcher, backend, more, marks in [
+            ("mpirun", "mpi", ["--backend", "mpi", "--schedule", "dynamic"], []),
+            ("torchrun", "torch", ["--schedule", "dynamic"], [pytest.mark.long]),
         ]
     ],
 )
@@ -261,6 +260,7 @@ def test_options_of_another_task(launch: Launch) -> None:
     assert "needs --model DIR" in message
 
 
+@pytest.mark.long
 def test_a_job_file(launch: Launch, home: Path, wanted: Ran, tmp_path: Path) -> None:
     """Its paths count from its folder, the model's among them."""
     lines = ['task = "question-answering"', 'model = "model"', 'data = "v2.json"', "batch-size = 4"]

@@ -389,6 +389,7 @@ def test_what_was_measured_until_ctrl_c_is_kept(launch: Launch, tmp_path: Path) 
     assert {file.name for file in out.iterdir()} >= {"bench.csv", "bench.md", "speedup.png", "speedup.svg"}
 
 
+@pytest.mark.long
 def test_a_killed_bench_leaves_no_cell_running(launch: Launch, tmp_path: Path) -> None:
     words = ["--mode", "single", "--cores-per-process", "1", "--min-seconds", "600", "--no-plots"]
     with launch.started([*BENCH, *words, "--out", str(tmp_path / "out")], cwd=tmp_path) as process:

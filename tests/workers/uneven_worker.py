@@ -35,12 +35,12 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     found: dict[str, dict[str, Any]] = {}
     cases: dict[str, dict[str, Any]] = {
-        "prime": {"count": 53},
+        "prime": {"count": 29},
         "fewer samples than ranks": {"count": 2},
         "one batch more": {"count": 13},
         "batches that cannot be read": {"count": 30, "broken": "0,1,2,3,8,29", "on_error": "skip"},
         "readers": {"count": 17, "workers": 1},
-        "several calls a batch": {"count": 53, "calls": "several"},
+        "several calls a batch": {"count": 17, "calls": "several"},
     }
     of_prime: list[Result] = []
     for name, case in cases.items():
@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
         found[name] = {"sharded": digests[0], "whole": digests[1]}
         found[name]["schedules"] = [result.job.get("schedule", "static") for result in results]
     with mock.patch.object(plan, "MAX_CHUNKS", 5):
-        results = [evaluated(53, shard=shard) for shard in ("yes", "no")]
+        results = [evaluated(29, shard=shard) for shard in ("yes", "no")]
     found["several batches a chunk"] = {
         "sharded": results[0].metrics_digest,
         "whole": results[1].metrics_digest,
@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
         except UsageError as error:
             found[name] = {"sharded": "", "whole": "", "error": str(error)}
         dist.barrier()
-    drawn = evaluated(53, shard="yes", draws="x")
+    drawn = evaluated(13, shard="yes", draws="x")
     found["drawn"] = {"sharded": "", "whole": "", "result": [drawn.deterministic, drawn.warnings]}
     found["prime"]["deterministic"] = [result.deterministic for result in of_prime]
     if dist.get_rank() == 0:

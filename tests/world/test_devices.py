@@ -292,11 +292,12 @@ def ranks(*letters: str) -> str:
 @pytest.mark.parametrize(
     ("letters", "arguments", "code", "message"),
     [
-        (
+        pytest.param(
             ("A,B", ""),
             [],
             2,
             "rank 1 on {host} cannot compute on a GPU (torch {torch} is built without CUDA)",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             ("", "A"),

@@ -214,7 +214,7 @@ MPIRUN = r"has waited \S+ s for all ranks to join MPI \(MPI_Init\)\. Check"
                 f"{HOROVODRUN}: rank 1 has not come",
                 needs("horovodrun", "horovod"),
             ),
-            ("mpirun", "mpi", 1, MPIRUN, needs("mpirun", "mpi")),
+            ("mpirun", "mpi", 1, MPIRUN, [*needs("mpirun", "mpi"), pytest.mark.long]),
             ("mpirun", "horovod", 1, MPIRUN, [*needs("mpirun", "horovod"), pytest.mark.long]),
             ("mpirun", "torch", 1, MPIRUN, [*needs("mpirun", "torch"), pytest.mark.long]),
         ]
