@@ -23,7 +23,7 @@ from common import machine, table, write_results
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from dualeval.engine.conclusion import ALL_SAVED_WITHIN_S  # noqa: E402
+from dualeval.engine.end.conclusion import ALL_SAVED_WITHIN_S  # noqa: E402
 from dualeval.world.store import limit_for  # noqa: E402
 from tests.control_ranks import fail_in_the_middle, on_many_ranks, stop_all  # noqa: E402
 

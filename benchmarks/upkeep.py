@@ -50,12 +50,12 @@ from torch import Tensor
 
 from dualeval import Backend, Result, connect, detect
 from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.end.watch import Watch
 from dualeval.engine.folder.folder import RunFolder
 from dualeval.engine.folder.journal import JournalWriter
 from dualeval.engine.folder.layout import file_name
 from dualeval.engine.progress import Progress, Stage
 from dualeval.engine.recorder import Recorder
-from dualeval.engine.watch import Watch
 
 WANTED = 1.01
 SIZES = (1, 2)

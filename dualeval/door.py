@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualeval.engine.end.signals import numbers_of
 from dualeval.engine.options import check_session_options
 from dualeval.engine.session import Session, refusing
-from dualeval.engine.signals import numbers_of
 from dualeval.errors import UsageError
 from dualeval.process_start import DEFAULT_SIGNALS
 
@@ -88,7 +88,7 @@ def export(result: Result | str | Path, to: str | Sequence[str], *, step: int | 
         UsageError: a text names no logger, a package is not installed, or no finished run is there.
         DualevalError: a tracker failed; the others have the result.
     """
-    from dualeval.engine.ending import say
+    from dualeval.engine.end.process import say
     from dualeval.report.loggers.log import export_result, stored_result
     from dualeval.report.loggers.targets import check_installed, targets_of
     from dualeval.world.local_ranks import rank_of_script

@@ -17,8 +17,8 @@ from time import monotonic
 from typing import Any, cast
 
 from dualeval.backends.base import Backend
-from dualeval.engine.conclusion import ALL_SAVED_WITHIN_S
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
+from dualeval.engine.end.conclusion import ALL_SAVED_WITHIN_S
 from dualeval.errors import EXIT_STOPPED, UsageError
 from dualeval.world import World
 from dualeval.world.store import limit_for

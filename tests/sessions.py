@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from dualeval.backends.base import Backend
-from dualeval.engine.conclusion import Conclusion
 from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.end.conclusion import Conclusion
+from dualeval.engine.end.watch import Watch
 from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
-from dualeval.engine.watch import Watch
 from dualeval.result import Result
 from dualeval.tasks import Task
 
@@ -23,7 +23,7 @@ def watched(control: ControlPlane) -> Iterator[Watch]:
     try:
         yield conclusion.watch
     except BaseException as error:
-        conclusion.by_main(error)
+        conclusion.conclude(error)
         raise
     finally:
         conclusion.watch.stop()

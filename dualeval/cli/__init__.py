@@ -133,7 +133,7 @@ def _end_process(code: int) -> NoReturn:
 
 
 def _show_code(error: Exception, words: Sequence[str]) -> None:
-    from dualeval.engine.ending import say_traceback
+    from dualeval.engine.end.process import say_traceback
 
     say_traceback(
         error,

@@ -85,7 +85,7 @@ def work_in_session(
     session: Session, work: Callable[[Session], _T], code_of: Callable[[_T], int] | None = None
 ) -> tuple[int, _T | None]:
     """Do something in a session of its own; returns the exit code, and what came of it if anything did."""
-    from dualeval.engine.ending import end_process
+    from dualeval.engine.end.process import end_process
 
     try:
         with session:

@@ -15,10 +15,10 @@ import click
 from dualeval.cli import options
 from dualeval.cli.grouped import PATH, Words, grouped
 from dualeval.cli.task_flags import TaskCommand, config_flag, job_flags, jobs_of, task_flags
-from dualeval.engine.ending import say
+from dualeval.engine.end.process import say
+from dualeval.engine.end.signals import numbers_of
 from dualeval.engine.options import check_timeout
 from dualeval.engine.session import Session
-from dualeval.engine.signals import numbers_of
 from dualeval.errors import EXIT_DONE
 from dualeval.launch import examine
 from dualeval.launch.cores import own_cores, share_of_cores
@@ -381,7 +381,7 @@ def _of_one_model(invocation: _Invocation, out: Path, started: float | None) -> 
 def _run_engine(
     job: Job, invocation: _Invocation, session: Session, cache: DataCache | None = None
 ) -> Result:
-    from dualeval.engine.ending import show_until_end
+    from dualeval.engine.end.process import show_until_end
     from dualeval.engine.options import NEW_FOLDER
     from dualeval.report.progress import Progress
     from dualeval.report.screen import on_screen

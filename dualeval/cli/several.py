@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualeval.data.cache import DataCache
-from dualeval.engine.ending import say
+from dualeval.engine.end.process import say
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, DualevalError, UsageError, text_of
 from dualeval.options.several import TABLES, Candidate, candidates_of, fingerprint_of, found_models
 from dualeval.process_start import unwritten

@@ -9,9 +9,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.end.watch import Watch
 from dualeval.engine.options import RunOptions
 from dualeval.engine.sharding.gathers import Gathers
-from dualeval.engine.watch import Watch
 
 if TYPE_CHECKING:
     from torch import nn

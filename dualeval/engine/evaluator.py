@@ -15,6 +15,7 @@ from torch import nn
 from dualeval.engine import numerics
 from dualeval.engine.context import RunContext, Show
 from dualeval.engine.control.plane import ControlPlane
+from dualeval.engine.end.watch import Watch
 from dualeval.engine.evaluation_mode import set_evaluation_mode
 from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.forward import evaluate_all, evaluate_alone, first_columns, with_layout
@@ -32,7 +33,6 @@ from dualeval.engine.sharding.model import ShardedModel
 from dualeval.engine.sharding.ownership import check_owned, release
 from dualeval.engine.sharding.parameters import check_device
 from dualeval.engine.sharding.torch_fsdp import check_torch
-from dualeval.engine.watch import Watch
 from dualeval.errors import UsageError
 from dualeval.options.choices import LOCKSTEP
 from dualeval.result import Result

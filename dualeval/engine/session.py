@@ -16,10 +16,10 @@ from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from dualeval.engine.ending import say
-from dualeval.engine.excepthook import conclude_quietly, install_hook, note_outer_hook, remove_hook
+from dualeval.engine.end.excepthook import conclude_quietly, install_hook, note_outer_hook, remove_hook
+from dualeval.engine.end.process import say
+from dualeval.engine.end.signals import Signals
 from dualeval.engine.options import check_session_options, check_timeout, run_options_of
-from dualeval.engine.signals import Signals
 from dualeval.errors import (
     EXIT_DONE,
     BackendError,
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dualeval.backends.base import Backend
-    from dualeval.engine.conclusion import Conclusion
     from dualeval.engine.control.plane import ControlPlane
+    from dualeval.engine.end.conclusion import Conclusion
+    from dualeval.engine.end.watch import Watch
     from dualeval.engine.own_loop import OwnLoop
-    from dualeval.engine.watch import Watch
     from dualeval.metrics import Metric, RowMetric
     from dualeval.result import Result
     from dualeval.tasks import Task
@@ -242,8 +242,8 @@ class Session:
         import torch
 
         from dualeval.backends import choose_backend, connect
-        from dualeval.engine.conclusion import Conclusion
         from dualeval.engine.control.plane import open_control_plane
+        from dualeval.engine.end.conclusion import Conclusion
         from dualeval.world.devices import check_name, take_cores, take_device
 
         name = self._backend_name or caller
@@ -445,7 +445,7 @@ class Session:
     @contextmanager
     def _concluding(self, *, of_task: bool = True) -> Iterator[None]:
         """Conclude the run where the block raises."""
-        from dualeval.engine.watch import Interrupted
+        from dualeval.engine.end.watch import Interrupted
 
         try:
             yield
@@ -575,7 +575,7 @@ class Session:
 
     def _cause(self, error: BaseException, *, of_task: bool) -> BaseException:
         """What the run ends with where an error is raised: the error itself, or what stands behind it."""
-        from dualeval.engine.watch import Interrupted
+        from dualeval.engine.end.watch import Interrupted
 
         if isinstance(error, Interrupted):
             failure = self.control.failure
@@ -594,7 +594,7 @@ class Session:
         """
         if not self.is_concluded:
             assert self._conclusion is not None
-            self.exit_code = self._conclusion.by_main(error)
+            self.exit_code = self._conclusion.conclude(error)
             self.is_concluded = True
             if self.is_owner:
                 conclude_quietly(error, self.exit_code)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dualeval.engine.ending import how_to_resume
+from dualeval.engine.end.process import how_to_resume
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import pytest
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
 from dualeval.backends.base import Backend
-from dualeval.engine.conclusion import ALL_SAVED_WITHIN_S
 from dualeval.engine.control import meeting, plane
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.control.verdict import NO_VERDICT, Verdict, propose
+from dualeval.engine.end.conclusion import ALL_SAVED_WITHIN_S
 from dualeval.errors import (
     EXIT_STOPPED,
     DualevalError,

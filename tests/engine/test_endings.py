@@ -236,7 +236,7 @@ def test_c_code_that_holds_pythons_lock_is_ended(launch: Launch, tmp_path: Path)
 WITHOUT_ITS_GUARDIAN = """
 import ctypes, os, signal, sys
 from pathlib import Path
-from dualeval.engine.guardian import Guardian
+from dualeval.engine.end.guardian import Guardian
 guardian = Guardian("a rank", 1.0, sys.stderr)
 guardian.guard(Path("status.json"), "its run", Path("stacks.txt"), "Type it again.")
 Path("status.json").write_text('{"run": "its run", "state": "running"}')

@@ -186,7 +186,7 @@ def test_a_session_that_is_not_open_says_so() -> None:
 CAUGHT = """
 import time
 import dualeval
-from dualeval.engine import watch
+from dualeval.engine.end import watch
 from tests.tiny import TinyTask
 
 watch._AT_LAST_S = 0.5

@@ -19,9 +19,9 @@ from dualeval.backends.base import Backend
 from dualeval.engine import recorder
 from dualeval.engine.context import RunContext
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
+from dualeval.engine.end.watch import Watch
 from dualeval.engine.options import RunOptions
 from dualeval.engine.own_loop import OwnLoop
-from dualeval.engine.watch import Watch
 from dualeval.launch import detect
 from dualeval.world.devices import connect
 from tests.sessions import watched

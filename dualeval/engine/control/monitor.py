@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dualeval.engine.control.heartbeat import LEFT, Heartbeat, Name
-from dualeval.engine.ending import say
+from dualeval.engine.end.process import say
 from dualeval.world.store import limit_for
 
 # A rank may be there for as long as the others, or its caller, need.

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualeval.engine.ending import try_for
+from dualeval.engine.end.process import try_for
 from dualeval.engine.folder.collecting import collect_files
 from dualeval.engine.folder.journal import JournalFile, read_again, read_journal_file
 from dualeval.engine.folder.layout import (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dualeval.cli.options import work_in_session
+from dualeval.engine.end.signals import numbers_of
 from dualeval.engine.session import Session
-from dualeval.engine.signals import numbers_of
 from dualeval.launch import detect
 from dualeval.options.job import Job
 from dualeval.process_start import DEFAULT_SIGNALS, end_with_parent

@@ -12,12 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import close_displays, how_to_resume, say, say_traceback, spoken, try_for
+from dualeval.engine.end.process import close_displays, how_to_resume, say, say_traceback, spoken, try_for
+from dualeval.engine.end.watch import Watch
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.watch import Watch
 from dualeval.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -38,7 +39,8 @@ ALL_SAVED_WITHIN_S = 4.0
 _STOPPED_WITHIN_S = 4.6
 _FLUSH_WITHIN_S = 1.0
 _LEAVE_AFTER_FAILURE_S = 2.0
-_ASKED_WITHIN_S = 1.0
+# Of a step that may hang.
+_DONE_WITHIN_S = 1.0
 
 
 class Conclusion:
@@ -58,35 +60,51 @@ class Conclusion:
         self._debug = debug
         self._leave_within_s = limit_for(control.size, _LEAVE_AFTER_FAILURE_S)
         self._concluding = threading.Lock()
-        self._code = EXIT_FAILED
         # Of several attempts, how many are done; said where the run is stopped.
         self.progress = ""
         # Sees to it that it comes to a conclusion; what is to be saved is in its hands.
-        self.watch = Watch(control, self.by_watch, ends_process=ends_process, stop=stop)
+        self.watch = Watch(control, self.conclude, ends_process=ends_process, stop=stop)
 
-    def by_main(self, error: BaseException) -> int:
-        """Conclude from the main thread, in whose hands the error is; returns the exit code."""
-        self.watch.main_concludes(exit_code_of(error))
+    def conclude(self, error: BaseException | None = None) -> int:
+        """Conclude the run, once; returns the exit code.
+
+        ``error`` is what the main thread has met. Without one the watch's thread concludes, where the main
+        thread is in something that does not return.
+        """
+        watch = self.watch
+        if error is not None:
+            watch.main_concludes(exit_code_of(error))
         if not self._concluding.acquire(blocking=False):
-            # The watch was first, and ends the process.
-            threading.Event().wait()
+            # The other thread was first, and the watch ends the process.
+            within_s = limit_for(self._control.size, ALL_SAVED_WITHIN_S) if error is None else None
+            threading.Event().wait(within_s)
+            return watch.code
         close_displays()
-        stops = self._control.failure is None and (
-            isinstance(error, Stopped) or self._control.stopping is not None
+        watch.code = self._end(error)
+        self._release(watch.code)
+        return watch.code
+
+    def _end(self, error: BaseException | None) -> int:
+        """Save what is finished, have all ranks know and one write down how it ends, say it."""
+        control, code = self._control, None
+        is_told = control.failure is None and (
+            isinstance(error, Stopped | None) or control.stopping is not None
         )
-        code = None
-        if stops:
+        if is_told:
             # Whatever went wrong while ranks were ending: they were told to.
-            self._control.stop(text_of(error))
-            code = self._conclude_stop()
-        failure = self._control.failure
-        if isinstance(error, PeerError) and self._is_late(error):
-            code, failure = EXIT_DONE, None
-        if code is None or (failure is not None and failure.where is not None):
-            code = self._conclude_failure(error if failure is None or not stops else failure)
-        self.watch.main_concludes(code)
-        self._release(code)
-        return code
+            if error is not None:
+                control.stop(text_of(error))
+            code = self._stop()
+        failure = control.failure
+        met = failure if error is None or (is_told and failure is not None) else error
+        match code, failure:
+            case _ if self._is_late(failure if error is None else error):
+                return EXIT_DONE
+            case int(), None | PeerError(where=None):
+                return code
+            case _:
+                assert met is not None
+                return self._fail(met, by_watch=error is None)
 
     def of_attempt(self, error: Exception | None) -> PeerError | None:
         """End an attempt, from the main thread; every rank of the session calls it.
@@ -118,50 +136,15 @@ class Conclusion:
                 folder.close()
         return failure
 
-    def by_watch(self) -> int:
-        """Conclude from the watch's thread: the main thread is in something that does not return."""
-        if not self._concluding.acquire(blocking=False):
-            threading.Event().wait(limit_for(self._control.size, ALL_SAVED_WITHIN_S))
-            return self._code
-        close_displays()
-        control = self._control
-        code = self._conclude_stop() if control.failure is None else None
-        failure = control.failure
-        # A failure that a rank has told of is why a launcher ends the others by a signal.
-        if failure is not None and self._is_late(failure):
-            code = EXIT_DONE
-        elif failure is not None and (code is None or failure.where is not None):
-            self._save(failure)
-            if self._is_to_say(failure):
-                say(spoken(failure, control.name.rank))
-                # In time: the others cannot ask any more once this process, rank 0's, has ended.
-                try_for(_ASKED_WITHIN_S, control.has_spoken)
-            # Where rank 0 is what failed, any other has to write it.
-            if control.name.rank == 0 or failure.rank == 0:
-                self._write_down(failure)
-            code = failure.exit_code
-        assert code is not None
-        self._code = code
-        self._release(code)
-        return code
-
-    def _is_late(self, failure: PeerError) -> bool:
+    def _is_late(self, failure: BaseException | None) -> bool:
         """Whether a rank was lost, by no error of its own, after the result was written; says so."""
         folder = self.watch.folder
-        if failure.where is not None or folder is None or not folder.shared or self.watch.more_follows:
+        if not isinstance(failure, PeerError) or failure.where is not None or self.watch.more_follows:
             return False
-        if not folder.is_written:
+        if folder is None or not folder.shared or not folder.is_written:
             return False
         self._say(f"dualeval: note: the result is complete: {folder.path}; but {text_of(failure)}")
         return True
-
-    def _is_to_say(self, failure: PeerError) -> bool:
-        """Whether the watch's thread says why all end: of wrong usage one rank does."""
-        if failure.exit_code != EXIT_USAGE or self._control.name.rank != 0:
-            return True
-        answers: list[bool] = []
-        try_for(_ASKED_WITHIN_S, lambda: answers.append(self._control.may_speak()))
-        return answers != [False]
 
     def _release(self, code: int) -> None:
         """Close what shows that this run is at work, and let the others end."""
@@ -177,7 +160,7 @@ class Conclusion:
         elif self._control.stopping is not None:
             self._control.leave(self._leave_within_s)
 
-    def _conclude_stop(self) -> int | None:
+    def _stop(self) -> int | None:
         """Have all ranks save what they have, and rank 0 write it down; returns the exit code.
 
         None where it turns out that a rank has failed.
@@ -221,45 +204,52 @@ class Conclusion:
         """Whether nothing is left to do."""
         return folder.is_done and not self.watch.more_follows
 
-    def _conclude_failure(self, error: BaseException) -> int:
-        """Tell every rank of a failure, say it, and leave together with one exit code."""
-        control = self._control
+    def _fail(self, error: BaseException, *, by_watch: bool) -> int:
+        """Tell every rank of a failure, have it written down, say it, and leave; returns the exit code."""
+        control, rank = self._control, self._control.name.rank
         self._save(error)
         first = error if isinstance(error, PeerError) else control.fail(error)
-        self.watch.main_concludes(first.exit_code)
-        rank = control.name.rank
+        self.watch.code = first.exit_code
+
+        def do(action: Callable[[], object]) -> None:
+            # What the main thread hangs in may be the disk, or its end of the store.
+            try_for(_DONE_WITHIN_S, action) if by_watch else action()
+
         # Where rank 0 is what failed, any other has to write it.
         if rank == 0 or (isinstance(error, PeerError) and first.rank == 0):
-            self._write_down(error)
+            do(partial(self._write_down, error))
         if self._is_owner and not isinstance(error, PeerError):
             with _surviving("print the traceback"):
                 say_traceback(error, whole=self._debug, is_first=first.rank == rank)
-        # What rank 0 met as well is no matter of one rank.
-        everybodys = first.rank == 0 or text_of(first) == text_of(error)
-        line = f"dualeval: error: {text_of(first)}" if everybodys else spoken(first, 0)
-        if first.exit_code == EXIT_USAGE:
-            self._leave(line)
-        elif first.rank == 0 and first.where is None and rank != 0:
-            self._say(spoken(first, rank))
-            # It may be gone at any moment, and says nothing any more.
-            control.leave()
-        elif rank != 0:
-            self._say(spoken(first, rank))
-            self._leave(None)
-        else:
-            self._leave(spoken(first, 0))
+        line, turn = spoken(first, rank), "says"
+        match by_watch, first.exit_code == EXIT_USAGE, rank:
+            case False, True, _:
+                # Of wrong usage one rank speaks; what rank 0 met as well is no matter of one rank.
+                everybodys = first.rank == 0 or text_of(first) == text_of(error)
+                line = f"dualeval: error: {text_of(first)}" if everybodys else spoken(first, 0)
+                turn = "asks"
+            case (False, False, 0) | (True, True, 0):
+                turn = "asks"
+            case False, False, _ if first.rank != 0 or first.where is not None:
+                # Else rank 0 may be gone at any moment, and says nothing any more.
+                turn = "waits"
+        answers: list[bool] = []
+        if turn != "asks":
+            self._say(line, by_watch=by_watch)
+        if turn != "says":
+            do(lambda: answers.append(control.may_speak()))
+        if turn == "asks" and answers != [False]:
+            self._say(line, by_watch=by_watch)
+        if by_watch or turn != "says":
+            # In time: the others cannot ask any more once the process of rank 0 has ended.
+            do(control.has_spoken)
+        if not by_watch:
+            control.leave(self._leave_within_s)
         return first.exit_code
 
-    def _leave(self, line: str | None) -> None:
-        """Leave after a failure, once one rank has said why."""
-        if self._control.may_speak() and line is not None:
-            self._say(line)
-        self._control.has_spoken()
-        self._control.leave(self._leave_within_s)
-
-    def _say(self, line: str) -> None:
-        """Say how the run ended; a guest raises it instead."""
-        if self._is_owner:
+    def _say(self, line: str, *, by_watch: bool = False) -> None:
+        """Say how the run ended; a guest raises it instead, where its process goes on."""
+        if self._is_owner or by_watch:
             say(line)
 
     def _write_down(self, error: BaseException) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from time import monotonic
 from types import FrameType
 
-from dualeval.engine.ending import close_displays, end_process, say
+from dualeval.engine.end.process import close_displays, end_process, say
 from dualeval.errors import EXIT_STOPPED, UsageError
 from dualeval.process_start import DEFAULT_SIGNALS
 

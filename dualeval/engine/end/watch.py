@@ -20,11 +20,11 @@ from time import monotonic, sleep
 
 from dualeval.engine.control.monitor import Clock, Finding, Judge, Standstill
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.ending import end_process, error_stream, how_to_resume, say, spoken, try_for
+from dualeval.engine.end.guardian import Guardian
+from dualeval.engine.end.process import end_process, error_stream, how_to_resume, say, spoken, try_for
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.guardian import Guardian
 from dualeval.engine.recorder import Recorder
-from dualeval.errors import EXIT_DONE, DualevalError, Stopped, message_of
+from dualeval.errors import EXIT_DONE, EXIT_FAILED, DualevalError, Stopped, message_of
 from dualeval.result import STATUS
 from dualeval.world.store import limit_for
 
@@ -68,6 +68,8 @@ class Watch:
         self.recorder: Recorder | None = None
         # The run's output folder, likewise.
         self.folder: RunFolder | None = None
+        # What the process ends with, as far as that is known.
+        self.code = EXIT_FAILED
         # `monotonic()` when it was heard that the run is to end; None before.
         self.since: float | None = None
         # Whether a signal that comes when a result is written is not too late, as more is to be done.
@@ -87,7 +89,6 @@ class Watch:
         self._in_evaluation = False
         self._was_interrupted = False
         self._main_concludes = threading.Event()
-        self._code: int | None = None
         self._is_over = threading.Event()
         self._finding = Finding("going")
         self._has_named = False
@@ -171,7 +172,7 @@ class Watch:
 
     def main_concludes(self, code: int) -> None:
         """Say that the main thread concludes the run; after some seconds it is ended with that exit code."""
-        self._code = code
+        self.code = code
         self._main_concludes.set()
         self._control.news.set()
 
@@ -315,8 +316,7 @@ class Watch:
         if self._main_concludes.is_set():
             if self._is_over.wait(out_within_s - (monotonic() - start)):
                 return
-            assert self._code is not None
-            end_process(self._code)
+            end_process(self.code)
         if self.is_done:
             # The signal came when the result was written; the main thread is on its way out.
             if self._control.name.rank == 0:
