@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import os
 import re
 import types
 import typing
@@ -158,7 +159,9 @@ class OptionField:
         return value
 
     def check(self, value: Any) -> None:
-        """Check a value of the field's type for its bounds and its choices; None passes."""
+        """Check a value for the bounds and choices of the field, and a path for being one; None passes."""
+        if [*_kinds(self.kind)] == [Path] and not isinstance(value, str | os.PathLike | None):
+            raise UsageError(f"{self.flag} {value!r}: expected a path")
         if self.least is not None:
             check_count(self.flag, value, self.least)
         if self.choices and value is not None:

@@ -135,6 +135,8 @@ def test_bounds_are_checked() -> None:
         check_fields(Options(folder=Path(), count=0))
     with pytest.raises(UsageError, match="--step 'z': expected one of x, y"):
         check_fields(Options(folder=Path(), step="z"))
+    with pytest.raises(UsageError, match=r"--folder \{\}: expected a path"):
+        check_fields(Options(folder={}))  # type: ignore[arg-type]
 
 
 def test_json_has_what_can_be_typed() -> None:
