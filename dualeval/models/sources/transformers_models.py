@@ -57,17 +57,11 @@ class TransformersModel(ModelSource):
         refuse_arguments(name, arguments, f"because its {CONFIG} says what it is made of")
         self._folder = Path(name.removeprefix(PREFIX))
         transformers_for(_WHAT)
-        for file in (CONFIG, PROCESSOR):
-            if not (self._folder / file).is_file():
-                found = "does not exist" if not self._folder.exists() else f"holds no {file}"
-                raise UsageError(
-                    f"--model {name}: {self._folder} {found}. Expected a local folder with the model and its "
-                    "image processor, as save_pretrained of both writes it; 'hf download NAME --local-dir "
-                    "DIR' fetches one."
-                )
+        self._require(CONFIG)
         self._config = config_of(self._folder)
         refuse_foreign_kernels(self._config, self._folder)
         self._read_config()
+        self._require(PROCESSOR)
 
     def _read_config(self) -> Any:
         """The library's configuration, of a model that has a form for images and classes."""
@@ -81,9 +75,20 @@ class TransformersModel(ModelSource):
         if type(config) not in known:
             raise UsageError(
                 f"--model {self.name} is {made}, expected an image classifier. For questions on texts type: "
-                f"--task question-answering --model {self._folder}."
+                f"--task question-answering --model {self._folder}. A language model takes a task of your "
+                "own, such as examples/perplexity.py."
             )
         return config
+
+    def _require(self, file: str) -> None:
+        if (self._folder / file).is_file():
+            return
+        found = "does not exist" if not self._folder.exists() else f"holds no {file}"
+        raise UsageError(
+            f"--model {self.name}: {self._folder} {found}. Expected a local folder with the model and its "
+            "image processor, as save_pretrained of both writes it; 'hf download NAME --local-dir DIR' "
+            "fetches one."
+        )
 
     def _reading(self, read: Callable[[], Any], what: str) -> Any:
         try:
