@@ -105,11 +105,13 @@ def test_it_can_be_left_out_and_the_result_says_so(there: Path, monkeypatch: pyt
     assert finish(there, replay=False).replay == "skipped"
 
 
-def test_another_machine_is_compared_to_tolerance(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def played_machine(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     real = agreement.machine_facts
-    monkeypatch.setattr(
-        "dualeval.engine.execution.machine_facts", lambda *args: {**real(*args), "model": "another CPU"}
-    )
+    monkeypatch.setattr("dualeval.engine.execution.machine_facts", lambda *args: {**real(*args), **changes})
+
+
+def test_another_machine_is_compared_to_tolerance(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played_machine(monkeypatch, model="another CPU")
     monkeypatch.setitem(unnamed, "factor", 1.5)
     with pytest.raises(UsageError, match="holds other numbers"):
         finish(there)
