@@ -354,10 +354,7 @@ def test_restarted_ranks_find_the_folder_of_their_launch(
         # Each start is a process of its own.
         for module in (folder, opening):
             monkeypatch.setattr(module, "own_process", lambda: f"host {restarts}")
-        world = World(
-            rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="none",
-            meeting=Meeting(restarts=restarts, launch_id=launch_id),
-        )  # fmt: skip
+        world = replace(World.alone(), meeting=Meeting(restarts=restarts, launch_id=launch_id))
         with connect(None, world, "cpu") as backend:
             return run_task(
                 task, backend, open_control_plane(backend), RunOptions(out=NEW_FOLDER, batch_size=BATCH)
