@@ -627,7 +627,8 @@ WAYS = [("none", "single", 1), ("torchrun", "torch", 3), ("horovodrun", "horovod
 def embedded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str | Path], str]:
     """A finished run of part of the embedded job: its words, and its digest."""
     out = tmp_path_factory.mktemp("embedded") / "out"
-    words = [sys.executable, "-m", "dualeval", "run", "--limit", "300", "--out", out, "--no-progress"]
+    words: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--limit", "300", "--no-progress"]
+    words += ["--out", out]
     done = launch(words)
     assert done.returncode == 0, done.stderr
     return words, json.loads((out / "result.json").read_text())["metrics_digest"]
