@@ -63,18 +63,6 @@ def test_no_batches() -> None:
     assert read(TinyTask(2), [], workers=2) == []
 
 
-def test_zeros_keep_the_structure() -> None:
-    sample: Any = {
-        "image": torch.ones(2, 3, dtype=torch.uint8),
-        "box": [torch.ones(4), 3],
-        "name": "x",
-        "t": (1.5,),
-    }
-    zeros = zeros_like(sample)
-    assert zeros["image"].dtype == torch.uint8 and zeros["image"].sum() == 0
-    assert zeros["box"][1] == 0 and zeros["name"] == "" and zeros["t"] == (0.0,)
-
-
 class Dropping(TinyTask):
     """A data set that leaves out a bad sample instead of raising."""
 

@@ -19,6 +19,7 @@ from dualeval.engine.control.plane import open_control_plane
 from dualeval.engine.folder import folder as folder_module
 from dualeval.engine.folder import lease as lease_module
 from dualeval.engine.folder.folder import RunFolder
+from dualeval.engine.folder.journal import FinishedChunks
 from dualeval.engine.folder.opening import PreviousRun, begins_anew
 from dualeval.engine.folder.process import Process
 from dualeval.engine.options import RunOptions
@@ -183,8 +184,6 @@ def test_a_run_that_was_stopped_while_it_wrote_looks_again(
 
 
 def none_yet() -> PreviousRun:
-    from dualeval.engine.folder.journal import FinishedChunks
-
     return PreviousRun(chunks=FinishedChunks(files=(), remaining=(0, 1), left_out=()))
 
 
@@ -307,17 +306,18 @@ def test_a_folder_where_a_file_belongs_is_refused(tmp_path: Path, name: str) -> 
     assert task.dataset().reads == []
 
 
-def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (os.fsdecode(b"out\xff"), r"out\\udcff', is not UTF-8.*Give another --out"),
+        ("a" * 256, r"cannot be written .*File name too long.*--out"),
+    ],
+    ids=["no text", "too long"],
+)
+def test_a_name_of_a_folder_that_cannot_be_is_refused(tmp_path: Path, name: str, said: str) -> None:
     task = TinyTask(8)
-    with pytest.raises(UsageError, match=r"out\\udcff', is not UTF-8.*Give another --out"):
-        evaluate(task, tmp_path / os.fsdecode(b"out\xff"), batch_size=8)
-    assert task.dataset().reads == [] and not list(tmp_path.iterdir())
-
-
-def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    task = TinyTask(8)
-    with pytest.raises(UsageError, match=r"cannot be written .*File name too long.*--out"):
-        evaluate(task, tmp_path / ("a" * 256), batch_size=8)
+    with pytest.raises(UsageError, match=said):
+        evaluate(task, tmp_path / name, batch_size=8)
     assert task.dataset().reads == [] and not list(tmp_path.iterdir())
 
 
@@ -386,8 +386,6 @@ def test_fresh_counts_for_the_first_start_of_a_launch(
 
 def test_what_remains_travels_in_few_bytes() -> None:
     """At the most chunks that there can be, of a run that was killed with every third one unfinished."""
-    from dualeval.engine.folder.journal import FinishedChunks
-
     plan = EvalPlan(num_samples=10**8, batch_size=64)
     remaining = tuple(range(0, MAX_CHUNKS, 3))
     chunks = FinishedChunks(files=(), remaining=remaining, left_out=())

@@ -172,17 +172,6 @@ class OfAClass(TinyTask):
         return self.model.eval()
 
 
-class OfATrainer(TinyTask):
-    """Has what has a model."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.trainer = Trainer(make_model())
-
-    def build_model(self, device: torch.device) -> nn.Module:
-        return self.trainer.model.eval()
-
-
 def test_a_model_that_build_model_finds_elsewhere_is_put_back() -> None:
     model, trainer = make_model(), Trainer(make_model())
 
@@ -194,10 +183,9 @@ def test_a_model_that_build_model_finds_elsewhere_is_put_back() -> None:
         def build_model(self, device: torch.device) -> nn.Module:
             return trainer.models["student"].eval()
 
-    of_a_trainer = OfATrainer(20)
-    for task in (OfAClosure(20), OfATrainersClosure(20), OfAClass(20), of_a_trainer):
+    for task in (OfAClosure(20), OfATrainersClosure(20), OfAClass(20)):
         evaluate(task)
-    for found in (model, trainer.model, OfAClass.model, of_a_trainer.trainer.model):
+    for found in (model, trainer.model, OfAClass.model):
         assert all(module.training for module in found.modules())
 
 

@@ -184,28 +184,30 @@ def judged(stage: str, *, works: bool, until: int = 2000) -> list[tuple[int, str
     return found
 
 
-@pytest.mark.parametrize("stage", ["load", "transfer", "forward", "metrics"])
-def test_a_batch_that_computes_is_named_and_given_up_much_later(stage: str) -> None:
-    assert judged(stage, works=True) == [(0, "going"), (61, "computing"), (1801, "stuck")]
+LATE = [(61, "computing"), (1801, "stuck")]
+# By kind of stage: whether it works, and what follows "going".
+JUDGED: dict[str, tuple[list[str], bool, list[tuple[int, str]]]] = {
+    "a batch computes": (["load", "transfer", "forward", "metrics"], True, LATE),
+    "nothing computes": (["load", "forward", "journal", "setup", "write", "end"], False, [(61, "stuck")]),
+    # The main thread sleeps while it waits for a GPU.
+    "a GPU computes": (["device"], False, LATE),
+    "no batch computes": (["setup", "write", "end"], True, []),
+    "a collective polls": (["collective"], True, [(63, "collective")]),
+}
 
 
-@pytest.mark.parametrize("stage", ["load", "forward", "journal", "setup", "write", "end"])
-def test_what_does_not_compute_is_given_up(stage: str) -> None:
-    assert judged(stage, works=False) == [(0, "going"), (61, "stuck")]
-
-
-def test_waiting_for_a_gpu_is_computing() -> None:
-    """The main thread sleeps meanwhile."""
-    assert judged("device", works=False) == [(0, "going"), (61, "computing"), (1801, "stuck")]
-
-
-@pytest.mark.parametrize("stage", ["setup", "write", "end"])
-def test_what_is_computed_without_a_batch_is_progress(stage: str) -> None:
-    assert judged(stage, works=True) == [(0, "going")]
-
-
-def test_polling_in_a_collective_is_no_progress() -> None:
-    assert judged("collective", works=True) == [(0, "going"), (63, "collective")]
+@pytest.mark.parametrize(
+    ("stage", "works", "later"),
+    [
+        pytest.param(stage, works, later, id=f"{name} {stage}")
+        for name, (stages, works, later) in JUDGED.items()
+        for stage in stages
+    ],
+)
+def test_when_a_standstill_is_named_and_given_up(
+    stage: str, *, works: bool, later: list[tuple[int, str]]
+) -> None:
+    assert judged(stage, works=works) == [(0, "going"), *later]
 
 
 def test_a_forward_that_hangs_after_it_has_computed_is_given_up_soon() -> None:

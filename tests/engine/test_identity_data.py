@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,14 +82,6 @@ def test_small_files_count_whole(tmp_path: Path) -> None:
         path.write_bytes(content[:place] + b"x" + content[place + 1 :])
         found.add(contents(tmp_path, samples=range(1)))
     assert len(found) == 4
-
-
-def test_a_copy_is_the_same_data(folder: Path) -> None:
-    """Another folder, other inodes, other times."""
-    moved = Path(shutil.copytree(folder, folder.parent / "elsewhere/copy"))
-    for path in moved.rglob("*.bmp"):
-        os.utime(path, (1, 1))
-    assert contents(moved) == contents(folder)
 
 
 def test_links_to_nowhere_and_pipes_do_not_stop_it(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_what_is_written_is_read(path: Path) -> None:
     file = read_journal_file(path)
+    assert [other.name for other in path.parent.iterdir()] == ["t-00000-000000.journal"], "nothing beside it"
     assert (file.fingerprint, file.chunks, file.rows) == ("f" * 64, (4, 9), (2, 1))
     assert file.machine == {"model": "m"}
     assert file.read_rows("evaluated", 0, 3).tolist() == [1, 1, 0]
@@ -49,28 +50,15 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert values_of(file.read_rows("loss", 1, 1)).shape == (0,)
 
 
-def test_nothing_is_left_beside_it(path: Path) -> None:
-    assert [other.name for other in path.parent.iterdir()] == ["t-00000-000000.journal"]
-
-
-def test_every_flipped_byte_is_noticed(path: Path, tmp_path: Path) -> None:
+def test_every_flipped_byte_and_every_truncation_is_noticed(path: Path, tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     damaged = tmp_path / "damaged.journal"
     for position in range(len(content)):
-        content[position] ^= 0x40
-        damaged.write_bytes(content)
-        with pytest.raises(DualevalError):
-            read_journal_file(damaged)
-        content[position] ^= 0x40
-
-
-def test_every_truncation_is_noticed(path: Path, tmp_path: Path) -> None:
-    content = path.read_bytes()
-    damaged = tmp_path / "damaged.journal"
-    for length in range(len(content)):
-        damaged.write_bytes(content[:length])
-        with pytest.raises(DualevalError):
-            read_journal_file(damaged)
+        flipped = bytes(content[:position]) + bytes([content[position] ^ 0x40]) + content[position + 1 :]
+        for written in (flipped, content[:position]):
+            damaged.write_bytes(written)
+            with pytest.raises(DualevalError):
+                read_journal_file(damaged)
 
 
 def test_files_travel_in_pieces(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

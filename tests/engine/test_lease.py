@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -103,6 +104,10 @@ def read(folder: Path) -> dict[str, Any]:
 
 def never() -> None:
     raise AssertionError("a dead run's lease was waited for")
+
+
+def watched() -> None:
+    raise InterruptedError
 
 
 def test_taken_renewed_and_released(tmp_path: Path) -> None:
@@ -211,9 +216,6 @@ def test_a_second_evaluation_of_a_process_is_refused(tmp_path: Path) -> None:
 def test_the_time_of_its_start_tells_a_process_from_a_later_one(tmp_path: Path, start: str | None) -> None:
     dead_lease(tmp_path, pid=os.getpid(), **({} if start is None else {"start": start}))
 
-    def watched() -> None:
-        raise InterruptedError
-
     if start is None:
         with pytest.raises(InterruptedError):
             Lease.take(tmp_path, "second", waiting=watched)
@@ -229,24 +231,13 @@ def test_without_proc_the_count_decides(tmp_path: Path, monkeypatch: pytest.Monk
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         return read_text(path, *options, **more)
 
-    def watched() -> None:
-        raise InterruptedError
-
     monkeypatch.setattr(Path, "read_text", no_proc)
     dead_lease(tmp_path)
     claim = read(tmp_path)
     assert (claim["space"], claim["start"]) == ("", "")
     with pytest.raises(InterruptedError):
         Lease.take(tmp_path, "second", waiting=watched)
-    world = World(
-        rank=0,
-        size=1,
-        local_rank=0,
-        local_size=1,
-        node_rank=0,
-        launcher="torchrun",
-        meeting=Meeting(launch_id="l"),
-    )
+    world = replace(World.alone(), launcher="torchrun", meeting=Meeting(launch_id="l"))
     assert str(launch_of(world)).startswith("l ")
 
 

@@ -26,7 +26,10 @@ SIZE = 32
 # NumPy's library of linear algebra starts its threads when it is imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
-CONTROLLED = [(128, 2), pytest.param(1000, 4, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
+CONTROLLED = pytest.mark.parametrize(
+    ("size", "processes"),
+    [(128, 2), pytest.param(1000, 4, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+)
 
 Launched = Sequence[Mapping[str, str]]
 
@@ -79,10 +82,7 @@ def check(launch: Launch, folder: Path, launched: Launched, wanted: str) -> dict
     return world
 
 
-@pytest.mark.parametrize(
-    ("size", "processes"),
-    [(128, 2), pytest.param(1000, 4, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
-)
+@CONTROLLED
 def test_a_failure_reaches_all(size: int, processes: int) -> None:
     """Promised within 2 s of a rank's failure; the ranks of a process are in each other's way here."""
     moments = on_many_ranks(size, processes, fail_in_the_middle)
@@ -95,10 +95,7 @@ def test_a_failure_reaches_all(size: int, processes: int) -> None:
     assert moments[0]["cores of beats"] < 0.1
 
 
-@pytest.mark.parametrize(
-    ("size", "processes"),
-    [(128, 2), pytest.param(1000, 4, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
-)
+@CONTROLLED
 def test_a_stop_is_concluded_by_all(size: int, processes: int) -> None:
     moments = on_many_ranks(size, processes, stop_all)
     assert all(isinstance(of_rank, dict) for of_rank in moments), moments

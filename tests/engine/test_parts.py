@@ -246,13 +246,6 @@ def test_a_postprocess_that_is_wrong(task: type[Asking], error: type[Exception],
         evaluate(task(90), None, batch_size=8, sample=40)
 
 
-class Logits(nn.Module):
-    """Of a row the row itself."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs
-
-
 def made_rows(count: int) -> list[tuple[Tensor, int]]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(4, generator=generator), index % 4) for index in range(count)]
@@ -261,12 +254,12 @@ def made_rows(count: int) -> list[tuple[Tensor, int]]:
 def test_data_of_ones_own() -> None:
     data = made_rows(50)
     chosen = smallest([str(index) for index in range(50)], 10, 2)
-    result = dualeval.evaluate(model=Logits(), data=data, sample=10, seed=2, metrics=["top1"])
+    result = dualeval.evaluate(model=nn.Identity(), data=data, sample=10, seed=2, metrics=["top1"])
     right = [int(data[index][0].argmax()) == data[index][1] for index in chosen]
     assert result.metrics["top1"] == sum(right) / 10
     wrong = [(row, 9 if index == chosen[4] else target) for index, (row, target) in enumerate(data)]
     with pytest.raises(UsageError, match=rf"sample {chosen[4]} has the label 9"):
-        dualeval.evaluate(model=Logits(), data=wrong, sample=10, seed=2)
+        dualeval.evaluate(model=nn.Identity(), data=wrong, sample=10, seed=2)
 
 
 def test_an_own_loop() -> None:
@@ -576,5 +569,7 @@ def test_targets_that_are_no_classes_cost_no_run(targets: object) -> None:
         pass
 
     Odd.targets = targets  # type: ignore[attr-defined]
-    result = dualeval.evaluate(model=Logits(), data=Odd(made_rows(40)), limit=8, metrics=["top1"], workers=0)
+    result = dualeval.evaluate(
+        model=nn.Identity(), data=Odd(made_rows(40)), limit=8, metrics=["top1"], workers=0
+    )
     assert result.part == {"kind": "first", "samples": 8, "of": 40}

@@ -18,29 +18,16 @@ from dualeval.engine.recorder import Recorder
 from dualeval.metrics import Mean
 from tests.kernels import CountedKernels
 
-
-def sliced() -> Tensor:
-    return torch.arange(1000.0)[10:14]
-
-
-def of_a_column() -> Tensor:
-    return torch.arange(400.0).view(4, 100)[:, 3]
-
-
-def expanded() -> Tensor:
-    return torch.ones(1).expand(4)
+COLUMNS: dict[str, Callable[[], Any]] = {
+    "sliced": lambda: torch.arange(1000.0)[10:14],
+    "of a column": lambda: torch.arange(400.0).view(4, 100)[:, 3],
+    "expanded": lambda: torch.ones(1).expand(4),
+    "shared": lambda: torch.arange(4.0).share_memory_(),  # type: ignore[no-untyped-call]
+    "whole": lambda: torch.arange(4.0),
+}
 
 
-def shared() -> Tensor:
-    tensor: Tensor = torch.arange(4.0).share_memory_()  # type: ignore[no-untyped-call]
-    return tensor
-
-
-def whole() -> Tensor:
-    return torch.arange(4.0)
-
-
-@pytest.mark.parametrize("make", [sliced, of_a_column, expanded, shared, whole])
+@pytest.mark.parametrize("make", COLUMNS.values(), ids=COLUMNS)
 def test_columns_keep_no_memory_of_others(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], Tensor]
 ) -> None:
@@ -65,7 +52,7 @@ def test_columns_keep_no_memory_of_others(
 
 
 def test_a_column_that_needs_no_copy_is_none() -> None:
-    column = whole()
+    column = torch.arange(4.0)
     assert vars(recorder)["_alone"](column) is column
 
 
@@ -73,7 +60,7 @@ def test_row_metrics_columns_alone_are_kept_in_memory() -> None:
     writer = MemoryWriter(keeps=False)
     taking = Recorder(EvalPlan(num_samples=8, batch_size=4), [Mean("m")], [], writer)
     for batch in range(2):
-        taking.add(batch, batch, {"m": whole()}, [])
+        taking.add(batch, batch, {"m": torch.arange(4.0)}, [])
     taking.flush()
     assert writer.written == []
     assert taking.ledger.parts()[0][0].compute(taking.ledger.parts()[0][1]).values == {"m": 1.5}

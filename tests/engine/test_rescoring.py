@@ -156,24 +156,12 @@ def test_columns_of_every_kind_come_back_to_the_bit(tmp_path: Path, broken: Sequ
     task = ManyColumns(64, broken)
     wanted = evaluate(task, tmp_path, batch_size=4, on_error="skip")
     table = pyarrow.parquet.read_table(tmp_path / "predictions.parquet")
-    assert table.column_names == [
-        "id",
-        "index",
-        *task.rows,
-        "rank",
-        "nan_logits",
-        "inf_logits",
-        *_behind(task),
-    ]
+    kept = ["rank", "nan_logits", "inf_logits", "nans", *(name for name in task.made if name != "nans")]
+    assert table.column_names == ["id", "index", *task.rows, *kept], "what Codes reads, then what Bits does"
     assert {table.column(name).null_count for name in task.made} == {len(broken)}
     found = dualeval.rescore(tmp_path, metrics=task.metrics())
     assert found.metrics == wanted.metrics
     assert found.metrics_digest == wanted.metrics_digest
-
-
-def _behind(task: ManyColumns) -> list[str]:
-    """What is kept for Codes, then for Bits."""
-    return ["nans", *(name for name in task.made if name != "nans")]
 
 
 def test_added_metrics_are_those_of_a_run_that_had_them(tmp_path: Path) -> None:
@@ -311,7 +299,7 @@ def test_a_task_of_ones_own_is_scored_from_python(tmp_path: Path) -> None:
         """Of the same name as the built-in one, and with metrics of its own."""
 
     evaluate(Mine(), tmp_path, limit=20)
-    with pytest.raises(UsageError, match=r"task tests\.test_rescoring\..*Mine.*dualeval\.rescore\("):
+    with pytest.raises(UsageError, match=r"task tests\.engine\.test_rescoring\..*Mine.*dualeval\.rescore\("):
         metrics_of_run(tmp_path / "job.json")
 
 

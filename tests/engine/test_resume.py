@@ -189,10 +189,18 @@ def test_another_job_is_refused_with_what_differs(tmp_path: Path) -> None:
     assert result.chunks["resumed"] == 0
 
 
-def test_a_folder_without_a_job_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"holds an earlier run \(result.json\), but no job.json.*--fresh"):
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("result.json", "{}", r"holds an earlier run \(result.json\), but no job.json.*--fresh"),
+        ("job.json", '{"mine": 1}', r"job\.json is not a run's: it would be overwritten"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, name: str, content: str, said: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=said):
         go_on(tmp_path)
+    assert (tmp_path / name).read_text() == content
 
 
 def test_a_damaged_job_is_named_and_written_anew(tmp_path: Path, wanted: str) -> None:
@@ -212,13 +220,6 @@ def test_a_damaged_job_beside_another_jobs_result_is_refused(tmp_path: Path) -> 
     with pytest.raises(UsageError, match=r"the result of another job, and its job\.json is damaged"):
         evaluate(TinyTask(SAMPLES), tmp_path / "out", batch_size=BATCH + 1)
     assert (tmp_path / "out/result.json").read_bytes() == before
-
-
-def test_a_users_own_job_json_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "job.json").write_text('{"mine": 1}')
-    with pytest.raises(UsageError, match=r"job\.json is not a run's: it would be overwritten"):
-        go_on(tmp_path)
-    assert (tmp_path / "job.json").read_text() == '{"mine": 1}'
 
 
 def test_a_finished_run_is_returned(tmp_path: Path, wanted: str) -> None:
@@ -255,19 +256,13 @@ def test_a_run_killed_after_its_result_is_finished(tmp_path: Path, wanted: str) 
 
 def test_failed_samples_are_tried_again(tmp_path: Path, wanted: str) -> None:
     out = tmp_path / "out"
-
-    def job(broken: list[int]) -> TinyTask:
-        task = TinyTask(SAMPLES)
-        task.dataset()._broken = set(broken)
-        return task
-
     task = Ending(SAMPLES, 23)
     task.dataset()._broken = {5, 17}
     fingerprint = TinyTask(SAMPLES).dataset().fingerprint(SAMPLES)
     task.dataset().fingerprint = lambda count: fingerprint  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="enough"):
         evaluate(task, out, batch_size=BATCH, on_error="skip")
-    result = go_on(out, job([]), on_error="skip")
+    result = go_on(out, on_error="skip")
     assert result.samples == {"total": SAMPLES, "evaluated": SAMPLES, "failed": 0}
     assert result.chunks["resumed"] == 21
     assert result.metrics_digest == wanted
@@ -359,10 +354,7 @@ def test_restarted_ranks_find_the_folder_of_their_launch(
         # Each start is a process of its own.
         for module in (folder, opening):
             monkeypatch.setattr(module, "own_process", lambda: f"host {restarts}")
-        world = World(
-            rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="none",
-            meeting=Meeting(restarts=restarts, launch_id=launch_id),
-        )  # fmt: skip
+        world = replace(World.alone(), meeting=Meeting(restarts=restarts, launch_id=launch_id))
         with connect(None, world, "cpu") as backend:
             return run_task(
                 task, backend, open_control_plane(backend), RunOptions(out=NEW_FOLDER, batch_size=BATCH)

@@ -158,21 +158,17 @@ def test_a_batch_is_estimated_from_a_sample(monkeypatch: pytest.MonkeyPatch, tmp
     assert reading(TinyTask(500), workers=2).needed == 0
 
 
+def with_memory(size: str, *words: str | Path) -> list[str | Path]:
+    """Python with these words, where /dev/shm has this size."""
+    mount = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$0" "$@"'
+    return ["unshare", "--mount", "sh", "-c", mount, sys.executable, *words]
+
+
 @pytest.mark.needs("mounts")
 def test_a_memory_that_is_too_small(launch: Launch, tmp_path: Path) -> None:
     """As in a container: 1 MB, a batch of 112 kB. torch alone would wait for ever."""
-    mount = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$0" "$@"'
-    command = [
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        mount,
-        sys.executable,
-        "-m",
-        "tests.workers.small_memory_worker",
-    ]
-    done = launch([*command, tmp_path], timeout=60, variables={"OMP_NUM_THREADS": "1"})
+    command = with_memory("1m", "-m", "tests.workers.small_memory_worker", tmp_path)
+    done = launch(command, timeout=60, variables={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     [note] = found["notes"]
@@ -205,7 +201,6 @@ def test_a_memory_that_fills_up_meanwhile(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.needs("mounts")
 def test_a_memory_without_room_for_a_lock(launch: Launch) -> None:
-    mount = 'mount -t tmpfs -o size=16k none /dev/shm && exec "$0" "$@"'
-    done = launch(["unshare", "--mount", "sh", "-c", mount, sys.executable, "-c", FULL], timeout=60)
+    done = launch(with_memory("16k", "-c", FULL), timeout=60)
     assert done.stdout == "True 16384 True\n", done.stderr
     assert not done.stderr

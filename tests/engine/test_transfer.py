@@ -28,6 +28,7 @@ from dualeval.result import Result
 from dualeval.tasks import Task
 from dualeval.world import World
 from dualeval.world.devices import connect
+from tests.engine.test_feed import Boxes, Same, Scan
 from tests.played_device import Played, PlayedTask
 from tests.sessions import run_task
 from tests.tiny import TinyTask
@@ -240,17 +241,6 @@ def test_tensors_keep_bytes_shapes_and_order_in_memory() -> None:
 # -- one walk for every device ---------------------------------------------------------------------
 
 
-class Boxes(NamedTuple):
-    corners: Any
-    name: str = "x"
-
-
-@dataclass(frozen=True)
-class Scan:
-    pixels: Any
-    spacing: float
-
-
 class Registered:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -346,21 +336,13 @@ class Slotted:
         self.pixels = pixels
 
 
-@dataclass
-class Same:
-    pixels: Any
-
-    def __copy__(self) -> Same:
-        return self
-
-
 IMMOVABLE: dict[str, tuple[Any, str]] = {
-    "object": ({"a": Opaque(x=1, y=[ONES])}, "test_transfer.Opaque"),
-    "object in an object": (Opaque(x=Opaque(y={"z": (ONES,)})), "test_transfer.Opaque"),
-    "slots": ([Slotted(ONES)], "test_transfer.Slotted"),
+    "object": ({"a": Opaque(x=1, y=[ONES])}, "engine.test_transfer.Opaque"),
+    "object in an object": (Opaque(x=Opaque(y={"z": (ONES,)})), "engine.test_transfer.Opaque"),
+    "slots": ([Slotted(ONES)], "engine.test_transfer.Slotted"),
     "set": ({"a": {ONES}}, "builtins.set"),
     "array of objects": (np.array([ONES, None], object), "numpy.ndarray"),
-    "dataclass that shares": (Same(ONES), "test_transfer.Same"),
+    "dataclass that shares": (Same(ONES), "engine.test_feed.Same"),
 }
 
 
@@ -389,7 +371,9 @@ def test_a_task_is_told_at_its_first_batch(tmp_path: Path, workers: int) -> None
         def collate(self, samples: Any) -> Any:
             return Opaque(**super().collate(samples))
 
-    with pytest.raises(UsageError, match=r"collate made holds a tests\.test_transfer\.Opaque with tensors"):
+    with pytest.raises(
+        UsageError, match=r"collate made holds a tests\.engine\.test_transfer\.Opaque with tensors"
+    ):
         evaluate(Wrapping(8), tmp_path, batch_size=4, workers=workers)
 
 

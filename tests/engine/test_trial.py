@@ -127,6 +127,10 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
         {"metrics": [Counting(torch.tensor(1.0))]},
         r"metric 'counting' gave a Tensor for counted, .*\.item\(\)",
     ),
+    "a text that is no Unicode": (
+        {"metrics": [Counting(chr(0xD800))]},
+        "metric 'counting' gave a text that is not Unicode",
+    ),
     "an array as a value": ({"metrics": [Counting({"a": np.zeros(3)})]}, r"a ndarray for counted\.a"),
     "numbers as keys": ({"metrics": [Counting({1: 2})]}, r"counted has the key 1, expected a text"),
     "a number as a key": ({"metrics": [Counting(1, key=1)]}, r"values has the key 1, expected a text"),  # type: ignore[arg-type]
@@ -179,18 +183,13 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
         {"metrics": [Counting(), Counting(key="other")]},
         r"two metrics are called 'counting'",
     ),
-    "a row named index": (
-        {"columns": {"index": column()}, "rows": ("index",)},
-        r"column 'index' is a name that is taken",
-    ),
-    "a row named evaluated": (
-        {"columns": {"evaluated": column()}, "rows": ("evaluated",)},
-        r"column 'evaluated' is a name that is taken",
-    ),
-    "a row named id": (
-        {"columns": {"id": column()}, "rows": ("id",)},
-        r"column 'id' is a name that is taken",
-    ),
+    **{
+        f"a row named {name}": (
+            {"columns": {name: column()}, "rows": (name,)},
+            f"column '{name}' is a name that is taken",
+        )
+        for name in ("index", "evaluated", "id")
+    },
     "a row that nobody makes": (
         {"rows": ("los",)},
         r"column 'los' is in the task's rows, but observe and postprocess gave only: loss",
@@ -272,15 +271,6 @@ def test_what_a_metric_returns_must_be_measured(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"metric 'counting' returned a dict, expected dualeval.Measured"):
         evaluate(Custom(metrics=[Plain()]), tmp_path, batch_size=BATCH)
-
-
-def test_a_text_that_is_no_unicode_is_named(tmp_path: Path) -> None:
-    class Half(Counting):
-        def compute(self, ledger: Tensor) -> Measured:
-            return Measured(values={"half": chr(0xD800)})
-
-    with pytest.raises(UsageError, match="metric 'counting' gave a text that is not Unicode"):
-        evaluate(Custom(metrics=[Half()]), tmp_path, batch_size=BATCH)
 
 
 @pytest.mark.parametrize("kind", ["dtype", "width", "missing"])

@@ -243,17 +243,13 @@ def test_a_file_that_cannot_be_imported(here: Path) -> None:
         ("a b:Mine", "expected package.module:NAME or FILE.py:NAME"),
         ("mine.py", "expected a class behind the file, as in --task mine.py:Class"),
         ("question-answring", "Did you mean question-answering?"),
+        ("json.py:Mine", "would hide the module 'json'"),
     ],
 )
 def test_names_that_lead_nowhere(here: Path, task: str, message: str) -> None:
+    (here / "json.py").write_text("")
     with pytest.raises(UsageError, match=message):
         task_kind(task)
-
-
-def test_a_file_that_would_hide_a_module(here: Path) -> None:
-    (here / "json.py").write_text("")
-    with pytest.raises(UsageError, match="would hide the module 'json'"):
-        task_kind("json.py:Mine")
 
 
 def test_the_page_s_own_examples(here: Path) -> None:
@@ -361,6 +357,8 @@ def test_metrics_by_name(package: Path) -> None:
         UsageError, match=r"Metrics: loss, top1, (rightness, cracked|cracked, rightness), size$"
     ):
         chosen_metrics(("nothing",), own, ["loss", "size"])  # each name once
+    with pytest.raises(LibraryError, match="cracked"):
+        chosen_metrics(("cracked",), own)
 
 
 def test_a_column_of_predictions_may_hold_scores() -> None:
@@ -370,12 +368,6 @@ def test_a_column_of_predictions_may_hold_scores() -> None:
     assert set(of_scores.columns) == {"prediction", "target"}
     with pytest.raises(UsageError, match="does not take predicted classes"):
         chosen_metrics((scores,), [], ["prediction", "target", "rank"])
-
-
-def test_metrics_of_packages_that_are_broken(package: Path) -> None:
-    own = [classification_metric("loss", 3)]
-    with pytest.raises(LibraryError, match="cracked"):
-        chosen_metrics(("cracked",), own)
 
 
 def test_which_metrics_the_task_chooses_itself(package: Path, mine: str) -> None:

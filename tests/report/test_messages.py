@@ -73,146 +73,6 @@ class Returning(nn.Module):
         return self.wrap(self.head(x), x)
 
 
-UNFIT: dict[str, tuple[Callable[[], str], list[str]]] = {
-    "a token that the embedding has not": (
-        lambda: refused(model=LanguageModel(), data=TensorDataset(TOKENS + 10)),
-        [
-            "the layer 'embedding', Embedding(10, 4), has 10 rows and was given the index 10, ex",
-            "other vocabularies",
-            "tokenised with this model's own tokenizer",
-        ],
-    ),
-    "a token that the outputs have not": (
-        lambda: refused(
-            model=LanguageModel(), data=TensorDataset(TOKENS % 10, TOKENS), observe=losses, batch_size=4
-        ),
-        ["cross_entropy was given the target 10 and outputs of shape (20, 10), expected targets of 0 to 9"],
-    ),
-    "half precision": (
-        lambda: refused(model=nn.Linear(4, 3).half()),
-        ["float16 parameters and was given float32 inputs", "Return model.float(), and --precision amp-bf16"],
-    ),
-    "double inputs": (
-        lambda: refused(data=TensorDataset(INPUTS.double(), LABELS)),
-        ["float32 parameters and was given float64 inputs", "Make the samples float32 (tensor.float()"],
-    ),
-    "inputs of integers": (
-        lambda: refused(data=TensorDataset(INPUTS.long(), LABELS)),
-        ["float32 parameters and was given int64 inputs", "Make the samples float32"],
-    ),
-    "another number of features": (
-        lambda: refused(model=nn.Sequential(nn.Linear(5, 3))),
-        ["the layer '0', Linear(in_features=5, ", "cannot take a tensor of shape (2, 4) and float32"],
-    ),
-    "lists of numbers": (
-        lambda: refused(data=[([1.0, 2.0, 3.0, 4.0], 1)] * 4),
-        ["the input of a sample is 4 values, and Linear.forward takes", "make it a torch.tensor"],
-    ),
-    "a dict": (
-        lambda: refused(model=Returning(lambda out, x: {"scores": out, "features": x})),
-        [
-            "the model returned a dict of 'scores', 'features', expected a tensor",
-            "Wrap it: forward=lambda model, batch: model(batch[0])['scores']",
-        ],
-    ),
-    "a dict for samples that are dicts": (
-        lambda: refused(
-            model=Returning(lambda out, x: {"scores": out}),
-            data=[{"pixels": INPUTS[0], "label": 1}] * 4,
-        ),
-        ["Wrap it: forward=lambda model, batch: model(batch['pixels'])['scores']"],
-    ),
-    "a tuple": (
-        lambda: refused(model=Returning(lambda out, x: (None, out))),
-        ["a tuple of 2 values (NoneType, Tensor)", "lambda model, batch: model(batch[0])[1]"],
-    ),
-    "nothing": (
-        lambda: refused(model=Returning(lambda out, x: None)),
-        ["the model returned None, expected a tensor"],
-    ),
-    "one row for all": (
-        lambda: refused(forward=lambda model, batch: model(batch[0])[:1]),
-        ["the model returned 1 rows (shape (1, 3)) for a batch of 2 samples, expected one row for each"],
-    ),
-    "a label beyond the classes": (
-        lambda: refused(data=TensorDataset(INPUTS, LABELS + 7)),
-        ["sample 0 has the label 7, but the model has 3 classes (labels 0 to 2). Correct the label"],
-    ),
-    "float targets": (
-        lambda: refused(data=TensorDataset(INPUTS, LABELS.float()), metrics=["top1"]),
-        ["no metric 'top1' here", "the targets (2,) and torch.float32", "target.long()"],
-    ),
-    "float targets without metrics": (
-        lambda: refused(data=TensorDataset(INPUTS, LABELS.float())),
-        ["none with one number a sample", "target.long()"],
-    ),
-    "targets in a second dimension": (
-        lambda: refused(data=TensorDataset(INPUTS, LABELS[:, None]), metrics=["top1"]),
-        ["the targets (2, 1) and torch.int64", "target.squeeze(1)"],
-    ),
-    "no targets": (
-        lambda: refused(data=INPUTS, metrics=["top1"]),
-        ["no metric 'top1' here", "The samples have no target: give pairs (input, target)"],
-    ),
-    "targets of text": (
-        lambda: refused(data=[(row, "cat") for row in INPUTS]),
-        ["none with one number a sample", "The targets are no numbers, as 'cat': give each class a number"],
-    ),
-    "one-hot targets": (
-        lambda: refused(data=TensorDataset(INPUTS, nn.functional.one_hot(LABELS, 3)), metrics=["top1"]),
-        ["the targets (2, 3) and torch.int64", "target.argmax(1)"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNFIT)
-def test_model_and_data_that_do_not_fit(name: str) -> None:
-    ask, words = UNFIT[name]
-    message = ask()
-    for word in words:
-        assert word in message
-    assert "class folders" not in message
-    assert "--resize" not in message
-
-
-# -- arguments -----------------------------------------------------------------------------------------
-
-ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "a generator": (
-        {"data": (row for row in INPUTS)},
-        ["data is a generator", "Make a list of it, as list("],
-    ),
-    "a function": ({"data": lambda: INPUTS}, ["the data is a function", "Call it, and give what it returns"]),
-    "a path": ({"data": "/data/val"}, ["data folder /data/val does not exist", "a manifest"]),
-    "no data": ({"data": None}, ["the data is None"]),
-    "no sample": ({"data": []}, ["the data set is empty: nothing to evaluate"]),
-    "a name for the model": ({"model": "resnet18"}, ["a str", "torchvision.models.resnet18(weights=...)"]),
-    "forward of one argument": (
-        {"forward": lambda batch: batch},
-        ["is called as <lambda>(model, batch): expected a function that takes these"],
-    ),
-    "observe of one argument": (
-        {"observe": lambda outputs: {"a": outputs}},
-        ["observe is <lambda>(outputs), and is called as <lambda>(outputs, batch)"],
-    ),
-    "a class that needs arguments": (
-        {"model": Returning},
-        ["model is Returning(wrap:", "takes no arguments, as lambda: Net(10)"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_of_another_kind(name: str) -> None:
-    options, words = ARGUMENTS[name]
-    message = refused(**options)
-    for word in words:
-        assert word in message
-
-
-# -- data sets -----------------------------------------------------------------------------------------
-
-
 class Plain(Dataset[tuple[Tensor, int]]):
     """As torch's tutorials write one, with ids."""
 
@@ -251,6 +111,150 @@ class Failing(Plain):
         return row["pixel"], 1
 
 
+UNFIT: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a token that the embedding has not": (
+        {"model": LanguageModel(), "data": TensorDataset(TOKENS + 10)},
+        [
+            "the layer 'embedding', Embedding(10, 4), has 10 rows and was given the index 10, ex",
+            "other vocabularies",
+            "tokenised with this model's own tokenizer",
+        ],
+    ),
+    "a token that the outputs have not": (
+        {
+            "model": LanguageModel(),
+            "data": TensorDataset(TOKENS % 10, TOKENS),
+            "observe": losses,
+            "batch_size": 4,
+        },
+        ["cross_entropy was given the target 10 and outputs of shape (20, 10), expected targets of 0 to 9"],
+    ),
+    "half precision": (
+        {"model": nn.Linear(4, 3).half()},
+        ["float16 parameters and was given float32 inputs", "Return model.float(), and --precision amp-bf16"],
+    ),
+    "double inputs": (
+        {"data": TensorDataset(INPUTS.double(), LABELS)},
+        ["float32 parameters and was given float64 inputs", "Make the samples float32 (tensor.float()"],
+    ),
+    "inputs of integers": (
+        {"data": TensorDataset(INPUTS.long(), LABELS)},
+        ["float32 parameters and was given int64 inputs", "Make the samples float32"],
+    ),
+    "another number of features": (
+        {"model": nn.Sequential(nn.Linear(5, 3))},
+        ["the layer '0', Linear(in_features=5, ", "cannot take a tensor of shape (2, 4) and float32"],
+    ),
+    "lists of numbers": (
+        {"data": [([1.0, 2.0, 3.0, 4.0], 1)] * 4},
+        ["the input of a sample is 4 values, and Linear.forward takes", "make it a torch.tensor"],
+    ),
+    "a dict": (
+        {"model": Returning(lambda out, x: {"scores": out, "features": x})},
+        [
+            "the model returned a dict of 'scores', 'features', expected a tensor",
+            "Wrap it: forward=lambda model, batch: model(batch[0])['scores']",
+        ],
+    ),
+    "a dict for samples that are dicts": (
+        {
+            "model": Returning(lambda out, x: {"scores": out}),
+            "data": [{"pixels": INPUTS[0], "label": 1}] * 4,
+        },
+        ["Wrap it: forward=lambda model, batch: model(batch['pixels'])['scores']"],
+    ),
+    "a tuple": (
+        {"model": Returning(lambda out, x: (None, out))},
+        ["a tuple of 2 values (NoneType, Tensor)", "lambda model, batch: model(batch[0])[1]"],
+    ),
+    "nothing": (
+        {"model": Returning(lambda out, x: None)},
+        ["the model returned None, expected a tensor"],
+    ),
+    "one row for all": (
+        {"forward": lambda model, batch: model(batch[0])[:1]},
+        ["the model returned 1 rows (shape (1, 3)) for a batch of 2 samples, expected one row for each"],
+    ),
+    "a label beyond the classes": (
+        {"data": TensorDataset(INPUTS, LABELS + 7)},
+        ["sample 0 has the label 7, but the model has 3 classes (labels 0 to 2). Correct the label"],
+    ),
+    "float targets": (
+        {"data": TensorDataset(INPUTS, LABELS.float()), "metrics": ["top1"]},
+        ["no metric 'top1' here", "the targets (2,) and torch.float32", "target.long()"],
+    ),
+    "float targets without metrics": (
+        {"data": TensorDataset(INPUTS, LABELS.float())},
+        ["none with one number a sample", "target.long()"],
+    ),
+    "targets in a second dimension": (
+        {"data": TensorDataset(INPUTS, LABELS[:, None]), "metrics": ["top1"]},
+        ["the targets (2, 1) and torch.int64", "target.squeeze(1)"],
+    ),
+    "no targets": (
+        {"data": INPUTS, "metrics": ["top1"]},
+        ["no metric 'top1' here", "The samples have no target: give pairs (input, target)"],
+    ),
+    "targets of text": (
+        {"data": [(row, "cat") for row in INPUTS]},
+        ["none with one number a sample", "The targets are no numbers, as 'cat': give each class a number"],
+    ),
+    "one-hot targets": (
+        {"data": TensorDataset(INPUTS, nn.functional.one_hot(LABELS, 3)), "metrics": ["top1"]},
+        ["the targets (2, 3) and torch.int64", "target.argmax(1)"],
+    ),
+    "samples of different shapes": (
+        {"data": Differing()},
+        ["makes no batch of these samples", "got [3] at entry 0 and [4] at entry 1. Give collate="],
+    ),
+    "arguments that torchmetrics refuses": (
+        {"metrics": ["torchmetrics:MulticlassAccuracy(num_classes=1)"]},
+        ["TorchMetrics cannot make this metric: Expected argument `num_classes`"],
+    ),
+    "columns that torchmetrics refuses": (
+        {"metrics": ["torchmetrics:MulticlassAccuracy(num_classes=2)"]},
+        [
+            "refuses its columns (prediction: int32 (12,); target: int32 (12,)): Detected more",
+            "Change the metric's arguments or its columns",
+        ],
+    ),
+    "a generator": (
+        {"data": (row for row in INPUTS)},
+        ["data is a generator", "Make a list of it, as list("],
+    ),
+    "a function": ({"data": lambda: INPUTS}, ["the data is a function", "Call it, and give what it returns"]),
+    "a path": ({"data": "/data/val"}, ["data folder /data/val does not exist", "a manifest"]),
+    "no data": ({"data": None}, ["the data is None"]),
+    "no sample": ({"data": []}, ["the data set is empty: nothing to evaluate"]),
+    "a name for the model": ({"model": "resnet18"}, ["a str", "torchvision.models.resnet18(weights=...)"]),
+    "forward of one argument": (
+        {"forward": lambda batch: batch},
+        ["is called as <lambda>(model, batch): expected a function that takes these"],
+    ),
+    "observe of one argument": (
+        {"observe": lambda outputs: {"a": outputs}},
+        ["observe is <lambda>(outputs), and is called as <lambda>(outputs, batch)"],
+    ),
+    "a class that needs arguments": (
+        {"model": Returning},
+        ["model is Returning(wrap:", "takes no arguments, as lambda: Net(10)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_model_data_and_arguments_that_do_not_fit(name: str) -> None:
+    options, words = UNFIT[name]
+    message = refused(**options)
+    for word in words:
+        assert word in message
+    assert "class folders" not in message
+    assert "--resize" not in message
+
+
+# -- data sets -----------------------------------------------------------------------------------------
+
+
 def test_a_plain_data_set_is_read_one_by_one() -> None:
     assert evaluated(data=Plain()).samples["evaluated"] == len(INPUTS)
 
@@ -262,12 +266,6 @@ def test_the_error_of_a_ready_batch_is_the_one_that_is_shown(workers: int) -> No
         "the batch of samples row 4 to row 7 (indices 4 to 7) cannot be read: ValueError: the shard is"
         in (message)
     )
-
-
-def test_samples_of_different_shapes() -> None:
-    message = refused(data=Differing())
-    assert "makes no batch of these samples" in message
-    assert "got [3] at entry 0 and [4] at entry 1. Give collate=" in message
 
 
 # -- the user's own lines ------------------------------------------------------------------------------
@@ -367,35 +365,14 @@ def test_debug_is_an_option_of_the_session() -> None:
 # -- metrics -------------------------------------------------------------------------------------------
 
 
-def accuracy(**arguments: Any) -> Any:
+def test_what_a_metric_object_of_torchmetrics_does_not_take() -> None:
     torchvision()
     from torchmetrics.classification import MulticlassAUROC
 
-    return from_torchmetrics(MulticlassAUROC(**arguments), ["logits", "target"])
-
-
-def test_what_torchmetrics_does_not_make() -> None:
-    message = refused(metrics=["torchmetrics:MulticlassAccuracy(num_classes=1)"])
-    assert "TorchMetrics cannot make this metric: Expected argument `num_classes`" in message
-
-
-@pytest.mark.parametrize(
-    ("metric", "words"),
-    [
-        (
-            lambda: "torchmetrics:MulticlassAccuracy(num_classes=2)",
-            ["refuses its columns (prediction: int32 (12,); target: int32 (12,)): Detected more"],
-        ),
-        (
-            lambda: accuracy(num_classes=2),
-            ["refuses its columns (logits: float32 (12, 3); target", "but got 3"],
-        ),
-    ],
-)
-def test_what_torchmetrics_does_not_take(metric: Any, words: list[str]) -> None:
-    message = refused(metrics=[metric()])
-    for word in [*words, "Change the metric's arguments or its columns"]:
+    message = refused(metrics=[from_torchmetrics(MulticlassAUROC(num_classes=2), ["logits", "target"])])
+    for word in ("refuses its columns (logits: float32 (12, 3); target", "but got 3"):
         assert word in message
+    assert "Change the metric's arguments or its columns" in message
 
 
 def test_what_torchmetrics_computes_of_more_samples_only() -> None:

@@ -49,16 +49,13 @@ def test_lines_are_seconds_apart() -> None:
     ]
 
 
-def test_the_first_line_takes_its_time() -> None:
-    assert shown([0, 0.5, 2.9]) == []
-
-
-def test_a_late_report_gives_one_line() -> None:
-    assert len(shown([0, 60, 60.5, 61])) == 1
-
-
-def test_the_end_is_the_tables_to_tell() -> None:
-    assert shown([0, 10], total=10) == []
+@pytest.mark.parametrize(
+    ("seconds", "total", "lines"),
+    [([0, 0.5, 2.9], 1000, 0), ([0, 60, 60.5, 61], 1000, 1), ([0, 10], 10, 0)],
+    ids=["the first takes its time", "one for a late report", "the end is the table's to tell"],
+)
+def test_number_of_lines(seconds: list[float], total: int, lines: int) -> None:
+    assert len(shown(seconds, total)) == lines
 
 
 def test_a_stream_that_is_no_terminal_gets_no_control_codes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,19 @@ class Guilty(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return moved(x)
+
+
+class Made(nn.Module):
+    """Computes a function of itself, of the modules that it has, and of its inputs."""
+
+    def __init__(self, compute: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs: Any, **more: Any) -> Any:
+        return self.compute(self, *inputs, **more)
 
 
 class Scale(nn.Module):
@@ -118,6 +132,12 @@ def test_the_dimension_of_the_rows(shape: Any, other: Any, dimension: int | None
     assert row_dimension(shape, 8, other, 2) == dimension
 
 
+def hashed(values: Tensor, dimension: int = 0) -> Any:
+    found = RowHash().rows(values, dimension)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -125,29 +145,20 @@ def test_the_dimension_of_the_rows(shape: Any, other: Any, dimension: int | None
 )
 def test_a_row_s_hash_has_all_its_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     values = (torch.arange(4 * 3 * 5).reshape(4, 3, 5) % 7).to(dtype)
-    hashes = RowHash().rows(values, 0)
-    assert hashes is not None
+    hashes = hashed(values)
     other = values.clone()
     other[2, 1, 3] = 1 - other[2, 1, 3] if dtype != torch.bool else ~other[2, 1, 3]
-    changed = RowHash().rows(other, 0)
-    assert changed is not None
-    assert (hashes == changed).tolist() == [True, True, False, True]
-    moved_rows = RowHash().rows(values.movedim(0, 2)[:, :, [3, 1]], 2)
-    assert moved_rows is not None
-    assert moved_rows.tolist() == hashes[[3, 1]].tolist()
+    assert (hashes == hashed(other)).tolist() == [True, True, False, True]
+    assert hashed(values.movedim(0, 2)[:, :, [3, 1]], 2).tolist() == hashes[[3, 1]].tolist()
     monkeypatch.setattr("dualeval.engine.row_hashes._WORDS_AT_ONCE", 20)
-    again = RowHash().rows(values, 0)
-    assert again is not None
-    assert again.tolist() == hashes.tolist()
+    assert hashed(values).tolist() == hashes.tolist()
 
 
 def test_hashes_see_the_sign_of_zero_and_no_rows() -> None:
-    one, other = (RowHash().rows(torch.tensor([[value]]), 0) for value in (0.0, -0.0))
-    assert one != other
-    assert len(np.asarray(RowHash().rows(torch.empty(0, 3), 0))) == 0
-    strided = RowHash().rows(torch.arange(512).view(1, 512)[:, :1].T, 1)
-    assert strided is not None
-    assert strided.tolist() == np.asarray(RowHash().rows(torch.tensor([[0]]), 0)).tolist()
+    assert hashed(torch.tensor([[0.0]])) != hashed(torch.tensor([[-0.0]]))
+    assert len(hashed(torch.empty(0, 3))) == 0
+    strided = hashed(torch.arange(512).view(1, 512)[:, :1].T, 1)
+    assert strided.tolist() == hashed(torch.tensor([[0]])).tolist()
     assert RowHash().rows(torch.eye(3).to_sparse(), 0) is None
 
 
@@ -201,47 +212,28 @@ def test_the_guilty_module_is_named_and_its_successors_are_counted(
 
 
 def test_what_a_module_does_by_itself_is_its_own() -> None:
-    class Block(nn.Module):
-        """Guilty between two modules that are not."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Scale(), Scale()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.second(moved(self.first(x)))
-            return out
-
-    found = shapes(diagnosed(task_of(nn.Sequential(Scale(), Block(), Scale()))))
+    between = Made(lambda own, x: own.second(moved(own.first(x))), first=Scale(), second=Scale())
+    found = shapes(diagnosed(task_of(nn.Sequential(Scale(), between, Scale()))))
     assert names(found[2]) == ["1"]
-    assert found[2].modules[0].kind == "Block"
+    assert found[2].modules[0].kind == "Made"
     assert found[2].after == 2
 
 
 def test_modules_called_several_times_with_dicts_and_rows_elsewhere() -> None:
-    class Several(nn.Module):
+    def in_one_row(own: Made, parts: Mapping[str, Tensor], *, beside: tuple[Tensor]) -> Any:
+        x = parts["x"].clone()
+        if x.shape[1] < 4:
+            x[:, 0] += 2**-20
+        return None, {"x": x, "mask": parts["mask"]}
+
+    def several(own: Any, x: Tensor) -> Any:
         """Rows in the second dimension, in dicts and tuples; one module is called three times."""
+        turned = own.plain(own.plain(own.plain(x.T)))
+        made = own.guilty({"x": turned, "mask": torch.ones(3)}, beside=(turned,))
+        return own.last(made[1]["x"].T)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.plain, self.guilty, self.last = Scale(), Parted(), Scale()
-
-        def forward(self, x: Tensor) -> Tensor:
-            turned = self.plain(self.plain(self.plain(x.T)))
-            made = self.guilty({"x": turned, "mask": torch.ones(3)}, beside=(turned,))
-            out: Tensor = self.last(made[1]["x"].T)
-            return out
-
-    class Parted(nn.Module):
-        """Guilty in one row alone."""
-
-        def forward(self, parts: Mapping[str, Tensor], *, beside: tuple[Tensor]) -> Any:
-            x = parts["x"].clone()
-            if x.shape[1] < 4:
-                x[:, 0] += 2**-20
-            return None, {"x": x, "mask": parts["mask"]}
-
-    found = shapes(diagnosed(task_of(Several())))
+    model = Made(several, plain=Scale(), guilty=Made(in_one_row), last=Scale())
+    found = shapes(diagnosed(task_of(model)))
     assert names(found[3]) == ["guilty"]
     assert (found[3].modules[0].rows, found[3].modules[0].of) == (1, 3)
     assert found[3].rows_differ == 6  # the first of each batch; 0, 3, ..., 12, and 13 of the last
@@ -250,19 +242,10 @@ def test_modules_called_several_times_with_dicts_and_rows_elsewhere() -> None:
 
 
 def test_two_guilty_modules_side_by_side() -> None:
-    class Sides(nn.Module):
-        """One input, two ways."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right, self.join = Guilty(), Guilty(), Scale()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.join(self.left(x) + self.right(x * 2))
-            return out
-
-    found = shapes(diagnosed(task_of(Sides())))
-    assert names(found[1]) == ["left", "right"]
+    sides = Made(
+        lambda own, x: own.join(own.left(x) + own.right(x * 2)), left=Guilty(), right=Guilty(), join=Scale()
+    )
+    assert names(shapes(diagnosed(task_of(sides)))[1]) == ["left", "right"]
 
 
 def padded(samples: list[Tensor]) -> dict[str, Tensor]:
@@ -270,20 +253,13 @@ def padded(samples: list[Tensor]) -> dict[str, Tensor]:
 
 
 def test_sequences_that_are_padded_to_the_longest() -> None:
-    class Summed(nn.Module):
-        """As a language model: of a dict's tensor, over a dimension that is longer in other batches."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Scale()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.inner(x)
-            return out.sum(1) * (1 + 2**-18 * x.shape[1])
+    def summed(own: Any, x: Tensor) -> Any:
+        """Over a dimension that is longer in other batches."""
+        return own.inner(x).sum(1) * (1 + 2**-18 * x.shape[1])
 
     sequences = [torch.arange(1.0, 3 + index % 5) for index in range(COUNT)]
     task = task_of(
-        Summed(),
+        Made(summed, inner=Scale()),
         sequences,
         collate=padded,
         forward=lambda model, batch: model(**batch),
@@ -318,33 +294,19 @@ def test_what_the_task_does_after_the_model() -> None:
 
 
 def test_a_model_that_is_never_the_same() -> None:
-    class Drifting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return x + self.calls
-
-    [setting] = diagnosed(task_of(Drifting())).settings
+    calls = itertools.count()
+    [setting] = diagnosed(task_of(Made(lambda own, x: x + next(calls)))).settings
     assert not setting.shapes[-1].equal
     assert "does not give the same bits twice" in setting.notes[-1]
 
 
 def test_a_fused_path_that_hooks_switch_off() -> None:
-    class Fused(nn.Module):
+    def fused(own: Any, x: Tensor) -> Any:
         """As torch's encoder layers: another kernel where nobody looks."""
+        out = own.inner(x)
+        return out if own._forward_hooks else moved(out) * (1 + 2**-18)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Scale()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.inner(x)
-            return out if self._forward_hooks else moved(out) * (1 + 2**-18)
-
-    [setting] = diagnosed(task_of(Fused())).settings
+    [setting] = diagnosed(task_of(Made(fused, inner=Scale()))).settings
     assert setting.shapes[0].cause == NOT_SEEN
     assert any("fused kernel" in note for note in setting.notes)
 
@@ -402,17 +364,16 @@ def test_a_batch_of_one_has_no_smaller_one() -> None:
         diagnosed(task_of(Scale()), batch_size=1)
 
 
-def test_a_precision_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Picky(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if torch.is_autocast_enabled("cpu"):
-                raise RuntimeError("no kernel for this\nat all")
-            return x
+def test_a_precision_that_fails_is_said() -> None:
+    def picky(own: Made, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no kernel for this\nat all")
+        return x
 
-    tried = diagnosed(task_of(Picky()), only=("amp-bf16",)).settings
+    tried = diagnosed(task_of(Made(picky)), only=("amp-bf16",)).settings
     assert (tried[0].problem, tried[1].problem) == (None, "no kernel for this")
     with pytest.raises(RuntimeError, match="no kernel"):
-        diagnosed(task_of(Picky()), only=(), precision="amp-bf16")
+        diagnosed(task_of(Made(picky)), only=(), precision="amp-bf16")
 
 
 def test_a_shape_that_the_model_cannot_take_is_left_out() -> None:
@@ -502,7 +463,7 @@ def test_the_plain_form_stays_as_it_is() -> None:
     assert "--null-threshold" in typed("--task", "question-answering", "--invariance", "--help").output
 
 
-def test_the_embedded_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_embedded_job() -> None:
     done = typed("--invariance", "--limit", "40", "--batch-size", "16", "--precision", "fp32", "--json")
     assert done.exit_code == 0, done.output
     content = json.loads(done.stdout)
@@ -521,10 +482,8 @@ def test_wrong_usage() -> None:
 
 
 def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    for name in ("RANK", "SIZE"):
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_LOCAL_{name}", {"RANK": "0", "SIZE": "2"}[name])
+    for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     with pytest.raises(LaunchError, match="is one process, but openmpi has started 2"):
         typed("--invariance", catch=False)
 

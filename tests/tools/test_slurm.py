@@ -15,7 +15,6 @@ from dualeval.errors import UsageError
 from dualeval.result import Status
 from dualeval.tools.submit.sbatch import (
     SHIPPED,
-    WARNING_S,
     SlurmJob,
     directives,
     log_path,
@@ -46,20 +45,6 @@ def test_shipped_files_are_the_text_for_the_defaults(backend: str) -> None:
     assert file.read_text("utf-8") == sbatch_text(SlurmJob(backend=backend))
 
 
-def test_shipped_files_differ_in_names_alone() -> None:
-    """Each is the whole script, as sbatch hands on one file."""
-    torch, horovod = ((ROOT / "slurm" / SHIPPED[backend]).read_text("utf-8") for backend in SHIPPED)
-    for name, other in {
-        "torch.distributed": "Horovod",
-        SHIPPED["torch"]: SHIPPED["horovod"],
-        "--backend torch": "--backend horovod",
-    }.items():
-        assert name in torch
-        torch = torch.replace(name, other)
-    assert torch == horovod
-    assert f"\n# {WARNING_S} s before its time is up" in torch
-
-
 def test_setup_and_container_stand_where_they_act() -> None:
     job = SlurmJob(setup=("module load a", "b"), container_image="i j", container_mounts="/d:/d")
     text = sbatch_text(job)
@@ -68,23 +53,11 @@ def test_setup_and_container_stand_where_they_act() -> None:
         "\ncode=0\nstep+=(--container-image='i j' --container-mounts=\"$PWD:$PWD\",/d:/d "
         '--container-workdir="$PWD")\n"${step[@]}" dualeval run --launcher srun'
     ) in text
-    assert ".venv" not in text
+    assert ".venv" not in text and "type -P dualeval" not in text
 
 
 def test_no_other_script_is_shipped() -> None:
     assert {file.name for file in (ROOT / "slurm").iterdir()} == set(SHIPPED.values())
-
-
-def test_defaults_ask_for_one_task_and_nothing_of_the_cluster() -> None:
-    assert directive_lines(sbatch_text(SlurmJob())) == [
-        "--job-name=dualeval",
-        "--nodes=1",
-        "--ntasks-per-node=1",
-        "--output=dualeval-%j.log",
-        "--open-mode=append",
-        "--signal=USR2@90",
-        "--requeue",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -454,6 +427,7 @@ def test_script_says_how_to_go_on_where_slurm_refuses(found: Script) -> None:
 def test_text_with_every_option_is_bash(launch: Launch, tmp_path: Path) -> None:
     word = "a$(b)`c`;&|<>*%j"
     asked: dict[str, Any] = {**dict.fromkeys(COUNTS, 3), **dict.fromkeys(WORDS, word)}
+    asked |= {"setup": ("module load a",), "container_image": "nvcr.io#a/b:1", "container_mounts": "/d:/d"}
     file = tmp_path / "job.sbatch"
     file.write_text(sbatch_text(SlurmJob(**asked)), "utf-8")
     done = launch(["bash", "-n", file])

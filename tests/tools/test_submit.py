@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -110,36 +109,12 @@ def test_every_option_is_a_field_of_the_job(sbatch: Sbatch) -> None:
         "container_image": "i",
         "container_mounts": "/d:/d",
     }
-    several = {"setup": ("module load x", "echo 'y'"), "sbatch_option": ("constraint=a100", "exclusive")}
+    several = {"setup": ("module load x", "echo 'y'"), "sbatch_option": ("--constraint=a100", "exclusive")}
     assert {*given, *several} == {field.name for field in fields(SlurmJob)}
     pairs = [*given.items(), *((name, value) for name, values in several.items() for value in values)]
     call(*(f"--{name.replace('_', '-')}={value}" for name, value in pairs))
     assert sbatch.script == sbatch_text(SlurmJob(**given, **several))  # type: ignore[arg-type]
     assert {"--constraint=a100", "--exclusive"} < {*sbatch.argv}
-
-
-def test_setup_options_and_a_container_are_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:
-    call(
-        "--dry-run", "--setup", "module load a", "--setup", "module load b", "--sbatch-option=--constraint=x"
-    )
-    script = capsys.readouterr().out
-    assert "set -e\nmodule load a\nmodule load b\nset -euo pipefail\n" in script
-    assert "#SBATCH --constraint=x\n" in script
-    call(
-        "--dry-run",
-        "--container-image",
-        "nvcr.io#a/b:1",
-        "--container-mounts",
-        "/data:/data",
-    )
-    script = capsys.readouterr().out
-    assert "step+=(--container-image='nvcr.io#a/b:1' " in script
-    assert ' --container-mounts="$PWD:$PWD",/data:/data --container-workdir="$PWD")' in script
-    # The dualeval is the image's.
-    assert "type -P dualeval" not in script
-    bash = shutil.which("bash")
-    assert bash is not None
-    subprocess.run([bash, "-n"], input=script, text=True, check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
