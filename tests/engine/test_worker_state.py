@@ -193,7 +193,9 @@ class Scaling(TinyTask):
 def test_tensors_of_a_device_stay_there() -> None:
     here, there = unpack(packed(Scaling(4)))._task.scales
     assert here.tolist() == [1, 1]
-    with pytest.raises(UsageError, match=r"uses a tests\.engine\.test_worker_state\.Far on cuda:1, which belongs to"):
+    with pytest.raises(
+        UsageError, match=r"uses a tests\.engine\.test_worker_state\.Far on cuda:1, which belongs to"
+    ):
         there.tolist()
 
 
