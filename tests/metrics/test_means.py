@@ -107,7 +107,8 @@ def check_interval(
     assert found.rough == {key: f"of {len(above)} samples; with fewer than 100 it may be too short"}
     low, high = hall(ratio, residuals, total(below) / len(below))
     if math.isfinite(low) and math.isfinite(high):
-        tolerance = 1e-9 * max(abs(low), abs(high), high - low)
+        # Among the subnormal numbers a double has fewer digits than that.
+        tolerance = max(1e-9 * max(abs(low), abs(high), high - low), 1e-321)
         assert found.intervals[key] == pytest.approx((low, high), rel=0, abs=tolerance)
 
 
