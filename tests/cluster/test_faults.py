@@ -171,8 +171,8 @@ class Standstill:
 
 
 NO_PROGRESS = r"no progress for \d+ s, chunk \d+, stage forward"
-# The last stage that it has told of, up to half a second before.
-NO_SIGN = r"no progress for \d+ s, chunk \d+, stage \w+, and the process does not respond"
+# The last stage that it has told of, up to half a second before; its first chunk may not be among them.
+NO_SIGN = r"no progress for \d+ s, (?:chunk \d+, )?stage \w+, and the process does not respond"
 UNREACHABLE = r"can no longer be reached: it ended, or its host or network did"
 STANDSTILLS = {
     "a reading": Standstill(
