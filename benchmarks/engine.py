@@ -7,8 +7,10 @@ from typing import Any
 
 from dualeval import Backend, Result, Task, World, connect
 from dualeval.engine.control.plane import open_control_plane
-from dualeval.engine.evaluator import Evaluator
+from dualeval.engine.end.watch import Watch
 from dualeval.engine.options import RunOptions
+from dualeval.engine.run import evaluate
+from dualeval.engine.run_state import Run
 
 
 class Engine:
@@ -17,7 +19,17 @@ class Engine:
     def __init__(self, backend: Backend | None = None, **control: Any) -> None:
         self.backend = connect("single", World.alone(), "cpu") if backend is None else backend
         self.control = open_control_plane(self.backend, **control)
+        self._watch: Watch | None = None
 
     def evaluate(self, task: Task, how: Mapping[str, Any] | None = None, **options: Any) -> Result:
-        """Evaluate a task; ``options`` are those of a run, ``how`` more arguments of the Evaluator."""
-        return Evaluator(task, self.backend, self.control, RunOptions(**options), **(how or {})).run()
+        """Evaluate a task; ``options`` are those of a run, ``how`` more fields of it."""
+        given: dict[str, Any] = dict(how or {})
+        if "watch" not in given:
+            self._watch = self._watch or Watch(self.control, lambda: 1, ends_process=False)
+            given["watch"] = self._watch
+        place: dict[str, Any] = {
+            "backend": self.backend,
+            "control": self.control,
+            "device": self.backend.device,
+        }
+        return evaluate(task, Run(options=RunOptions(**options), **place, **given))

@@ -126,14 +126,24 @@ def _loop_clocks() -> Iterator[dict[str, float]]:
         flushed = flush(self, *arguments, **options)
         taken["cpu_s"] = process_time() - taken["cpu_s"]
         taken["others_cpu_s"] = taken["cpu_s"] - (thread_time() - taken.pop("main_s"))
-        taken["files"] = len(self._writer.written)
+        taken["files"] = len(self.writer.written)
         return flushed
 
     with patch.object(ControlPlane, "begin_run", begin), patch.object(Recorder, "flush", end):
         yield taken
 
 
-def _evaluate(problem: Problem, engine: Engine, out: Path, watch: Watch | None = None) -> Result:
+class _NoWatch:
+    """What a run tells its watch, where there is none."""
+
+    def keep(self, folder: object) -> None:
+        """Do nothing."""
+
+    def release(self, *, done: bool) -> None:
+        """Do nothing."""
+
+
+def _evaluate(problem: Problem, engine: Engine, out: Path, watch: Watch | _NoWatch) -> Result:
     options = {"out": out, "batch_size": problem.batch_size, "workers": 0, "fresh": True}
     return engine.evaluate(problem.task(), {"watch": watch}, **options)
 
@@ -152,7 +162,7 @@ def _with(problem: Problem, backend: Backend, out: Path) -> Result:
 def _without(problem: Problem, backend: Backend, out: Path) -> Result:
     with _without_upkeep():
         engine = Engine(backend)
-        result = _evaluate(problem, engine, out)
+        result = _evaluate(problem, engine, out, _NoWatch())
         engine.control.leave()
     return result
 

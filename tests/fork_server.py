@@ -30,7 +30,7 @@ from dualeval.vision_library import torchvision
 # What the main path and the workers of tests import; nothing that a test wants to see missing or late.
 _LOADED = (
     "dualeval.cli.run",
-    "dualeval.engine.evaluator",
+    "dualeval.engine.run",
     "dualeval.engine.own_loop",
     "dualeval.engine.session",
     "dualeval.tasks.image_classification",

@@ -10,8 +10,9 @@ from dualeval.backends.base import Backend
 from dualeval.engine.control.plane import ControlPlane
 from dualeval.engine.end.conclusion import Conclusion
 from dualeval.engine.end.watch import Watch
-from dualeval.engine.evaluator import Evaluator
 from dualeval.engine.options import RunOptions
+from dualeval.engine.run import evaluate
+from dualeval.engine.run_state import Run
 from dualeval.result import Result
 from dualeval.tasks import Task
 
@@ -30,6 +31,11 @@ def watched(control: ControlPlane) -> Iterator[Watch]:
 
 
 def run_task(task: Task, backend: Backend, control: ControlPlane, options: RunOptions, **own: Any) -> Result:
-    """Evaluate a task; ``own`` is the Evaluator's."""
+    """Evaluate a task; ``own`` are fields of the ``Run``."""
     with watched(control) as watch:
-        return Evaluator(task, backend, control, options, watch=watch, **own).run()
+        return evaluate(task, run_of(backend, control, watch, options, **own))
+
+
+def run_of(backend: Backend, control: ControlPlane, watch: Watch, options: RunOptions, **own: Any) -> Run:
+    """A run on the backend's own device."""
+    return Run(backend=backend, control=control, options=options, watch=watch, device=backend.device, **own)

@@ -232,8 +232,8 @@ def _dry_run(job: Job, invocation: _Invocation, world: World, nproc: int | None)
 
     from dualeval.backends import check_mesh, choose_backend
     from dualeval.engine import numerics
+    from dualeval.engine.building import automatic_workers
     from dualeval.engine.evaluation_mode import set_evaluation_mode
-    from dualeval.engine.evaluator import automatic_workers
     from dualeval.engine.folder.layout import check_path
     from dualeval.engine.reference import Reference
     from dualeval.engine.samples import as_dataset

@@ -2,51 +2,128 @@
 
 from __future__ import annotations
 
-import platform
-import re
+import socket
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-import torch
-
-from dualeval.engine.accelerator import accelerator_of
-from dualeval.engine.numerics_probe import numeric_bits
+from dualeval.engine.differences import differences, listing, structure_hint
+from dualeval.engine.evaluation import Evaluation
+from dualeval.engine.folder.process import launch_of
+from dualeval.engine.identity import ModelIdentity, both_readings, contents_fingerprint, job_identity
+from dualeval.engine.loop import ahead_of
+from dualeval.engine.machines import check_kinds_of_ranks, machine_facts
+from dualeval.engine.parts import identity_of
+from dualeval.engine.preparation import identity_of as identity_of_preparation
+from dualeval.engine.samples_digest import check_ids, hashes_of_ids, joined
+from dualeval.engine.shared_memory import Reading, choose_workers, measure_reading
 from dualeval.errors import UsageError
-from dualeval.options.choices import CONTIGUOUS
-
-# What every run computes with; a task names what else its results depend on.
-_LIBRARIES = ("dualeval", "torch", "numpy")
-
-_ATTRIBUTES = "structure_attributes."
-_NAMED = (_ATTRIBUTES, "constants.")
-_HASH = re.compile("[0-9a-f]{6,64}")
-_SHOWN_OF_HASH = 16
-_MOST_LISTED = 16
+from dualeval.result import sha256_of_json
 
 
-def machine_facts(
-    device: torch.device, libraries: Sequence[str], precision: str | None = None
+def agree(
+    evaluation: Evaluation,
+    identity: ModelIdentity | None = None,
+    attributes: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
 ) -> dict[str, Any]:
-    """What of this rank's machine can change a bit: device model, CPU capability, versions, and its bits."""
-    versions = {"python": platform.python_version()}
-    for library in (*_LIBRARIES, *libraries):
-        try:
-            versions[library] = version(library)
-        except PackageNotFoundError:  # run from a checkout that is not installed
-            versions[library] = "not installed"
-    versions["torch"] = torch.__version__
-    accelerator = accelerator_of(device)
-    versions |= accelerator.versions()
-    return {
-        "device": device.type,
-        "model": accelerator.model(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "versions": versions,
-        **({} if precision is None else {"bits": numeric_bits(device, precision)}),
-        # After the bits, which load its libraries.
-        **({"runtime": runtime} if (runtime := accelerator.runtime()) else {}),
+    """Compare jobs and machines over all ranks; returns what the result says about both. A collective.
+
+    ``identity`` is the model's as it was built, None where it computes as it was; ``attributes`` are the
+    task's before its first batch, of this rank and with the number of a process alone.
+    """
+    run, task, dataset, plan = evaluation.run, evaluation.task, evaluation.dataset, evaluation.plan
+    backend, options = run.backend, run.options
+    world = backend.world
+    identity = identity or ModelIdentity.of(evaluation.model, world=world)
+    first, alone = both_readings(
+        world,
+        lambda: job_identity(
+            task,
+            dataset,
+            identity,
+            evaluation.metrics,
+            evaluation.row_metrics,
+            plan.num_samples,
+            attributes[0],
+        ),
+    )
+    alone = {**alone, **identity.alone, "task_attributes": attributes[1] or None}
+    job = {
+        **first,
+        **identity_of(dataset),
+        "columns": list(evaluation.columns),
+        "batch_size": plan.batch_size,
+        **identity_of_preparation(options),
+        "on_error": options.on_error,
+        # The intervals of samples that go together are wider.
+        **({} if evaluation.cluster is None else {"cluster": evaluation.cluster}),
     }
+    machine = {
+        **machine_facts(backend.device, task.libraries, options.precision),
+        # Beside the versions: what was computed with another torch may be gone on with, where it is
+        # asked for.
+        "libraries": job.pop("libraries"),
+    }
+    reading = _reading(evaluation)
+    step = partial(run.control.progress.step, "setup")
+    ids, hashes = hashes_of_ids(dataset, plan.num_samples, world, step)
+    run.control.meet()
+    everyone = backend.all_gather_json(
+        {
+            "job": job,
+            "alone": {name: value for name, _, value in differences(first, alone)},
+            "machine": machine,
+            "host": socket.gethostname(),
+            "launch": launch_of(world),
+            "reading": asdict(reading),
+            "ids": ids,
+        }
+    )
+    hosts = [rank["host"] for rank in everyone]
+    check_same_job([rank["job"] for rank in everyone], hosts, [rank["alone"] for rank in everyone])
+    check_ids(dataset, plan.num_samples, hashes, backend)
+    # What holds a rank's number is another value on each.
+    job = everyone[0]["job"]
+    workers, notes = choose_workers(
+        [Reading(**rank["reading"]) for rank in everyone], chosen=not options.fewer_workers
+    )
+    if notes:
+        run.workers = workers[world.rank]
+    run.note_all(notes)
+    # After what costs less to compare, and so of the same samples on every rank.
+    job["contents"] = contents_fingerprint(dataset, plan.num_samples, backend, run.control)
+    machines = [rank["machine"] for rank in everyone]
+    check_kinds_of_ranks(machines, hosts, mix=options.mix_machines)
+    return {
+        "job": job,
+        "machine": machines[0],
+        "machines": machines,
+        "hosts": hosts,
+        "launches": sorted({rank["launch"] for rank in everyone} - {None}),
+        "files": sorted(task.exports),
+        "task_class": f"{type(task).__module__}.{type(task).__qualname__}",
+        "metrics": [getattr(metric, "spelled", metric.name) for metric in evaluation.measures],
+        "fingerprint": sha256_of_json(job),
+        "samples_digest": joined(plan.num_samples, [rank["ids"] for rank in everyone]),
+    }
+
+
+def _reading(evaluation: Evaluation) -> Reading:
+    """What the reading processes of this rank will need of the shared memory."""
+    run, plan = evaluation.run, evaluation.plan
+    batches = -(-plan.num_batches // run.backend.world.size)
+    return measure_reading(
+        evaluation.dataset,
+        evaluation.task,
+        evaluation.model,
+        plan.batch_size,
+        workers=min(run.workers, batches),
+        ahead=ahead_of(run.options.schedule),
+        # One that comes out of the loader, and those that are computed; for a GPU they are copied first.
+        held=1 + (run.threads if run.device.type == "cpu" else 1),
+        batches=batches,
+    )
 
 
 def check_same_job(jobs: list[dict[str, Any]], hosts: list[str], alone: list[dict[str, Any]]) -> None:
@@ -67,18 +144,6 @@ def check_same_job(jobs: list[dict[str, Any]], hosts: list[str], alone: list[dic
             )
 
 
-def layout_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
-    """A sentence on a difference in layout, which a job names where it is channels-last; else empty."""
-    layouts = [values for name, *values in found if name.removeprefix("job.") == "layout"]
-    if not layouts:
-        return ""
-    there = layouts[0][0] or CONTIGUOUS
-    return (
-        f" (The run there was computed {there}: with --layout {there} this one is, too. Before --layout "
-        f"auto all runs were {CONTIGUOUS}.)"
-    )
-
-
 def _weights_hint(found: Sequence[tuple[str, Any, Any]], first: str, here: str) -> str:
     """A sentence on ranks that have loaded other weights; else empty."""
     if not any(name.partition(".")[0] == "weights" for name, _, _ in found):
@@ -90,55 +155,3 @@ def _weights_hint(found: Sequence[tuple[str, Any, Any]], first: str, here: str) 
         "file system that all ranks share. A model of your own code may also draw its weights: seed it alike "
         "on every rank.)"
     )
-
-
-def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
-    """A sentence on a difference in the model's structure or a class's constants; else empty."""
-    names = [name.removeprefix("job.") for name, _, _ in found]
-    if not any(name.startswith(("structure.", *_NAMED)) for name in names):
-        return ""
-    return (
-        " (structure.NAME is a hash of what the attributes of the model's module NAME hold, its class and "
-        "its hooks, and constants.CLASS has the values that the methods of CLASS read: a rank, a time or a "
-        "random number does not belong there. A class that says dualeval_identity_ignores = "
-        '("NAME OF ATTRIBUTE",) leaves out what decides no number.)'
-    )
-
-
-def listing(found: Sequence[tuple[str, Any, Any]], there: str, here: str) -> str:
-    """Differences in words; the attributes of the model's structure by name, where they are known."""
-    attributes = [item for item in found if _ATTRIBUTES in item[0]]
-    explained = {name.replace(_ATTRIBUTES, "structure.") for name, _, _ in attributes}
-    named = [
-        (name.replace(_ATTRIBUTES, "structure."), *values)
-        for name, *values in found
-        # The hash of a module says no more than those of its attributes.
-        if "structure." not in name or not any(other.startswith(f"{name}.") for other in explained)
-    ]
-    # What can be read without knowing what was hashed comes first.
-    named.sort(key=lambda item: _is_hash(item[1]) or _is_hash(item[2]))
-    shown = [f"{name}: {_brief(one)} {there}, {_brief(other)} {here}" for name, one, other in named]
-    more = [f"and {len(shown) - _MOST_LISTED} more"] if len(shown) > _MOST_LISTED else []
-    return "; ".join(shown[:_MOST_LISTED] + more)
-
-
-def _brief(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return f"{len(value)} values"
-    return value[:_SHOWN_OF_HASH] if _is_hash(value) else value
-
-
-def _is_hash(value: Any) -> bool:
-    return isinstance(value, str) and _HASH.fullmatch(value) is not None
-
-
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Where two nests of plain values differ: name with dots, value in each (None where it is missing)."""
-    found: list[tuple[str, Any, Any]] = []
-    for name in dict.fromkeys([*one, *other]):
-        first, second = one.get(name), other.get(name)
-        if isinstance(first, Mapping) and isinstance(second, Mapping):
-            found += [(f"{name}.{inner}", *values) for inner, *values in differences(first, second)]
-        elif first != second:
-            found.append((name, first, second))
-    return found

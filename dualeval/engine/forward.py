@@ -14,18 +14,17 @@ from torch import nn
 
 from dualeval.columns import Rows, to_rows
 from dualeval.engine.compute import Compute, copy_sharing_tensors
-from dualeval.engine.context import RunContext
+from dualeval.engine.evaluation import Evaluation, plan_of
 from dualeval.engine.feed import FailedSample
-from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
 from dualeval.engine.looks import look
-from dualeval.engine.loop import Evaluation, Loop, Work, read_alone, unreadable
+from dualeval.engine.loop import Loop, Work, read_alone, unreadable
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import postprocessed
-from dualeval.engine.plan import EvalPlan
 from dualeval.engine.preparation import prepare, why_preparation_failed
 from dualeval.engine.progress import Stage
+from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.transfer import Pending
 from dualeval.errors import DualevalError, with_type
@@ -39,19 +38,19 @@ _LOOKED_AT = 64
 _SHOWN = ("batch_size", "precision", "keep_batchnorm_fp32", "optimize")
 
 
-def evaluate_all(
-    evaluation: Evaluation, loop: Loop, previous: PreviousRun, settings: NumericSettings
-) -> list[str]:
-    """Compute every batch that the loop hands out: no collective, no wait but for the oldest under way."""
-    remaining = previous.chunks.remaining
-    with loop.running(previous):
+def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) -> list[str]:
+    """Compute every batch that the loop hands out: no collective, no wait but for the oldest under way.
+
+    Returns what the computation has changed of the settings, as sentences.
+    """
+    with loop.running():
         start = perf_counter()
-        looked = look(evaluation, remaining, partial(compute_of, evaluation))
+        looked = look(evaluation, loop.remaining, partial(compute_of, evaluation))
         loop.times["look"] = perf_counter() - start
-        evaluation.context.note_all([*looked.notes, *(looked.unlike or [])])
+        evaluation.run.note_all([*looked.notes, *(looked.unlike or [])])
         with compute_of(evaluation, looked.threads) as compute:
             under_way = UnderWay(evaluation, loop)
-            for work, data in loop.work(remaining):
+            for work, data in loop.read():
                 under_way.start(work, partial(_begin, compute, data))
                 under_way.record(all_but=compute.ahead)
             under_way.record()
@@ -70,9 +69,9 @@ class UnderWay:
 
     def __init__(self, evaluation: Evaluation, loop: Loop) -> None:
         self._loop = loop
-        self._progress = evaluation.context.control.progress
+        self._progress = evaluation.run.control.progress
         # This thread sleeps while a GPU computes; on a CPU the threads are seen to compute.
-        self._stage: Stage = "forward" if evaluation.device.type == "cpu" else "device"
+        self._stage: Stage = "forward" if evaluation.run.device.type == "cpu" else "device"
         self._batches: deque[tuple[Work | None, Pending | None]] = deque()
         # Seconds in which batches were begun, or waited for.
         self.compute_s = 0.0
@@ -93,7 +92,7 @@ class UnderWay:
             self._progress.step(self._stage, work.chunk)
             columns = None if pending is None else pending()
             self.compute_s += perf_counter() - start
-            self._loop.take(work, columns)
+            self._loop.count(work, columns)
 
 
 def evaluate_alone(
@@ -107,50 +106,46 @@ def evaluate_alone(
     return {name: to_rows(columns[name]) for name in evaluation.kept}, failed
 
 
-def first_columns(
-    task: Task, dataset: Dataset, model: nn.Module, plan: EvalPlan, context: RunContext
-) -> Mapping[str, Any]:
+def first_columns(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Mapping[str, Any]:
     """What ``postprocess`` gives for the first samples that can be read: which columns there are."""
-    evaluation = _first_evaluation(task, dataset, model, plan, context)
+    evaluation = _first_evaluation(task, dataset, model, run)
     samples, data = first_samples(evaluation)
     return _columns_of(evaluation, data, samples)
 
 
-def with_layout(
+def settle_layout(
     task: Task,
     dataset: Dataset,
     model: nn.Module,
-    plan: EvalPlan,
-    context: RunContext,
+    run: Run,
     copy_in: Callable[[str], nn.Module] | None = None,
-) -> RunContext:
-    """The context with the layout that "auto" comes to for a model; its job says so.
+) -> None:
+    """Decide the layout that "auto" comes to for a model.
 
     A model with code of somebody's own is tried in both layouts on the first samples that can be read: where
     channels-last fails, or gives other numbers, it is contiguous. The trial changes nothing of the model, and
     comes to the same on every rank.
     """
     # A sample that cannot be read is the loop's to name.
-    of_trial = replace(context.options, on_error="skip", **OF_TRIAL)
-    evaluation = _first_evaluation(task, dataset, model, plan, replace(context, options=of_trial))
+    trial = run.trying(on_error="skip", **OF_TRIAL)
+    evaluation = _first_evaluation(task, dataset, model, trial)
     first: list[tuple[range, Any]] = []
 
     def columns_in(layout: str) -> Mapping[str, Any]:
         first[:] = first or [first_samples(evaluation)]
         [(samples, data)] = first
-        context.control.progress.step("forward")
-        with _tried(replace(of_trial, layout=layout), evaluation, copy_in) as of_layout:
+        run.control.progress.step("forward")
+        with _tried(replace(trial.options, layout=layout), evaluation, copy_in) as of_layout:
             found = _columns_of(of_layout, data, samples)
-        context.control.progress.step("setup")
+        run.control.progress.step("setup")
         return found
 
     is_collective = copy_in is not None or is_sharded(model)
-    tries = partial(_on_all_ranks, columns_in, context) if is_collective else columns_in
-    layout, said = layout_by_trial(model, context.options.layout, tries)
-    context.note_all([] if said is None else [said])
-    options = replace(context.options, layout=layout)
-    given = {name: getattr(options, name) for name in _SHOWN}
-    return replace(context, options=options, job={**given, **context.job, "layout": layout})
+    tries = partial(_on_all_ranks, columns_in, run) if is_collective else columns_in
+    layout, said = layout_by_trial(model, run.options.layout, tries)
+    run.note_all([] if said is None else [said])
+    given = {name: getattr(run.options, name) for name in _SHOWN}
+    run.decide({**given, **run.job, "layout": layout}, layout=layout)
 
 
 @contextmanager
@@ -161,24 +156,22 @@ def _tried(
     model = evaluation.model
     if copy_in is not None:
         tried = copy_in(options.layout)
-        with evaluation.context.watching_gathers(tried) as context:
-            yield replace(evaluation, model=tried, context=context)
+        with evaluation.run.watching(tried):
+            yield replace(evaluation, model=tried)
     elif not is_sharded(model):
-        tried = prepare(copy_sharing_tensors(model), options, evaluation.device)
+        tried = prepare(copy_sharing_tensors(model), options, evaluation.run.device)
         yield replace(evaluation, model=tried)
     else:
         # FSDP lets no copy be made; of the model itself its call alone is exchanged.
         before = dict(vars(model))
         try:
-            yield replace(evaluation, model=prepare(model, options, evaluation.device))
+            yield replace(evaluation, model=prepare(model, options, evaluation.run.device))
         finally:
             vars(model).clear()
             vars(model).update(before)
 
 
-def _on_all_ranks(
-    columns_in: Callable[[str], Mapping[str, Any]], context: RunContext, layout: str
-) -> Mapping[str, Any]:
+def _on_all_ranks(columns_in: Callable[[str], Mapping[str, Any]], run: Run, layout: str) -> Mapping[str, Any]:
     """Try a layout on all ranks: where it fails on one rank it has failed on all."""
     failure: Exception | None = None
     columns: Mapping[str, Any] = {}
@@ -186,8 +179,8 @@ def _on_all_ranks(
         columns = columns_in(layout)
     except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know of it
         failure = error
-    context.control.meet()
-    everyone = context.backend.all_gather_json(None if failure is None else with_type(failure))
+    run.control.meet()
+    everyone = run.backend.all_gather_json(None if failure is None else with_type(failure))
     if failure is not None:
         raise failure
     if (said := next((each for each in everyone if each is not None), None)) is not None:
@@ -195,24 +188,13 @@ def _on_all_ranks(
     return columns
 
 
-def _first_evaluation(
-    task: Task, dataset: Dataset, model: nn.Module, plan: EvalPlan, context: RunContext
-) -> Evaluation:
-    return Evaluation(
-        task=task,
-        dataset=dataset,
-        model=model,
-        plan=plan,
-        context=context,
-        device=context.backend.device,
-        workers=context.options.workers or 0,
-        threads=1,
-    )
+def _first_evaluation(task: Task, dataset: Dataset, model: nn.Module, run: Run) -> Evaluation:
+    return Evaluation(task=task, dataset=dataset, model=model, plan=plan_of(dataset, run), run=run)
 
 
 def first_samples(evaluation: Evaluation) -> tuple[range, Any]:
     """The first samples that can be read, and their data."""
-    plan, options = evaluation.plan, evaluation.context.options
+    plan, options = evaluation.plan, evaluation.run.options
     failed: tuple[FailedSample, ...] = ()
     for batch in range(min(plan.num_batches, _LOOKED_AT)):
         samples = plan.batch_samples(batch)
@@ -233,16 +215,16 @@ def _columns_of(evaluation: Evaluation, data: Any, samples: range) -> Mapping[st
 
 def compute_of(evaluation: Evaluation, threads: int) -> Compute:
     """What computes an evaluation's batches; as ``Compute``."""
-    gathers = evaluation.context.gathers
+    gathers = evaluation.run.gathers
     # A sharded model that has seen inference mode computes in no other mode afterwards, and is given back.
-    keeps_mode = evaluation.context.guest or is_sharded(evaluation.model)
+    keeps_mode = evaluation.run.guest or is_sharded(evaluation.model)
     return Compute(
         evaluation.task,
         evaluation.model,
-        evaluation.device,
-        evaluation.context.options.precision,
+        evaluation.run.device,
+        evaluation.run.options.precision,
         threads,
         inference=not keeps_mode,
-        explain=partial(why_preparation_failed, options=evaluation.context.options),
+        explain=partial(why_preparation_failed, options=evaluation.run.options),
         around_forward=nullcontext if gathers is None else gathers.forward,
     )

@@ -17,10 +17,11 @@ from torch import nn
 
 from dualeval.columns import Column
 from dualeval.engine.compute import Compute, is_compiled, usable_threads
+from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.guest import Generators, Snapshot
 from dualeval.engine.identity.hasher import digest_of
 from dualeval.engine.kept import Kept
-from dualeval.engine.loop import Evaluation, read_alone
+from dualeval.engine.loop import read_alone
 from dualeval.engine.parts import postprocessed
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.watched_modules import Watch
@@ -58,17 +59,19 @@ class Looked:
 
 def look(evaluation: Evaluation, remaining: Sequence[int], computes: Callable[[int], Compute]) -> Looked:
     """Compute this rank's first samples several times, and leave model and random numbers as they were."""
-    world, plan = evaluation.context.backend.world, evaluation.plan
+    world, plan = evaluation.run.backend.world, evaluation.plan
     chunks = remaining[world.rank :: world.size]
     first = [(batch, chunk) for chunk in chunks[:2] for batch in plan.chunk_batches(chunk)][:2]
     if not first:
         return Looked(threads=1)
     share = plan.samples_in(chunks)
     most = -(-share // plan.batch_size)
-    threads = usable_threads(evaluation.task, evaluation.model, evaluation.device, evaluation.threads, most)
+    threads = usable_threads(
+        evaluation.task, evaluation.model, evaluation.run.device, evaluation.run.threads, most
+    )
     few = min(_MOST, max(_FEWEST, int(share * _PART / _FORWARDS)))
     # Each shape of a compiled model takes seconds: there it is one that the loop has, too.
-    whole = evaluation.context.options.optimize == COMPILE or is_compiled(evaluation.model)
+    whole = evaluation.run.options.optimize == COMPILE or is_compiled(evaluation.model)
     batches = [plan.batch_samples(batch) for batch, _ in first]
     own = [chunk for _, chunk in first]
     computed: list[bool] = []
@@ -144,7 +147,7 @@ def _look(
     put_back: Callable[[], None],
     computed: list[bool],
 ) -> Looked:
-    task, model, step = evaluation.task, evaluation.model, evaluation.context.control.progress.step
+    task, model, step = evaluation.task, evaluation.model, evaluation.run.control.progress.step
     trusted = task.thread_safe is True
     places = [*own, own[0]]
     said: list[str] = []

@@ -13,53 +13,25 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
 
 from dualeval.columns import Column
 from dualeval.engine import trial
 from dualeval.engine.accelerator import is_out_of_memory
 from dualeval.engine.clusters import check_cluster
-from dualeval.engine.context import RunContext
+from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.feed import FailedSample, Feed, Reader, lost_worker
+from dualeval.engine.folder.journal import JournalWriter
 from dualeval.engine.folder.layout import journal_of
 from dualeval.engine.folder.lease import gone
-from dualeval.engine.folder.opening import PreviousRun
+from dualeval.engine.folder.predictions import load_library
+from dualeval.engine.in_memory import MemoryWriter
+from dualeval.engine.opened import Opened
 from dualeval.engine.parts import name_of, postprocessed
-from dualeval.engine.plan import EvalPlan
 from dualeval.engine.recorder import Recorder, check_rows
 from dualeval.errors import DualevalError, Stopped, UsageError, text_of
-from dualeval.metrics import Metric, RowMetric
 from dualeval.own_code import keep_own_code
 from dualeval.result import JOB
-from dualeval.tasks import Dataset, Task
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What is evaluated, and with what: known once the model is built, and the same for each batch."""
-
-    task: Task
-    dataset: Dataset
-    # The task's, on the device.
-    model: nn.Module
-    # The division of the data set.
-    plan: EvalPlan
-    # Where it runs, and how.
-    context: RunContext
-    # Where the batches are wanted.
-    device: torch.device
-    # Reading processes of this rank.
-    workers: int
-    # What this rank may compute in.
-    threads: int
-    # The task's, of the ledger; none while its columns are not known yet.
-    metrics: Sequence[Metric] = ()
-    # The task's, of all rows together; likewise.
-    row_metrics: Sequence[RowMetric] = ()
-    # The columns whose rows are kept: in the journal, or, where nothing is written, in memory.
-    kept: Sequence[str] = ()
-    # The one of them that says which samples go together; None where all are independent.
-    cluster: str | None = None
+from dualeval.tasks import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +60,8 @@ def read_alone(
 ) -> list[tuple[Any, tuple[FailedSample, ...]]]:
     """Read some batches by themselves, as the loop would; of each its data on the device, and what failed."""
     # In a reading process where the loop reads in some: what a data set opens may not outlive a fork.
-    workers = min(evaluation.workers, 1)
-    feed = Feed(_reader_of(evaluation), several, workers=workers, device=evaluation.device)
+    workers = min(evaluation.run.workers, 1)
+    feed = Feed(_reader_of(evaluation), several, workers=workers, device=evaluation.run.device)
     try:
         reading, found = iter(feed), []
         for place in range(len(several)):
@@ -101,7 +73,7 @@ def read_alone(
     finally:
         feed.close()
     failed = [sample for _, samples in found for sample in samples]
-    if failed and evaluation.context.options.on_error == "stop":
+    if failed and evaluation.run.options.on_error == "stop":
         raise unreadable(evaluation.dataset, failed[0])
     return found
 
@@ -110,7 +82,7 @@ def _reader_of(evaluation: Evaluation) -> Reader:
     return Reader(
         evaluation.dataset,
         evaluation.task,
-        fill=evaluation.context.options.on_error == "skip",
+        fill=evaluation.run.options.on_error == "skip",
         model=evaluation.model,
     )
 
@@ -154,21 +126,46 @@ def unwritable(recorder: Recorder, error: OSError) -> Exception:
     )
 
 
+def _recorder_of(evaluation: Evaluation, opened: Opened) -> Recorder:
+    world, folder = evaluation.run.backend.world, opened.folder
+    writer: JournalWriter | MemoryWriter
+    if folder is None:
+        writer = MemoryWriter(keeps=bool(evaluation.kept))
+    else:
+        writer = JournalWriter(
+            folder.journal,
+            fingerprint=opened.facts["fingerprint"],
+            machine=opened.facts["machines"][world.rank],
+            prefix=folder.prefix(world.rank),
+        )
+    progress = evaluation.run.control.progress
+    return Recorder(evaluation.plan, evaluation.metrics, evaluation.kept, writer, progress)
+
+
 class Loop:
     """The batches of one rank: hands them out, and takes their columns.
 
-    Whoever computes them goes through ``work`` inside of ``running``, and calls ``take`` for each, in order.
+    Whoever computes them goes through ``read`` inside of ``running``, and calls ``count`` for each, in order.
     """
 
-    def __init__(self, evaluation: Evaluation, recorder: Recorder) -> None:
+    def __init__(self, evaluation: Evaluation, opened: Opened) -> None:
         self._evaluation = evaluation
+        # Numbers of the chunks that are still to be evaluated.
+        self.remaining = opened.remaining
         self._plan = evaluation.plan
         self._task = evaluation.task
-        self._context = evaluation.context
-        self._control = evaluation.context.control
-        self._progress = evaluation.context.control.progress
-        self._world = evaluation.context.backend.world
-        self._recorder = recorder
+        self._run = evaluation.run
+        self._control = evaluation.run.control
+        self._progress = evaluation.run.control.progress
+        self._world = evaluation.run.backend.world
+        # Takes the batches.
+        self.recorder = _recorder_of(evaluation, opened)
+        if opened.folder is not None:
+            self._run.watch.recorder = self.recorder
+            if self._world.is_main:
+                load_library()
+        # Seconds before the loop.
+        self.setup_s = perf_counter() - self._run.started
         self._tried = False
         self._feed: Feed | None = None
         # Seconds of the loop: `evaluate`, and of it `data` and `transfer`; who computes adds `look` and
@@ -182,10 +179,10 @@ class Loop:
         self.unlike: list[str] | None = None
 
     @contextmanager
-    def running(self, previous: PreviousRun) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Evaluate inside of it what remains; whatever ends it, what was finished is saved."""
-        before = self._plan.num_samples - self._plan.samples_in(previous.chunks.remaining)
-        show = self._context.show if self._world.is_main else None
+        before = self._plan.num_samples - self._plan.samples_in(self.remaining)
+        show = self._run.show if self._world.is_main else None
         self._control.begin_run(
             None if show is None else lambda done: show(before + done, self._plan.num_samples)
         )
@@ -195,7 +192,7 @@ class Loop:
         except BaseException as error:
             # The first error is the one to report, whatever this one comes to.
             with suppress(Exception):
-                self._recorder.flush()
+                self.recorder.flush()
             if is_out_of_memory(error):
                 raise self._out_of_memory(error) from error
             lost = lost_worker(error)
@@ -205,9 +202,9 @@ class Loop:
             raise
         else:
             try:
-                self._recorder.flush()
+                self.recorder.flush()
             except OSError as error:
-                raise unwritable(self._recorder, error) from error
+                raise unwritable(self.recorder, error) from error
         finally:
             if self._feed is not None:
                 self._feed.close()
@@ -216,18 +213,18 @@ class Loop:
         if self._control.stopping is not None:
             raise Stopped(self._control.stopping)
 
-    def work(self, remaining: Sequence[int], *, until_stopped: bool = True) -> Iterator[tuple[Work, Any]]:
+    def read(self, *, until_stopped: bool = True) -> Iterator[tuple[Work, Any]]:
         """Every batch of this rank with its data on the device, None where no sample of it could be read.
 
         No collective, no wait but for data. A stop ends it where a chunk ends.
         """
         handed: deque[Work] = deque()  # to the feed, until it comes out
-        options = self._context.options
+        options = self._run.options
         feed = self._feed = Feed(
             _reader_of(self._evaluation),
-            self._batches(remaining, handed),
-            workers=min(self._evaluation.workers, self.share_of(remaining)),
-            device=self._evaluation.device,
+            self._batches(handed),
+            workers=min(self._run.workers, self._share()),
+            device=self._run.device,
             ahead=ahead_of(options.schedule),
             step=lambda stage: self._progress.step(stage, handed[0].chunk if handed else None),
         )
@@ -250,15 +247,15 @@ class Loop:
             self.times.update(data=feed.wait_s, transfer=feed.transfer_s)
             self.notes = feed.notes
 
-    def share_of(self, remaining: Sequence[int]) -> int:
+    def _share(self) -> int:
         """Batches of a rank, if all are equally fast."""
-        return -(-len(remaining) * self._plan.num_batches // (self._plan.num_chunks * self._world.size))
+        return -(-len(self.remaining) * self._plan.num_batches // (self._plan.num_chunks * self._world.size))
 
-    def _batches(self, remaining: Sequence[int], handed: deque[Work]) -> Iterator[range]:
+    def _batches(self, handed: deque[Work]) -> Iterator[range]:
         """The samples of each batch of this rank, as the feed asks for them."""
-        dynamic = self._context.options.schedule == "dynamic"
-        mine: Iterable[int] = remaining[self._world.rank :: self._world.size]
-        for chunk in self._claimed(remaining) if dynamic else mine:
+        dynamic = self._run.options.schedule == "dynamic"
+        mine: Iterable[int] = self.remaining[self._world.rank :: self._world.size]
+        for chunk in self._claimed(self.remaining) if dynamic else mine:
             for batch in self._plan.chunk_batches(chunk):
                 handed.append(Work(chunk=chunk, batch=batch, samples=self._plan.batch_samples(batch)))
                 if len(handed) == 1:
@@ -274,7 +271,7 @@ class Loop:
                 following = pool.submit(self._control.claim)
                 yield remaining[number]
 
-    def take(self, work: Work, columns: Mapping[str, Column] | None) -> None:
+    def count(self, work: Work, columns: Mapping[str, Column] | None) -> None:
         """Record a batch."""
         self._progress.step("metrics", work.chunk)
         if columns is not None:
@@ -284,9 +281,9 @@ class Loop:
             if not self._tried:
                 self._try(work, columns)
         try:
-            self._recorder.add(work.chunk, work.batch, columns, work.failed)
+            self.recorder.add(work.chunk, work.batch, columns, work.failed)
         except OSError as error:
-            raise unwritable(self._recorder, error) from error
+            raise unwritable(self.recorder, error) from error
         self._control.add_done(len(work.samples))
 
     def _try(self, work: Work, columns: Mapping[str, Column]) -> None:
@@ -309,23 +306,23 @@ class Loop:
             columns,
             work.samples,
             evaluated,
-            writes=self._world.is_main and self._context.options.out is not None,
+            writes=self._world.is_main and self._run.options.out is not None,
         )
         self._tried = True
-        self._context.note_all(notes)
+        self._run.note_all(notes)
 
     def _out_of_memory(self, error: BaseException) -> DualevalError:
-        options = self._context.options
+        options = self._run.options
         tries = [] if options.batch_size == 1 else [f"--batch-size {options.batch_size // 2}"]
         tries += [] if options.precision.startswith("amp") else ["--precision amp-bf16 on a GPU"]
         tries += ["on a CPU fewer threads (OMP_NUM_THREADS) or fewer ranks", "a device with more memory"]
         # Python's own has no text.
         said = (text_of(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         saved = (
-            f" {self._recorder.chunks_saved} finished chunks of this rank stay for the same command where "
+            f" {self.recorder.chunks_saved} finished chunks of this rank stay for the same command where "
             "there is more memory; another batch size is another job: it starts over (--fresh)."
         )
         return DualevalError(
-            f"out of memory on {self._evaluation.device} with --batch-size {options.batch_size}: {said}. "
+            f"out of memory on {self._run.device} with --batch-size {options.batch_size}: {said}. "
             f"Try {'; '.join(tries)}.{saved if options.out is not None else ''}"
         )

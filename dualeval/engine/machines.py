@@ -1,6 +1,6 @@
 """Which machines have computed a result, and which may add to it.
 
-A machine is what ``agreement.machine_facts`` says of a rank: device type and model, CPU capability, the bits
+A machine is what ``machine_facts`` says of a rank: device type and model, CPU capability, the bits
 of a few kernels, versions. Machines of one kind (device type, versions, libraries' sources) may add to each
 other's results: last bits can differ, and the result says so. Machines of different kinds may only where the
 user wants it.
@@ -8,13 +8,46 @@ user wants it.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from dualeval.engine.agreement import differences
+import torch
+
+from dualeval.engine.accelerator import accelerator_of
+from dualeval.engine.differences import differences
+from dualeval.engine.numerics_probe import numeric_bits
 from dualeval.errors import UsageError
 
 Machine = Mapping[str, Any]
+
+# What every run computes with; a task names what else its results depend on.
+_LIBRARIES = ("dualeval", "torch", "numpy")
+
+
+def machine_facts(
+    device: torch.device, libraries: Sequence[str], precision: str | None = None
+) -> dict[str, Any]:
+    """What of this rank's machine can change a bit: device model, CPU capability, versions, and its bits."""
+    versions = {"python": platform.python_version()}
+    for library in (*_LIBRARIES, *libraries):
+        try:
+            versions[library] = version(library)
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            versions[library] = "not installed"
+    versions["torch"] = torch.__version__
+    accelerator = accelerator_of(device)
+    versions |= accelerator.versions()
+    return {
+        "device": device.type,
+        "model": accelerator.model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "versions": versions,
+        **({} if precision is None else {"bits": numeric_bits(device, precision)}),
+        # After the bits, which load its libraries.
+        **({"runtime": runtime} if (runtime := accelerator.runtime()) else {}),
+    }
 
 
 def kind_of(machine: Machine) -> dict[str, Any]:

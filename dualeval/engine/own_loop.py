@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -15,20 +15,24 @@ from torch.utils._pytree import tree_leaves
 
 from dualeval.columns import Column, Ragged, as_column, host_columns, of_parts, parts_of, to_rows
 from dualeval.engine import numerics
-from dualeval.engine.context import RunContext
+from dualeval.engine.agreement import agree
+from dualeval.engine.evaluation import Evaluation, evaluation_of, plan_of
 from dualeval.engine.evaluation_mode import training_note
-from dualeval.engine.execution import Execution, plan_of
 from dualeval.engine.feed import FailedSample
+from dualeval.engine.finish import finish, let_go
 from dualeval.engine.guest import Snapshot, version_of
-from dualeval.engine.loop import Evaluation, read_alone
+from dualeval.engine.loop import Loop, read_alone
+from dualeval.engine.opened import open_rows
 from dualeval.engine.options import RunOptions
 from dualeval.engine.own_task import LoopKind, LoopTask
 from dualeval.engine.parts import drawn
+from dualeval.engine.proving import prove, stored_batches
+from dualeval.engine.run_state import Run
 from dualeval.engine.samples import Samples, check_samples, wrap
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.errors import UsageError
 from dualeval.metrics import Metric, RowMetric
-from dualeval.options.choices import AUTO, LOCKSTEP, check_kind
+from dualeval.options.choices import AUTO, DYNAMIC, LOCKSTEP, check_kind
 from dualeval.result import Result
 
 _HOST = torch.device("cpu")
@@ -56,43 +60,45 @@ class OwnLoop:
     def __init__(
         self,
         dataset: Any,
-        context: RunContext,
+        run: Run,
         *,
         collate: Callable[[list[Any]], Any] | None = None,
         metrics: Sequence[Metric | RowMetric] | None = None,
         model: nn.Module | None = None,
     ) -> None:
         check_samples(dataset)
-        _check_left_out(context.options)
-        numerics.check_precision(context.options.precision, context.backend.device)
+        _check_left_out(run.options)
+        numerics.check_precision(run.options.precision, run.backend.device)
         kind = "a function of a list of samples, or None for torch's default_collate"
         check_kind("collate", collate, collate is None or callable(collate), kind)
         kind = "an nn.Module, or None"
         check_kind("model", model, model is None or isinstance(model, nn.Module), kind)
-        if model is not None and is_sharded(model) and context.backend.world.size > 1:
+        if model is not None and is_sharded(model) and run.backend.world.size > 1:
             raise UsageError(
                 "the model is sharded by fully_shard: each forward of one rank waits for all other ranks, "
                 "and ranks have different numbers of batches in your own loop. Let "
                 "dualeval.evaluate(model=..., data=...) compute them: it has all ranks compute together."
             )
-        if context.options.schedule == LOCKSTEP:
+        if run.options.schedule == LOCKSTEP:
             raise UsageError(
                 "schedule 'lockstep': in your own loop each rank computes when it likes. Let "
                 "dualeval.evaluate(model=..., data=...) compute, or leave schedule out."
             )
         kind = "a list of metrics (docs/metrics.md), or None for the mean of every column"
         check_kind("metrics", metrics, metrics is None or isinstance(metrics, list | tuple), kind)
-        self._context = context
+        self._run = run
+        run.device, run.workers = _HOST, run.options.workers or 0
         samples = drawn(
             dataset if isinstance(dataset, Samples) else wrap(dataset),
-            context.options,
-            lambda sentence: context.note_all([sentence]),
-            lambda: context.control.progress.step("setup"),
+            run.options,
+            lambda sentence: run.note_all([sentence]),
+            lambda: run.control.progress.step("setup"),
         )
         self._task = LoopTask(samples, collate, metrics, model)
-        self._plan = plan_of(self._task.dataset(), context)
+        self._plan = plan_of(self._task.dataset(), run)
         self._batches: Generator[Any, None, None] | None = None
-        self._execution: Execution | None = None
+        # Makes the result, once the loop is through.
+        self._finish: Callable[[], Result]
         self._in_hand: tuple[Any, range, list[tuple[Tensor, int]]] | None = None
         self._added: Columns | None = None
         self._first: tuple[int, Columns] | None = None
@@ -105,7 +111,7 @@ class OwnLoop:
         """This rank's batches, as ``collate`` made them, on the CPU."""
         if self._batches is not None:
             raise UsageError("the batches of this loop were already requested: one loop gives one result")
-        self._batches = self._run()
+        self._batches = self._steps()
         return self._batches
 
     def add(self, batch: Any, **columns: Any) -> None:
@@ -149,10 +155,8 @@ class OwnLoop:
                     "rank are missing. Let the loop "
                     "come to its end (no break) before you call result()."
                 )
-            assert self._execution is not None
-            precision, device = self._context.options.precision, self._context.backend.device
-            with numerics.settings(precision, device):
-                self._result = self._execution.finish()
+            with numerics.settings(self._run.options.precision, self._run.backend.device):
+                self._result = self._finish()
         return self._result
 
     def close(self) -> None:
@@ -160,53 +164,44 @@ class OwnLoop:
         if self._batches is not None:
             self._batches.close()
 
-    def _run(self) -> Generator[Any, None, None]:
-        context = self._context
-        threads = torch.get_num_threads()
-        precision, device = context.options.precision, context.backend.device
+    def _steps(self) -> Generator[Any, None, None]:
+        run, task = self._run, self._task
         with (
-            numerics.settings(precision, device, leave=_CALLERS) as settings,
+            numerics.settings(run.options.precision, run.backend.device, leave=_CALLERS) as settings,
             self._rank_0s_buffers(),
         ):
             self._compare_samples()
-            context.note_all([*settings.notes, *training_note(self._task.model)])
-            yield from self._learn_columns(threads)
-            execution = Execution(
-                self._task, self._task.dataset(), self._task.model, context, self._task.rows, threads=threads
-            )
-            execution.evaluation = replace(execution.evaluation, device=_HOST)
-            self._execution = execution
-            execution.settings_notes += settings.notes
-            is_written = context.options.out is not None
-            said = [note for note in execution.settings_notes if note not in settings.notes]
-            context.note_all([*said, *(self._task.unknown() if is_written else [])])
-            execution.begin()
-            stored = execution.stored_batches()
+            run.note_all([*settings.notes, *training_note(task.model)])
+            yield from self._learn_columns()
+            evaluation = evaluation_of(task, task.dataset(), task.model, run, task.rows)
+            run.note_all([*evaluation.warnings, *(task.unknown() if run.options.out is not None else [])])
+            opened = open_rows(evaluation, agree(evaluation))
+            stored = stored_batches(evaluation, opened)
             again = {}
             for samples in [batch.samples for batch in stored]:
-                columns, failed = yield from self._compute_alone(execution.evaluation, samples)
-                rows = {name: to_rows(column) for name, column in columns.items()}
-                again[samples] = rows, failed
-            self._result = execution.prove(stored, again.__getitem__)
-            if self._result is None:
-                yield from self._loop(execution)
-                execution.settings_notes += settings.check_after_loop()
+                columns, failed = yield from self._compute_alone(evaluation, samples)
+                again[samples] = {name: to_rows(column) for name, column in columns.items()}, failed
+            proven = prove(evaluation, opened, stored, again.__getitem__)
+            self._result = proven.earlier
+            if self._result is not None:
+                let_go(evaluation, opened)
+            else:
+                loop = Loop(evaluation, opened)
+                yield from self._counted(evaluation, loop)
+                notes = [*evaluation.warnings, *settings.notes, *settings.check_after_loop()]
+                self._finish = partial(finish, evaluation, opened, loop, proven, notes)
             self._is_through = True
             # What the caller does until it asks for the result is no part of the run.
-            context.control.progress.step("idle")
+            run.control.progress.step("idle")
 
-    def _loop(self, execution: Execution) -> Generator[Any, None, None]:
-        execution.start_loop()
-        loop, remaining = execution.loop, execution.previous.chunks.remaining
-        rank, size = self._context.backend.world.rank, self._context.backend.world.size
-        dynamic = self._context.options.schedule == "dynamic"
-        self._share = sum(
-            len(self._plan.chunk_samples(chunk))
-            for chunk in (remaining if dynamic else remaining[rank::size])
-        )
+    def _counted(self, evaluation: Evaluation, loop: Loop) -> Generator[Any, None, None]:
+        """Hand out this rank's batches, and count what is added of each."""
+        world, dynamic = self._run.backend.world, self._run.options.schedule == DYNAMIC
+        mine = loop.remaining if dynamic else loop.remaining[world.rank :: world.size]
+        self._share = self._plan.samples_in(mine)
         compute_s = 0.0
-        with loop.running(execution.previous):
-            for work, data in loop.work(remaining):
+        with loop.running():
+            for work, data in loop.read():
                 columns: Columns | None = None
                 if self._first is not None and self._first[0] == work.batch and data is not None:
                     columns, self._first = self._first[1], None
@@ -217,11 +212,11 @@ class OwnLoop:
                     except GeneratorExit:
                         # What was added before the caller left is a finished batch.
                         if (columns := self._take_added()) is not None:
-                            loop.take(work, columns)
+                            loop.count(work, columns)
                             self._done += len(work.samples)
                         raise
                     compute_s += perf_counter() - start
-                loop.take(work, columns)
+                loop.count(work, columns)
                 self._done += len(work.samples)
         loop.times["compute"] = compute_s
 
@@ -229,7 +224,7 @@ class OwnLoop:
     def _rank_0s_buffers(self) -> Iterator[None]:
         """Have a guest's model compute alike on all ranks, and without a collective, until the loop ends."""
         given = self._task.given_model
-        if given is None or not self._context.guest:
+        if given is None or not self._run.guest:
             yield
             return
         snapshot = Snapshot()
@@ -240,8 +235,8 @@ class OwnLoop:
             if wrapper is not None:
                 # Ranks have different numbers of batches: one would wait for a forward that never comes.
                 wrapper.broadcast_buffers = False
-            context = self._context
-            context.note_all(snapshot.share_buffers(self._task.model, context.backend, context.control))
+            run = self._run
+            run.note_all(snapshot.share_buffers(self._task.model, run.backend, run.control))
             yield
         finally:
             if wrapper is not None:
@@ -250,11 +245,11 @@ class OwnLoop:
 
     def _compare_samples(self) -> None:
         """Compare a few samples over the ranks: who has shared the data out before would share it again."""
-        world = self._context.backend.world
+        world = self._run.backend.world
         if world.size == 1:
             return
-        self._context.control.meet()
-        everyone = self._context.backend.all_gather_json(self._task.dataset().probe())
+        self._run.control.meet()
+        everyone = self._run.backend.all_gather_json(self._task.dataset().probe())
         for rank, probe in enumerate(everyone):
             for own, other in zip(everyone[0], probe, strict=False):
                 if own is not None and other is not None and own != other:
@@ -264,19 +259,10 @@ class OwnLoop:
                         "divides it"
                     )
 
-    def _learn_columns(self, threads: int) -> Generator[Any, None, None]:
+    def _learn_columns(self) -> Generator[Any, None, None]:
         """Have this rank's first batch computed, and agree with the other ranks on the columns."""
-        context, world = self._context, self._context.backend.world
-        reading = Evaluation(
-            task=self._task,
-            dataset=self._task.dataset(),
-            model=self._task.model,
-            plan=self._plan,
-            context=context,
-            device=_HOST,
-            workers=context.options.workers or 0,
-            threads=threads,
-        )
+        run, world, task = self._run, self._run.backend.world, self._task
+        reading = Evaluation(task=task, dataset=task.dataset(), model=task.model, plan=self._plan, run=run)
         own: Columns = {}
         for chunk in self._plan.static_chunks(world.rank, world.size):
             batch = self._plan.chunk_batches(chunk)[0]
@@ -286,8 +272,8 @@ class OwnLoop:
                 self._first = None if failed else (batch, own)
                 break
         kinds = [LoopKind.of(column).plain(name) for name, column in own.items()]
-        context.control.meet()
-        everyone = context.backend.all_gather_json(kinds)
+        run.control.meet()
+        everyone = run.backend.all_gather_json(kinds)
         known = [(rank, kinds) for rank, kinds in enumerate(everyone) if kinds]
         if not known:
             raise UsageError("no sample could be read in the first batch of any chunk")
@@ -312,9 +298,9 @@ class OwnLoop:
         [(data, failed)] = read_alone(evaluation, samples)
         if data is None:
             return {}, failed
-        self._context.control.progress.step("forward")
+        self._run.control.progress.step("forward")
         columns = yield from self._hand_out(data, samples)
-        self._context.control.progress.step("setup")
+        self._run.control.progress.step("setup")
         return columns, failed
 
     def _hand_out(self, data: Any, samples: range) -> Generator[Any, None, Columns]:

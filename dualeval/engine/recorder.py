@@ -205,7 +205,7 @@ class Recorder:
         self._names = tuple(rows)
         reads = [name for metric in self._metrics for name in metric.columns]
         self._used = tuple(dict.fromkeys([*self._names, *reads]))
-        self._writer = writer
+        self.writer = writer
         self._progress = progress or Progress()
         self._lock = threading.Lock()
         # Everything written so far.
@@ -232,7 +232,7 @@ class Recorder:
     @property
     def folder(self) -> Path | None:
         """Where the journal's files are written; None where nothing is."""
-        return self._writer.folder
+        return self.writer.folder
 
     def add(
         self,
@@ -313,7 +313,7 @@ class Recorder:
             folded = perf_counter()
             self.metrics_s += folded - start
             self._progress.step("journal", self._progress.position.chunk)
-            self._writer.write(
+            self.writer.write(
                 part.chunks,
                 part.rows_of_chunks,
                 part.delta.values,

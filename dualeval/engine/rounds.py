@@ -9,55 +9,49 @@ whether they go on: a stop ends all after the same round, and a rank that cannot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter, sleep
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from dualeval.columns import Rows
 from dualeval.engine.compute import Compute
-from dualeval.engine.context import RunContext
 from dualeval.engine.control.plane import ControlPlane
-from dualeval.engine.feed import FailedSample
-from dualeval.engine.folder.opening import PreviousRun
+from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.forward import UnderWay, compute_of, evaluate_alone, first_samples
 from dualeval.engine.looks import as_before, differences, is_short
-from dualeval.engine.loop import Evaluation, Loop, Work
+from dualeval.engine.loop import Loop, Work
 from dualeval.engine.numerics import NumericSettings
 from dualeval.engine.plan import EvalPlan
+from dualeval.engine.proving import EvaluatesBatch
 from dualeval.engine.replay import StoredBatch
+from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.detect import check_sharded, is_sharded
 from dualeval.engine.transfer import Pending
 from dualeval.errors import BackendError, PeerError, Stopped, UsageError
 from dualeval.options.choices import DYNAMIC, LOCKSTEP
 
-# Gives the kept columns of a batch, and its samples that could not be read.
-EvaluatesBatch: TypeAlias = Callable[[range], tuple[dict[str, Rows], tuple[FailedSample, ...]]]
 # Of a collective that breaks the cause is mostly another rank's end, which is heard of a moment later.
 _CAUSE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.02
 _RANDOM = "forward or observe draws random numbers, or keeps something from one batch to the next"
 
 
-def with_schedule(model: nn.Module, context: RunContext) -> RunContext:
-    """The context with the schedule that a model is evaluated in; its job says so."""
-    check_sharded(model, context.backend.world)
-    schedule = context.options.schedule
-    if is_sharded(model) or context.options.shard is not None:
+def settle_schedule(model: nn.Module, run: Run) -> None:
+    """Decide the schedule that a model is evaluated in."""
+    check_sharded(model, run.backend.world)
+    schedule = run.options.schedule
+    if is_sharded(model) or run.options.shard is not None:
         if schedule == DYNAMIC:
             raise UsageError(
                 f"--schedule {DYNAMIC}: the model is sharded, and so each forward of one rank waits for all "
                 "other ranks: none can take more batches than another. Leave --schedule out."
             )
         schedule = LOCKSTEP
-    if schedule != LOCKSTEP:
-        return context
-    options = replace(context.options, schedule=schedule)
-    shown = {"schedule": schedule} | ({} if options.shard is None else {"shard": options.shard})
-    return replace(context, options=options, job={**context.job, **shown})
+    if schedule == LOCKSTEP:
+        shards = {} if run.options.shard is None else {"shard": run.options.shard}
+        run.decide({"schedule": schedule, **shards}, schedule=schedule)
 
 
 def rounds_of(plan: EvalPlan, remaining: Sequence[int], size: int) -> int:
@@ -65,31 +59,29 @@ def rounds_of(plan: EvalPlan, remaining: Sequence[int], size: int) -> int:
     return max(sum(len(plan.chunk_batches(chunk)) for chunk in remaining[rank::size]) for rank in range(size))
 
 
-def evaluate_in_rounds(
-    evaluation: Evaluation, loop: Loop, previous: PreviousRun, settings: NumericSettings
-) -> list[str]:
-    """Compute every batch that the loop hands out, one a round on every rank; a collective."""
-    with loop.running(previous), compute_of(evaluation, 1) as compute:
+def evaluate_in_rounds(evaluation: Evaluation, loop: Loop, settings: NumericSettings) -> list[str]:
+    """As ``evaluate_all``, one batch a round on every rank; a collective."""
+    with loop.running(), compute_of(evaluation, 1) as compute:
         # Those that come early wait asleep.
-        evaluation.context.control.meet()
+        evaluation.run.control.meet()
         rounds = _Rounds(evaluation, loop, compute)
         try:
-            rounds.run(previous.chunks.remaining)
+            rounds.run()
         except BackendError:
-            if evaluation.context.control.has_peers:
-                wait_for_news(evaluation.context.control, lambda: False, within_s=_CAUSE_WITHIN_S)
+            if evaluation.run.control.has_peers:
+                wait_for_news(evaluation.run.control, lambda: False, within_s=_CAUSE_WITHIN_S)
             raise
     loop.times["compute"] = rounds.under_way.compute_s
     return settings.check_after_loop(compute.changed_settings)
 
 
 def evaluated_together(evaluation: Evaluation, stored: Sequence[StoredBatch]) -> EvaluatesBatch:
-    """Compute on all ranks the batches that rank 0 gives, for ``Execution.prove``; a collective.
+    """Compute on all ranks the batches that rank 0 gives, for ``prove``; a collective.
 
     What is returned gives those of another forward each time, without a collective.
     """
     own = [[batch.samples.start, batch.samples.stop] for batch in stored]
-    shared = [range(*limits) for limits in evaluation.context.from_rank_0(own)]
+    shared = [range(*limits) for limits in evaluation.run.from_rank_0(own)]
     # Twice: rank 0 may ask whether the model gives the same bits again.
     found = {samples: [evaluate_alone(evaluation, samples) for _ in range(2)] for samples in shared}
     return lambda samples: found[samples].pop()
@@ -113,19 +105,19 @@ class _Rounds:
 
     def __init__(self, evaluation: Evaluation, loop: Loop, compute: Compute) -> None:
         self._evaluation = evaluation
-        self._backend = evaluation.context.backend
-        self._control = evaluation.context.control
-        self._progress = evaluation.context.control.progress
+        self._backend = evaluation.run.backend
+        self._control = evaluation.run.control
+        self._progress = evaluation.run.control.progress
         self._loop = loop
         self._compute = compute
         # The batches that are being computed.
         self.under_way = UnderWay(evaluation, loop)
 
-    def run(self, remaining: Sequence[int]) -> None:
+    def run(self) -> None:
         """Compute all rounds, or those until all ranks stop."""
-        rounds = rounds_of(self._evaluation.plan, remaining, self._backend.world.size)
+        rounds = rounds_of(self._evaluation.plan, self._loop.remaining, self._backend.world.size)
         stand_in = self._look(rounds)
-        batches = self._loop.work(remaining, until_stopped=False)
+        batches = self._loop.read(until_stopped=False)
         for _ in range(rounds):
             work, data, problem = self._prepare(batches)
             if self._agree_to_stop(problem):
@@ -158,7 +150,7 @@ class _Rounds:
             # Of a batch in which no sample could be read there is nothing to keep either.
             return None if data is None else pending
         except Exception as error:
-            gathers = self._evaluation.context.gathers
+            gathers = self._evaluation.run.gathers
             if gathers is None or not gathers.is_complete:
                 raise
             problem = error

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from time import sleep
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from dualeval.engine.control.plane import ControlPlane
     from dualeval.engine.end.conclusion import Conclusion
     from dualeval.engine.end.watch import Watch
+    from dualeval.engine.options import RunOptions
     from dualeval.engine.own_loop import OwnLoop
+    from dualeval.engine.run_state import Run
     from dualeval.metrics import Metric, RowMetric
     from dualeval.result import Result
     from dualeval.tasks import Task
@@ -341,7 +343,7 @@ class Session:
             PeerError: another rank failed first.
             Stopped: a signal, or ``stop``, has ended the run; what was finished is saved.
         """
-        from dualeval.engine.evaluator import Evaluator
+        from dualeval.engine.run import evaluate
         from dualeval.report.loggers.targets import check_installed, targets_of
 
         self._check_usable()
@@ -351,19 +353,9 @@ class Session:
         with self._concluding():
             if self.world.is_main:
                 check_installed(targets)
-            result = Evaluator(
-                task,
-                self.backend,
-                self.control,
-                run_options,
-                watch=self._watch,
-                note=self.note,
-                job=job,
-                show=show,
-                started=started,
-                guest=puts_back,
-                cores=self.cores,
-            ).run()
+            run = self._run(run_options, job, show, guest=puts_back, cores=self.cores)
+            run.started = perf_counter() if started is None else started
+            result = evaluate(task, run)
         if last:
             self._watch.end()
             return result
@@ -373,6 +365,27 @@ class Session:
 
             log_result(result, targets, step, self.note)
         return result
+
+    def _run(
+        self,
+        options: RunOptions,
+        job: Mapping[str, Any] | None,
+        show: Callable[[int, int], None] | None,
+        **more: Any,
+    ) -> Run:
+        from dualeval.engine.run_state import Run
+
+        return Run(
+            backend=self.backend,
+            control=self.control,
+            options=options,
+            watch=self._watch,
+            device=self.backend.device,
+            note=self.note,
+            job=dict(job or {}),
+            show=show,
+            **more,
+        )
 
     def attempt(
         self, work: Callable[[], _T], *, progress: str = "", last: bool = False
@@ -496,21 +509,11 @@ class Session:
             PeerError: another rank failed first.
             Stopped: a signal, or ``stop``, has ended the run; what was added is saved.
         """
-        from dualeval.engine.context import RunContext
         from dualeval.engine.own_loop import OwnLoop
 
         self._check_usable()
-        context = RunContext(
-            backend=self.backend,
-            control=self.control,
-            options=run_options_of(options),
-            watch=self._watch,
-            note=self.note,
-            job=dict(job or {}),
-            show=show,
-            guest=True,
-        )
-        self._loop = OwnLoop(dataset, context, collate=collate, metrics=metrics, model=model)
+        run = self._run(run_options_of(options), job, show, guest=True)
+        self._loop = OwnLoop(dataset, run, collate=collate, metrics=metrics, model=model)
         self._watch.begin()
         return self._handed_out(self._loop.batches())
 

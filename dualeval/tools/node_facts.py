@@ -48,7 +48,7 @@ def _node_facts(environ: Mapping[str, str]) -> dict[str, Any]:
 
     from dualeval.backends import horovod, mpi
     from dualeval.engine.accelerator import nvidia_driver
-    from dualeval.engine.agreement import machine_facts
+    from dualeval.engine.machines import machine_facts
 
     machine = machine_facts(torch.device("cpu"), ())
     facts: dict[str, Any] = {

@@ -68,7 +68,7 @@ def test_another_number_in_place_of_a_damaged_one_is_said(
     flip(tmp_path / "predictions.parquet", 100)
     forward = TinyTask.forward
     monkeypatch.setattr(TinyTask, "forward", lambda *words: 2 * forward(*words))
-    monkeypatch.setattr("dualeval.engine.execution.sha256_of_json", lambda job: first.fingerprint)
+    monkeypatch.setattr("dualeval.engine.agreement.sha256_of_json", lambda job: first.fingerprint)
     monkeypatch.setattr("dualeval.engine.folder.opening._check_same_job", lambda *words: None)
     again = go_on(tmp_path)
     [warning] = [warning for warning in again.warnings if first.metrics_digest in warning]

@@ -11,7 +11,7 @@ import torch
 
 from dualeval.engine import accelerator
 from dualeval.engine.accelerator import Accelerator, Cuda, Host, accelerator_of, is_out_of_memory
-from dualeval.engine.agreement import machine_facts
+from dualeval.engine.machines import machine_facts
 
 ENGINE = Path(accelerator.__file__).parent
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dualeval
-from dualeval.engine import agreement
+from dualeval.engine import machines
 from dualeval.errors import UsageError
 from dualeval.metrics import Measured, Metric, RowMetric
 from dualeval.result import Result
@@ -222,7 +222,7 @@ def test_a_changed_option_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_changed_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate(TinyTask(SAMPLES), tmp_path)
     monkeypatch.setattr(
-        agreement, "version", lambda name: "0.0" if name == "numpy" else metadata.version(name)
+        machines, "version", lambda name: "0.0" if name == "numpy" else metadata.version(name)
     )
     with pytest.raises(UsageError, match=r"versions\.numpy: .* there, 0\.0 now"):
         evaluate(TinyTask(SAMPLES), tmp_path)

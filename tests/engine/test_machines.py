@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dualeval.engine import execution, recorder
+from dualeval.engine import agreement, recorder
 from dualeval.engine.folder.journal import read_journal_file
 from dualeval.engine.machines import chunks_by_machine, is_same
 from dualeval.errors import UsageError
@@ -124,12 +124,12 @@ def test_a_result_is_resumed_on_the_machine_that_now_says_more(
 
 def test_a_patched_library_is_another_kind(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same version, and with other source: as somebody's own build of it."""
-    real = vars(execution)["job_identity"]
+    real = vars(agreement)["job_identity"]
 
     def patched(*args: Any) -> dict[str, Any]:
         return {**real(*args), "libraries": {"torch": "0123"}}
 
-    monkeypatch.setattr(execution, "job_identity", patched)
+    monkeypatch.setattr(agreement, "job_identity", patched)
     with pytest.raises(UsageError, match=r"libraries\.torch: [0-9a-f]+ there, 0123 now"):
         go_on(begun)
     assert not go_on(begun, mix_machines=True).homogeneous

@@ -58,7 +58,7 @@ def signalled(
             pytest.param(module, number, marks=pytest.mark.long)
             for module in (
                 *("dualeval.cli", "ctypes", "numpy", "torch.functional", "asyncio", "dualeval.world.devices"),
-                *("dualeval.engine.control.plane", "dualeval.engine.evaluator", "dualeval.models.weights"),
+                *("dualeval.engine.control.plane", "dualeval.engine.run", "dualeval.models.weights"),
             )
             for number in (TERM, INT, USR2)
         ),

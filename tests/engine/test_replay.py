@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dualeval.engine import agreement, recorder, replay
+from dualeval.engine import machines, recorder, replay
 from dualeval.engine.folder.journal import read_journal_file
 from dualeval.engine.forward import evaluate_alone
 from dualeval.engine.plan import EvalPlan
@@ -106,8 +106,8 @@ def test_it_can_be_left_out_and_the_result_says_so(there: Path, monkeypatch: pyt
 
 
 def played_machine(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    real = agreement.machine_facts
-    monkeypatch.setattr("dualeval.engine.execution.machine_facts", lambda *args: {**real(*args), **changes})
+    real = machines.machine_facts
+    monkeypatch.setattr("dualeval.engine.agreement.machine_facts", lambda *args: {**real(*args), **changes})
 
 
 def test_another_machine_is_compared_to_tolerance(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_a_difference_in_either_of_two_batches_is_found(
         confidence = np.asarray(columns["confidence"])
         return {**columns, "confidence": confidence / 2 if len({*seen}) > number else confidence}, failed
 
-    monkeypatch.setattr("dualeval.engine.evaluator.evaluate_alone", differs)
+    monkeypatch.setattr("dualeval.engine.run.evaluate_alone", differs)
     with pytest.raises(UsageError, match="column 'confidence'") as caught:
         finish(there)
     assert len({*seen}) == number + 1

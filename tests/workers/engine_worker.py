@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dualeval.backends.base import Backend
-from dualeval.engine import execution, recorder
+from dualeval.engine import agreement, recorder
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.options import RunOptions
 from dualeval.engine.samples import wrap
@@ -257,7 +257,7 @@ def numbered(backend: Backend, control: ControlPlane, folder: Path) -> dict[str,
 
 def two_machines(backend: Backend, control: ControlPlane, folder: Path) -> dict[str, Any]:
     """The last rank has other bits; then other versions, with and without leave to mix them."""
-    real = vars(execution)["machine_facts"]
+    real = vars(agreement)["machine_facts"]
     found: dict[str, Any] = {}
 
     def run(name: str, **options: Any) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def two_machines(backend: Backend, control: ControlPlane, folder: Path) -> dict[
 
     def play(**changes: Any) -> None:
         if backend.world.rank == backend.world.size - 1:
-            vars(execution)["machine_facts"] = lambda *words: {**real(*words), **changes}
+            vars(agreement)["machine_facts"] = lambda *words: {**real(*words), **changes}
 
     play(bits="other")
     found["bits"] = run("bits")

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from dualeval.backends.base import Backend
 from dualeval.engine import recorder
-from dualeval.engine.context import RunContext
 from dualeval.engine.control.plane import ControlPlane, open_control_plane
 from dualeval.engine.end.watch import Watch
 from dualeval.engine.options import RunOptions
 from dualeval.engine.own_loop import OwnLoop
 from dualeval.launch import detect
 from dualeval.world.devices import connect
-from tests.sessions import watched
+from tests.sessions import run_of, watched
 
 SAMPLES = 997
 FEATURES = 6
@@ -49,8 +48,7 @@ def own_loop(
     own = {name: options.pop(name) for name in ("collate", "metrics", "model") if name in options}
     note = options.pop("note", lambda sentence: None)
     run_options = RunOptions(out=out, **{"batch_size": 16, **options})
-    context = RunContext(backend=backend, control=control, options=run_options, watch=watch, note=note)
-    return OwnLoop(dataset, context, **own)
+    return OwnLoop(dataset, run_of(backend, control, watch, run_options, note=note, guest=True), **own)
 
 
 def observed(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:

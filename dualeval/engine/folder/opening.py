@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dualeval.engine.agreement import differences, layout_hint, listing, structure_hint
+from dualeval.engine.differences import differences, layout_hint, listing, structure_hint
 from dualeval.engine.folder.journal import FinishedChunks, read_journal
 from dualeval.engine.folder.layout import (
     LEASE,

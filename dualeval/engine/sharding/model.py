@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from dualeval.engine import numerics
 from dualeval.engine.compute import copy_sharing_tensors
-from dualeval.engine.context import RunContext
 from dualeval.engine.identity import ModelIdentity
 from dualeval.engine.identity.model import WeightsDigests
 from dualeval.engine.layouts import OF_TRIAL, converter, layout_of
 from dualeval.engine.options import RunOptions
 from dualeval.engine.preparation import dtype_in, set_door
+from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.parameters import Parameter, Reading, parameters_of, put
 from dualeval.engine.sharding.torch_fsdp import keep_outputs, of_rows, set_strides, without_hooks
 from dualeval.engine.sharding.units import units_of
@@ -38,14 +38,14 @@ class ShardedModel:
     ``filled`` gives the model that computes.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, context: RunContext) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, run: Run) -> None:
         self._model = model
         self._mesh = mesh
-        self._context = context
-        self._device = context.backend.device
+        self._run = run
+        self._device = run.backend.device
         self._parameters = parameters_of(model)
         self._digests = WeightsDigests.of(model)
-        self._identity = ModelIdentity.with_weights(model, {}, context.backend.world)
+        self._identity = ModelIdentity.with_weights(model, {}, run.backend.world)
         self._is_read = False
         for parameter in self._parameters:
             assert parameter.source is not None
@@ -54,7 +54,7 @@ class ShardedModel:
         whole = [parameter for parameter in self._parameters if not parameter.is_divided]
         most = sum(parameter.nbytes for parameter in self._parameters) // _NOTED_PART
         if large := [parameter.name for parameter in whole if parameter.nbytes > most]:
-            context.note_all([f"each rank has all of {', '.join(large)}: not contiguous, or no floats"])
+            run.note_all([f"each rank has all of {', '.join(large)}: not contiguous, or no floats"])
 
     @property
     def identity(self) -> ModelIdentity:
@@ -65,7 +65,7 @@ class ShardedModel:
     def copy_in(self, layout: str) -> nn.Module:
         """A copy for the trial of a layout, in the model's own dtypes; a collective at first."""
         self._read()
-        options = replace(self._context.options, **OF_TRIAL)
+        options = replace(self._run.options, **OF_TRIAL)
         copied = copy_sharing_tensors(self._model)
         return self._divided(copied, options, layout, lambda parameter: parameter.rows)
 
@@ -84,7 +84,7 @@ class ShardedModel:
         if self._is_read:
             return
         self._is_read = True
-        control, backend = self._context.control, self._context.backend
+        control, backend = self._run.control, self._run.backend
         reading = Reading(self._parameters, backend, self._identity.hasher)
         for parameter in self._parameters:
             control.progress.step("setup")

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from dualeval.columns import Rows
 from dualeval.engine import numerics
-from dualeval.engine.agreement import machine_facts
+from dualeval.engine.building import moved
 from dualeval.engine.compute import is_compiled
 from dualeval.engine.evaluation_mode import set_evaluation_mode
-from dualeval.engine.evaluator import moved
 from dualeval.engine.layouts import OF_TRIAL, layout_by_trial
+from dualeval.engine.machines import machine_facts
 from dualeval.engine.options import RunOptions
 from dualeval.engine.parts import drawn
 from dualeval.engine.plan import EvalPlan

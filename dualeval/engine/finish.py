@@ -16,19 +16,21 @@ from dualeval.columns import Rows
 from dualeval.engine.clusters import columns_wanted, find_clusters, with_clusters
 from dualeval.engine.columns import columns_of
 from dualeval.engine.description import describe
+from dualeval.engine.evaluation import Evaluation
 from dualeval.engine.folder.collecting import errors_of, gather_failures
 from dualeval.engine.folder.folder import RunFolder
-from dualeval.engine.folder.journal import JournalFile, JournalWriter
+from dualeval.engine.folder.journal import JournalFile
 from dualeval.engine.folder.opening import PreviousRun
 from dualeval.engine.folder.stored_columns import RowsOfChunks
 from dualeval.engine.folder.windows import read_columns
 from dualeval.engine.in_memory import MemoryWriter
-from dualeval.engine.loop import Evaluation, unwritable
+from dualeval.engine.loop import Loop, unwritable
 from dualeval.engine.machines import chunks_by_machine
 from dualeval.engine.measured import check_keys, fields_of_result, measured_from, plain
+from dualeval.engine.opened import Opened
 from dualeval.engine.parts import findings_of, part_of, warnings_of, whole_set_intervals
-from dualeval.engine.recorder import Recorder
-from dualeval.engine.reference import Reference, windows_of_chunks
+from dualeval.engine.proving import Proven
+from dualeval.engine.reference import windows_of_chunks
 from dualeval.engine.replay import batches_of_predictions, metric_digests
 from dualeval.errors import DualevalError, UsageError
 from dualeval.metrics import Measured
@@ -38,63 +40,68 @@ from dualeval.result import Result
 _NAMED_AT_MOST = 5
 
 
-class Outcome:
+def finish(
+    evaluation: Evaluation, opened: Opened, loop: Loop, proven: Proven, settings_notes: Sequence[str]
+) -> Result:
+    """Reduce, check, compute the metrics and, on rank 0, write; every rank gets the same metrics."""
+    result = _Ended(evaluation, opened, loop).result(proven.replay, settings_notes)
+    # No rank is through before the result is on the disk: a stop until then is all ranks' or none's. One
+    # while rank 0 writes ends the others only where rank 0 takes longer than the watch's grace.
+    evaluation.run.control.meet(stoppable=False)
+    let_go(evaluation, opened)
+    return result
+
+
+def let_go(evaluation: Evaluation, opened: Opened) -> None:
+    """Nothing is in hand any more that an end would have to save or close."""
+    evaluation.run.watch.release(done=True)
+    if opened.folder is not None:
+        opened.folder.close()
+
+
+class _Ended:
     """What this rank makes of the evaluation when its loop is through."""
 
-    def __init__(
-        self,
-        evaluation: Evaluation,
-        facts: Mapping[str, Any],
-        previous: PreviousRun,
-        folder: RunFolder | None,
-        writer: JournalWriter | MemoryWriter,
-        recorder: Recorder,
-        *,
-        reference: tuple[Reference, Mapping[str, Any]] | None = None,
-    ) -> None:
-        self._reference = reference
+    def __init__(self, evaluation: Evaluation, opened: Opened, loop: Loop) -> None:
         self._evaluation = evaluation
-        self._context = evaluation.context
+        self._opened = opened
+        self._loop = loop
+        self._run = evaluation.run
         self._plan = evaluation.plan
         self._task = evaluation.task
         self._dataset = evaluation.dataset
-        self._facts = facts
-        self._previous = previous
-        self._folder = folder
-        self._writer = writer
-        self._recorder = recorder
-        self._ledger = recorder.ledger
-        self._backend = evaluation.context.backend
-        self._control = evaluation.context.control
-        self._step = partial(evaluation.context.control.progress.step, "write")
-        self._is_main = evaluation.context.backend.world.is_main
+        self._facts = opened.facts
+        self._previous = opened.previous
+        self._folder = opened.folder
+        self._recorder = loop.recorder
+        self._writer = loop.recorder.writer
+        self._ledger = loop.recorder.ledger
+        self._backend = evaluation.run.backend
+        self._step = partial(evaluation.run.control.progress.step, "write")
+        self._is_main = evaluation.run.backend.world.is_main
 
-    def result(
-        self,
-        times: dict[str, float],
-        settings_notes: Sequence[str],
-        notes: Sequence[str],
-        *,
-        unlike: list[str] | None,
-        replay: str | None,
-        setup_s: float,
-    ) -> Result:
+    def result(self, replay: str | None, settings_notes: Sequence[str]) -> Result:
         """Reduce, check, compute and, on rank 0, write; a collective."""
+        recorder = self._recorder
+        times = {
+            **self._loop.times,
+            "metrics": self._loop.postprocess_s + recorder.metrics_s,
+            "journal": recorder.journal_s,
+        }
         self._reduce(times)
         reports = self._backend.all_gather_json(
             {
                 "times": times,
-                "first_failed": self._recorder.first_failed,
+                "first_failed": recorder.first_failed,
                 "files": len(self._writer.written),
-                "chunks": self._recorder.chunks_saved,
+                "chunks": recorder.chunks_saved,
                 "settings": list(settings_notes),
-                "notes": list(notes),
-                "unlike": unlike,
+                "notes": list(self._loop.notes),
+                "unlike": self._loop.unlike,
                 "shared": self._folder is None or self._folder.shared,
             }
         )
-        said_once = dict.fromkeys(note for report in reports for note in report["notes"])
-        self._context.note_all(list(said_once))
+        self._run.note_all(dict.fromkeys(note for report in reports for note in report["notes"]))
         self._ledger.verify_exactly_once()
         evaluated, failed = self._ledger.totals()
         if evaluated == 0:
@@ -102,7 +109,7 @@ class Outcome:
             raise UsageError(
                 f"none of the {failed} samples could be read; the first, {self._dataset.id(index)}: {error}"
             )
-        indices = gather_failures(self._backend, self._recorder.failed) if failed else []
+        indices = gather_failures(self._backend, recorder.failed) if failed else []
         with self._writable():
             rows = self._collected(reports)
             failures = self._with_errors(indices, rows)
@@ -110,7 +117,7 @@ class Outcome:
         measured += self._measured_by_rows(rows)
         check_keys(measured)
         clusters = self._clusters(rows, measured)
-        made = self._made(measured, clusters, reports, failures, evaluated, replay, setup_s)
+        made = self._made(measured, clusters, reports, failures, evaluated, replay)
         made = self._beside_reference(made, rows)
         if self._folder is None or not self._is_main:
             return made
@@ -129,7 +136,7 @@ class Outcome:
             # Once, and so on one rank alone.
             self._previous.chunks.add_to(self._ledger.values)
         start = perf_counter()
-        self._control.meet()
+        self._run.control.meet()
         times["meet"] = perf_counter() - start
         self._step()
         start = perf_counter()
@@ -172,7 +179,7 @@ class Outcome:
                 asdict(plain(metric.name, metric.compute(columns_of(metric, columns)))) for metric in metrics
             ]
         # JSON keeps every bit of a float.
-        return [measured_from(measured) for measured in self._context.from_rank_0(found)]
+        return [measured_from(measured) for measured in self._run.from_rank_0(found)]
 
     def _clusters(
         self, rows: Sequence[RowsOfChunks], measured: Sequence[Measured]
@@ -185,7 +192,7 @@ class Outcome:
         if self._is_main:
             columns = self._columns(rows, columns_wanted(name, measured, self._evaluation.kept))
             found = asdict(find_clusters(name, measured, columns))
-        found = self._context.from_rank_0(found)
+        found = self._run.from_rank_0(found)
         ends = {key: (low, high) for key, (low, high) in found["intervals"].items()}
         return ClusterIntervals(**{**found, "intervals": ends, "warnings": tuple(found["warnings"])})
 
@@ -200,18 +207,19 @@ class Outcome:
 
         The reference was readable before the first batch. If it is not any more, no batch is lost for it.
         """
-        if self._context.options.reference is None:
+        if self._run.options.reference is None:
             return result
         found: dict[str, Any] | None = None
-        if self._reference is not None:
-            reference, facts = self._reference
+        reference, facts = self._opened.reference, self._opened.compared
+        if reference is not None:
+            assert facts is not None
             kept = self._evaluation.kept
             windows = windows_of_chunks(rows, self._plan, self._task, self._dataset, kept)
             try:
                 found = reference.compare(windows, self._dataset, facts, self._step)
             except DualevalError as error:
                 found = reference.unreadable(error)
-        found = self._context.from_rank_0(found)
+        found = self._run.from_rank_0(found)
         problem = found.get("problem")
         said = [] if problem is None else [f"not compared with {found['folder']}: {problem}"]
         return replace(result, reference=found, warnings=[*result.warnings, *said])
@@ -224,11 +232,10 @@ class Outcome:
         failures: Sequence[tuple[int, str]],
         evaluated: int,
         replay: str | None,
-        setup_s: float,
     ) -> Result:
         """The result; the same on every rank, but for seconds before the loop and earlier runs' machines."""
-        facts, previous, context = self._facts, self._previous, self._context
-        plan, world, machine = self._plan, context.backend.world, facts["machine"]
+        facts, previous, run = self._facts, self._previous, self._run
+        plan, world, machine = self._plan, run.backend.world, facts["machine"]
         # The slowest rank's: the run is not through before.
         evaluate_s = max(report["times"]["evaluate"] for report in reports)
         found = findings_of(self._task, self._dataset, plan.num_samples)
@@ -254,7 +261,7 @@ class Outcome:
                 "evaluated_now": len(remaining),
                 "resumed": plan.num_chunks - len(remaining),
             },
-            job={**context.job, **self._task.options()},
+            job={**run.job, **self._task.options()},
             description=describe(self._task, part, plan, facts["job"], facts["fingerprint"]),
             labels=dict(self._task.labels_used()),
             fingerprint=facts["fingerprint"],
@@ -271,7 +278,7 @@ class Outcome:
                 "size": world.size,
                 "nodes": len(set(facts["hosts"])),
                 "launcher": world.launcher,
-                "backend": context.backend.name,
+                "backend": run.backend.name,
             },
             device={key: machine[key] for key in ("device", "model", "cpu_capability", "bits")},
             homogeneous=len(machines) == 1,
@@ -280,8 +287,8 @@ class Outcome:
             finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             replay=replay,
             timing={
-                "total_s": perf_counter() - context.started,
-                "setup_s": setup_s,
+                "total_s": perf_counter() - run.started,
+                "setup_s": self._loop.setup_s,
                 "evaluate_s": evaluate_s,
                 "ranks": [report["times"] for report in reports],
             },

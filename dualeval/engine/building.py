@@ -1,0 +1,154 @@
+"""From a task to what computes: the model as it is built, its samples, and the model as it is prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from dualeval.engine import numerics
+from dualeval.engine.forward import settle_layout
+from dualeval.engine.guest import Snapshot
+from dualeval.engine.identity import ModelIdentity
+from dualeval.engine.late_parameters import has_late, read_all
+from dualeval.engine.parts import drawn
+from dualeval.engine.preparation import check_model, prepare
+from dualeval.engine.rounds import settle_schedule
+from dualeval.engine.run_state import Run
+from dualeval.engine.samples import as_dataset
+from dualeval.engine.sharding.heap import return_large_blocks
+from dualeval.engine.sharding.model import ShardedModel
+from dualeval.engine.sharding.ownership import check_owned, release
+from dualeval.engine.sharding.parameters import check_device
+from dualeval.engine.sharding.torch_fsdp import check_torch
+from dualeval.errors import UsageError
+from dualeval.tasks import Dataset, Task
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+_MOST_AUTOMATIC_WORKERS = 8
+
+
+def check(task: Task, run: Run) -> None:
+    """Check what can be checked before anything is built."""
+    if isinstance(task, type) and Task in task.__mro__:
+        raise UsageError(
+            f"{task.__name__} is the class of a task: give an object of it, {task.__name__}(...)"
+        )
+    if not isinstance(task, Task):
+        raise UsageError(
+            f"{type(task).__name__} is not a task: expected an object whose class is derived from "
+            "dualeval.Task. For your own loop over a data set use session.batches(dataset)."
+        )
+    numerics.check_precision(run.options.precision, run.device)
+    check_device(run.options.offload, run.device)
+
+
+@contextmanager
+def mesh_of(run: Run) -> Iterator[DeviceMesh | None]:
+    """The ranks that a model is divided over, for as long as it lasts; None where each rank has all of it."""
+    if run.options.shard is None:
+        yield None
+        return
+    check_torch()
+    if run.device.type == "cpu":
+        return_large_blocks()
+    with run.backend.mesh() as mesh:
+        try:
+            yield mesh
+        finally:
+            # A group that ends before the model that uses it may abort the process.
+            release()
+
+
+def build(task: Task, run: Run, before: Snapshot | None) -> nn.Module:
+    """The task's model on the device; of a caller's script without what wraps it, and with rank 0's buffers.
+
+    One that is to be divided stays where it was built.
+    """
+    is_divided = run.options.shard is not None
+    with numerics.autocast(run.options.precision, run.device):
+        model = task.build_late(run.device) if is_divided else task.build_model(run.device)
+    if is_divided:
+        check_owned(task, model, before)
+        return model
+    if before is None:
+        return moved(model, run.device)
+    model = moved(before.take(model), run.device)
+    run.note_all(before.share_buffers(model, run.backend, run.control))
+    return model
+
+
+def samples_of(task: Task, run: Run) -> Dataset:
+    """The task's samples, or those of them that the options ask for; decides how many processes read them."""
+    step = partial(run.control.progress.step, "setup")
+    dataset = drawn(as_dataset(task.dataset()), run.options, lambda said: run.note_all([said]), step)
+    if run.options.workers is None:
+        workers = automatic_workers(task, dataset, run.cores)
+        shown = {"workers": workers} if "workers" in run.job else {}
+        run.decide(shown, workers=workers, fewer_workers=True)
+    run.workers = run.options.workers or 0
+    return dataset
+
+
+def automatic_workers(task: Task, dataset: Dataset, cores: int) -> int:
+    """How many processes read for a rank where nobody says it: none where reading costs nothing."""
+    wanted = task.wants_workers
+    if wanted is None:
+        wanted = not getattr(dataset, "in_memory", False)
+    return min(_MOST_AUTOMATIC_WORKERS, cores) if wanted else 0
+
+
+def prepared(
+    task: Task, dataset: Dataset, model: nn.Module, run: Run, mesh: DeviceMesh | None, stack: ExitStack
+) -> tuple[nn.Module, ModelIdentity]:
+    """The model that computes, and the identity of the model as it was built; decides schedule and layout.
+
+    The stack keeps what lasts as long as it computes.
+    """
+    if mesh is not None:
+        return _divided(task, dataset, model, run, mesh, stack)
+    settle_schedule(model, run)
+    around_gather = partial(run.control.progress.inside, "collective")
+    identity = ModelIdentity.of(model, around_gather, run.backend.world)
+    check_model(model, run.options)
+    # After the identity: its hooks are no part of the model.
+    stack.enter_context(run.watching(model))
+    settle_layout(task, dataset, model, run)
+    model = prepare(
+        model, run.options, run.device, owned=not run.guest, note=lambda said: run.note_all([said])
+    )
+    return model, identity
+
+
+def _divided(
+    task: Task, dataset: Dataset, model: nn.Module, run: Run, mesh: DeviceMesh, stack: ExitStack
+) -> tuple[nn.Module, ModelIdentity]:
+    """As ``prepared``, for a model that is divided over the ranks of a mesh. A collective."""
+    if type(task).build_late is Task.build_late and not has_late(model):
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        run.note_all(
+            [
+                f"model: each rank has built all of it ({size / 1e6:,.1f} MB) before it keeps its part. "
+                "Build it by dualeval.late_model, and each rank reads its part alone"
+            ]
+        )
+    sharded = ShardedModel(model, mesh, run)
+    check_model(model, run.options)
+    settle_layout(task, dataset, model, run, sharded.copy_in)
+    model = sharded.filled(run.options)
+    settle_schedule(model, run)
+    stack.enter_context(run.watching(model))
+    return model, sharded.identity
+
+
+def moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on the device; one that has a part there already is left as its author has placed it."""
+    read_all(model)
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    return model.to(device) if kinds and device.type not in kinds else model

@@ -1,0 +1,79 @@
+"""Where two jobs differ, by name, and in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dualeval.options.choices import CONTIGUOUS
+
+_ATTRIBUTES = "structure_attributes."
+_NAMED = (_ATTRIBUTES, "constants.")
+_HASH = re.compile("[0-9a-f]{6,64}")
+_SHOWN_OF_HASH = 16
+_MOST_LISTED = 16
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Where two nests of plain values differ: name with dots, value in each (None where it is missing)."""
+    found: list[tuple[str, Any, Any]] = []
+    for name in dict.fromkeys([*one, *other]):
+        first, second = one.get(name), other.get(name)
+        if isinstance(first, Mapping) and isinstance(second, Mapping):
+            found += [(f"{name}.{inner}", *values) for inner, *values in differences(first, second)]
+        elif first != second:
+            found.append((name, first, second))
+    return found
+
+
+def listing(found: Sequence[tuple[str, Any, Any]], there: str, here: str) -> str:
+    """Differences in words; the attributes of the model's structure by name, where they are known."""
+    attributes = [item for item in found if _ATTRIBUTES in item[0]]
+    explained = {name.replace(_ATTRIBUTES, "structure.") for name, _, _ in attributes}
+    named = [
+        (name.replace(_ATTRIBUTES, "structure."), *values)
+        for name, *values in found
+        # The hash of a module says no more than those of its attributes.
+        if "structure." not in name or not any(other.startswith(f"{name}.") for other in explained)
+    ]
+    # What can be read without knowing what was hashed comes first.
+    named.sort(key=lambda item: _is_hash(item[1]) or _is_hash(item[2]))
+    shown = [f"{name}: {_brief(one)} {there}, {_brief(other)} {here}" for name, one, other in named]
+    more = [f"and {len(shown) - _MOST_LISTED} more"] if len(shown) > _MOST_LISTED else []
+    return "; ".join(shown[:_MOST_LISTED] + more)
+
+
+def _brief(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return f"{len(value)} values"
+    return value[:_SHOWN_OF_HASH] if _is_hash(value) else value
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and _HASH.fullmatch(value) is not None
+
+
+def layout_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
+    """A sentence on a difference in layout, which a job names where it is channels-last; else empty."""
+    layouts = [values for name, *values in found if name.removeprefix("job.") == "layout"]
+    if not layouts:
+        return ""
+    there = layouts[0][0] or CONTIGUOUS
+    return (
+        f" (The run there was computed {there}: with --layout {there} this one is, too. Before --layout "
+        f"auto all runs were {CONTIGUOUS}.)"
+    )
+
+
+def structure_hint(found: Sequence[tuple[str, Any, Any]]) -> str:
+    """A sentence on a difference in the model's structure or a class's constants; else empty."""
+    names = [name.removeprefix("job.") for name, _, _ in found]
+    if not any(name.startswith(("structure.", *_NAMED)) for name in names):
+        return ""
+    return (
+        " (structure.NAME is a hash of what the attributes of the model's module NAME hold, its class and "
+        "its hooks, and constants.CLASS has the values that the methods of CLASS read: a rank, a time or a "
+        "random number does not belong there. A class that says dualeval_identity_ignores = "
+        '("NAME OF ATTRIBUTE",) leaves out what decides no number.)'
+    )
