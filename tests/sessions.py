@@ -37,5 +37,6 @@ def run_task(task: Task, backend: Backend, control: ControlPlane, options: RunOp
 
 
 def run_of(backend: Backend, control: ControlPlane, watch: Watch, options: RunOptions, **own: Any) -> Run:
-    """A run on the backend's own device."""
-    return Run(backend=backend, control=control, options=options, watch=watch, device=backend.device, **own)
+    """A run on the backend's own device; of ``own`` None leaves a field as it is."""
+    given = {name: value for name, value in own.items() if value is not None}
+    return Run(backend=backend, control=control, options=options, watch=watch, device=backend.device, **given)
