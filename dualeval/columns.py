@@ -253,6 +253,14 @@ def copied(column: Any) -> Any:
     return column
 
 
+def all_copied(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns, each ``copied``: most are tensors."""
+    found = {}
+    for name, column in columns.items():
+        found[name] = column.clone() if type(column) is Tensor else copied(column)
+    return found
+
+
 def each_part(change: Callable[[Tensor], Tensor], column: Ragged) -> Ragged:
     """A ragged column with each of its tensors changed; their lengths have to go together still."""
     return cast(Ragged, of_parts(type(column), [change(part) for part in parts_of(column)]))
@@ -366,6 +374,8 @@ def as_column(name: str, entries: Sequence[Any]) -> Column:
 
 def host_columns(made: Any, samples: range) -> Any:
     """As ``as_columns``, of columns on the host, with the lengths of each ragged one checked."""
+    if isinstance(made, Mapping) and {*map(type, made.values())} <= {Tensor}:
+        return made
     columns = as_columns(made)
     for name, column in columns.items() if isinstance(columns, Mapping) else ():
         if isinstance(column, Ragged):

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from dualeval.columns import as_columns, copied
+from dualeval.columns import all_copied, as_columns
 from dualeval.engine import numerics
 from dualeval.engine.accelerator import accelerator_of, is_out_of_memory
 from dualeval.engine.transfer import Columns, Downloads, Pending
@@ -82,9 +83,8 @@ class Compute:
         accelerator = accelerator_of(device)
         # Batches that may be under way before the oldest is to be waited for.
         self.ahead = accelerator.batches_ahead
-        self._downloads = Downloads(accelerator, self.ahead)
-        # From a GPU they are copied in any case: nothing that a model does later changes a column.
-        self._copies = accelerator.is_host
+        # None on the host: nothing has to be brought there.
+        self._downloads = None if accelerator.is_host else Downloads(accelerator, self.ahead)
         if threads > 1:
             copies: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
             for _ in range(threads):
@@ -109,7 +109,8 @@ class Compute:
         """Begin with a batch that is on the device."""
         if self._pool is not None:
             return self._pool.submit(self._columns_in_pool, data).result
-        return self._downloads.start(self._columns(self._model, data))
+        columns = self._columns(self._model, data)
+        return partial(dict, columns) if self._downloads is None else self._downloads.start(columns)
 
     def start_together(self, batches: Sequence[Any]) -> list[Pending]:
         """Begin with as many batches as there are threads, at the same moment."""
@@ -142,10 +143,8 @@ class Compute:
                     "sample, as {'loss': losses}"
                 )
             columns: Columns = as_columns(observed)
-            if self._copies:
-                # Here, as the next batch of this thread may write into the same memory.
-                columns = {name: copied(column) for name, column in columns.items()}
-            return columns
+            # From a GPU they are copied anyway. Here, as the thread's next batch may write into their memory.
+            return columns if self._downloads is not None else all_copied(columns)
 
     def _why(self, error: Exception, model: nn.Module) -> str | None:
         return self._explain(error) or why_model_failed(error, model)

@@ -273,7 +273,8 @@ class Feed:
                 self._step("transfer")
             # Handed out before the next one is waited for: the device computes it as soon as it is there, and
             # the next one is read and copied meanwhile. No name is kept: it would hold the device's memory.
-            yield Batch(data=self._uploaded(uploads, data), failed=failed)
+            there = accelerator.is_host and _is_of_tensors(data)
+            yield Batch(data=data if there else self._uploaded(uploads, data), failed=failed)
 
     def _uploaded(self, uploads: Uploads, data: Any) -> Any:
         start = perf_counter()
@@ -324,6 +325,15 @@ class Feed:
             # They end with the loader's iterator, if nothing else holds that.
             del iterator
             _end(readers)
+
+
+def _is_of_tensors(data: Any) -> bool:
+    """Whether a batch is plain tensors in a plain container: on the host nothing of it is to be moved."""
+    if type(data) is dict:
+        data = data.values()
+    elif type(data) is not list and type(data) is not tuple:
+        return type(data) is torch.Tensor
+    return {*map(type, data)} <= {torch.Tensor}
 
 
 def _end(readers: Sequence[BaseProcess]) -> None:

@@ -28,7 +28,7 @@ from dualeval.engine.run_state import Run
 from dualeval.engine.sharding.detect import is_sharded
 from dualeval.engine.transfer import Pending
 from dualeval.errors import DualevalError, with_type
-from dualeval.options.choices import COMPILE
+from dualeval.options.choices import COMPILE, LOCKSTEP
 from dualeval.tasks import Dataset, Task
 
 # Samples that show which columns there are; and batches that are tried for some that can be read.
@@ -49,47 +49,45 @@ def evaluate_all(evaluation: Evaluation, loop: Loop, settings: NumericSettings) 
         loop.times["look"] = perf_counter() - start
         evaluation.run.note_all([*looked.notes, *(looked.unlike or [])])
         with compute_of(evaluation, looked.threads) as compute:
-            under_way = UnderWay(evaluation, loop)
+            under_way = UnderWay(evaluation, loop, compute)
             for work, data in loop.read():
-                under_way.start(work, partial(_begin, compute, data))
-                under_way.record(all_but=compute.ahead)
-            under_way.record()
+                under_way.start(work, compute.start, data)
+                under_way.count(all_but=compute.ahead)
+            under_way.count()
     loop.times["compute"] = under_way.compute_s
     loop.unlike = looked.unlike
     loop.notes = [*looked.of_reading, *loop.notes]
     return settings.check_after_loop(compute.changed_settings)
 
 
-def _begin(compute: Compute, data: Any) -> Pending | None:
-    return None if data is None else compute.start(data)
-
-
 class UnderWay:
     """The batches that are being computed, in the order in which they were handed out."""
 
-    def __init__(self, evaluation: Evaluation, loop: Loop) -> None:
+    def __init__(self, evaluation: Evaluation, loop: Loop, compute: Compute) -> None:
         self._loop = loop
         self._progress = evaluation.run.control.progress
+        self._waits = compute.ahead > 0
         # This thread sleeps while a GPU computes; on a CPU the threads are seen to compute.
         self._stage: Stage = "forward" if evaluation.run.device.type == "cpu" else "device"
-        self._batches: deque[tuple[Work | None, Pending | None]] = deque()
+        self._batches: deque[tuple[Work, Pending | None]] = deque()
         # Seconds in which batches were begun, or waited for.
         self.compute_s = 0.0
 
-    def start(self, work: Work | None, begin: Callable[[], Pending | None]) -> None:
-        """Begin with a batch."""
+    def start(self, work: Work | None, begin: Callable[[Any], Pending | None], data: Any) -> None:
+        """Begin with a batch; ``data`` is None where no sample of it could be read."""
         start = perf_counter()
-        self._batches.append((work, begin()))
+        pending = None if data is None else begin(data)
+        if work is not None:
+            self._batches.append((work, pending))
         self.compute_s += perf_counter() - start
 
-    def record(self, *, all_but: int = 0) -> None:
-        """Wait for the oldest batches and record them, until so many are left."""
+    def count(self, *, all_but: int = 0) -> None:
+        """Wait for the oldest batches and count them, until so many are left."""
         while len(self._batches) > all_but:
             start = perf_counter()
             work, pending = self._batches.popleft()
-            if work is None:
-                continue
-            self._progress.step(self._stage, work.chunk)
+            if self._waits:
+                self._progress.step(self._stage, work.chunk)
             columns = None if pending is None else pending()
             self.compute_s += perf_counter() - start
             self._loop.count(work, columns)
@@ -215,7 +213,8 @@ def _columns_of(evaluation: Evaluation, data: Any, samples: range) -> Mapping[st
 
 def compute_of(evaluation: Evaluation, threads: int) -> Compute:
     """What computes an evaluation's batches; as ``Compute``."""
-    gathers = evaluation.run.gathers
+    gathers, options = evaluation.run.gathers, evaluation.run.options
+    has_collectives = options.schedule == LOCKSTEP or options.shard is not None
     # A sharded model that has seen inference mode computes in no other mode afterwards, and is given back.
     keeps_mode = evaluation.run.guest or is_sharded(evaluation.model)
     return Compute(
@@ -226,5 +225,5 @@ def compute_of(evaluation: Evaluation, threads: int) -> Compute:
         threads,
         inference=not keeps_mode,
         explain=partial(why_preparation_failed, options=evaluation.run.options),
-        around_forward=nullcontext if gathers is None else gathers.forward,
+        around_forward=gathers.forward if gathers is not None and has_collectives else nullcontext,
     )

@@ -43,6 +43,8 @@ class Work:
     batch: int
     # Its samples' indices in the data set.
     samples: range
+    # Whether it is its chunk's last one.
+    is_last: bool
     # Those that could not be read.
     failed: tuple[FailedSample, ...] = ()
 
@@ -237,12 +239,11 @@ class Loop:
                     work = replace(work, failed=batch.failed)
                 self._progress.step("forward", work.chunk)
                 yield work, batch.data
-                self._control.raise_if_peer_failed()
                 # The chunk in hand is finished; no other is begun.
-                is_last = work.batch == self._plan.chunk_batches(work.chunk)[-1]
-                if until_stopped and self._control.stopping and is_last:
+                if self._control.is_stopping() and until_stopped and work.is_last:
                     return
-                self._progress.step("load", handed[0].chunk if handed else None)
+                if handed:
+                    self._progress.step("load", handed[0].chunk)
         finally:
             self.times.update(data=feed.wait_s, transfer=feed.transfer_s)
             self.notes = feed.notes
@@ -256,11 +257,14 @@ class Loop:
         dynamic = self._run.options.schedule == "dynamic"
         mine: Iterable[int] = self.remaining[self._world.rank :: self._world.size]
         for chunk in self._claimed(self.remaining) if dynamic else mine:
-            for batch in self._plan.chunk_batches(chunk):
-                handed.append(Work(chunk=chunk, batch=batch, samples=self._plan.batch_samples(batch)))
+            batches = self._plan.chunk_batches(chunk)
+            for batch in batches:
+                samples = self._plan.batch_samples(batch)
+                is_last = batch == batches[-1]
+                handed.append(Work(chunk=chunk, batch=batch, samples=samples, is_last=is_last))
                 if len(handed) == 1:
                     self._progress.step("load", chunk)
-                yield handed[-1].samples
+                yield samples
 
     def _claimed(self, remaining: Sequence[int]) -> Iterator[int]:
         """Chunks that no other rank takes, as long as there are any: the one in hand, and the next."""

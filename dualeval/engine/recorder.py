@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ FLUSH_BYTES = 256 << 20
 FLUSH_EVERY_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Finished:
+class _Finished(NamedTuple):
     """A batch whose columns are on the host."""
 
     # Number of its samples.
@@ -42,6 +41,18 @@ class _Finished:
     columns: Mapping[str, Column] | None
     # The rows of the samples that could not be read.
     failed: tuple[int, ...]
+    # Bytes of the values of its ragged columns.
+    ragged_bytes: int = 0
+
+
+class _File(NamedTuple):
+    """What one journal file holds, as ``JournalWriter.write`` takes it."""
+
+    chunks: Sequence[int]
+    rows: Sequence[int]
+    delta: Tensor
+    columns: Mapping[str, Column]
+    failures: Sequence[tuple[int, str]]
 
 
 class _Part:
@@ -74,12 +85,14 @@ class _Part:
         empty: Mapping[str, Column] | None,
     ) -> None:
         """Take a finished chunk; ``empty`` has the columns' dtypes and row shapes, once they are known."""
-        rows = sum(finished.rows for finished in batches)
+        rows = 0
+        for finished in batches:
+            rows += finished.rows
+            self.ragged_bytes += finished.ragged_bytes
         self.chunks.append(chunk)
         self.rows_of_chunks.append(rows)
         self.failures += failures
         self.rows += rows
-        self.ragged_bytes += sum(map(_ragged_bytes, batches))
         self._unfolded.extend(batches)
         self._unfolded_rows += rows
         self._unfolded_chunks.append((chunk, rows - len(failures), len(failures)))
@@ -149,17 +162,6 @@ def _column(finished: _Finished, name: str, like: Column) -> Column:
     return empty_rows(like, finished.rows) if finished.columns is None else finished.columns[name]
 
 
-def _ragged_bytes(finished: _Finished) -> int:
-    columns = (finished.columns or {}).values()
-    return sum(column.values.nbytes for column in columns if isinstance(column, Ragged))
-
-
-def _alone(column: Column) -> Column:
-    if not isinstance(column, Ragged):
-        return _with_own_memory(column)
-    return each_part(_with_own_memory, column)
-
-
 def _with_own_memory(column: Tensor) -> Tensor:
     """A tensor in memory of its own: a part of something larger would keep all of that until the fold.
 
@@ -218,16 +220,19 @@ class Recorder:
         self.chunks_saved = 0
         # Seconds spent on the ledger.
         self.metrics_s = 0.0
-        # Seconds spent on journal files.
+        # Seconds of waiting for journal files.
         self.journal_s = 0.0
         self._empty: dict[str, Column] | None = None  # the columns' dtypes and row shapes, once seen
-        self._kinds: dict[str, tuple[Any, ...]] = {}  # theirs, as ``kind_of`` gives them
         self._chunk: list[_Finished] = []
         self._chunk_failures: list[tuple[int, str]] = []
         self._whole = _Part(plan, self._metrics, self._names)
         # In files of their own: a resumed run leaves these out and tries their samples again.
         self._with_failures: _Part | None = None
         self._flushed_at = monotonic()
+        # The file that is being written, or could not be; who writes it, and what has prevented it.
+        self._file: _File | None = None
+        self._writing: threading.Thread | None = None
+        self._problem: BaseException | None = None
 
     @property
     def folder(self) -> Path | None:
@@ -244,6 +249,7 @@ class Recorder:
         """Take a batch whose columns (on the CPU) are complete."""
         samples = self._plan.batch_samples(batch)
         check_rows(columns or {}, batch, samples)
+        ragged_bytes = 0
         with self._lock:
             if failed:
                 self._note_failures(failed)
@@ -252,12 +258,9 @@ class Recorder:
                     # What nobody counts or keeps would only wait here for the fold.
                     used = [name for name in self._used if name in columns]
                     self._empty = {name: empty_rows(columns[name], 0) for name in used}
-                    self._kinds = {name: kind_of(like) for name, like in self._empty.items()}
-                else:
-                    self._check_kinds(columns, batch, samples)
-                columns = {name: _alone(columns[name]) for name in self._empty}
-            rows_failed = tuple(sample.index - samples.start for sample in failed)
-            self._chunk.append(_Finished(rows=len(samples), columns=columns, failed=rows_failed))
+                columns, ragged_bytes = self._taken(columns, self._empty, batch, samples)
+            rows_failed = tuple([sample.index - samples.start for sample in failed]) if failed else ()
+            self._chunk.append(_Finished(len(samples), columns, rows_failed, ragged_bytes))
             if batch == self._plan.chunk_batches(chunk)[-1]:
                 self._finish_chunk(chunk)
 
@@ -267,17 +270,32 @@ class Recorder:
         self._chunk_failures += failures
         self.first_failed = min(failures[0], self.first_failed or failures[0])
 
-    def _check_kinds(self, columns: Mapping[str, Column], batch: int, samples: range) -> None:
-        for name, kind in self._kinds.items():
+    def _taken(
+        self, columns: Mapping[str, Column], kinds: Mapping[str, Column], batch: int, samples: range
+    ) -> tuple[dict[str, Column], int]:
+        """The columns that are used, each in memory of its own; and the bytes of the ragged ones' values."""
+        taken: dict[str, Column] = {}
+        ragged_bytes = 0
+        for name, like in kinds.items():
             column = columns.get(name)
-            if column is None or kind_of(column) != kind:
-                assert self._empty is not None
+            is_alike = (
+                type(column) is Tensor is type(like)
+                and column.dtype is like.dtype
+                and column.shape[1:] == like.shape[1:]
+            )
+            if column is None or not (is_alike or kind_of(column) == kind_of(like)):
                 found = "is not there" if column is None else f"is {described(column)}"
                 raise UsageError(
                     f"column {name!r} of batch {batch} (samples {samples.start} to {samples.stop - 1}) "
-                    f"{found}, and in the first batch it was {described(self._empty[name])}: each "
+                    f"{found}, and in the first batch it was {described(like)}: each "
                     "batch must give the same columns, of the same dtype and row shape"
                 )
+            if isinstance(column, Ragged):
+                taken[name] = each_part(_with_own_memory, column)
+                ragged_bytes += column.values.nbytes
+            else:
+                taken[name] = _with_own_memory(column)
+        return taken, ragged_bytes
 
     def _finish_chunk(self, chunk: int) -> None:
         start = perf_counter()
@@ -290,37 +308,81 @@ class Recorder:
         self._chunk, self._chunk_failures = [], []
         self.metrics_s += perf_counter() - start
         is_full = part.rows >= FLUSH_ROWS or part.ragged_bytes >= FLUSH_BYTES
-        if is_full or monotonic() - self._flushed_at >= FLUSH_EVERY_S:
+        if is_full or self._problem is not None or monotonic() - self._flushed_at >= FLUSH_EVERY_S:
             self._flush()
 
     def flush(self, wait_s: float = -1.0) -> bool:
-        """Write all whole chunks since the last flush, to one journal file, or two where samples failed."""
+        """Write all whole chunks since the last flush, to one journal file, or two where samples failed.
+
+        Waits until they are on the disk; returns whether they were within that time.
+        """
+        limit = inf if wait_s < 0 else monotonic() + wait_s
         if not self._lock.acquire(timeout=wait_s):
             return False
         try:
-            self._flush()
+            return self._flush(limit) and self._await_file(limit)
         finally:
             self._lock.release()
-        return True
 
-    def _flush(self) -> None:
+    def _flush(self, limit: float = inf) -> bool:
+        """Hand all whole chunks to the thread that writes; one file is under way at a time."""
         self._flushed_at = monotonic()
         for part in (self._whole, self._with_failures):
             if part is None or not part.chunks:
                 continue
             start = perf_counter()
             part.fold(self._empty)
-            folded = perf_counter()
-            self.metrics_s += folded - start
-            self._progress.step("journal", self._progress.position.chunk)
-            self.writer.write(
+            self.metrics_s += perf_counter() - start
+            if not self._await_file(limit):
+                return False
+            self._file = _File(
                 part.chunks,
                 part.rows_of_chunks,
-                part.delta.values,
+                part.delta.values.clone(),
                 part.columns(self._empty),
-                failures=part.failures,
+                part.failures,
             )
-            self.ledger.values += part.delta.values
-            self.chunks_saved += len(part.chunks)
             part.clear()
-            self.journal_s += perf_counter() - folded
+            self._begin_file()
+        return True
+
+    def _begin_file(self) -> None:
+        if self.writer.folder is None:
+            self._write_file()
+            return
+        # A slow disk makes nobody wait before the next file.
+        self._writing = threading.Thread(target=self._write_file, name="dualeval-journal", daemon=True)
+        self._writing.start()
+
+    def _write_file(self) -> None:
+        file = self._file
+        assert file is not None
+        try:
+            self.writer.write(*file)
+            self.ledger.values += file.delta
+            self.chunks_saved += len(file.chunks)
+            self._file = None
+        except BaseException as error:  # noqa: BLE001 - raised where the file is waited for
+            self._problem = error
+
+    def _await_file(self, limit: float = inf) -> bool:
+        """Wait for the file that is being written; what could not be written is tried once more.
+
+        Returns whether it is written; raises what was raised in its thread.
+        """
+        if self._file is None and self._writing is None:
+            return True
+        start = perf_counter()
+        self._progress.step("journal", self._progress.position.chunk)
+        if self._writing is None:
+            self._begin_file()
+        if self._writing is not None:
+            self._writing.join(None if limit == inf else max(0.0, limit - monotonic()))
+            if self._writing.is_alive():
+                return False
+            self._writing = None
+        self.journal_s += perf_counter() - start
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+        return True

@@ -9,7 +9,6 @@ whether they go on: a stop ends all after the same round, and a rank that cannot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from time import monotonic, perf_counter, sleep
 from typing import Any, NoReturn
 
@@ -111,7 +110,7 @@ class _Rounds:
         self._loop = loop
         self._compute = compute
         # The batches that are being computed.
-        self.under_way = UnderWay(evaluation, loop)
+        self.under_way = UnderWay(evaluation, loop, compute)
 
     def run(self) -> None:
         """Compute all rounds, or those until all ranks stop."""
@@ -123,9 +122,9 @@ class _Rounds:
             if self._agree_to_stop(problem):
                 break
             self._progress.step("forward", None if work is None else work.chunk)
-            self.under_way.start(work, partial(self._start, data, stand_in))
+            self.under_way.start(work, self._start, (data, stand_in))
             del data
-        self.under_way.record()
+        self.under_way.count()
 
     def _look(self, rounds: int) -> Any:
         """The first samples, which all ranks compute; and once more, where that is little of the run."""
@@ -143,8 +142,12 @@ class _Rounds:
                 self._loop.unlike = differences(columns, computed, stand_in, again, lambda: _RANDOM)
         return stand_in
 
-    def _start(self, data: Any, stand_in: Any) -> Pending | None:
-        """Begin with a batch; what goes wrong after its forward is raised when the other ranks know of it."""
+    def _start(self, given: tuple[Any, Any]) -> Pending | None:
+        """Begin with a batch; what goes wrong after its forward is raised when the other ranks know of it.
+
+        ``given`` are its data, None where no sample of it could be read, and what is computed in their place.
+        """
+        data, stand_in = given
         try:
             pending = self._compute.start(stand_in if data is None else data)
             # Of a batch in which no sample could be read there is nothing to keep either.
@@ -163,7 +166,7 @@ class _Rounds:
     def _prepare(self, batches: Iterator[tuple[Work, Any]]) -> tuple[Work | None, Any, Exception | None]:
         """Record what has been computed and read the next batch; or what stands in the way on this rank."""
         try:
-            self.under_way.record(all_but=self._compute.ahead)
+            self.under_way.count(all_but=self._compute.ahead)
             work, data = next(batches, (None, None))
         except (PeerError, Stopped, BackendError):
             raise

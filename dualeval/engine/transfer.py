@@ -90,20 +90,14 @@ class Downloads:
 
     def __init__(self, accelerator: Accelerator, ahead: int) -> None:
         self._accelerator = accelerator
-        if not accelerator.is_host:
-            self._ring = PinnedRing(accelerator, ahead + 1)
+        self._ring = PinnedRing(accelerator, ahead + 1)
 
+    @torch.no_grad()
     def start(self, columns: Columns) -> Pending:
         """Start the copies of a batch's columns behind what the current stream has been given.
 
         Where more batches are under way than were said to be, the oldest is waited for.
         """
-        if self._accelerator.is_host or not isinstance(columns, Mapping):
-            return lambda: columns
-        return self._started(columns)
-
-    @torch.no_grad()
-    def _started(self, columns: Columns) -> Pending:
         download = _Download(columns)
         device = self._accelerator.device
         copied = [

@@ -148,7 +148,9 @@ class ModelTask(Task):
         if self._collate is not None:
             return self._collate(samples)
         try:
-            return super().collate([_with_tensors(sample) for sample in samples])
+            return super().collate(
+                [_with_tensors(each) if isinstance(each, Mapping) else each for each in samples]
+            )
         except (TypeError, RuntimeError) as error:
             raise UsageError(
                 f"torch's default_collate makes no batch of these samples: {error}. Give collate=, a "
@@ -360,10 +362,8 @@ def _name_of(model: Any) -> str:
     return names[names.index("FSDPModule") + 1] if "FSDPModule" in names else names[0]
 
 
-def _with_tensors(sample: Any) -> Any:
+def _with_tensors(sample: Mapping[str, Any]) -> dict[str, Any]:
     """A sample whose lists of numbers are tensors: ``default_collate`` would make lists of columns."""
-    if not isinstance(sample, Mapping):
-        return sample
     return {name: torch.tensor(value) if _is_list(value) else value for name, value in sample.items()}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from dualeval.engine import recorder
 from dualeval.engine.feed import FailedSample
+from dualeval.engine.folder.journal import JournalWriter, read_journal_file
 from dualeval.engine.folder.windows import EVALUATED
 from dualeval.engine.in_memory import MemoryWriter
 from dualeval.engine.plan import EvalPlan
@@ -34,9 +38,9 @@ def test_columns_keep_no_memory_of_others(
     waiting: list[dict[str, Tensor]] = []
     finished = vars(recorder)["_Finished"]
 
-    def noted(**values: Any) -> Any:
-        waiting.append(values["columns"])
-        return finished(**values)
+    def noted(rows: int, columns: Any, *more: Any) -> Any:
+        waiting.append(columns)
+        return finished(rows, columns, *more)
 
     monkeypatch.setattr(recorder, "_Finished", noted)
     taking = Recorder(EvalPlan(num_samples=12, batch_size=4), [Mean("m")], ["kept"], MemoryWriter(keeps=True))
@@ -53,7 +57,7 @@ def test_columns_keep_no_memory_of_others(
 
 def test_a_column_that_needs_no_copy_is_none() -> None:
     column = torch.arange(4.0)
-    assert vars(recorder)["_alone"](column) is column
+    assert vars(recorder)["_with_own_memory"](column) is column
 
 
 def test_row_metrics_columns_alone_are_kept_in_memory() -> None:
@@ -78,6 +82,58 @@ def test_a_batch_costs_no_kernel_until_the_fold() -> None:
     assert not kernels.counts
     taking.flush()
     assert taking.ledger.totals() == (24, 0)
+
+
+def test_a_slow_disk_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 4)
+    begun, goes_on = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def slow(number: int) -> None:
+        begun.set()
+        assert goes_on.wait(20)
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    taking = Recorder(EvalPlan(num_samples=12, batch_size=4), [Mean("m")], ["m"], journal(tmp_path))
+    taking.add(0, 0, {"m": torch.arange(4.0)}, [])
+    assert begun.wait(20)
+    assert taking.flush(0.01) is False, "a disk that hangs is said at a stop"
+    assert taking.chunks_saved == 0
+    goes_on.set()
+    taking.add(1, 1, {"m": torch.arange(4.0)}, [])
+    taking.add(2, 2, {"m": torch.arange(4.0)}, [])
+    assert taking.flush()
+    assert taking.chunks_saved == 3 and taking.ledger.totals() == (12, 0)
+    files = [read_journal_file(path) for path in sorted(tmp_path.glob("*.journal"))]
+    assert [file.chunks for file in files] == [(0,), (1,), (2,)]
+
+
+def test_what_could_not_be_written_is_raised_once_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_ROWS", 4)
+    failing = [OSError(28, "No space left on device")]
+    write = JournalWriter.write
+
+    def full(*words: Any, **named: Any) -> None:
+        if failing:
+            raise failing.pop()
+        write(*words, **named)
+
+    monkeypatch.setattr(JournalWriter, "write", full)
+    taking = Recorder(EvalPlan(num_samples=8, batch_size=4), [Mean("m")], ["m"], journal(tmp_path))
+    taking.add(0, 0, {"m": torch.arange(4.0)}, [])
+    with pytest.raises(OSError, match="No space left"):
+        taking.add(1, 1, {"m": torch.arange(4.0)}, [])
+    assert taking.chunks_saved == 0
+    assert taking.flush()
+    assert taking.chunks_saved == 2 and taking.ledger.totals() == (8, 0)
+    assert len(list(tmp_path.glob("*.journal"))) == 2
+
+
+def journal(folder: Path) -> JournalWriter:
+    return JournalWriter(folder, fingerprint="f", machine={}, prefix="0")
 
 
 def test_failed_samples_are_marked_where_they_are() -> None:

@@ -161,6 +161,12 @@ class ControlPlane:
         if self._stop is not None:
             raise Stopped(self._stop)
 
+    def is_stopping(self) -> bool:
+        """Whether this rank knows that the run is to end; raises PeerError where another rank has failed."""
+        if self.failure is not None or self.verdict is not None:
+            self.raise_if_peer_failed()
+        return self._stop is not None
+
     def raise_if_peer_failed(self) -> None:
         """Raise PeerError where the helper thread has heard of another rank's failure."""
         if self.failure is not None:
@@ -365,7 +371,9 @@ class ControlPlane:
 
     def add_done(self, samples: int) -> None:
         """Count samples that this rank has finished; the next beat reports them."""
-        self._counted().done += samples
+        tally = self._tally
+        assert tally is not None and not tally.is_over, "samples are counted between begin_run and end_run"
+        tally.done += samples
 
     def end_run(self) -> None:
         """Count no longer, after one last beat."""
