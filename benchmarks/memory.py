@@ -1,6 +1,6 @@
 """Peak memory of a rank at 10,000 and at 100,000 samples, on a data set that is not held in memory.
 
-Every run is a process of its own (or a torchrun of its own), evaluates through ``Evaluator`` and writes
+Every run is a process of its own (or a torchrun of its own), evaluates through the engine and writes
 its rows to Parquet. Of several ranks the largest counts.
 
     python benchmarks/memory.py           # a table

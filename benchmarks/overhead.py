@@ -1,4 +1,4 @@
-"""Images per second of ``Evaluator`` against a bare loop.
+"""Images per second of the engine against a bare loop.
 
 In one process, the evaluation loop of a whole run (``timing.evaluate_s``: all metrics, journal and rows
 included) and the bare loop of ``loops.py`` take turns; the ratio is the median over the pairs. ``peers.py``
