@@ -359,7 +359,9 @@ class Recorder:
         assert file is not None
         try:
             self.writer.write(*file)
-            self.ledger.values += file.delta
+            # A ledger that was made in inference mode takes nothing outside of it; and a thread begins outside.
+            with torch.inference_mode():
+                self.ledger.values += file.delta
             self.chunks_saved += len(file.chunks)
             self._file = None
         except BaseException as error:  # noqa: BLE001 - raised where the file is waited for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -460,6 +461,9 @@ def acting(act: Callable[[], object]) -> TinyTask:
 
     def reading(indices: Sequence[int]) -> Any:
         if len(dataset.reads) >= 12 * BATCH and pending:
+            for thread in threading.enumerate():
+                if thread.name == "dualeval-journal":
+                    thread.join(20)  # not in the midst of a file
             pending.pop()()
         return read(indices)
 
