@@ -359,7 +359,7 @@ class Recorder:
         assert file is not None
         try:
             self.writer.write(*file)
-            # A ledger that was made in inference mode takes nothing outside of it; and a thread begins outside.
+            # A ledger that was made in inference mode takes nothing outside of it, where a thread begins.
             with torch.inference_mode():
                 self.ledger.values += file.delta
             self.chunks_saved += len(file.chunks)
