@@ -75,6 +75,7 @@ def test_horovod_is_broken(launch: Launch, broken_horovod: dict[str, str]) -> No
     check_error(launch, command, broken_horovod, *words)
 
 
+@pytest.mark.long
 @pytest.mark.needs("horovod", "mpi")
 def test_a_broken_horovod_is_not_passed_over(launch: Launch, broken_horovod: dict[str, str]) -> None:
     """What mpirun takes by itself must not depend on a node's Horovod being whole; another can be named."""

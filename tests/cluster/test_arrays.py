@@ -27,6 +27,7 @@ batch = test_launchers.batch
 digest = test_requeue.digest
 
 
+@pytest.mark.long
 def test_one_task_of_an_array_comes_back_alone(batch: Batch, digest: str) -> None:
     """The last one, whose number is the array's own: by that, Slurm would take all of them."""
     job = f"{MODEL} --batch-size 20 --limit 1600 --out out-%a"

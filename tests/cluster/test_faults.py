@@ -88,7 +88,7 @@ def test_the_faulty_model_is_the_embedded_one(launch: Launch, tmp_path: Path) ->
     [
         ("write", "torch"),
         pytest.param("fsync", "mpi", marks=[pytest.mark.needs("mpi"), pytest.mark.long]),
-        pytest.param("rename", "horovod", marks=pytest.mark.needs("horovod")),
+        pytest.param("rename", "horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long]),
     ],
 )
 def test_killed_within_a_journal_file(
@@ -209,7 +209,7 @@ ON_TWO_HOSTS = {
     "horovod": "srun -N2 -n3 --output=rank-%t.log dualeval run --backend horovod",
     "mpi": "srun -N2 -n3 --output=rank-%t.log --mpi=pmix dualeval run --backend mpi",
 }
-QUICK = {("the lock", "torch"), ("rank 0 stopped", "mpi"), ("rank 0 killed", "torch")}
+QUICK = {("the lock", "torch"), ("rank 0 killed", "torch")}
 
 
 def each(kinds: Sequence[str], quick: set[tuple[str, str]]) -> list[ParameterSet]:
@@ -345,7 +345,8 @@ COMPUTING = r"dualeval: note: rank {rank} on \S+ \(pid \d+\): computing for \d+ 
 COMPUTING += r"the limit is 1,800 s \(--forward-timeout\)"
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_batch_that_computes_for_long_is_named_and_awaited(
     launch: Launch, tmp_path: Path, digest: str, size: int
 ) -> None:
@@ -382,11 +383,12 @@ def test_a_batch_that_computes_for_too_long_is_given_up(launch: Launch, tmp_path
 @pytest.mark.parametrize(
     ("launcher", "backend"),
     [
-        pytest.param("torchrun", "torch", marks=pytest.mark.long),
-        pytest.param("horovodrun", "horovod", marks=[pytest.mark.needs("horovod"), pytest.mark.long]),
+        ("torchrun", "torch"),
+        pytest.param("horovodrun", "horovod", marks=pytest.mark.needs("horovod")),
         pytest.param("mpirun", "mpi", marks=pytest.mark.needs("mpi")),
     ],
 )
+@pytest.mark.long
 def test_a_collective_that_hangs_in_setup_is_named(
     launch: Launch, tmp_path: Path, launcher: str, backend: str
 ) -> None:

@@ -521,6 +521,7 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
+@pytest.mark.long
 def test_rank_0_may_open_as_many_files_as_it_has_ranks() -> None:
     """In a process of its own: the hard limit does not go up again."""
     code = (

@@ -216,6 +216,7 @@ def test_questions_without_an_answer(tiny: Path, data: dict[str, Path], tmp_path
     }
 
 
+@pytest.mark.long
 def test_the_best_threshold_gives_the_best_score(
     fine_tuned: Path, data: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -117,7 +117,7 @@ def test_the_same_bits(run: Run, wanted: Ran, size: int, backend: str) -> None:
     [
         pytest.param(launcher, backend, more, marks=[*needs(launcher, backend), *marks])
         for launcher, backend, more, marks in [
-            ("mpirun", "mpi", ["--backend", "mpi", "--schedule", "dynamic"], []),
+            ("mpirun", "mpi", ["--backend", "mpi", "--schedule", "dynamic"], [pytest.mark.long]),
             ("torchrun", "torch", ["--schedule", "dynamic"], [pytest.mark.long]),
         ]
     ],

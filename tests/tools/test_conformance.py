@@ -334,6 +334,7 @@ def outcomes(content: dict[str, Any]) -> list[tuple[str, str, int, str]]:
     return [(run["launcher"], run["backend"], run["ranks"], run["outcome"]) for run in content["runs"]]
 
 
+@pytest.mark.long
 def test_a_real_run(launch: Launch, tmp_path: Path) -> None:
     words = ["--launchers", "torchrun", "--ranks", "2", "--limit", "64", "--out", "report"]
     done = launch([*CONFORMANCE, *words], cwd=tmp_path)

@@ -385,6 +385,7 @@ HOROVOD_IS_WHERE = textwrap.dedent("""
 """)
 
 
+@pytest.mark.long
 @pytest.mark.needs("horovod")
 def test_a_second_environment_takes_seconds(environment: Path, tmp_path: Path, launch: Launch) -> None:
     """From the user's own cache, where ``make horovod`` has put it."""

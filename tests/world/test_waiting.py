@@ -212,7 +212,7 @@ MPIRUN = r"has waited \S+ s for all ranks to join MPI \(MPI_Init\)\. Check"
                 "horovod",
                 1,
                 f"{HOROVODRUN}: rank 1 has not come",
-                needs("horovodrun", "horovod"),
+                [*needs("horovodrun", "horovod"), pytest.mark.long],
             ),
             ("mpirun", "mpi", 1, MPIRUN, [*needs("mpirun", "mpi"), pytest.mark.long]),
             ("mpirun", "horovod", 1, MPIRUN, [*needs("mpirun", "horovod"), pytest.mark.long]),
