@@ -49,8 +49,8 @@ BIN = Path(sys.executable).parent
 # Threads of OpenMP otherwise wait for each other without giving up their cores, and the tests of two workers
 # then take five times as long as one after the other. Read when torch is imported, which is later.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# torch asks for the name of each peer of a store. Of a name server that drops a question the answer is awaited
-# for 5 s, and here for one.
+# torch asks for the name of each peer of a store. A name server that drops a question is awaited for 5 s, and
+# here for one.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # How long an example takes says something of what else this machine does, and nothing of the code.
 settings.register_profile("dualeval", deadline=None, suppress_health_check=[HealthCheck.too_slow])
