@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import dualeval
-from dualeval.tasks.image_classification import ImageClassification
+from dualeval.tasks import ImageClassification
 
 out, *words = sys.argv[1:]
 options: dict[str, Any] = dict(word.split("=", 1) for word in words)

@@ -11,7 +11,6 @@ from dualeval.options.plugins import (
     BUILT_IN,
     METRIC_GROUP,
     TASK_GROUP,
-    TASKS,
     TaskKind,
     entry_points_of,
     load_plugin,
@@ -19,6 +18,7 @@ from dualeval.options.plugins import (
     summary_of,
     task_kind,
 )
+from dualeval.tasks import TASKS
 
 _MOST_OF_LINE = 70
 

@@ -13,7 +13,8 @@ from click.shell_completion import CompletionItem
 from dualeval.cli.grouped import GroupedCommand, flag_for, grouped, with_flag
 from dualeval.errors import DualevalError, UsageError
 from dualeval.options.job import COMMON, MODEL, RUN, Job, asked_task, refuse_foreign, texts_of
-from dualeval.options.plugins import DEFAULT_TASK, TASK_GROUP, TASKS, TaskKind, entry_points_of, task_kind
+from dualeval.options.plugins import DEFAULT_TASK, TASK_GROUP, TaskKind, entry_points_of, task_kind
+from dualeval.tasks import TASKS
 
 _OF_TASK = "of_task_"
 # Options of every run that only 'dualeval run' has: they divide the model over its ranks.

@@ -51,6 +51,14 @@ def config_fingerprint(folder: Path) -> str:
     return sha256(json.dumps(json.loads((folder / CONFIG).read_bytes()), sort_keys=True).encode()).hexdigest()
 
 
+def config_of_module(model: nn.Module) -> str | None:
+    """As ``config_fingerprint``, of a module that has such values."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if to_dict is None:
+        return None
+    return sha256(json.dumps(to_dict(), sort_keys=True, default=str).encode()).hexdigest()
+
+
 def load_tokenizer(folder: Path) -> tuple[Any, TokenizerFacts]:
     """Read a fast tokenizer."""
     transformers = transformers_for(_WHAT)

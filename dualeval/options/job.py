@@ -32,12 +32,12 @@ from dualeval.options.fields import (
 from dualeval.options.plugins import (
     BUILT_IN,
     DEFAULT_TASK,
-    TASKS,
     TaskKind,
     is_metric_of_no_task,
     made_task,
     task_kind,
 )
+from dualeval.tasks import TASKS
 from dualeval.wording import nearest
 
 if TYPE_CHECKING:

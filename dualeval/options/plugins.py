@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dualeval.errors import DualevalError, UsageError
 from dualeval.options.fields import OptionField, fields_of, options_of_call
 from dualeval.own_code import broken, own_module
+from dualeval.tasks import TASKS
 from dualeval.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:
@@ -30,11 +31,6 @@ TASK_GROUP = "dualeval.tasks"
 METRIC_GROUP = "dualeval.metrics"
 BUILT_IN = "built in"
 
-# The dataclasses of options of the built-in tasks, each with a method ``make``: light to import.
-TASKS = {
-    "image-classification": "dualeval.tasks.image_classification_options:ImageClassificationOptions",
-    "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
-}
 # Words for what people look for among the tasks, and the example to begin with.
 _EXAMPLES = {
     "segment": "segmentation.py:shapes",

@@ -5,6 +5,7 @@ The engine owns device, precision, inference mode and order; a task owns everyth
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -16,6 +17,31 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dualeval.metrics import Metric, RowMetric
+
+
+# The built-in tasks by name: the dataclasses of their options, each with a method ``make``; light to import.
+# The class of a task has the name of its options' without "Options", and stands in the module without
+# "_options"; it is a name of this package, too.
+TASKS = {
+    "image-classification": "dualeval.tasks.image_classification_options:ImageClassificationOptions",
+    "question-answering": "dualeval.tasks.question_answering_options:QuestionAnsweringOptions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in (classes := _classes()):
+        return getattr(importlib.import_module(classes[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_classes()])
+
+
+def _classes() -> dict[str, str]:
+    """The classes of the built-in tasks, by name, with their modules."""
+    places = (place.partition("_options:") for place in TASKS.values())
+    return {options.removesuffix("Options"): module for module, _, options in places}
 
 
 class Dataset(Protocol):

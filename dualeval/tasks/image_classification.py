@@ -34,6 +34,7 @@ from dualeval.models.weights import (
     refuse_choice_without_file,
 )
 from dualeval.tasks import Task
+from dualeval.tasks.image_classification_options import ImageClassificationOptions
 from dualeval.tasks.image_data import ASSETS, DataOptions, DataSource
 from dualeval.tasks.image_labels import FolderLabels, agreed_classes, hint_for, names_of
 from dualeval.tasks.image_preprocessing import (
@@ -66,7 +67,21 @@ _SHIPPED = "{}, shipped with dualeval"
 
 
 class ImageClassification(Task):
-    """A classifier on images with one true class each."""
+    """A classifier on images with one true class each.
+
+    Args:
+        model: a name, as on the command line; a module, which is evaluated as it is; or a function without
+            arguments that returns one. None: the embedded one.
+        data: a folder of class folders, a manifest, or a data set by name.
+        metrics: names of metrics; none for the default ones.
+        preprocessing: a name, a function of a PIL image, or a mapping of the options from ``resize`` on.
+        model_arguments: of what makes the model, by name.
+        cache: what other tasks of the run have read of their data.
+        resize: this and all others: as the options of ``dualeval run`` (docs/image-classification.md).
+
+    Raises:
+        UsageError: options, model, weights and data do not fit together.
+    """
 
     name = NAME
     # All that any metric reads, so that each can be computed later.
@@ -90,7 +105,13 @@ class ImageClassification(Task):
         class_map: str | Path | None = None,
         class_order: str | None = None,
         metrics: Sequence[str] = (),
-        preprocessing: dict[str, Any] | None = None,
+        preprocessing: Any = None,
+        resize: int | None = None,
+        crop: int | None = None,
+        interpolation: str | None = None,
+        channels: int | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
         data_fingerprint: str = "ends",
         model_arguments: Mapping[str, Any] | None = None,
         trust_checkpoint: bool = False,
@@ -99,6 +120,13 @@ class ImageClassification(Task):
         if data_fingerprint not in ("ends", "content"):
             raise UsageError(f"--data-fingerprint {data_fingerprint!r}: expected ends or content")
         refuse_other_task(model if isinstance(model, str) else None, None if data is None else Path(data))
+        # Under the names of the command line's options, which checks them.
+        steps = {"resize": resize, "crop": crop, "interpolation": interpolation, "channels": channels}
+        pixels = {name: tuple(each) for name, each in (("mean", mean), ("std", std)) if each is not None}
+        asked: dict[str, Any] = {name: step for name, step in steps.items() if step is not None} | pixels
+        ImageClassificationOptions(**asked)
+        named = {} if preprocessing is None else {"preprocessing": preprocessing}
+        asked |= preprocessing if isinstance(preprocessing, Mapping) else named
         given_weights = weights
         if model is None and (weights is not None or data is not None):
             given = "--weights" if data is None else "--data"
@@ -144,7 +172,7 @@ class ImageClassification(Task):
         self._class_order = class_order
         self._asked_classes = num_classes
         self._preprocessing, self._dataset = self._open_data(
-            preprocessing or {}, num_classes, data_fingerprint == "content", cache or DataCache()
+            asked, num_classes, data_fingerprint == "content", cache or DataCache()
         )
         self._data_fingerprint = "content" if self._data.is_small else data_fingerprint
         self._metric_names = tuple(metrics)

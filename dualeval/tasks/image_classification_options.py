@@ -22,12 +22,12 @@ from dualeval.options.fields import check_fields, option
 
 if TYPE_CHECKING:
     from dualeval.data.cache import DataCache
-    from dualeval.tasks.image_classification import ImageClassification
+    from dualeval.tasks import Task
 
 _MODEL = "Model"
 _DATA = "Data"
 _IMAGES = "Images"
-_PIXELS = ("preprocessing", "resize", "crop", "interpolation", "channels", "mean", "std")
+_PIXELS = ("resize", "crop", "interpolation", "channels", "mean", "std")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,9 +185,7 @@ class ImageClassificationOptions:
 
             source_of(self.model).download(self.weights)
 
-    def make(
-        self, cache: DataCache | None = None, *, model: Any = None, preprocessing: Any = None
-    ) -> ImageClassification:
+    def make(self, cache: DataCache | None = None, *, model: Any = None, preprocessing: Any = None) -> Task:
         """The task.
 
         Args:
@@ -195,12 +193,10 @@ class ImageClassificationOptions:
             model: from Python, a module or a function that returns one, in place of the name.
             preprocessing: likewise a function, or a dict of fields.
         """
+        from dualeval import tasks
         from dualeval.models.classifiers import arguments_of
-        from dualeval.tasks.image_classification import ImageClassification
 
-        asked = {name: getattr(self, name) for name in _PIXELS}
-        asked["preprocessing"] = self.preprocessing if preprocessing is None else preprocessing
-        return ImageClassification(
+        task: Task = tasks.ImageClassification(
             model=self.model if model is None else model,
             weights=self.weights,
             weights_key=self.weights_key,
@@ -216,7 +212,9 @@ class ImageClassificationOptions:
             class_order=self.class_order,
             metrics=self.metric,
             data_fingerprint=self.data_fingerprint,
-            preprocessing={name: value for name, value in asked.items() if value is not None},
+            preprocessing=self.preprocessing if preprocessing is None else preprocessing,
+            **{name: getattr(self, name) for name in _PIXELS},
             model_arguments=arguments_of(self.model_arg),
             cache=cache,
         )
+        return task

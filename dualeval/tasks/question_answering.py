@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
 from dualeval.models import question_answering as models
 from dualeval.models.late_building import late_or_whole
+from dualeval.models.sources.module import ModuleModel
 from dualeval.models.weights import (
     LoadedWeights,
     notes_of,
@@ -38,7 +39,21 @@ NULL_ODDS = "null_odds.json"
 
 
 class QuestionAnswering(ScoredAnswers):
-    """A model that marks the answer in a text."""
+    """A model that marks the answer in a text.
+
+    Args:
+        model: a folder with a model and its tokenizer, as ``save_pretrained`` writes them; or a module, or a
+            function without arguments that returns one.
+        data: a file in the format of SQuAD, or rows as of ``load_dataset("squad")``.
+        tokenizer: the folder of the tokenizer, where the model is no folder.
+        metrics: names of metrics; none for the default ones.
+        batch_size: the most windows that a question may have; that of the run.
+        cache: what other tasks of the run have read of their data.
+        weights: this and all others: as the options of ``dualeval run`` (docs/question-answering.md).
+
+    Raises:
+        UsageError: options, model, tokenizer and data do not fit together.
+    """
 
     wants_workers = True
     libraries = ("transformers", "tokenizers")
@@ -46,8 +61,9 @@ class QuestionAnswering(ScoredAnswers):
     def __init__(
         self,
         *,
-        model: Path,
-        data: Path | Sequence[Mapping[str, Any]],
+        model: str | Path | nn.Module | Callable[[], nn.Module],
+        data: str | Path | Sequence[Mapping[str, Any]],
+        tokenizer: str | Path | None = None,
         weights: str | None = None,
         weights_key: str | None = None,
         weights_prefix: str | None = None,
@@ -62,7 +78,25 @@ class QuestionAnswering(ScoredAnswers):
         cache: DataCache | None = None,
     ) -> None:
         refuse_choice_without_file(weights, weights_key, weights_prefix, trust_checkpoint)
-        models.check_folder(model)
+        # None where the model is in the folder.
+        self._module: ModuleModel | None = None
+        if isinstance(model, str | Path):
+            folder = Path(model)
+            models.check_folder(folder)
+            if tokenizer is not None:
+                raise UsageError(
+                    f"tokenizer={str(tokenizer)!r}: the folder {folder} has the model's own. Leave it out."
+                )
+        else:
+            self._module = ModuleModel(model, {}, trust=trust_checkpoint)
+            self._module.find_weights(weights)
+            if tokenizer is None:
+                raise UsageError(
+                    f"the model {self._module.name} was given without a tokenizer. Give tokenizer=DIR, the "
+                    "folder that tokenizer.save_pretrained(DIR) has written."
+                )
+            folder = Path(tokenizer)
+        self._config: Any = None
         if isinstance(data, (str, Path)):
             path, named = Path(data).absolute(), str(data)
             questions = (cache or DataCache()).once(("questions", path), lambda: read_questions(Path(data)))
@@ -82,7 +116,7 @@ class QuestionAnswering(ScoredAnswers):
                 f"--null-threshold {null_threshold}: expected a finite number. 1e30 leaves no question "
                 "without an answer, -1e30 all."
             )
-        self._folder = model
+        self._folder = folder
         self._weights = weights
         self._weights_key = weights_key
         self._weights_prefix = weights_prefix
@@ -94,16 +128,16 @@ class QuestionAnswering(ScoredAnswers):
         self._n_best = n_best
         self._max_answer_length = max_answer_length
         self._null_threshold = null_threshold or 0.0
-        tokenizer, facts = models.load_tokenizer(model)
-        self._tokens = 1 + max(tokenizer.get_vocab().values())
-        special = tokenizer.num_special_tokens_to_add(True)
+        encoder, facts = models.load_tokenizer(folder)
+        self._tokens = 1 + max(encoder.get_vocab().values())
+        special = encoder.num_special_tokens_to_add(True)
         if not stride < max_length - special:
             raise UsageError(
                 f"--stride {stride} is not less than the {max_length - special} tokens that --max-length "
                 f"{max_length} leaves between the tokenizer's own. Give a smaller --stride."
             )
         self._encoder = WindowEncoder(
-            tokenizer, facts, max_length=max_length, stride=stride, most_windows=batch_size
+            encoder, facts, max_length=max_length, stride=stride, most_windows=batch_size
         )
         self._dataset = EncodedQuestions(self._questions, self._encoder)
 
@@ -139,9 +173,15 @@ class QuestionAnswering(ScoredAnswers):
         self._late_notes = []
         drawn = self._weights is not None and seed_of(self._weights) is not None
         why_whole = "its weights are drawn at random" if drawn else None
+        if self._module is not None:
+            why_whole = self._module.why_whole(self._module.find_weights(None))
         return self._tried(late_or_whole(self._built, self._late_notes.append, why_whole))
 
     def _built(self) -> nn.Module:
+        if self._module is not None:
+            model = self._module.create(None).eval()
+            self._config = models.config_of_module(model)
+            return model
         return models.build(
             self._folder,
             self._weights,
@@ -250,16 +290,28 @@ class QuestionAnswering(ScoredAnswers):
 
     def options(self) -> dict[str, Any]:
         """The options as they are used; no null_threshold where every question has an answer."""
-        weights = self._weights or str(self._folder)
         return {
             **super().options(),
-            "model": str(self._folder.absolute()),
-            "weights": weights if seed_of(weights) is not None else str(Path(weights).absolute()),
+            "model": self._model_name(self._folder.absolute()),
+            "weights": self._weights_name(),
             **options_of(self.loaded_weights),
             "trust_checkpoint": self._trust_checkpoint,
             "data": self._data,
             **self._answer_options(),
         }
+
+    def _model_name(self, folder: Path) -> str:
+        return str(folder) if self._module is None else f"{self._module.name}, tokenizer {folder}"
+
+    def _weights_name(self) -> str:
+        if self._module is not None:
+            return self._module.find_weights(None).text
+        weights = self._weights or str(self._folder)
+        return weights if seed_of(weights) is not None else str(Path(weights).absolute())
+
+    def sources(self) -> list[Any]:
+        """The function that made the model, where it has one."""
+        return [] if self._module is None else self._module.sources()
 
     def _answer_options(self) -> dict[str, Any]:
         return {
@@ -273,13 +325,13 @@ class QuestionAnswering(ScoredAnswers):
     def description(self) -> dict[str, str]:
         """Model, weights, data, and how windows and answers are made."""
         untrained = ", untrained" if self._weights and seed_of(self._weights) is not None else ""
+        within = "in the folder of the model" if self._module is None else self._weights_name()
         answers = f"at most {self._max_answer_length} tokens, of the {self._n_best} best starts and ends"
         if self._unanswerable:
             answers += f", null threshold {self._null_threshold:g}"
         return {
-            "model": str(self._folder),
-            "weights": f"{self._weights or 'in the folder of the model'}"
-            f"{place_in_file(self.loaded_weights)}{untrained}",
+            "model": self._model_name(self._folder),
+            "weights": f"{self._weights or within}{place_in_file(self.loaded_weights)}{untrained}",
             "data": self._described_data,
             "windows": f"at most {self._encoder.max_length} tokens, stride {self._encoder.stride}",
             "answers": answers,
@@ -289,7 +341,7 @@ class QuestionAnswering(ScoredAnswers):
         """What windows, logits and answers depend on, besides the weights."""
         return {
             # Weights say nothing of how many heads they are divided among.
-            "config": models.config_fingerprint(self._folder),
+            "config": models.config_fingerprint(self._folder) if self._module is None else self._config,
             "tokenizer": self._encoder.fingerprint(),
             "most_windows": self._encoder.most_windows,
             "unanswerable": self._unanswerable,

@@ -26,7 +26,7 @@ from dualeval.cli.several import exit_code_of
 from dualeval.data import image_files, image_folder
 from dualeval.data.class_folders import class_folders
 from dualeval.data.files import digest_of_file
-from dualeval.engine import evaluation_mode, evaluator
+from dualeval.engine import evaluation_mode
 from dualeval.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, UsageError
 from dualeval.options.job import Job
 from dualeval.options.several import TABLES, candidates_of, expanded, found_models, is_several, names_of
@@ -339,7 +339,7 @@ def _models_alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(sum(type(each).__name__ == Little.__name__ for each in gc.get_objects()))
         return set_mode(model)
 
-    monkeypatch.setattr(evaluator, "set_evaluation_mode", counted)
+    monkeypatch.setattr("dualeval.engine.run.set_evaluation_mode", counted)
     return counts
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import dualeval
 from dualeval.metrics import classification
 from dualeval.options.job import Job
-from dualeval.options.plugins import TASKS
+from dualeval.tasks import TASKS
 from tests.conftest import ROOT
 from tests.engine.test_evaluator import evaluate
 from tests.measuring import measure

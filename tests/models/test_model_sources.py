@@ -24,7 +24,6 @@ from dualeval.models import classifiers
 from dualeval.models.sources import Loading, WeightsSource, weights_of_file
 from dualeval.models.weights import OtherClasses
 from dualeval.models.weights_name import model_beside
-from dualeval.tasks.image_classification import ImageClassification
 from dualeval.tasks.image_classification_options import ImageClassificationOptions
 from dualeval.vision_library import torchvision
 from tests.conftest import Launch, working_module
@@ -644,8 +643,7 @@ def test_arguments_are_part_of_the_identity(pictures: Path) -> None:
         options = ImageClassificationOptions(
             model="squeezenet1_1", weights="random:0", data=pictures, model_arg=words
         )
-        task: ImageClassification = options.make()
-        return task.fingerprint()
+        return dict(options.make().fingerprint())
 
     assert fingerprint("dropout=0.5")["model_arguments"] == ["dropout=0.5"]
     assert fingerprint("dropout=0.25") != fingerprint("dropout=0.5") != fingerprint()

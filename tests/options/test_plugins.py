@@ -18,7 +18,8 @@ from dualeval.metrics.by_name import chosen_metrics
 from dualeval.metrics.classification import BY_NAME, classification_metric
 from dualeval.options.fields import check_fields, fields_of
 from dualeval.options.job import Job
-from dualeval.options.plugins import BUILT_IN, SCORED, TASKS, made_task, task_kind
+from dualeval.options.plugins import BUILT_IN, SCORED, made_task, task_kind
+from dualeval.tasks import TASKS
 from dualeval.vision_library import torchvision
 from tests.conftest import ROOT
 

@@ -13,10 +13,12 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+import dualeval.tasks
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.errors import EXIT_USAGE, UsageError
 from dualeval.models import classifiers
 from dualeval.models.fashion_cnn import FashionCNN
+from dualeval.options.job import Job
 from dualeval.report.table import print_result
 from dualeval.tasks.image_classification import EMBEDDED_WEIGHTS, ImageClassification
 from dualeval.tasks.image_data import ASSETS
@@ -32,6 +34,7 @@ __all__ = ["publish"]  # a fixture
 torchvision()
 CPU = torch.device("cpu")
 IMAGENET = "ImageNet mean and std"
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # With idx files.
 NOT_DONE = {"resize": None, "crop": None, "interpolation": None, "channels": None}
 
@@ -71,6 +74,29 @@ def refused(**arguments: Any) -> str:
 
 def preprocessing_line(**arguments: Any) -> str:
     return ImageClassification(**arguments).description()["preprocessing"]
+
+
+def test_the_class_is_the_command_lines_task(folder: Path) -> None:
+    """The same defaults, identity and digest through both doors."""
+    words = {"model": "squeezenet1_1", "weights": "random:0", "data": folder, "resize": 40, "crop": 40}
+    made = Job.of("image-classification", **words).make_task()
+    typed = evaluate(made, None, batch_size=2)
+    from_python = evaluate(dualeval.tasks.ImageClassification(**words), None, batch_size=2)
+    assert from_python.fingerprint == typed.fingerprint
+    assert from_python.metrics_digest == typed.metrics_digest
+    assert from_python.job == typed.job
+    as_module = dualeval.tasks.ImageClassification(
+        model=made.build_model(CPU), data=folder, resize=40, crop=40, mean=IMAGENET_MEAN, std=IMAGENET_STD
+    )
+    assert evaluate(as_module, None, batch_size=2).metrics == typed.metrics
+
+
+def test_options_are_checked_as_on_the_command_line(folder: Path) -> None:
+    assert "--resize 0: expected a whole number of at least 1" in refused(model="resnet18", weights="random:0", resize=0)
+    assert "--std" in refused(model="resnet18", weights="random:0", data=folder, std=(0.0,))
+    assert {"ImageClassification", "QuestionAnswering"} <= {*dir(dualeval.tasks)}
+    with pytest.raises(AttributeError, match="no attribute 'Detection'"):
+        _ = dualeval.tasks.Detection
 
 
 # -- idx files -----------------------------------------------------------------------------------------

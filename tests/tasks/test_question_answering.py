@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+import dualeval.tasks
 from dualeval.engine.rescoring import rescore
 from dualeval.errors import UsageError
 from dualeval.metrics.squad import score_answer
+from dualeval.options.job import Job
 from dualeval.result import JOB
 from dualeval.tasks.given_answers import GivenAnswers
 from dualeval.tasks.question_answering import QuestionAnswering
@@ -45,6 +48,33 @@ def fine_tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return hard_questions(tmp_path_factory.mktemp("data"))
+
+
+def test_a_module_and_its_tokenizer(tiny: Path, data: dict[str, Path]) -> None:
+    typed = {"model": tiny, "data": data["v1.1"], "batch_size": BATCH}
+    whole = evaluate(Job.of("question-answering", **typed).make_task(), None, batch_size=BATCH)
+    same = evaluate(dualeval.tasks.QuestionAnswering(**typed), None, batch_size=BATCH)
+    assert (same.fingerprint, same.metrics_digest) == (whole.fingerprint, whole.metrics_digest)
+
+    def make() -> nn.Module:
+        library: Any = questions.transformers()
+        model: nn.Module = library.BertForQuestionAnswering.from_pretrained(tiny)
+        return model
+
+    for model in (make(), make):
+        task = QuestionAnswering(model=model, tokenizer=tiny, data=data["v1.1"], batch_size=BATCH)
+        found = evaluate(task, None, batch_size=BATCH)
+        assert found.metrics_digest == whole.metrics_digest
+        assert found.fingerprint != whole.fingerprint
+        assert found.description["weights"].startswith("as the module has them")
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"model": make}, "the model make was given without a tokenizer. Give tokenizer=DIR"),
+        ({"model": tiny, "tokenizer": tiny}, "has the model's own. Leave it out"),
+        ({"model": make, "tokenizer": tiny, "weights": "x.pt"}, "make has its weights. Leave weights out"),
+    ]
+    for given, said in refusals:
+        with pytest.raises(UsageError, match=re.escape(said)):
+            QuestionAnswering(data=data["v1.1"], **given)
 
 
 def run(model: Path, data: Path, out: Path, **options: Any) -> Any:
