@@ -92,7 +92,9 @@ def test_the_class_is_the_command_lines_task(folder: Path) -> None:
 
 
 def test_options_are_checked_as_on_the_command_line(folder: Path) -> None:
-    assert "--resize 0: expected a whole number of at least 1" in refused(model="resnet18", weights="random:0", resize=0)
+    assert "--resize 0: expected a whole number of at least 1" in refused(
+        model="resnet18", weights="random:0", resize=0
+    )
     assert "--std" in refused(model="resnet18", weights="random:0", data=folder, std=(0.0,))
     assert {"ImageClassification", "QuestionAnswering"} <= {*dir(dualeval.tasks)}
     with pytest.raises(AttributeError, match="no attribute 'Detection'"):
