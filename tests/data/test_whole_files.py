@@ -16,6 +16,7 @@ from dualeval.engine import recorder
 from dualeval.errors import DualevalError
 from dualeval.result import checksum_of
 from tests.engine.test_evaluator import evaluate, rows
+from tests.engine.test_folder import await_that
 from tests.engine.test_resume import begin, go_on
 from tests.tiny import TinyTask
 
@@ -173,11 +174,15 @@ def test_a_journal_file_damaged_after_the_start_is_named(tmp_path: Path, own: bo
     earlier = begin(out)
     damaged: list[Path] = []
 
+    def files() -> list[Path]:
+        return sorted(set((out / "journal").glob("*.journal")) - (set(earlier) if own else set()))
+
     def damage() -> None:
-        files = sorted(set((out / "journal").glob("*.journal")) - (set(earlier) if own else set()))
-        damaged.append(files[0])
+        # A thread of its own writes them.
+        await_that(files)
+        damaged.append(files()[0])
         # A byte of the rows, not of the ledger.
-        flip(files[0], -40)
+        flip(damaged[0], -40)
 
     with pytest.raises(DualevalError) as caught:
         # The first file of its own is there after the replayed batch and five others.
