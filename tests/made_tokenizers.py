@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dualeval.data.windows import TokenizerFacts, WindowEncoder
-from dualeval.models.question_answering import load_tokenizer
+from dualeval.models.text_models import load_tokenizer
+from dualeval.tasks.question_answering import USE
 from tests.assets import package_folder
 
 # What the property tests ask: question and context are of n of these, each a token.
@@ -62,7 +63,7 @@ class Made:
 
 
 def load(folder: Path) -> Made:
-    tokenizer, facts = load_tokenizer(folder)
+    tokenizer, facts = load_tokenizer(folder, USE)
     text = tokenizer.to_str()
     from transformers import AutoTokenizer
 

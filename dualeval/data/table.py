@@ -1,0 +1,230 @@
+"""Rows of named columns in a file, read once and in order: CSV, TSV, JSON lines or Parquet."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dualeval.errors import UsageError
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_ROWS_AT_ONCE = 1 << 14
+_NAMED_AT_MOST = 12
+
+# A row: its number, as ``Table.where`` takes it, and its values in the order of ``Table.columns``.
+Row = tuple[Any, ...]
+# Which columns are read, of those that a file has.
+Choose = Callable[[Sequence[str]], tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The rows of a file, which can be read once."""
+
+    path: Path
+    # What a row's number counts: "line" or "row".
+    unit: str
+    # The names of the columns that are read.
+    columns: tuple[str, ...]
+    rows: Iterator[Row]
+
+    def where(self, number: int) -> str:
+        """Where a row is, for messages."""
+        return f"{self.path}, {self.unit} {number}"
+
+
+def is_table(path: Path) -> bool:
+    """Whether a path is that of a table, by its suffix."""
+    return path.suffix.lower() in SUFFIXES and not path.is_dir()
+
+
+def open_table(path: Path, choose: Choose, example: Mapping[str, Any], of_texts: str = "") -> Table:
+    """Open a table; its rows are read when they are asked for.
+
+    Args:
+        path: of a file that is there.
+        choose: the columns that are read, of those that it has.
+        example: values by column, for messages.
+        of_texts: what the texts in the first column are, behind "expected texts".
+    """
+    kind = path.suffix.lower()
+    if kind == ".parquet":
+        return _of_parquet(path, choose, of_texts)
+    if kind == ".jsonl":
+        return _of_json_lines(path, choose, json.dumps(example))
+    return _of_csv(path, choose, _DELIMITERS[kind], " and ".join(example))
+
+
+def column_of(
+    path: Path | str,
+    found: Sequence[str],
+    asked: str | None,
+    usual: Sequence[str],
+    flag: str,
+    what: str,
+    hint: str = "",
+) -> str:
+    """The column that holds ``what``: the one that was asked for, or one of the usual names."""
+    there = ", ".join(found[:_NAMED_AT_MOST]) + (", ..." if len(found) > _NAMED_AT_MOST else "")
+    if asked is not None:
+        if asked not in found:
+            raise UsageError(f"{flag} {asked}: {path} has the columns {there}")
+        return asked
+    spelt = [_spelt(found, name) for name in usual]
+    present = [name for names in spelt for name in names]
+    if not present:
+        raise UsageError(
+            f"{path} has the columns {there}: expected one of {what}, {', '.join(usual)}, in its first line "
+            f"or as its keys. Or say which it is with {flag} NAME.{hint}"
+        )
+    if len(present) > 1 and len(spelt[0]) != 1:
+        raise UsageError(
+            f"{path} has the columns {' and '.join(present)}, and each may be that of {what}. Say which with "
+            f"{flag} NAME."
+        )
+    return present[0]
+
+
+def _check_once(path: Path, found: Sequence[str], columns: Sequence[str]) -> None:
+    if twice := next((name for name in columns if found.count(name) > 1), None):
+        raise UsageError(f"{path} has two columns {twice!r}: leave one out")
+
+
+def _spelt(found: Sequence[str], name: str) -> list[str]:
+    """The columns of a name in small or capital letters; in small ones alone if there is one."""
+    return [name] if name in found else [each for each in dict.fromkeys(found) if each.casefold() == name]
+
+
+# -- CSV -------------------------------------------------------------------------------------------------
+
+
+def _of_csv(path: Path, choose: Choose, delimiter: str, headings: str) -> Table:
+    lines = _guarded(path, _csv_cells(path, delimiter))
+    try:
+        _, header = next(lines)
+    except StopIteration:
+        raise UsageError(f"{path} is empty: expected a line of headings, {headings}") from None
+    names = [name.strip() for name in header]
+    columns = choose(names)
+    _check_once(path, names, columns)
+    rows = _csv_rows(path, lines, len(names), [names.index(name) for name in columns])
+    return Table(path=path, unit="line", columns=columns, rows=rows)
+
+
+def _csv_cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        for cells in reader:
+            if cells:
+                yield reader.line_num, cells
+
+
+def _csv_rows(
+    path: Path, lines: Iterator[tuple[int, list[str]]], width: int, places: Sequence[int]
+) -> Iterator[Row]:
+    for number, cells in lines:
+        if len(cells) != width:
+            raise UsageError(
+                f"{path}, line {number} has {len(cells)} columns, expected {width} as in the first line. A "
+                "text with a delimiter in it stands in double quotes."
+            )
+        yield (number, *(cells[place] for place in places))
+
+
+def _guarded(path: Path, rows: Iterator[Any]) -> Iterator[Any]:
+    """The same, with what is wrong with the file as a message."""
+    try:
+        yield from rows
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8: {error}") from error
+    except csv.Error as error:
+        raise UsageError(f"{path} is not {path.suffix[1:].upper()}: {error}") from error
+
+
+# -- JSON lines ------------------------------------------------------------------------------------------
+
+
+def _of_json_lines(path: Path, choose: Choose, example: str) -> Table:
+    objects = _guarded(path, _json_objects(path, example))
+    try:
+        first = next(objects)
+    except StopIteration:
+        raise UsageError(f"{path} is empty: expected lines such as {example}") from None
+    columns = choose(list(first[1]))
+    rows = _json_rows(path, itertools.chain([first], objects), columns)
+    return Table(path=path, unit="line", columns=columns, rows=rows)
+
+
+def _json_objects(path: Path, example: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UsageError(
+                    f"{path}, line {number} is not JSON: {error}. Expected one object a line, such as "
+                    f"{example}"
+                ) from error
+            if not isinstance(value, dict):
+                raise UsageError(
+                    f"{path}, line {number} holds a {type(value).__name__}, expected an object such as "
+                    f"{example}"
+                )
+            yield number, value
+
+
+def _json_rows(
+    path: Path, objects: Iterable[tuple[int, dict[str, Any]]], columns: Sequence[str]
+) -> Iterator[Row]:
+    for number, value in objects:
+        try:
+            yield (number, *(value[name] for name in columns))
+        except KeyError as error:
+            raise UsageError(f"{path}, line {number} has no {error.args[0]!r}") from error
+
+
+# -- Parquet ---------------------------------------------------------------------------------------------
+
+
+def _of_parquet(path: Path, choose: Choose, of_texts: str) -> Table:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UsageError(f"{path} cannot be read as Parquet: {error}") from error
+    schema = file.schema_arrow
+    columns = choose(schema.names)
+    _check_once(path, schema.names, columns)
+    types, kind = pyarrow.types, schema.field(columns[0]).type
+    if types.is_struct(kind) or types.is_binary(kind) or types.is_large_binary(kind):
+        raise UsageError(f"{path}: the column {columns[0]!r} holds {kind}, expected texts{of_texts}")
+    rows = _parquet_rows(path, file, columns, pyarrow.ArrowException)
+    return Table(path=path, unit="row", columns=columns, rows=rows)
+
+
+def _parquet_rows(
+    path: Path, file: Any, columns: Sequence[str], arrow_error: type[Exception]
+) -> Iterator[Row]:
+    number = 0
+    try:
+        # One thread: reading processes are forked later, and have none of a pool's.
+        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(columns), use_threads=False):
+            for values in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
+                number += 1
+                yield (number, *values)
+    except (OSError, arrow_error) as error:
+        raise UsageError(f"{path}, after row {number}, cannot be read: {error}") from error
+    finally:
+        file.close()

@@ -1,0 +1,296 @@
+"""Models of texts: with their tokenizers in a local folder of the transformers library, or from Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualeval.data.windows import TokenizerFacts
+from dualeval.errors import UsageError
+from dualeval.models.checkpoints import read_state_dict
+from dualeval.models.late_building import NotLate, is_building, late_or_whole
+from dualeval.models.model_errors import first_line
+from dualeval.models.sources.module import ModuleModel
+from dualeval.models.transformers_folder import (
+    CONFIG,
+    LOCAL,
+    config_of,
+    load_by_name,
+    load_pretrained,
+    missing_library,
+    other_file,
+    quiet,
+    refuse_foreign_kernels,
+    transformers_for,
+)
+from dualeval.models.weights import (
+    LoadedWeights,
+    load_state_dict,
+    notes_of,
+    options_of,
+    place_in_file,
+    refuse_choice_without_file,
+    seed_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """What a model of texts is used for."""
+
+    # In words, such as "question answering".
+    name: str
+    # The class of transformers that makes such models: "AutoModelForQuestionAnswering".
+    kind: str
+
+
+def check_folder(folder: Path, use: Use) -> None:
+    """Check that transformers is there, and that a folder looks like one that it has written."""
+    if importlib.util.find_spec("transformers") is None:
+        raise missing_library(use.name)
+    if not (folder / CONFIG).is_file():
+        found = "does not exist" if not folder.exists() else f"holds no {CONFIG}"
+        raise UsageError(
+            f"--model {folder} {found}. Expected a local folder as save_pretrained writes it, with the model "
+            "and its tokenizer; 'hf download NAME --local-dir DIR' fetches one."
+        )
+
+
+def config_fingerprint(folder: Path) -> str:
+    """sha256, in hex, over the values in config.json."""
+    return sha256(json.dumps(json.loads((folder / CONFIG).read_bytes()), sort_keys=True).encode()).hexdigest()
+
+
+def config_of_module(model: nn.Module) -> str | None:
+    """As ``config_fingerprint``, of a module that has such values."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if to_dict is None:
+        return None
+    return sha256(json.dumps(to_dict(), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def load_tokenizer(folder: Path, use: Use) -> tuple[Any, TokenizerFacts]:
+    """Read a fast tokenizer."""
+    transformers = transformers_for(use.name)
+    with quiet():
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
+        except MemoryError:
+            raise
+        except Exception as error:  # what is missing or damaged decides what is raised
+            said = other_file(folder) or first_line(error)
+            raise UsageError(f"{folder} holds no tokenizer that can be read: {said}") from error
+    names = sorted(tokenizer.vocab_files_names.values())
+    if names and not any((folder / name).is_file() for name in names):
+        # The library then makes one that knows five tokens, and says nothing.
+        raise UsageError(
+            f"{folder} holds no tokenizer: there is none of {', '.join(names)}. Save it beside the model, "
+            "with tokenizer.save_pretrained(DIR)."
+        )
+    if not tokenizer.is_fast:
+        raise UsageError(
+            f"the tokenizer in {folder}, {type(tokenizer).__name__}, is not fast: it cannot tell which "
+            "characters a token stands for. Give a folder with a tokenizer.json, as "
+            "AutoTokenizer.from_pretrained(NAME, use_fast=True).save_pretrained(DIR) writes it."
+        )
+    if tokenizer.pad_token_id is None:
+        raise UsageError(f"the tokenizer in {folder} has no padding token. Set pad_token in its files.")
+    facts = TokenizerFacts(
+        pad_id=tokenizer.pad_token_id,
+        pad_type_id=tokenizer.pad_token_type_id,
+        null_id=tokenizer.cls_token_id,
+        type_ids="token_type_ids" in tokenizer.model_input_names,
+        left=tokenizer.padding_side == "left",
+    )
+    return tokenizer.backend_tokenizer, facts
+
+
+def build(
+    folder: Path,
+    weights: str | None,
+    use: Use,
+    *,
+    weights_key: str | None = None,
+    weights_prefix: str | None = None,
+    trust: bool = False,
+    on_load: Callable[[LoadedWeights], None] = lambda loaded: None,
+) -> nn.Module:
+    """Make the model with its weights as float32, on the CPU, in evaluation mode."""
+    kind = getattr(transformers_for(use.name), use.kind)
+    with quiet(), torch.random.fork_rng(devices=[]):
+        try:
+            if weights is None and is_building():
+                model = load_by_name(kind, folder)
+            elif weights is None:
+                model = load_pretrained(kind, folder, use.name)
+            else:
+                seed = seed_of(weights)
+                torch.manual_seed(0 if seed is None else seed)
+                config = transformers_for(use.name).AutoConfig.from_pretrained(folder, **LOCAL)
+                refuse_foreign_kernels(config_of(folder), folder)
+                model = kind.from_config(config, trust_remote_code=False)
+        except (UsageError, NotLate, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # what is missing or damaged decides what is raised
+            said = other_file(folder) or first_line(error)
+            raise UsageError(f"{folder} holds no model for {use.name} that can be read: {said}") from error
+    assert isinstance(model, nn.Module)
+    # A checkpoint in half precision is computed with as --precision says.
+    model = model.eval() if weights is None and is_building() else model.float().eval()
+    if weights is not None and seed_of(weights) is None:
+        found = read_state_dict(Path(weights), weights_key, trust=trust)
+        on_load(load_state_dict(model, found, prefix=weights_prefix, source=f"the weights {weights}"))
+    return model
+
+
+def check_vocabulary(folder: Path, model: nn.Module, tokens: int) -> None:
+    """Check that a model knows all tokens of its tokenizer.
+
+    Met in the midst of a run, one that it does not know would end a GPU's context.
+    """
+    transformer: Any = model
+    embedding = transformer.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding) and tokens > embedding.num_embeddings:
+        raise UsageError(
+            f"the tokenizer in {folder} tells {tokens} tokens apart, its model only "
+            f"{embedding.num_embeddings}. Give a model and a tokenizer that belong together."
+        )
+
+
+class TextModel:
+    """A model of texts and its tokenizer, as a task has them.
+
+    Args:
+        model: a folder with both; or a module, or a function that returns one.
+        use: what it is for.
+        tokenizer: the tokenizer's folder, where the model is none.
+        weights: as ``--weights``; likewise ``weights_key``, ``weights_prefix`` and ``trust``.
+
+    Attributes:
+        folder: where the tokenizer is.
+        loaded: what was taken from a file that ``weights`` names; None before it was built, or without one.
+
+    Raises:
+        UsageError: the folder is none of the library's, or options do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module | Callable[[], nn.Module],
+        use: Use,
+        *,
+        tokenizer: str | Path | None = None,
+        weights: str | None = None,
+        weights_key: str | None = None,
+        weights_prefix: str | None = None,
+        trust: bool = False,
+    ) -> None:
+        refuse_choice_without_file(weights, weights_key, weights_prefix, trust)
+        self.use = use
+        self.loaded: LoadedWeights | None = None
+        self._weights = weights
+        self._loading = {"weights_key": weights_key, "weights_prefix": weights_prefix}
+        self.trust = trust
+        self._late_notes: list[str] = []
+        self._config: str | None = None
+        # None where the model is in the folder.
+        self._module: ModuleModel | None = None
+        if isinstance(model, str | Path):
+            self.folder = Path(model)
+            check_folder(self.folder, use)
+            if tokenizer is not None:
+                raise UsageError(
+                    f"tokenizer={str(tokenizer)!r}: the folder {self.folder} has the model's own. "
+                    "Leave it out."
+                )
+            return
+        self._module = ModuleModel(model, {}, trust=trust)
+        self._module.find_weights(weights)
+        if tokenizer is None:
+            raise UsageError(
+                f"the model {self._module.name} was given without a tokenizer. Give tokenizer=DIR, the "
+                "folder that tokenizer.save_pretrained(DIR) has written."
+            )
+        self.folder = Path(tokenizer)
+
+    def build(self) -> nn.Module:
+        """Make the model on the CPU, in evaluation mode."""
+        if self._module is not None:
+            model = self._module.create(None).eval()
+            self._config = config_of_module(model)
+            return model
+        return build(
+            self.folder, self._weights, self.use, trust=self.trust, on_load=self._remember, **self._loading
+        )
+
+    def build_late(self) -> nn.Module:
+        """As ``build``: the values of the parameters stay in their files where they can."""
+        self._late_notes = []
+        drawn = self._weights is not None and seed_of(self._weights) is not None
+        why_whole = "its weights are drawn at random" if drawn else None
+        if self._module is not None:
+            why_whole = self._module.why_whole(self._module.find_weights(None))
+        return late_or_whole(self.build, self._late_notes.append, why_whole)
+
+    def _remember(self, loaded: LoadedWeights) -> None:
+        self.loaded = loaded
+
+    def notes(self) -> list[str]:
+        """Where in a checkpoint the weights were found, and what was removed from their names."""
+        return [*notes_of(self.loaded), *self._late_notes]
+
+    def sources(self) -> list[Any]:
+        """The function that made the model, where it has one."""
+        return [] if self._module is None else self._module.sources()
+
+    def options(self) -> dict[str, Any]:
+        """The options as they are used."""
+        return {
+            "model": self._named(self.folder.absolute()),
+            "weights": self._weights_name(),
+            **options_of(self.loaded),
+            "trust_checkpoint": self.trust,
+        }
+
+    def description(self) -> dict[str, str]:
+        """Model and weights, in words."""
+        untrained = ", untrained" if self._weights and seed_of(self._weights) is not None else ""
+        within = "in the folder of the model" if self._module is None else self._weights_name()
+        return {
+            "model": self._named(self.folder),
+            "weights": f"{self._weights or within}{place_in_file(self.loaded)}{untrained}",
+        }
+
+    def fingerprint(self) -> str | None:
+        """The values of its configuration: weights say nothing of how many heads they are divided among."""
+        return config_fingerprint(self.folder) if self._module is None else self._config
+
+    def _named(self, folder: Path) -> str:
+        return str(folder) if self._module is None else f"{self._module.name}, tokenizer {folder}"
+
+    def _weights_name(self) -> str:
+        if self._module is not None:
+            return self._module.find_weights(None).text
+        weights = self._weights or str(self.folder)
+        return weights if seed_of(weights) is not None else str(Path(weights).absolute())
+
+
+def try_out(folder: Path, run: Callable[[], Any], tokens: int) -> Any:
+    """What a model gives for texts of so many tokens."""
+    try:
+        with torch.inference_mode():
+            return run()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+        raise UsageError(
+            f"the model in {folder} cannot take a window of {tokens} tokens: {first_line(error)}"
+        ) from error
