@@ -38,6 +38,8 @@ class Kept:
 
     def __init__(self, roots: Mapping[str, Any], *, returns: bool = False) -> None:
         self._values: dict[str, Any] = {}
+        # Places of what is the user's own, and not an object of a library or what that holds.
+        self._own: set[str] = set()
         # Kept alive, so that nothing else gets their ids.
         self._entered: dict[int, Any] = {}
         self._put_back: list[Callable[[], object]] = []
@@ -49,6 +51,7 @@ class Kept:
         while waiting and len(self._values) < _VALUES:
             place, value, returned = waiting.popleft()
             self._values[place] = self._token(value, returned)
+            self._own |= {place} if returned else set()
             # By its type: a proxy answers isinstance with what it stands for.
             if not issubclass(type(value), (*_PLAIN, Tensor, np.ndarray)) and id(value) not in self._entered:
                 self._entered[id(value)] = value
@@ -57,9 +60,18 @@ class Kept:
                 self._put_back += _ways_back(value) if returned else ()
                 waiting += ((inner, held, returned) for inner, held in _inside(place, value))
 
-    def changed_since(self, earlier: Kept) -> list[str]:
-        """The places whose values are others than at an earlier time."""
-        places = dict.fromkeys([*earlier._values, *self._values])
+    def places(self) -> set[str]:
+        """The places of all values."""
+        return {*self._values}
+
+    def changed_since(self, earlier: Kept, *, own: bool = False) -> list[str]:
+        """The places whose values are others than at an earlier time; ``own``: the user's alone.
+
+        Those need ``returns`` both times.
+        """
+        places = [*dict.fromkeys([*earlier._values, *self._values])]
+        if own:
+            places = [place for place in places if place in earlier._own | self._own]
         nothing = object()
         return [
             place
@@ -121,6 +133,8 @@ def _is_of_a_library(value: Any) -> bool:
     """Whether an object's class is another's: neither a module, nor of the user, nor a plain container."""
     kind = type(value)
     walked = (type, nn.Module, ModuleType, FunctionType, MethodType, functools.partial)
+    if issubclass(kind, functools._lru_cache_wrapper):
+        return not is_own(value.__wrapped__)
     if issubclass(kind, (*walked, staticmethod, classmethod)) or kind.__module__ in (
         "builtins",
         "collections",
@@ -146,6 +160,9 @@ def _ways_back(value: Any) -> Iterator[Callable[[], object]]:
             read = value.__globals__
             held = {name: read[name] for name in names_in(value.__code__) & read.keys()}
             yield functools.partial(read.update, held)
+    elif issubclass(kind, functools._lru_cache_wrapper):
+        if not value.cache_info().currsize:  # one that holds something cannot be put back
+            yield value.cache_clear
     elif not issubclass(kind, (type, nn.Module, ModuleType, *BY_TYPE_ALONE)) and is_own(kind):
         with suppress(Exception):  # slots, or a property of the user's of this name
             yield functools.partial(put_back, vars(value), dict(vars(value)))

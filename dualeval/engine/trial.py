@@ -150,25 +150,45 @@ def _check_values(name: str, column: Column) -> None:
 
 def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured | None, list[str]]:
     """What a metric says of one batch, and what did not work on so few samples."""
-    slots = torch.zeros(metric.size, dtype=torch.int64)
+    slots, of_few, again = (torch.zeros(metric.size, dtype=torch.int64) for _ in range(3))
     own = {name: copied_column(column) for name, column in columns_of(metric, columns).items()}
+    one_row = {name: column[[0]] for name, column in own.items()}
+    before = Kept({type(metric).__name__: metric}, returns=True)
     kept: list[Kept] = []
     # Twice: what the first update builds, such as a table, is no state.
-    for ledger in (slots, torch.zeros_like(slots)):
+    counted = []
+    for ledger, given in ((slots, own), (of_few, one_row), (again, own), (again, own)):
+        if given is one_row:
+            before.put_back()  # what is built of one row is what is built of others
         try:
-            metric.update(ledger, columns_of(metric, own))
+            metric.update(ledger, columns_of(metric, given))
         except DualevalError:
             raise
         except Exception as error:  # raised on with the metric's name; what it is, its own frames show
             raise RuntimeError(
                 f"metric {metric.name!r} fails on the first batch: {with_type(error)}"
             ) from error
-        kept.append(Kept({type(metric).__name__: metric}))
-    _check_pure(metric, columns, own, kept[1].changed_since(kept[0]))
+        kept.append(Kept({type(metric).__name__: metric}, returns=True))
+        counted.append(ledger.clone())
+    whole, of_one, first, second = kept
+    changed = second.changed_since(first) + first.changed_since(of_one, own=True)
+    _check_pure(metric, columns, own, changed + of_one.changed_since(whole, own=True))
     if slots.shape != (metric.size,):
         raise UsageError(
             f"metric {metric.name!r} has changed the shape of its ledger from ({metric.size},) to "
             f"{tuple(slots.shape)}: update adds to it in place"
+        )
+    once, _, same, twice = counted
+    if not torch.equal(once, same):
+        raise UsageError(
+            f"metric {metric.name!r} counts the same samples otherwise when it is given them again: let its "
+            "update draw no random numbers, or from a torch.Generator that it seeds each time"
+        )
+    if once.any() and torch.equal(once, twice):
+        raise UsageError(
+            f"metric {metric.name!r} does not add to its ledger: the same samples, counted once more, "
+            "leave it as it is. The ledgers of all batches and ranks are added up: write ledger[0] += count, "
+            "not ledger[0] = count. A largest value is no sum; dualeval.metrics.Rows computes it"
         )
     return _try_compute(metric.name, lambda: metric.compute(slots))
 
@@ -184,8 +204,9 @@ def _check_pure(
                 f"metric {metric.name!r} writes into its column {name!r}, which other metrics read and the "
                 "rows keep. Have it make a new tensor, as with column.abs() in place of column.abs_()"
             )
-    # A global that is counted up may be a log's.
-    kept = [place for place in changed if " of the module " not in place]
+    # A global that is counted up may be a log's, unless the metric's value is made of it.
+    read = Kept({"compute": getattr(metric.compute, "__func__", metric.compute)}).places()
+    kept = [place for place in changed if " of the module " not in place or place in read]
     if kept and is_own(type(metric)):
         raise UsageError(
             f"metric {metric.name!r} keeps {kept[0]} from one batch to the next, and each rank would keep "
@@ -206,6 +227,13 @@ def _try_row_metric(metric: RowMetric, columns: Mapping[str, Column]) -> tuple[M
                 f"metric {metric.name!r} writes into its columns, which are read-only: {tried[1][0]}. Have "
                 "it copy what it changes, as with numpy.array(column)"
             )
+        return tried
+    again, _ = _try_compute(metric.name, partial(metric.compute, columns_of(metric, rows)))
+    if again is None or repr(again.values) != repr(tried[0].values):
+        raise UsageError(
+            f"metric {metric.name!r} gives other values when it is computed again from the same columns: "
+            "have it seed its random numbers, as with numpy.random.default_rng(0), and keep nothing"
+        )
     return tried
 
 
