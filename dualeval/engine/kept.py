@@ -38,8 +38,6 @@ class Kept:
 
     def __init__(self, roots: Mapping[str, Any], *, returns: bool = False) -> None:
         self._values: dict[str, Any] = {}
-        # Places of what is the user's own, and not an object of a library or what that holds.
-        self._own: set[str] = set()
         # Kept alive, so that nothing else gets their ids.
         self._entered: dict[int, Any] = {}
         self._put_back: list[Callable[[], object]] = []
@@ -51,7 +49,6 @@ class Kept:
         while waiting and len(self._values) < _VALUES:
             place, value, returned = waiting.popleft()
             self._values[place] = self._token(value, returned)
-            self._own |= {place} if returned else set()
             # By its type: a proxy answers isinstance with what it stands for.
             if not issubclass(type(value), (*_PLAIN, Tensor, np.ndarray)) and id(value) not in self._entered:
                 self._entered[id(value)] = value
@@ -60,18 +57,9 @@ class Kept:
                 self._put_back += _ways_back(value) if returned else ()
                 waiting += ((inner, held, returned) for inner, held in _inside(place, value))
 
-    def places(self) -> set[str]:
-        """The places of all values."""
-        return {*self._values}
-
-    def changed_since(self, earlier: Kept, *, own: bool = False) -> list[str]:
-        """The places whose values are others than at an earlier time; ``own``: the user's alone.
-
-        Those need ``returns`` both times.
-        """
-        places = [*dict.fromkeys([*earlier._values, *self._values])]
-        if own:
-            places = [place for place in places if place in earlier._own | self._own]
+    def changed_since(self, earlier: Kept) -> list[str]:
+        """The places whose values are others than at an earlier time."""
+        places = dict.fromkeys([*earlier._values, *self._values])
         nothing = object()
         return [
             place
