@@ -154,7 +154,9 @@ def _try_metric(metric: Metric, columns: Mapping[str, Column]) -> tuple[Measured
     own = {name: copied_column(column) for name, column in columns_of(metric, columns).items()}
     one_row = {name: column[[0]] for name, column in own.items()}
     before = Kept({type(metric).__name__: metric}, returns=True)
-    kept, counted, tried = [], [], []
+    kept: list[Kept] = []
+    counted: list[Tensor] = []
+    tried: list[tuple[Measured | None, list[str]]] = []
     for ledger, given in ((slots, own), (of_few, one_row), (again, own), (again, own)):
         if given is one_row:
             before.put_back()  # what is made of one row should be what is made of others
