@@ -49,7 +49,11 @@ def named_preprocessing(named: Any, origin: str) -> ChosenPreprocessing | None:
         values = Preprocessing()
     elif isinstance(named, Preprocessing):
         values = named
-    elif isinstance(named, Mapping) and {*NEEDED} <= named.keys() <= {*_names(Preprocessing)}:
+    elif (
+        isinstance(named, Mapping)
+        and {*NEEDED} <= named.keys() <= {*_names(Preprocessing)}
+        and all(named[name] is not None for name in NEEDED)
+    ):
         given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in named.items()}
         values = Preprocessing(**given)
     elif callable(named):

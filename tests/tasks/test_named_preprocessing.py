@@ -278,8 +278,11 @@ def test_a_carried_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_dict_that_leaves_something_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = carrying(monkeypatch, "preprocessing", {"resize": 64, "size": 64})
+@pytest.mark.parametrize(
+    "values", [{"resize": 64, "size": 64}, {"resize": 64, "crop": 64, "mean": None, "std": None}]
+)
+def test_a_dict_that_leaves_something_open(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
+    model = carrying(monkeypatch, "preprocessing", values)
     with pytest.raises(
         UsageError, match=r"model\.preprocessing: found .* a dict with resize, crop, mean, std"
     ):
