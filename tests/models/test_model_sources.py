@@ -699,6 +699,7 @@ def test_a_module_and_a_folder_are_the_command_lines_task(
 
     named = dualeval.evaluate(**given, preprocessing=pixels, metrics=["top1", "loss"])
     assert [*named.metrics] == ["top1", "loss"]
+    assert named.description["preprocessing"].endswith("(the argument preprocessing)")
 
     rows = result.predictions()
     assert rows.num_rows == 11

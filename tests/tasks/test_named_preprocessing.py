@@ -298,7 +298,7 @@ def test_timms_configuration(monkeypatch: pytest.MonkeyPatch, name: str) -> None
     assert made(model).description()["preprocessing"] == (
         f"64 bicubic, crop 32, mean 0.5, std 0.25 (model.{name})"
     )
-    with pytest.raises(UsageError, match="nothing says how its pictures are prepared"):
+    with pytest.raises(UsageError, match=r"nothing says how its pictures are prepared.*In Python these are"):
         made(carrying(monkeypatch, name, config))
 
 

@@ -385,7 +385,7 @@ WRONG: list[tuple[Callable[[], Mapping[str, Any]], str]] = [
     (lambda: {"model": linear(1, 1)}, r"given no data: give a task"),
     (lambda: wrong(model=3), "model is a int"),
     (lambda: wrong(model=lambda: 3), r"returned a int: expected an nn\.Module"),
-    (lambda: wrong(metrics="top1"), r"metrics is a str: expected a list"),
+    (lambda: wrong(metrics="top1"), r"metrics is a str: expected a list.*Write metrics=\['top1'\]"),
     (
         lambda: wrong(metrics=[lambda t: 1.0]),
         r"metrics has a function, which is not a metric: write dualeval\.metrics\.Rows\(function, \[",
