@@ -65,6 +65,11 @@ class Finished:
     stdout: str
     stderr: str
 
+    def ok(self) -> Finished:
+        """Itself, of a command that has ended well."""
+        assert self.returncode == 0, self.stderr
+        return self
+
 
 # Tests of how processes start, of what is loaded then, and of memory: each of their starts is a real one.
 REAL_STARTS = (

@@ -104,8 +104,7 @@ def test_single_imports_no_distributed_backend(launch: Launch) -> None:
         "import sys; from dualeval.backends import connect; from dualeval.world import World; "
         "connect(None, World.alone()); sys.exit('dualeval.backends.torch_distributed' in sys.modules)"
     )
-    finished = launch([sys.executable, "-c", code])
-    assert finished.returncode == 0, finished.stderr
+    launch([sys.executable, "-c", code]).ok()
 
 
 @pytest.mark.parametrize(
@@ -146,8 +145,7 @@ with connect("torch", detect(os.environ)) as backend:
 
 def test_nccl_is_made_with_the_first_tensor_on_a_gpu(launch: Launch) -> None:
     """Played: a run that has GPUs sends none by itself, and had NCCL's part of a group all the same."""
-    finished = launch([sys.executable, "-c", NCCL], variables=of_one_rank())
-    assert finished.returncode == 0, finished.stderr
+    finished = launch([sys.executable, "-c", NCCL], variables=of_one_rank()).ok()
     assert finished.stdout.splitlines() == ["cpu:gloo [] cuda:0", "['nccl']"]
 
 
@@ -159,8 +157,7 @@ def test_a_closed_group_has_no_threads_left(launch: Launch) -> None:
         "with connect('torch', detect(os.environ)): import torch.distributed.nn\n"
         "print([path.read_text() for path in Path('/proc/self/task').glob('*/comm')])"
     )
-    finished = launch([sys.executable, "-c", code], variables=of_one_rank())
-    assert finished.returncode == 0, finished.stderr
+    finished = launch([sys.executable, "-c", code], variables=of_one_rank()).ok()
     assert "gloo" not in finished.stdout
 
 
@@ -188,7 +185,6 @@ def test_a_group_of_another_world(launch: Launch) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }
-    finished = launch([sys.executable, "-c", code], variables=variables)
-    assert finished.returncode == 0, finished.stderr
+    finished = launch([sys.executable, "-c", code], variables=variables).ok()
     assert "already initialised as rank 0 of 1" in finished.stdout
     assert "rank 1 of 2" in finished.stdout

@@ -127,8 +127,7 @@ class Shell:
             "MAKELEVEL": "",
             "MAKEFLAGS": "",
         }
-        done = self._launch(["bash", "-c", script], variables=variables, cwd=self._clone, timeout=timeout)
-        assert done.returncode == 0, done.stderr
+        self._launch(["bash", "-c", script], variables=variables, cwd=self._clone, timeout=timeout).ok()
         for number in range(len(typed)):
             said = (output / str(number)).read_text(errors="replace")
             yield Done(code=int((output / f"{number}.code").read_text()), said=said)
@@ -139,8 +138,7 @@ class Shell:
 @pytest.mark.needs("mpi", "horovod")
 def test_each_line_works_with_what_was_installed_before(launch: Launch, tmp_path: Path) -> None:
     clone, pictures = a_clone(tmp_path / "clone"), tmp_path / "pictures"
-    made = launch([sys.executable, "-m", "tests.readers_files", clone, pictures])
-    assert made.returncode == 0, made.stderr
+    launch([sys.executable, "-m", "tests.readers_files", clone, pictures]).ok()
     shell = Shell(launch, clone)
     wanted = [line for line in lines() if line not in ELSEWHERE and not needs_slurm(line)]
     # For those who do without Horovod: tried last, when that is gone.

@@ -37,8 +37,7 @@ def matrix(launch: Launch, folder: Path, size: int, manners: list[tuple[int, int
     """Digests of the embedded job at a world size, for each (limit, workers, threads)."""
     folder.mkdir()
     torchrun: list[str | Path] = [TORCHRUN, "--standalone", f"--nproc-per-node={size}"]
-    done = launch([*torchrun, WORKER, folder, json.dumps(manners)], timeout=280)
-    assert done.returncode == 0, done.stderr
+    launch([*torchrun, WORKER, folder, json.dumps(manners)], timeout=280).ok()
     found = json.loads((folder / "found.json").read_text())
     for (limit, _, _), entry in zip(manners, found, strict=True):
         assert (entry["total"], entry["resumed"]) == (limit, 0)
@@ -292,8 +291,7 @@ def test_every_launcher_at_every_size(
 
 def test_mean_loss_is_the_exact_sum_over_n(launch: Launch, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = launch([sys.executable, "-m", "dualeval", "run", "--nproc", "3", "--limit", "997", "--out", out])
-    assert done.returncode == 0, done.stderr
+    launch([sys.executable, "-m", "dualeval", "run", "--nproc", "3", "--limit", "997", "--out", out]).ok()
     losses = pyarrow.parquet.read_table(out / "predictions.parquet")["loss"].to_pylist()
     loss = json.loads((out / "result.json").read_text())["metrics"]["loss"]
     assert loss == math.fsum(losses) / 997

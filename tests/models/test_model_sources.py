@@ -561,8 +561,7 @@ def run(
 ) -> dict[str, Any]:
     command: list[str | Path] = [sys.executable, "-m", "dualeval", "run", *arguments, "--no-progress"]
     spread = ["--nproc", str(processes)] if processes > 1 else []
-    done = launch([*command, "--batch-size", "4", "--workers", "0", "--out", out, *spread], cwd=cwd)
-    assert done.returncode == 0, done.stderr
+    launch([*command, "--batch-size", "4", "--workers", "0", "--out", out, *spread], cwd=cwd).ok()
     found: dict[str, Any] = json.loads((out / "result.json").read_text())
     return found
 

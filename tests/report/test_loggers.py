@@ -410,8 +410,7 @@ def test_the_command_line(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('limit = 128\nlogger = ["jsonl:log.jsonl"]\nout = "run"\n')
     command: list[str | Path]
     command = [BIN / "dualeval", "run", "--config", tmp_path / "job.toml", "--json", "--nproc", "2"]
-    done = launch(command, cwd=Path("/"))
-    assert done.returncode == 0, done.stderr
+    done = launch(command, cwd=Path("/")).ok()
     digest = json.loads(done.stdout)["metrics_digest"]
     assert f"logged to jsonl: a line in {tmp_path}/log.jsonl" in done.stderr
     assert [line["metrics_digest"] for line in lines_of(tmp_path / "log.jsonl")] == [digest]

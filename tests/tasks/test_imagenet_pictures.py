@@ -73,8 +73,7 @@ def evaluate(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Evalua
         key = (pictures.home, processes, threads, *more)
         if key not in done:
             out = tmp_path_factory.mktemp("run") / "out"
-            finished = start(launch, pictures, out, processes, *more, threads=threads)
-            assert finished.returncode == 0, finished.stderr
+            start(launch, pictures, out, processes, *more, threads=threads).ok()
             result = json.loads((out / "result.json").read_text())
             assert result["chunks"]["resumed"] == 0
             assert result["world"]["size"] == processes
@@ -167,8 +166,7 @@ def test_the_log_tells_the_right_preprocessing_from_the_wrong(
     done = launch(command, cwd=pictures.home)
     assert done.returncode == 2
     assert "nothing says how its pictures are prepared" in done.stderr
-    done = launch([*command, "--preprocessing", "imagenet"], cwd=pictures.home)
-    assert done.returncode == 0, done.stderr
+    done = launch([*command, "--preprocessing", "imagenet"], cwd=pictures.home).ok()
     said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:5])
     assert said["preprocessing"] == (
         "256 bilinear, crop 224, ImageNet mean and std (--preprocessing imagenet)"

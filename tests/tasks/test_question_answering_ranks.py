@@ -60,8 +60,7 @@ def run(launch: Launch, home: Path, tmp_path_factory: pytest.TempPathFactory) ->
     def evaluate(*more: str, before: list[str] | None = None) -> Ran:
         out = tmp_path_factory.mktemp("run") / "out"
         words = [*before, BIN / "dualeval"] if before else DUALEVAL
-        done = launch([*words, *command(home, out, *more)])
-        assert done.returncode == 0, done.stderr
+        launch([*words, *command(home, out, *more)]).ok()
         return ran(out)
 
     return evaluate
@@ -171,8 +170,7 @@ def test_every_launcher(
         words: list[str | Path] = [*start(launcher, size), BIN / "dualeval"]
         found = run("--backend", backend, before=start(launcher, size))
         check(found, wanted, size, backend)
-        done = launch([*words, *command(home, tmp_path / str(size), *minilm, "--backend", backend)])
-        assert done.returncode == 0, done.stderr
+        launch([*words, *command(home, tmp_path / str(size), *minilm, "--backend", backend)]).ok()
         result = json.loads((tmp_path / str(size) / "result.json").read_text())
         assert (result["metrics"]["exact_match"], result["metrics"]["f1"]) == (100.0, 100.0)
         learnt.append(result["metrics_digest"])
@@ -195,8 +193,7 @@ def test_a_question_without_room_stops_all_ranks(launch: Launch, home: Path, tmp
     assert stopped.returncode == 2
     assert f"sample {qas[0]['id']} (index" in stopped.stderr
     assert "Traceback" not in stopped.stderr
-    done = launch([*DUALEVAL, *words, "--on-error", "skip", "--fresh"])
-    assert done.returncode == 0, done.stderr
+    launch([*DUALEVAL, *words, "--on-error", "skip", "--fresh"]).ok()
     [failed] = ran(out).result["failed"]
     assert failed["id"] == qas[0]["id"]
     assert qas[0]["id"] not in json.loads(ran(out).files["predictions.json"])
@@ -216,10 +213,7 @@ def test_a_stopped_run_goes_on_over_another_backend(launch: Launch, home: Path, 
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 75
-    done = launch(
-        [*DUALEVAL, *command(home, out, *data, "--nproc", "2", "--backend", "horovod")], timeout=280
-    )
-    assert done.returncode == 0, done.stderr
+    launch([*DUALEVAL, *command(home, out, *data, "--nproc", "2", "--backend", "horovod")], timeout=280).ok()
     assert 0 < ran(out).result["chunks"]["resumed"] < ran(out).result["chunks"]["total"]
     assert ran(out).result["metrics_digest"] == ran(whole).result["metrics_digest"]
     assert ran(out).files == ran(whole).files
@@ -275,8 +269,7 @@ def test_a_job_file(launch: Launch, home: Path, wanted: Ran, tmp_path: Path) -> 
         tmp_path / "out",
         "--json",
     ]
-    done = launch([*DUALEVAL, *words], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = launch([*DUALEVAL, *words], cwd=tmp_path).ok()
     assert json.loads(done.stdout)["metrics_digest"] == wanted.result["metrics_digest"]
 
 
@@ -288,8 +281,7 @@ def test_the_commands_of_the_page(launch: Launch, home: Path, tmp_path: Path) ->
     commands = [line for line in page.splitlines() if line.startswith("dualeval ") and "--task" in line]
     assert len(commands) == 2
     for line in commands:
-        done = launch([BIN / "dualeval", *line.split()[1:]], cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        launch([BIN / "dualeval", *line.split()[1:]], cwd=tmp_path).ok()
     found = [
         json.loads((tmp_path / f"runs/{name}/result.json").read_text())["metrics"]
         for name in ("squad", "score")
@@ -324,8 +316,7 @@ def test_score(launch: Launch, tmp_path: Path) -> None:
         "--out",
         "scores",
     ]
-    done = launch([*DUALEVAL, "score", *words], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = launch([*DUALEVAL, "score", *words], cwd=tmp_path).ok()
     assert "80.00 %" in done.stdout
     result = json.loads((tmp_path / "scores/result.json").read_text())
     assert result["metrics"] == questions.official_script().evaluate(content, given)
