@@ -52,15 +52,8 @@ CASES = {
     ),
     "no image": BadInput(
         arguments=[
-            *RESNET,
-            "--num-classes",
-            "2",
-            "--data",
-            "{tmp}/images",
-            "--batch-size",
-            "1",
-            "--crop",
-            "32",
+            *(*RESNET, "--num-classes", "2", "--data", "{tmp}/images", "--batch-size", "1"),
+            *("--crop", "32"),
         ],
         words=["a/broken.png", "cannot be read", "--on-error skip"],
     ),
@@ -137,10 +130,7 @@ CASES = {
 }
 # These say no before any process is started, or are about starting itself.
 PLAIN_ONLY = {
-    "output without a name",
-    "output with too long a name",
-    "nproc beyond reason",
-    "half-set torchrun",
+    *("output without a name", "output with too long a name", "nproc beyond reason", "half-set torchrun"),
     "backend without launcher",
 }
 # Of those that ranks find: in the data, in the weights, and in the output folder.
@@ -233,15 +223,8 @@ def test_ranks_exit_2_under_a_users_own_launcher(launch: Launch, inputs: Path, t
 )
 def test_skip_counts_and_lists(launch: Launch, inputs: Path, tmp_path: Path, start: list[str]) -> None:
     arguments: list[str | Path] = [
-        *RESNET,
-        "--data",
-        inputs / "images",
-        "--batch-size",
-        "2",
-        "--crop",
-        "32",
-        "--on-error",
-        "skip",
+        *(*RESNET, "--batch-size", "2", "--crop", "32", "--on-error", "skip"),
+        *("--data", inputs / "images"),
     ]
     done = launch([*RUN, *start, *arguments, "--out", tmp_path / "out"], timeout=60).ok()
     assert "6 of 7 evaluated, 1 failed" in done.stdout
@@ -270,14 +253,8 @@ def test_the_key_that_was_used_is_said_once(
 
 def test_nan_logits_are_reported(launch: Launch, inputs: Path, tmp_path: Path) -> None:
     arguments: list[str | Path] = [
-        "--model",
-        "fashion-cnn",
-        "--weights",
-        inputs / "nan.pt",
-        "--limit",
-        "70",
-        "--out",
-        tmp_path / "out",
+        *("--model", "fashion-cnn", "--weights", inputs / "nan.pt", "--limit", "70"),
+        *("--out", tmp_path / "out"),
     ]
     done = launch([*RUN, *arguments], timeout=60).ok()
     assert "warning: logits: 70 samples have a NaN" in done.stdout

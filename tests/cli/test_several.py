@@ -41,14 +41,7 @@ from tests.launchers import needs
 torchvision()
 RUN: list[str | Path] = [sys.executable, "-m", "dualeval", "run", "--no-progress"]
 TORCHRUN: list[str | Path] = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "dualeval",
-    "run",
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dualeval", "run"),
 ]
 Run = Callable[..., int]
 

@@ -251,14 +251,8 @@ def job_of(kind: Standstill, images: Path) -> list[str]:
     words = "--model tests.faulty_models:means --weights random:0 --batch-size 2"
     sizes = "--resize 20 --crop 20 --mean 0 --std 1"
     return [
-        *words.split(),
-        *sizes.split(),
-        "--no-progress",
-        "--data",
-        str(images),
-        "--workers",
-        str(kind.workers),
-        *common,
+        *(*words.split(), *sizes.split(), "--no-progress", "--data", str(images)),
+        *("--workers", str(kind.workers), *common),
     ]
 
 

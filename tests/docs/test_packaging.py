@@ -63,12 +63,8 @@ def test_sdist_holds_the_linked_folders_as_files(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     assert {
-        "dualeval/backends/base.py",
-        "dualeval/launch/detect.py",
-        "dualeval/tools/submit/slurm/eval.sbatch",
-        "README.md",
-        "setup.py",
-        "LICENSE",
+        *("dualeval/backends/base.py", "dualeval/launch/detect.py"),
+        *("dualeval/tools/submit/slurm/eval.sbatch", "README.md", "setup.py", "LICENSE"),
     } <= names
 
 
@@ -79,15 +75,10 @@ def test_wheel_holds_dualeval_alone(built: Path) -> None:
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"dualeval"}
     assert {
-        "dualeval/py.typed",
-        "dualeval/backends/base.py",
-        "dualeval/launch/detect.py",
-        "dualeval/tools/submit/slurm/eval.sbatch",
-        "dualeval/tools/submit/slurm/eval_horovod.sbatch",
-        "dualeval/assets/fashion_cnn.safetensors",
-        "dualeval/assets/imagenet_wnids.txt",
-        "dualeval/assets/t10k-images-idx3-ubyte.gz",
-        "dualeval/assets/LICENSE-fashion-mnist.txt",
+        *("dualeval/py.typed", "dualeval/backends/base.py", "dualeval/launch/detect.py"),
+        *("dualeval/tools/submit/slurm/eval.sbatch", "dualeval/tools/submit/slurm/eval_horovod.sbatch"),
+        *("dualeval/assets/fashion_cnn.safetensors", "dualeval/assets/imagenet_wnids.txt"),
+        *("dualeval/assets/t10k-images-idx3-ubyte.gz", "dualeval/assets/LICENSE-fashion-mnist.txt"),
     } <= set(names)
 
 
@@ -153,12 +144,7 @@ def test_pip_install_in_a_clean_environment(built: Path, tmp_path: Path, launch:
     venv = tmp_path / "venv"
     assert launch([interpreter(minor), "-m", "venv", venv], variables=nothing).returncode == 0
     pip: list[str | Path] = [
-        venv / "bin/python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
+        *(venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
     ]
     launch([*pip, "."], cwd=built / "clone", variables=nothing, timeout=3000).ok()
     command: list[str | Path] = [venv / "bin/dualeval", "run", "--limit", "64", "--out", tmp_path / "out"]

@@ -18,16 +18,7 @@ from tests.conftest import BIN, ROOT, Launch
 from tests.docs.test_readme import README, needs_slurm
 
 PROGRAMS = (
-    "make",
-    "dualeval",
-    "torchrun",
-    "horovodrun",
-    "mpirun",
-    "srun",
-    "sbatch",
-    "python",
-    "pip",
-    "apt",
+    *("make", "dualeval", "torchrun", "horovodrun", "mpirun", "srun", "sbatch", "python", "pip", "apt"),
     ".",
 )
 # Begun by the README's words, but not tried here.

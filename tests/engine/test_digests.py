@@ -149,12 +149,9 @@ class Evaluation:
 
 # Each launcher and backend is in another way, too, or typed by the README's own test.
 DOUBLES = {
-    "dualeval run --nproc {n}",
-    "mpirun -np {n} dualeval run --backend torch",
-    "horovodrun --gloo -np {n} dualeval run",
-    "horovodrun --mpi -np {n} dualeval run",
-    "mpirun -np {n} dualeval run --backend horovod",
-    "python -m dualeval run",
+    *("dualeval run --nproc {n}", "mpirun -np {n} dualeval run --backend torch"),
+    *("horovodrun --gloo -np {n} dualeval run", "horovodrun --mpi -np {n} dualeval run"),
+    *("mpirun -np {n} dualeval run --backend horovod", "python -m dualeval run"),
 }
 SINGLE = Way(typed="dualeval run", launcher="none", backend="single")
 MANY = [

@@ -76,23 +76,11 @@ def test_so_it_is_on_two_ranks(written: Path, tmp_path: Path, launch: Launch) ->
     digests = {}
     for name, ranks in (("plain.pt", 1), ("one.pt", 2), ("rank-0.pt", 2)):
         job: list[str | Path] = [
-            "--model",
-            "fashion-cnn",
-            "--weights",
-            written / name,
-            "--data",
-            ROOT / "dualeval/assets",
+            *("--model", "fashion-cnn", "--weights", written / name, "--data", ROOT / "dualeval/assets"),
         ]
         words: list[str | Path] = [
-            "run",
-            *job,
-            "--limit",
-            "400",
-            "--no-progress",
-            "--nproc",
-            str(ranks),
-            "--out",
-            tmp_path / name,
+            *("run", *job, "--limit", "400", "--no-progress", "--nproc", str(ranks)),
+            *("--out", tmp_path / name),
         ]
         launch([sys.executable, "-m", "dualeval", *words]).ok()
         digests[name] = json.loads((tmp_path / name / "result.json").read_text())["metrics_digest"]

@@ -97,12 +97,7 @@ def evaluate(model: nn.Module, **options: Any) -> dualeval.Result:
 
 CONVOLUTIONAL = (
     *(
-        "alexnet",
-        "vgg11_bn",
-        "resnet18",
-        "resnext50_32x4d",
-        "wide_resnet50_2",
-        "squeezenet1_0",
+        *("alexnet", "vgg11_bn", "resnet18", "resnext50_32x4d", "wide_resnet50_2", "squeezenet1_0"),
         "densenet121",
     ),
     *("inception_v3", "googlenet", "shufflenet_v2_x0_5", "mobilenet_v2", "mobilenet_v3_small", "mnasnet0_5"),

@@ -148,14 +148,8 @@ def test_twenty_of_twenty_runs_exit_0(launch: Launch, tmp_path: Path, size: int)
     codes, digests = [], set()
     for number in range(20):
         words = [
-            "dualeval",
-            "run",
-            "--limit",
-            "200",
-            *SHARD,
-            "--no-progress",
-            "--out",
-            str(tmp_path / str(number)),
+            *("dualeval", "run", "--limit", "200", *SHARD, "--no-progress"),
+            *("--out", str(tmp_path / str(number))),
         ]
         codes.append(
             launch([*start("torchrun", size), *words], variables={"OMP_NUM_THREADS": "1"}).returncode

@@ -154,16 +154,8 @@ def test_a_job_of_one_needs_no_address_and_may_start_ranks(launch: Launch, tmp_p
     """A PyTorchJob of a master alone: the pod has several GPUs, and nobody else is to be met."""
     pod = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "23456"}
     for words in ([], ["--nproc", "2"]):
-        command: list[str | Path] = [
-            "dualeval",
-            "run",
-            *words,
-            "--limit",
-            "3",
-            "--out",
-            tmp_path / f"out{len(words)}",
-        ]
-        launch(command, variables=pod).ok()
+        out = str(tmp_path / f"out{len(words)}")
+        launch(["dualeval", "run", *words, "--limit", "3", "--out", out], variables=pod).ok()
     assert json.loads((tmp_path / "out0/result.json").read_text())["world"]["launcher"] == "env"
     assert json.loads((tmp_path / "out2/result.json").read_text())["world"]["size"] == 2
 

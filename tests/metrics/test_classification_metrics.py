@@ -491,13 +491,7 @@ def test_auroc_without_an_area() -> None:
 
 def test_default_metrics() -> None:
     assert default_metrics(10) == (
-        "loss",
-        "top1",
-        "top5",
-        "precision_recall",
-        "confusion",
-        "ece",
-        "nonfinite_logits",
+        *("loss", "top1", "top5", "precision_recall", "confusion", "ece", "nonfinite_logits"),
     )
     assert "top5" not in default_metrics(5)
     assert "top5" in default_metrics(6)

@@ -210,13 +210,7 @@ def test_the_result_of_a_folder_is_that_of_a_file_on_any_number_of_ranks(
     for ranks, weights in ((1, "whole.pt"), (1, "folder"), (3, "folder")):
         out = tmp_path / f"{weights}-{ranks}"
         words: list[str | Path] = [
-            "run",
-            "--model",
-            "fashion-cnn",
-            "--weights",
-            tmp_path / weights,
-            "--limit",
-            "600",
+            *("run", "--model", "fashion-cnn", "--weights", tmp_path / weights, "--limit", "600"),
         ]
         words += ["--data", ROOT / "dualeval/assets", "--nproc", str(ranks), "--out", out]
         launch([sys.executable, "-m", "dualeval", *words]).ok()

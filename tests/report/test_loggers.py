@@ -89,11 +89,7 @@ def test_a_record_has_metrics_intervals_classes_and_job(result: Result, run: Pat
     assert record.scalars["per_class/f1/2"] == f1[2]
     assert [row[1] for row in record.tables["per_class"].rows] == NAMES
     for name in (
-        "fingerprint",
-        "metrics_digest",
-        "samples_digest",
-        "versions.torch",
-        "world.launcher",
+        *("fingerprint", "metrics_digest", "samples_digest", "versions.torch", "world.launcher"),
         "world.size",
     ):
         assert name in record.params

@@ -45,12 +45,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(home: Path, out: Path, *more: str) -> list[str | Path]:
     job: list[str | Path] = [
-        "--task",
-        "question-answering",
-        "--model",
-        home / "model",
-        "--data",
-        home / "v2.json",
+        *("--task", "question-answering", "--model", home / "model", "--data", home / "v2.json"),
     ]
     return ["run", *job, "--batch-size", BATCH_SIZE, "--no-progress", "--out", out, *more]
 
@@ -260,13 +255,7 @@ def test_a_job_file(launch: Launch, home: Path, wanted: Ran, tmp_path: Path) -> 
     lines = ['task = "question-answering"', 'model = "model"', 'data = "v2.json"', "batch-size = 4"]
     (home / "job.toml").write_text("\n".join([*lines, "null-threshold = 0.5", "n-best = 20"]))
     words: list[str | Path] = [
-        "run",
-        "--config",
-        home / "job.toml",
-        "--null-threshold",
-        "0",
-        "--out",
-        tmp_path / "out",
+        *("run", "--config", home / "job.toml", "--null-threshold", "0", "--out", tmp_path / "out"),
         "--json",
     ]
     done = launch([*DUALEVAL, *words], cwd=tmp_path).ok()
@@ -307,14 +296,8 @@ def test_score(launch: Launch, tmp_path: Path) -> None:
     given[last] = "the wind"
     (tmp_path / "preds.json").write_text(json.dumps(given))
     words: list[str | Path] = [
-        "--task",
-        "question-answering",
-        "--data",
-        data,
-        "--predictions",
-        "preds.json",
-        "--out",
-        "scores",
+        *("--task", "question-answering", "--data", data, "--predictions", "preds.json"),
+        *("--out", "scores"),
     ]
     done = launch([*DUALEVAL, "score", *words], cwd=tmp_path).ok()
     assert "80.00 %" in done.stdout

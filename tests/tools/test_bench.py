@@ -357,16 +357,8 @@ def test_splitting_batches_leaves_the_rest_of_the_task() -> None:
 def test_what_was_measured_until_ctrl_c_is_kept(launch: Launch, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = [
-        "--mode",
-        "single",
-        "--limit",
-        "128",
-        "--rounds",
-        "50",
-        "--min-seconds",
-        "1e-6",
-        "--out",
-        str(out),
+        *("--mode", "single", "--limit", "128", "--rounds", "50", "--min-seconds", "1e-6"),
+        *("--out", str(out)),
     ]
     with launch.started([*BENCH, *words], cwd=tmp_path) as process:
         assert process.stdout is not None

@@ -241,12 +241,7 @@ def test_a_dry_run_does_nothing(bench: Bench) -> None:
     key = re.search(r"^key: ([0-9a-f]{64})", done.stdout, re.MULTILINE)
     assert key is not None
     for word in (
-        "pip",
-        "download",
-        "wheel",
-        "--force-reinstall",
-        '"compiler": "c++ 12.2"',
-        "in the cache: no",
+        *("pip", "download", "wheel", "--force-reinstall", '"compiler": "c++ 12.2"', "in the cache: no"),
     ):
         assert word in done.stdout
     assert bench.calls() == []
@@ -406,12 +401,7 @@ def test_a_second_environment_takes_seconds(environment: Path, tmp_path: Path, l
 )
 def test_built_from_source(mpi: bool, environment: Path, tmp_path: Path, launch: Launch) -> None:
     command: list[str | Path] = [
-        environment,
-        "-m",
-        "dualeval",
-        "setup-horovod",
-        "--cache",
-        tmp_path / "cache",
+        *(environment, "-m", "dualeval", "setup-horovod", "--cache", tmp_path / "cache"),
     ]
     command.append("--with-mpi" if mpi else "--without-mpi")
     launch(command, timeout=1500, cwd=tmp_path).ok()
