@@ -200,22 +200,3 @@ def test_a_broken_picture_stops_the_run(
     assert (status["state"], status["exit_code"]) == ("failed", 2)
     assert BROKEN in status["reason"]
     assert not (tmp_path / "out/result.json").exists()
-
-
-@pytest.mark.long
-def test_each_rank_exits_2(launch: Launch, with_broken: Pictures, tmp_path: Path) -> None:
-    """Under a launcher of the user's own, which has nothing but the ranks' exit codes."""
-    torchrun = Path(sys.executable).with_name("torchrun")
-    # The exit codes of both ranks, whatever the launcher makes of them.
-    (tmp_path / "rank.py").write_text(
-        "import os, subprocess, sys\n"
-        "code = subprocess.run([sys.executable, '-m', 'dualeval', *sys.argv[2:]]).returncode\n"
-        "open(f'{sys.argv[1]}/code-' + os.environ['RANK'], 'w').write(str(code))\n"
-    )
-    command: list[str | Path] = [torchrun, "--nproc-per-node", "2", tmp_path / "rank.py", tmp_path, "run"]
-    arguments = [*with_broken.arguments, "--batch-size", BATCH_SIZE, "--out", tmp_path / "out"]
-    finished = launch([*command, *arguments], cwd=with_broken.home)
-    codes = [path.read_text() for path in sorted(tmp_path.glob("code-*"))]
-    assert codes == ["2", "2"], finished.stderr
-    assert finished.stderr.count("dualeval: error:") == 1
-    assert "Traceback" not in finished.stderr
