@@ -44,11 +44,7 @@ class Job(Exception):
 
 
 def serve(path: str) -> None:
-    """Answer until the one who has started this server is gone.
-
-    Raises:
-        Job: in each child.
-    """
+    """Answer until the one who has started this server is gone."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen()

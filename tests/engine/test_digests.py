@@ -111,19 +111,12 @@ def test_every_combination(
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to start an evaluation, and what its ranks are then to find.
+    """A way to start an evaluation, and what its ranks are then to find."""
 
-    Attributes:
-        typed: what a user types, with {n} for the number of processes.
-        launcher: none, torchrun, horovodrun or mpirun, whose ranks they become.
-        backend: over which they talk.
-        folder: where it is typed; None: anywhere.
-    """
-
-    typed: str
-    launcher: str
-    backend: str
-    folder: Path | None = None
+    typed: str  # what a user types, with {n} for the number of processes
+    launcher: str  # none, torchrun, horovodrun or mpirun, whose ranks they become
+    backend: str  # over which they talk
+    folder: Path | None = None  # where it is typed; None: anywhere
 
     def command(self, size: int) -> str:
         return self.typed.format(n=size)
