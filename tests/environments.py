@@ -35,7 +35,12 @@ class Environment:
     @property
     def variables(self) -> dict[str, str]:
         """The variables by name."""
-        return dict(word.partition("=")[::2] for word in shlex.split(self.text))
+        return read_variables(self.text)
+
+
+def read_variables(text: str) -> dict[str, str]:
+    """Variables by name, of a text as a shell takes it."""
+    return dict(word.partition("=")[::2] for word in shlex.split(text))
 
 
 def recorded(name: str, text: str, expected: World | str) -> Environment:

@@ -14,6 +14,7 @@ from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.world import World
 from tests.conftest import Launch
+from tests.environments import read_variables
 from tests.launch.test_env_ranks import free_port
 
 
@@ -176,15 +177,9 @@ def test_a_group_of_another_world(launch: Launch) -> None:
         "except LaunchError as error: print(error)\n"
         "dist.destroy_process_group()"
     )
-    variables = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
+    variables = read_variables(
+        "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"
+    )
     finished = launch([sys.executable, "-c", code], variables=variables).ok()
     assert "already initialised as rank 0 of 1" in finished.stdout
     assert "rank 1 of 2" in finished.stdout

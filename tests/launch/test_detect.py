@@ -21,85 +21,38 @@ from dualeval.world.meetings.horovodrun import AtHorovodrun
 from dualeval.world.meetings.master import AtTorchrun
 from dualeval.world.meetings.mpi import OverMpi
 from tests.conftest import ROOT, Launch
+from tests.environments import read_variables
 from tests.launchers import needs, start
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-}
-HOROVODRUN = {
-    "HOROVOD_RANK": "5",
-    "HOROVOD_SIZE": "8",
-    "HOROVOD_LOCAL_RANK": "1",
-    "HOROVOD_LOCAL_SIZE": "4",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT": "29500",
-    "HOROVOD_CROSS_RANK": "1",
-    "HOROVOD_CROSS_SIZE": "2",
-    "HOROVOD_HOSTNAME": "node1",
-    "HOROVOD_CONTROLLER": "gloo",
-    "HOROVOD_CPU_OPERATIONS": "gloo",
-    "HOROVOD_GLOO_IFACE": "eth0",
-}
+TORCHRUN = read_variables(
+    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=node0 MASTER_PORT=29500 "
+    "TORCHELASTIC_RUN_ID=none"
+)
+HOROVODRUN = read_variables(
+    "HOROVOD_RANK=5 HOROVOD_SIZE=8 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=4 "
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR=10.0.0.1 HOROVOD_GLOO_RENDEZVOUS_PORT=29500 HOROVOD_CROSS_RANK=1 "
+    "HOROVOD_CROSS_SIZE=2 HOROVOD_HOSTNAME=node1 HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo "
+    "HOROVOD_GLOO_IFACE=eth0"
+)
 # As mpirun of Open MPI 4.1 and 5.0 sets them; NODE_RANK is the rank among those on the node.
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
-    "OMPI_UNIVERSE_SIZE": "8",
-    "PMIX_RANK": "5",
-}
+OPEN_MPI = read_variables(
+    "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=4 OMPI_COMM_WORLD_NODE_RANK=1 OMPI_UNIVERSE_SIZE=8 PMIX_RANK=5"
+)
 # As mpirun of MPICH 5.0 sets them.
-MPICH = {
-    "PMI_RANK": "5",
-    "PMI_SIZE": "8",
-    "MPI_LOCALRANKID": "1",
-    "MPI_LOCALNRANKS": "4",
-    "PMI_FD": "9",
-    "PMI_HOSTNAME": "node1",
-}
+MPICH = read_variables(
+    "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4 PMI_FD=9 PMI_HOSTNAME=node1"
+)
 # As srun of Slurm 22.05 sets them for a step of 8 tasks on two nodes; the job had asked for 8 and 2 as well.
-SRUN = {
-    "SLURM_PROCID": "5",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NODELIST": "h[0-1]",
-    "SLURM_JOB_ID": "17",
-    "SLURM_STEP_ID": "3",
-    "SLURMD_NODENAME": "h1",
-    "SLURM_CLUSTER_NAME": "big",
-    "SLURM_CPUS_ON_NODE": "4",
-    "SLURM_GTIDS": "4,5,6,7",
-    "SLURM_JOBID": "17",
-    "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
-    "SLURM_JOB_NODELIST": "h[0-1]",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_NNODES": "2",
-    "SLURM_NODELIST": "h[0-1]",
-    "SLURM_NTASKS": "8",
-    "SLURM_NTASKS_PER_NODE": "4",
-    "SLURM_STEPID": "3",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_TASKS_PER_NODE": "4(x2)",
-    "SLURM_TASK_PID": "18",
-}
-FLUX = {
-    "FLUX_TASK_RANK": "5",
-    "FLUX_JOB_SIZE": "8",
-    "FLUX_TASK_LOCAL_ID": "1",
-    "FLUX_JOB_ID": "f4",
-    "PMI_FD": "9",
-}
+SRUN = read_variables(
+    "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=8 SLURM_LOCALID=1 SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_NODEID=1 "
+    "SLURM_STEP_NODELIST=h[0-1] SLURM_JOB_ID=17 SLURM_STEP_ID=3 SLURMD_NODENAME=h1 SLURM_CLUSTER_NAME=big "
+    "SLURM_CPUS_ON_NODE=4 SLURM_GTIDS=4,5,6,7 SLURM_JOBID=17 SLURM_JOB_CPUS_PER_NODE=4(x2) "
+    "SLURM_JOB_NODELIST=h[0-1] SLURM_JOB_NUM_NODES=2 SLURM_NNODES=2 SLURM_NODELIST=h[0-1] SLURM_NTASKS=8 "
+    "SLURM_NTASKS_PER_NODE=4 SLURM_STEPID=3 SLURM_STEP_NUM_NODES=2 SLURM_TASKS_PER_NODE=4(x2) "
+    "SLURM_TASK_PID=18"
+)
+FLUX = read_variables("FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_ID=f4 PMI_FD=9")
 # By launcher: what it sets, the four that place a process, and what of the rest is needed.
 RECORDED = {
     "horovodrun": (HOROVODRUN, list(HOROVODRUN)[:4], list(HOROVODRUN)[4:6]),

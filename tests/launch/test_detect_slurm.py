@@ -10,23 +10,15 @@ from dualeval.errors import LaunchError
 from dualeval.launch import detect, examine
 from dualeval.world import World
 from dualeval.world.meetings.address import AtAddress
+from tests.environments import read_variables
 from tests.launch.test_detect import SRUN, TORCHRUN
 
 # In an salloc shell and in a batch script there is a job and no step; a script is "process 0" of the job.
-SALLOC = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_JOBID": "17",
-    "SLURM_JOB_NAME": "interactive",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_JOB_NODELIST": "h[0-1]",
-    "SLURM_JOB_CPUS_PER_NODE": "3,1",
-    "SLURM_NNODES": "2",
-    "SLURM_NODELIST": "h[0-1]",
-    "SLURM_TASKS_PER_NODE": "3,1",
-    "SLURM_NTASKS": "4",
-    "SLURM_NPROCS": "4",
-    "SLURM_CLUSTER_NAME": "big",
-}
+SALLOC = read_variables(
+    "SLURM_JOB_ID=17 SLURM_JOBID=17 SLURM_JOB_NAME=interactive SLURM_JOB_NUM_NODES=2 "
+    "SLURM_JOB_NODELIST=h[0-1] SLURM_JOB_CPUS_PER_NODE=3,1 SLURM_NNODES=2 SLURM_NODELIST=h[0-1] "
+    "SLURM_TASKS_PER_NODE=3,1 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_CLUSTER_NAME=big"
+)
 BATCH = {
     **SALLOC,
     "SLURM_PROCID": "0",

@@ -16,6 +16,7 @@ import pytest
 from tests import questions
 from tests.conftest import BIN, ROOT, Finished, Launch
 from tests.engine.test_digests import write_table
+from tests.environments import read_variables
 from tests.launchers import needs, start
 
 DUALEVAL: list[str | Path] = [sys.executable, "-m", "dualeval"]
@@ -342,13 +343,7 @@ def test_score_does_not_remove_what_it_reads(launch: Launch, tmp_path: Path) -> 
 def test_score_is_one_process(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "stray.json").write_text("{}")
     words: list[str | Path] = ["score", "--data", questions.squad_file(), "--predictions", "stray.json"]
-    variables = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-    }
+    variables = read_variables("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=0")
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     message = error(launch([*DUALEVAL, *words], cwd=tmp_path, variables=variables))
     assert "'dualeval score' is one process, but torchrun has started 2" in message
