@@ -48,7 +48,7 @@ def recorded(name: str, text: str, expected: World | str) -> Environment:
     return Environment(name, RECORDED, text, expected)
 
 
-def world(
+def world_at(
     launcher: str,
     rank: int,
     size: int,
@@ -79,7 +79,7 @@ def srun(
     **more: Any,
 ) -> World:
     """Make that of a step of the cluster of namespaces."""
-    return world(
+    return world_at(
         "srun",
         *numbers,
         meeting=AtAddress(
@@ -92,7 +92,7 @@ def srun(
 
 def env(rank: int, size: int, local_rank: int = 0, *, master: tuple[str, int]) -> World:
     """Make that of plain variables: which ranks share a node, nobody has said."""
-    return world("env", rank, size, local_rank, 1, meeting=AtMaster(address=master), placed=False)
+    return world_at("env", rank, size, local_rank, 1, meeting=AtMaster(address=master), placed=False)
 
 
 ALONE = World.alone()
@@ -103,7 +103,7 @@ ENVIRONMENTS = [
         OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=3 OMPI_COMM_WORLD_NODE_RANK=2
         OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=2 PMIX_HOSTNAME=vm
         PMIX_NAMESPACE=257949697 PMIX_RANK=2""",
-        world("openmpi", 2, 3, 2, 3, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 2, 3, 2, 3, mpi=True, meeting=OverMpi()),
     ),
     recorded(
         "mpirun of Open MPI 5.0",
@@ -111,7 +111,7 @@ ENVIRONMENTS = [
         OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=3 OMPI_COMM_WORLD_NODE_RANK=1
         OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=2 PMIX_HOSTNAME=vm
         PMIX_NAMESPACE=prterun-vm-25527@1 PMIX_RANK=1""",
-        world("openmpi", 1, 3, 1, 3, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 1, 3, 1, 3, mpi=True, meeting=OverMpi()),
     ),
     recorded(
         "mpirun of Open MPI 4.1 over two hosts",
@@ -119,13 +119,13 @@ ENVIRONMENTS = [
         OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_NODE_RANK=0
         OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=3 PMIX_HOSTNAME=h1
         PMIX_NAMESPACE=3171221505 PMIX_RANK=2""",
-        world("openmpi", 2, 3, 0, 1, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 2, 3, 0, 1, mpi=True, meeting=OverMpi()),
     ),
     recorded(
         "mpirun of MPICH 5.0",
         """\
         MPI_LOCALNRANKS=3 MPI_LOCALRANKID=1 PMI_FD=11 PMI_HOSTNAME=vm PMI_RANK=1 PMI_SIZE=3""",
-        world("mpich", 1, 3, 1, 3, mpi=True, meeting=OverMpi()),
+        world_at("mpich", 1, 3, 1, 3, mpi=True, meeting=OverMpi()),
     ),
     recorded(
         "horovodrun --mpi",
@@ -133,7 +133,7 @@ ENVIRONMENTS = [
         OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1
         OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_UNIVERSE_SIZE=2 PMIX_HOSTNAME=vm
         PMIX_NAMESPACE=150077441 PMIX_RANK=1""",
-        world("openmpi", 1, 2, 1, 2, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 1, 2, 1, 2, mpi=True, meeting=OverMpi()),
     ),
     recorded(
         "horovodrun --gloo",
@@ -142,7 +142,7 @@ ENVIRONMENTS = [
         HOROVOD_GLOO_IFACE=lo HOROVOD_GLOO_RENDEZVOUS_ADDR=127.0.0.1 HOROVOD_GLOO_RENDEZVOUS_PORT=13938
         HOROVOD_HOSTNAME=localhost HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2 HOROVOD_RANK=1
         HOROVOD_SIZE=2""",
-        world("horovodrun", 1, 2, 1, 2, meeting=AtHorovodrun(address=("127.0.0.1", 13938))),
+        world_at("horovodrun", 1, 2, 1, 2, meeting=AtHorovodrun(address=("127.0.0.1", 13938))),
     ),
     recorded(
         "horovodrun --gloo over two hosts",
@@ -151,7 +151,7 @@ ENVIRONMENTS = [
         HOROVOD_GLOO_IFACE=eth0 HOROVOD_GLOO_RENDEZVOUS_ADDR=10.77.0.10
         HOROVOD_GLOO_RENDEZVOUS_PORT=2966 HOROVOD_HOSTNAME=h1 HOROVOD_LOCAL_RANK=0 HOROVOD_LOCAL_SIZE=1
         HOROVOD_RANK=2 HOROVOD_SIZE=3""",
-        world("horovodrun", 2, 3, 0, 1, meeting=AtHorovodrun(address=("10.77.0.10", 2966))),
+        world_at("horovodrun", 2, 3, 0, 1, meeting=AtHorovodrun(address=("10.77.0.10", 2966))),
     ),
     recorded(
         "torchrun",
@@ -160,7 +160,7 @@ ENVIRONMENTS = [
         MASTER_PORT=40603 RANK=1 TORCHELASTIC_RESTART_COUNT=0
         TORCHELASTIC_RUN_ID=a05c029a-9f44-49e5-8e91-e6644d1b340c TORCHELASTIC_USE_AGENT_STORE=True
         WORLD_SIZE=2""",
-        world(
+        world_at(
             "torchrun",
             1,
             2,
@@ -181,7 +181,7 @@ ENVIRONMENTS = [
         SLURM_STEP_ID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2
         SLURM_STEP_TASKS_PER_NODE=1(x2) TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_RUN_ID=7
         TORCHELASTIC_USE_AGENT_STORE=True WORLD_SIZE=4""",
-        world("torchrun", 2, 4, 0, 2, 1, meeting=AtTorchrun(address=("h0", 39725), launch_id="7")),
+        world_at("torchrun", 2, 4, 0, 2, 1, meeting=AtTorchrun(address=("h0", 39725), launch_id="7")),
     ),
     recorded(
         "srun, uneven",
@@ -267,7 +267,7 @@ ENVIRONMENTS = [
         OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_UNIVERSE_SIZE=4 PMIX_HOSTNAME=h0
         PMIX_NAMESPACE=3204710401 PMIX_RANK=1 SLURM_CLUSTER_NAME=dualeval SLURM_JOB_ID=7
         SLURM_JOB_NODELIST=h[0-1] SLURM_NTASKS=4""",
-        world("openmpi", 1, 4, 1, 2, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 1, 4, 1, 2, mpi=True, meeting=OverMpi()),
     ),
     recorded(
         "the batch script of an array's task",
@@ -356,7 +356,7 @@ ENVIRONMENTS = [
         FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=8 FLUX_JOB_NNODES=2 FLUX_TASK_RANK=5 FLUX_TASK_LOCAL_ID=1
         FLUX_KVS_NAMESPACE=job-1234 FLUX_URI=local:///run/flux/local PMI_RANK=5 PMI_SIZE=8 PMI_FD=14
         FLUX_PMI_LIBRARY_PATH=/usr/lib/flux/libpmi.so""",
-        world("flux", 5, 8, 1, 1, placed=False, meeting=OverPmi(descriptor=14)),
+        world_at("flux", 5, 8, 1, 1, placed=False, meeting=OverPmi(descriptor=14)),
     ),
     Environment(
         "flux run of one task",
@@ -364,7 +364,7 @@ ENVIRONMENTS = [
         """\
         FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=1 FLUX_TASK_RANK=0 FLUX_TASK_LOCAL_ID=0 PMI_RANK=0 PMI_SIZE=1
         PMI_FD=14""",
-        world("flux", 0, 1, 0, 1, 0, node_sizes=(1,), meeting=MeetingAtStore()),
+        world_at("flux", 0, 1, 0, 1, 0, node_sizes=(1,), meeting=MeetingAtStore()),
     ),
     Environment(
         "flux run -o pmi=none",
@@ -378,7 +378,7 @@ ENVIRONMENTS = [
         """\
         FLUX_JOB_ID=ƒ26oXq7 FLUX_JOB_SIZE=8 FLUX_TASK_RANK=5 FLUX_TASK_LOCAL_ID=1 MASTER_ADDR=n1
         MASTER_PORT=29500""",
-        world(
+        world_at(
             "flux", 5, 8, 1, 1, placed=False, meeting=AtAddress(host="n1", port=29500, run_id="flux.ƒ26oXq7")
         ),
     ),
@@ -399,7 +399,7 @@ ENVIRONMENTS = [
         PMI_FD=14 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0
         SLURM_STEP_TASKS_PER_NODE='1(x2)' SLURM_NODEID=0 SLURM_STEP_NODELIST=h[0-1] SLURM_JOB_ID=3
         SLURM_STEP_ID=0""",
-        world("flux", 5, 8, 1, 1, placed=False, meeting=OverPmi(descriptor=14)),
+        world_at("flux", 5, 8, 1, 1, placed=False, meeting=OverPmi(descriptor=14)),
     ),
     Environment(
         "a worker of a PyTorchJob",
@@ -414,7 +414,7 @@ ENVIRONMENTS = [
         "a PyTorchJob of a master alone",
         "Kubeflow training-operator, pkg/controller.v1/pytorch/envvar.go",
         "MASTER_PORT=23456 MASTER_ADDR=localhost WORLD_SIZE=1 RANK=0",
-        world("env", 0, 1, 0, 1, 0, node_sizes=(1,), meeting=MeetingAtStore()),
+        world_at("env", 0, 1, 0, 1, 0, node_sizes=(1,), meeting=MeetingAtStore()),
     ),
     Environment(
         "a PyTorchJob with nprocPerNode, without torchrun",
@@ -432,7 +432,7 @@ ENVIRONMENTS = [
         PET_NNODES=2 RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1
         MASTER_ADDR=evaluate-master-0 MASTER_PORT=23456 TORCHELASTIC_RUN_ID=none
         TORCHELASTIC_RESTART_COUNT=0""",
-        world(
+        world_at(
             "torchrun",
             3,
             4,
@@ -481,7 +481,7 @@ ENVIRONMENTS = [
         OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1
         OMPI_COMM_WORLD_LOCAL_SIZE=4 OMPI_UNIVERSE_SIZE=8 AZ_BATCH_MASTER_NODE=10.0.0.4:6000
         AZUREML_RUN_ID=evaluate_1""",
-        world("openmpi", 5, 8, 1, 4, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 5, 8, 1, 4, mpi=True, meeting=OverMpi()),
     ),
     Environment(
         "Alibaba's PAI, a job of PyTorch",
@@ -519,7 +519,7 @@ ENVIRONMENTS = [
         """\
         SM_HOSTS='["algo-1","algo-2"]' SM_CURRENT_HOST=algo-2 RANK=3 WORLD_SIZE=4 LOCAL_RANK=1
         LOCAL_WORLD_SIZE=2 GROUP_RANK=1 MASTER_ADDR=algo-1 MASTER_PORT=7777 TORCHELASTIC_RUN_ID=none""",
-        world("torchrun", 3, 4, 1, 2, 1, meeting=AtTorchrun(address=("algo-1", 7777), launch_id="none")),
+        world_at("torchrun", 3, 4, 1, 2, 1, meeting=AtTorchrun(address=("algo-1", 7777), launch_id="none")),
     ),
     Environment(
         "a script's own ranks under srun, set from Slurm's",
@@ -570,7 +570,7 @@ ENVIRONMENTS = [
         "mpiexec of MVAPICH2 and Intel MPI",
         "Hydra, as MPICH's",
         "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4 PMI_FD=9",
-        world("mpich", 5, 8, 1, 4, mpi=True, meeting=OverMpi()),
+        world_at("mpich", 5, 8, 1, 4, mpi=True, meeting=OverMpi()),
     ),
     Environment(
         "jsrun",
@@ -619,7 +619,7 @@ ENVIRONMENTS = [
         PBS_JOBID=4711.server PBS_TASKNUM=3 PBS_NODENUM=1 OMPI_COMM_WORLD_LOCAL_RANK=0
         OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=3
         PMIX_RANK=2""",
-        world("openmpi", 2, 3, 0, 1, mpi=True, meeting=OverMpi()),
+        world_at("openmpi", 2, 3, 0, 1, mpi=True, meeting=OverMpi()),
     ),
     Environment(
         "prun of PRRTE",

@@ -14,7 +14,7 @@ from dualeval.errors import LaunchError, UsageError
 from dualeval.launch.launchers import BACKENDS, LAUNCHERS
 from dualeval.world import World
 from tests.conftest import Launch
-from tests.environments import read_variables
+from tests.environments import read_variables, world_at
 from tests.launch.test_env_ranks import free_port
 
 
@@ -41,15 +41,7 @@ PAIRS = {
 
 def world_of(launcher: str) -> World:
     size = 1 if launcher == "none" else 2
-    return World(
-        rank=0,
-        size=size,
-        local_rank=0,
-        local_size=size,
-        node_rank=None,
-        launcher=launcher,
-        mpi=launcher in ("openmpi", "mpich", "srun"),
-    )
+    return world_at(launcher, 0, size, 0, size, mpi=launcher in ("openmpi", "mpich", "srun"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

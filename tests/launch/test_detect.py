@@ -21,7 +21,7 @@ from dualeval.world.meetings.horovodrun import AtHorovodrun
 from dualeval.world.meetings.master import AtTorchrun
 from dualeval.world.meetings.mpi import OverMpi
 from tests.conftest import ROOT, Launch
-from tests.environments import read_variables
+from tests.environments import read_variables, world_at
 from tests.launchers import needs, start
 
 TORCHRUN = read_variables(
@@ -64,33 +64,18 @@ MARK = "TORCHELASTIC_RUN_ID"
 
 
 def test_torchrun() -> None:
-    world = World(
-        rank=5,
-        size=8,
-        local_rank=1,
-        local_size=4,
-        node_rank=1,
-        launcher="torchrun",
-        meeting=AtTorchrun(address=("node0", 29500), launch_id="none"),
-    )
+    meeting = AtTorchrun(address=("node0", 29500), launch_id="none")
+    world = world_at("torchrun", 5, 8, 1, 4, 1, meeting=meeting)
     assert detect(TORCHRUN) == world
-    again = replace(world, meeting=replace(world.meeting, restarts=2))
+    again = replace(world, meeting=replace(meeting, restarts=2))
     assert detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}) == again
 
 
 @pytest.mark.parametrize("launcher", RECORDED)
 def test_recorded(launcher: str) -> None:
     environ, _, _ = RECORDED[launcher]
-    expected = World(
-        rank=5,
-        size=8,
-        local_rank=1,
-        local_size=4,
-        node_rank=None,
-        launcher=launcher,
-        mpi=launcher != "horovodrun",
-        meeting=AtHorovodrun(address=("10.0.0.1", 29500)) if launcher == "horovodrun" else OverMpi(),
-    )
+    meeting = AtHorovodrun(address=("10.0.0.1", 29500)) if launcher == "horovodrun" else OverMpi()
+    expected = world_at(launcher, 5, 8, 1, 4, mpi=launcher != "horovodrun", meeting=meeting)
     assert detect(environ) == expected
     assert detect(environ, launcher) == expected
     assert detect(environ, "none") == World.alone()

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from dualeval.world import World, place_by_hosts
+from dualeval.world import place_by_hosts
 from dualeval.world.meetings.master import AtMaster
 from tests.conftest import ROOT, Finished, Launch
+from tests.environments import world_at
 from tests.requirements import MPI_WHEELS
 
 PLACE: list[str | Path] = [sys.executable, ROOT / "tests/workers/place_worker.py"]
@@ -82,15 +83,8 @@ def test_places_follow_from_hosts(
     hosts: str, claimed: list[int], local: list[int], nodes: list[int], sizes: tuple[int, ...]
 ) -> None:
     for rank in range(len(hosts)):
-        world = World(
-            rank=rank,
-            size=len(hosts),
-            local_rank=claimed[rank],
-            local_size=1,
-            node_rank=None,
-            launcher="env",
-            meeting=AtMaster(address=("a", 1)),
-            placed=False,
+        world = world_at(
+            "env", rank, len(hosts), claimed[rank], 1, meeting=AtMaster(address=("a", 1)), placed=False
         )
         placed = place_by_hosts(world, hosts, claimed)
         assert (placed.local_rank, placed.node_rank, placed.node_sizes) == (local[rank], nodes[rank], sizes)
