@@ -39,14 +39,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(task: Task, run: Run) -> Result:
-    """Evaluate a task; every rank calls this and gets the same metrics.
-
-    Raises:
-        UsageError: task, data, model and options do not fit together.
-        ExactlyOnceError: a sample was counted never, or more than once.
-        PeerError: another rank failed first.
-        Stopped: a signal has ended the run; what was finished is saved.
-    """
+    """Evaluate a task; every rank calls this and gets the same metrics."""
     check(task, run)
     with mesh_of(run) as mesh:
         # A function of its own: a model that is divided is gone before the ranks' mesh ends.

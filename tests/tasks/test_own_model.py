@@ -446,20 +446,6 @@ def test_numpy_arrays_are_data() -> None:
     assert result.metrics["o"] == pytest.approx(linear(5, 1)(torch.ones(5)).item(), rel=1e-6)
 
 
-class Noisy(Mapped):
-    """Draws random numbers, as augmentation does."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        inputs, label = super().__getitem__(index)
-        return inputs + torch.rand(5), label
-
-
-def test_random_samples_are_a_warning() -> None:
-    found = [evaluate(model=linear(5, 7), data=data, metrics=["top1"]) for data in (Mapped(), Noisy())]
-    assert [result.deterministic for result in found] == [True, False]
-    assert any("the data set gives other values each time" in warning for warning in found[1].warnings)
-
-
 class Pair(NamedTuple):
     """As some models return."""
 
