@@ -193,8 +193,10 @@ def run(context: click.Context, /, **flags: Any) -> None:
             schedule=invocation.schedule,
             dashes=True,
         )
-        # Under a launcher a path may be missing on one node alone, which all ranks have to hear.
-        if world.size == 1 and (check_paths := getattr(each.options, "check_paths", None)):
+        # Under a launcher a path may be missing on one node alone, which all ranks have to hear. Of several
+        # models a path may be a pattern, or that of a model that fails while the others go on.
+        is_alone = world.size == 1 and not is_several(jobs)
+        if is_alone and (check_paths := getattr(each.options, "check_paths", None)):
             check_paths()
     if dry_run:
         context.exit(_print_dry_run(jobs, invocation, world, nproc) if world.is_main else EXIT_DONE)

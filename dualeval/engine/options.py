@@ -220,9 +220,12 @@ def run_options_of(options: Mapping[str, Any]) -> RunOptions:
         return RunOptions(**options)
     if unknown in (*_OF_A_SESSION, "device"):
         raise UsageError(f"{unknown!r} is an option of the session: write dualeval.Session({unknown}=...).")
-    # Beside these, what Session.evaluate and ModelTask take.
+    if unknown == "nproc":
+        raise UsageError("'nproc' is an option of dualeval.evaluate, which starts the ranks.")
+    # Beside these, what Session.evaluate, ModelTask and evaluate take.
     known += ["loggers", "step", "model", "data", "metrics", "collate", "forward", "observe", "rows"]
-    hint = did_you_mean(unknown, [*known, *_OF_A_SESSION, "device"]) or f" There are {', '.join(known)}."
+    known += [*_OF_A_SESSION, "device", "nproc"]
+    hint = did_you_mean(unknown, known) or f" There are {', '.join(known)}."
     raise UsageError(f"{unknown!r} is not an option of an evaluation.{hint}")
 
 

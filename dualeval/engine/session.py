@@ -56,7 +56,7 @@ ON_STALL = ("raise", "exit")
 # later, when another rank has exited.
 _LAST_WORDS_S, _BEFORE_RANK_0_S = 0.5, 3.0
 
-# By what has joined the ranks of a guest's caller: torch's group, or the module of Horovod.
+# By what has joined the ranks of a guest's caller, torch's group or the module of Horovod; or by the script.
 _noted_by_callers: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 # By session, the thread that has opened it.
@@ -253,10 +253,11 @@ class Session:
         check_name(self._wanted_device)
         self._is_joining = True
         self._backend = connect(name, world)
-        if caller is not None:
+        if caller is not None or self._note is None:
             # A training has a session an epoch: as long as its ranks are joined, each note is for it once.
-            library = torch.distributed.group.WORLD if caller == "torch" else sys.modules["horovod.torch"]
-            self._noted = _noted_by_callers.setdefault(library, set())
+            library = sys.modules["horovod.torch" if caller == "horovod" else "__main__"]
+            joined = torch.distributed.group.WORLD if caller == "torch" else library
+            self._noted = _noted_by_callers.setdefault(joined, set())
         if self.is_owner:
             note_outer_hook()
         self._control = open_control_plane(
@@ -558,7 +559,7 @@ class Session:
         return self._loop
 
     def note(self, sentence: str) -> None:
-        """Pass a sentence for people on, once a session; called on rank 0."""
+        """Pass a sentence for people on, once a session, or a script; called on rank 0."""
         if sentence in self._noted:
             return
         self._noted.add(sentence)

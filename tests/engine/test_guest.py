@@ -367,6 +367,13 @@ def test_a_note_is_said_once_to_a_training(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err.count("was in training mode") == 1
 
 
+def test_a_note_is_said_once_to_a_training_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    model, data = nn.Linear(2, 3), [(torch.ones(2), 0)] * 8
+    for _ in range(2):
+        dualeval.evaluate(model=model.train(), data=data, metrics=["loss"], launcher="none", workers=0)
+    assert capsys.readouterr().err.count("was in training mode") == 1
+
+
 def test_frames_of_torchs_own_code_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("Connection closed by peer\nException raised from f at g.cpp:1\nframe #0: pages")
     with connect(None, World.alone(), "cpu") as backend:

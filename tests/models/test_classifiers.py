@@ -209,7 +209,8 @@ def test_a_class_is_a_factory() -> None:
         (".models:make", ["expected package.module:factory"]),
         ("zoo/models.py:make", ["is a file of code", "Type: --model zoo.models:make. It has"]),
         ("zoo/models.py", ["is a file of code", "Type: --model zoo.models:with_classes."]),
-        ("zoo/lite.py", ["a file of code, which does not exist", "Type: --model zoo.lite:FUNCTION"]),
+        ("zoo/lite.py", ["there is no file zoo/lite.py. Expected MODULE:FUNCTION"]),
+        ("zoo/model.py", ["there is no file zoo/model.py. Nearest: models.py."]),
         ("zoo.models", ["Type: --model zoo.models:with_classes."]),
     ],
 )

@@ -104,15 +104,20 @@ def refuse_file_of_code(name: str) -> None:
     path = Path(file if file.endswith(".py") else f"{file.replace('.', '/')}.py")
     if not file.endswith(".py") and (function or not path.is_file()):
         return
+    if not path.is_file():
+        hint = nearest(path.name, sorted(each.name for each in path.parent.glob("*.py")))
+        raise UsageError(
+            f"--model {name}: there is no file {path}.{hint} Expected MODULE:FUNCTION, a function or class "
+            "that returns the model."
+        )
     module = path.stem if path.is_absolute() else ".".join(path.with_suffix("").parts)
     found = _callables(path)
     example = function or next(iter(found), "FUNCTION")
     inside = f" It has {', '.join(found[:_LISTED_AT_MOST])}." if found else ""
     where = f" in {path.parent}" if path.is_absolute() else ""
-    what = "is a file of code" if path.is_file() else "is the name of a file of code, which does not exist"
     raise UsageError(
-        f"--model {name} {what}: expected MODULE:FUNCTION, a function or class that returns the model. "
-        f"Type{where}: --model {module}:{example}.{inside}"
+        f"--model {name} is a file of code: expected MODULE:FUNCTION, a function or class that returns the "
+        f"model. Type{where}: --model {module}:{example}.{inside}"
     )
 
 
